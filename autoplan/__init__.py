@@ -1,0 +1,73 @@
+"""autoplan: which parallelism trains this model fastest on that cluster, and the program that does it.
+
+    import autoplan
+    result = autoplan.plan("model.py", hw="dgx_a100_x8", global_batch=512)
+    print(result.status, result.best.plan.mesh, result.best.estimate.step_s)
+
+Names load on first use: importing autoplan imports neither torch nor the solver.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoplan.answer import Answer
+    from autoplan.api import emit, estimate, plan, trace_model, whatif
+    from autoplan.errors import AutoplanError
+    from autoplan.hardware import load_profile, profile_names
+    from autoplan.options import Options
+    from autoplan.parallel_plan import Estimate, Mesh, Plan
+    from autoplan.search.result import SearchResult
+
+__version__ = "0.1.0"
+
+# In a checkout, cost_models/ and hardware_profiles/ stand beside this package; once installed, inside it.
+if not (Path(__file__).parent / "cost_models").exists():
+    __path__.append(str(Path(__file__).parent.parent))
+
+_HOME = {
+    "Answer": "autoplan.answer",
+    "AutoplanError": "autoplan.errors",
+    "Estimate": "autoplan.parallel_plan",
+    "Mesh": "autoplan.parallel_plan",
+    "Options": "autoplan.options",
+    "Plan": "autoplan.parallel_plan",
+    "SearchResult": "autoplan.search.result",
+    "emit": "autoplan.api",
+    "estimate": "autoplan.api",
+    "load_profile": "autoplan.hardware",
+    "plan": "autoplan.api",
+    "profile_names": "autoplan.hardware",
+    "trace_model": "autoplan.api",
+    "whatif": "autoplan.api",
+}
+
+__all__ = [
+    "Answer",
+    "AutoplanError",
+    "Estimate",
+    "Mesh",
+    "Options",
+    "Plan",
+    "SearchResult",
+    "emit",
+    "estimate",
+    "load_profile",
+    "plan",
+    "profile_names",
+    "trace_model",
+    "whatif",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

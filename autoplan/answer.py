@@ -1,0 +1,305 @@
+"""Answer: a search result together with what it is about, its derived figures, and its JSON form.
+
+    answer_from_json(answer_to_json(answer)) == answer      (timelines are not kept)
+
+The JSON text is the contract that `--format json` prints and that `plan.json` holds: a unit in every name.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from autoplan.errors import InputError
+from autoplan.graph import OpGraph
+from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
+from autoplan.search.result import Candidate, SearchResult
+from autoplan.units import SECONDS_PER_HOUR
+
+# An assumption, not a measurement: an uncalibrated estimate is arithmetic on data-sheet figures. Kernels reach
+# different fractions of a peak (so it may be too slow by a quarter), and what no table lists (input pipeline,
+# stragglers, allocator stalls) only adds time (so the interval leans upwards).
+UNCALIBRATED_INTERVAL = (0.75, 1.45)
+UNCALIBRATED_INTERVAL_SOURCE = "uncalibrated: 0.75 to 1.45 times the estimate, an assumption until measured"
+_COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "exposed_pp_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a result is about: the figures a report needs that no plan holds.
+
+    Attributes:
+        model: name of the model file or module.
+        device: name of the accelerator; `peak_flops_per_s` is its dense peak in the plan's precision.
+        flops_per_sample: forward and backward FLOPs of the model itself, without recomputation.
+        tokens_per_sample: None when the inputs are not token ids.
+        price_usd_per_device_hour: None when unknown.
+        segment_names: names of the graph's segments, in order.
+        provenance: (figure, where it comes from) pairs.
+    """
+
+    model: str
+    hardware: str
+    device: str
+    n_hosts: int
+    n_devices: int
+    n_parameters: int
+    flops_per_sample: int | None
+    tokens_per_sample: int | None
+    peak_flops_per_s: float | None
+    price_usd_per_device_hour: float | None
+    segment_names: tuple[str, ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A search result and the workload it answers for."""
+
+    workload: Workload
+    result: SearchResult
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen plan; ask only when there is one."""
+        assert self.result.best is not None
+        return self.result.best
+
+
+def step_interval_s(candidate: Candidate) -> tuple[float, float]:
+    """Between which two step times the truth is expected; see `UNCALIBRATED_INTERVAL`."""
+    low, high = UNCALIBRATED_INTERVAL
+    return low * candidate.estimate.step_s, high * candidate.estimate.step_s
+
+
+def samples_per_s(candidate: Candidate) -> float:
+    """Samples of all data-parallel ranks together."""
+    return candidate.plan.mesh.global_batch_size / candidate.estimate.step_s
+
+
+def tokens_per_s(workload: Workload, candidate: Candidate) -> float | None:
+    """None when the model does not read tokens."""
+    if workload.tokens_per_sample is None:
+        return None
+    return workload.tokens_per_sample * samples_per_s(candidate)
+
+
+def mfu(workload: Workload, candidate: Candidate) -> float | None:
+    """Model FLOPs / (step time x peak of the devices the plan uses); None when FLOPs or peak are unknown."""
+    if workload.flops_per_sample is None or workload.peak_flops_per_s is None:
+        return None
+    peak = workload.peak_flops_per_s * candidate.plan.mesh.n_devices
+    return workload.flops_per_sample * samples_per_s(candidate) / peak
+
+
+def tokens_per_sample(graph: OpGraph) -> int | None:
+    """Token ids in one sample of the first input; None when the model does not read tokens.
+
+    A token input is int64 of shape [batch, seq].
+    """
+    spec = graph.inputs[0].spec
+    if spec.dtype != "int64" or len(spec.shape) != 2:
+        return None
+    return spec.n_elements(1)
+
+
+def device_hours(workload: Workload, candidate: Candidate, *, n_samples: float) -> float:
+    """Device-hours to train on `n_samples`; whole hosts are paid for, also where a plan leaves devices idle."""
+    return n_samples / samples_per_s(candidate) * workload.n_devices / SECONDS_PER_HOUR
+
+
+def breakdown_by_axis_s(breakdown: Breakdown) -> dict[str, Any]:
+    """The breakdown with exposed communication by mesh axis; all numbers in it sum to the step time."""
+    return {
+        "compute": breakdown.compute_s,
+        "exposed_comm": {axis: getattr(breakdown, name) for axis, name in _COMMUNICATION},
+        "bubble": breakdown.bubble_s,
+        "optimizer": breakdown.optimizer_s,
+        "recompute": breakdown.recompute_s,
+        "launch": breakdown.launch_s,
+    }
+
+
+def answer_to_json(answer: Answer, *, indent: int | None = 2) -> str:
+    """The answer as JSON text."""
+    return json.dumps(answer_to_dict(answer), indent=indent, allow_nan=False)
+
+
+def answer_to_dict(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON values: the summary first, then everything needed to read it back."""
+    result = answer.result
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": result.status,
+        "gap": result.gap,
+        **_summary(answer),
+        "bound_s": result.bound_s,
+        "provenance": dict(answer.workload.provenance),
+        "n_meshes": result.n_meshes,
+        "search_s": result.search_s,
+        "nearest_fix": result.nearest_fix,
+        "workload": _encode(answer.workload),
+        "best": _encode(result.best),
+        "alternatives": _encode(result.alternatives),
+        "baselines": _encode(result.baselines),
+        "rejected": _encode(result.rejected),
+    }
+
+
+def _summary(answer: Answer) -> dict[str, Any]:
+    """The flat figures of the chosen plan; each is null when there is no plan."""
+    if answer.result.best is None:
+        return dict.fromkeys(_SUMMARY_KEYS)
+    candidate, workload = answer.best, answer.workload
+    estimate, tokens = candidate.estimate, tokens_per_s(workload, candidate)
+    values = (
+        plan_to_dict(candidate.plan),
+        estimate.step_s,
+        list(step_interval_s(candidate)),
+        UNCALIBRATED_INTERVAL_SOURCE,
+        samples_per_s(candidate),
+        tokens,
+        tokens if tokens is not None else samples_per_s(candidate),
+        mfu(workload, candidate),
+        list(estimate.reserved_bytes),
+        list(estimate.allocated_bytes),
+        estimate.memory_limit_bytes,
+        breakdown_by_axis_s(estimate.breakdown),
+    )
+    return dict(zip(_SUMMARY_KEYS, values, strict=True))
+
+
+_SUMMARY_KEYS = (
+    "plan",
+    "step_s",
+    "step_s_interval",
+    "step_s_interval_source",
+    "samples_per_s",
+    "tokens_per_s",
+    "tokens_or_samples_per_s",
+    "mfu",
+    "peak_bytes_per_stage",
+    "allocated_bytes_per_stage",
+    "memory_limit_bytes",
+    "breakdown_s",
+)
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The decision in short: degrees, batch, schedule, recomputation and stages."""
+    decision: dict[str, Any] = _encode(plan.mesh)
+    decision.update(recompute=plan.recompute, compile=plan.compile, precision=plan.precision)
+    decision["stages"] = _encode(plan.stages)
+    return decision
+
+
+def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
+    """The answer that `answer_to_json` wrote.
+
+    Raises: InputError naming the field that is missing, unknown or of the wrong type.
+    """
+    content = _parse(text, where)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise InputError.of(
+            f"{where}: schema_version",
+            found=version,
+            expected=f"{SCHEMA_VERSION}",
+            fix="make the plan again with this version of autoplan",
+        )
+    missing = sorted({*_RESULT_KEYS, "workload"} - set(content))
+    if missing:
+        raise InputError.of(where, found="no " + ", ".join(missing), expected="a whole plan.json", fix="plan again")
+    result = {key: content[key] for key in _RESULT_KEYS}
+    return Answer(
+        workload=_decode(Workload, content["workload"], f"{where}: workload"),
+        result=_decode(SearchResult, result, where),
+    )
+
+
+_RESULT_KEYS = tuple(field.name for field in fields(SearchResult))
+
+
+def with_best(answer: Answer, *, estimate: Estimate) -> Answer:
+    """The answer with another estimate of its chosen plan, such as one with a timeline."""
+    best = replace(answer.best, estimate=estimate)
+    return replace(answer, result=replace(answer.result, best=best))
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError.of(
+            where, found=str(error), expected="the JSON text that autoplan wrote", fix="plan again"
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError.of(where, found=type(content).__name__, expected="a JSON object", fix="plan again")
+    return content
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _encode(value: Any) -> Any:
+    """Dataclasses as objects, tuples as arrays; fields that do not take part in comparison are left out."""
+    if is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name)) for f in fields(value) if f.compare}
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """The value of type `hint` that `_encode` turned into JSON values; strict about names and types."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _decode_optional(hint, value, where)
+    if origin is tuple:
+        return _decode_tuple(hint, value, where)
+    if is_dataclass(hint):
+        return _decode_dataclass(hint, value, where)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is float and is_number:
+        return float(value)
+    if type(value) is not hint:
+        _refuse(value, expected=hint.__name__, where=where)
+    return value
+
+
+def _decode_optional(hint: Any, value: Any, where: str) -> Any:
+    if value is None:
+        return None
+    (inner,) = (item for item in typing.get_args(hint) if item is not type(None))
+    return _decode(inner, value, where)
+
+
+def _decode_tuple(hint: Any, value: Any, where: str) -> tuple[Any, ...]:
+    items = typing.get_args(hint)
+    if not isinstance(value, list):
+        _refuse(value, expected="an array", where=where)
+    if items[-1] is Ellipsis:
+        return tuple(_decode(items[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if len(value) != len(items):
+        _refuse(value, expected=f"an array of {len(items)}", where=where)
+    return tuple(_decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(items, value, strict=True)))
+
+
+def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        _refuse(value, expected="an object", where=where)
+    hints = typing.get_type_hints(hint)
+    names = [f.name for f in fields(hint) if f.compare]
+    if set(value) != set(names):
+        wrong = ", ".join(sorted(set(value) ^ set(names)))
+        raise InputError.of(where, found=f"missing or unknown: {wrong}", expected=", ".join(names), fix="plan again")
+    return hint(**{name: _decode(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _refuse(value: Any, *, expected: str, where: str) -> typing.NoReturn:
+    shown = repr(value) if len(repr(value)) < 60 else type(value).__name__
+    raise InputError(f"{where}: found {shown}\n  expected: {expected}\n  fix: make the plan again, do not edit it")

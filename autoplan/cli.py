@@ -1,0 +1,439 @@
+"""The command line: arguments in, one result on stdout, everything else on stderr, an exit code.
+
+    0 ok             3 bad input file        6 stopped (no plan, or no proof)    9 cannot write output
+    1 bug            4 cannot trace          7 measuring failed                  130 interrupted
+    2 usage          5 proved infeasible     8 verify out of tolerance
+
+Imports stand inside the commands, so that `--help` loads neither torch nor the solver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from autoplan import __version__
+from autoplan.errors import AutoplanError, InfeasibleError, StoppedError, UsageError
+from autoplan.options import OBJECTIVES, PRECISIONS, Options
+
+if TYPE_CHECKING:
+    from autoplan.answer import Answer
+    from autoplan.api import Problem
+
+INTERRUPTED = 130
+_DEFAULTS = Options()
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def main() -> None:
+    """Entry point of the command `autoplan`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    show_traceback = "--debug" in arguments
+    try:
+        code = cli.main(args=list(arguments), prog_name="autoplan", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return UsageError.exit_code
+    except AutoplanError as error:
+        return _report_error(str(error), error.exit_code, show_traceback=show_traceback)
+    except (click.Abort, KeyboardInterrupt):
+        return _report_error("interrupted", INTERRUPTED, show_traceback=False)
+    except Exception as error:  # the outermost frame: everything that gets here is a bug
+        text = f"internal error: {type(error).__name__}: {error}\n  this is a bug; --debug shows where it happened"
+        return _report_error(text, AutoplanError.exit_code, show_traceback=show_traceback)
+
+
+def _report_error(text: str, code: int, *, show_traceback: bool) -> int:
+    if show_traceback:
+        traceback.print_exc()
+    click.echo(f"autoplan: {text}", err=True)
+    return code
+
+
+# ------------------------------------------------------------------------------------------- shared options
+
+
+def _options(*decorators: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    def decorate(command: _Command) -> _Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+_output = _options(
+    click.option("--format", "output_format", type=click.Choice(["table", "json"]), default="table", show_default=True),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)
+_model = _options(
+    click.argument("model", type=click.Path(path_type=Path)),
+    click.option(
+        "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable."
+    ),
+)
+_cluster = _options(
+    click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile; see `autoplan hw list`."),
+    click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
+)
+_workload = _options(
+    click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step."),
+    click.option("--precision", type=click.Choice(PRECISIONS), default=_DEFAULTS.precision, show_default=True),
+    click.option("--objective", type=click.Choice(OBJECTIVES), default=_DEFAULTS.objective, show_default=True),
+    click.option(
+        "--fix",
+        multiple=True,
+        metavar="NAME=VALUE,...",
+        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, compile.",
+    ),
+    click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Stop with the best so far."),
+    click.option("--strict", is_flag=True, help="An op without a cost rule is an error."),
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def cli() -> None:
+    """Find the parallelism that trains a PyTorch model fastest on a cluster, and write the program that does it."""
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+@cli.command("plan")
+@_model
+@_cluster
+@_workload
+@click.option("--top", type=click.IntRange(min=1), default=_DEFAULTS.top, show_default=True, help="Alternatives kept.")
+@click.option("--require-optimal", is_flag=True, help="Exit 6 unless the plan is proved optimal.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Measurements of `autoplan profile`.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write program and reports there.")
+@click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
+@_output
+def plan_command(
+    model: Path,
+    overrides: tuple[str, ...],
+    hw: str,
+    hosts: int,
+    profile: Path | None,
+    out: Path | None,
+    force: bool,
+    output_format: str,
+    **options: Any,
+) -> None:
+    """Find the fastest plan for MODEL and, with --out, write the program that trains it so."""
+    from autoplan import api
+    from autoplan.output_folder import check_target
+    from autoplan.report import plan_report
+
+    _refuse_measurements(profile)
+    if out is not None:
+        check_target(out, force=force)
+    with _stdout_kept_clean():
+        problem = _problem(model, overrides, hw=hw, hosts=hosts, options=_read_options(**options))
+        _progress("searching")
+        answer = api.solve(problem)
+    if out is not None and answer.result.best is not None:
+        api.emit(problem, answer, out, force=force)
+        _progress(f"wrote {out}")
+    _print_answer(answer, plan_report, output_format)
+    _check_status(answer, problem.options)
+
+
+@cli.command("estimate")
+@_model
+@_cluster
+@_workload
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="A plan.json, or the folder that holds it.")
+@_output
+def estimate_command(
+    model: Path,
+    overrides: tuple[str, ...],
+    hw: str,
+    hosts: int,
+    plan_file: Path | None,
+    output_format: str,
+    **options: Any,
+) -> None:
+    """Score the plan of --plan, or the best one that has every value of --fix."""
+    from autoplan import api
+    from autoplan.output_folder import read_answer
+    from autoplan.report import plan_report
+
+    if plan_file is None and not options["fix"]:
+        raise UsageError("estimate needs a plan\n  fix: add --fix dp=8,tp=1,pp=1 or --plan plan.json")
+    given = None if plan_file is None else read_answer(plan_file)
+    with _stdout_kept_clean():
+        problem = _problem(model, overrides, hw=hw, hosts=hosts, options=_read_options(**options))
+        if given is not None and given.result.best is not None:
+            answer = api.score(problem, given.best.plan)
+        else:
+            answer = api.solve(problem)
+    _print_answer(answer, plan_report, output_format)
+    _check_status(answer, problem.options)
+
+
+@cli.command("explain")
+@click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
+@_output
+def explain_command(path: Path, output_format: str) -> None:
+    """Say why this plan, why not the next best, and what each second is spent on."""
+    from autoplan.output_folder import read_answer
+    from autoplan.report import explain_report
+
+    _print_answer(read_answer(path), explain_report, output_format)
+
+
+@cli.command("verify")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--steps", "n_steps", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@_output
+def verify_command(folder: Path, n_steps: int, device: str, output_format: str) -> None:
+    """Run the program of DIR (this runs its code): parity with one process on CPU, timing on CUDA."""
+    from autoplan.verify import verification_text, verify_folder
+
+    _progress(f"running {folder} for {n_steps} steps on {device}")
+    found = verify_folder(folder, n_steps=n_steps, device=device)
+    _print(json.dumps(asdict(found), indent=2) if output_format == "json" else verification_text(found))
+
+
+@cli.command("profile")
+@_model
+@_cluster
+@_output
+def profile_command(**_: Any) -> None:
+    """Measure this machine's GPU (not available in this version)."""
+    raise UsageError("profile: measuring is not available in this version; plans use the hardware profile's figures")
+
+
+# ------------------------------------------------------------------------------------------- hardware
+
+
+@cli.group("hw")
+def hw_group() -> None:
+    """List, show and validate hardware profiles."""
+
+
+@hw_group.command("list")
+@_output
+def hw_list(output_format: str) -> None:
+    """Every profile that comes with autoplan."""
+    from autoplan.hardware import load_profile, profile_names
+    from autoplan.report import profile_list
+
+    profiles = [load_profile(name) for name in profile_names()]
+    if output_format == "json":
+        rows = [{"name": item.name, "description": item.description} for item in profiles]
+        _print(json.dumps({"schema_version": 1, "profiles": rows}, indent=2))
+    else:
+        _print(profile_list(profiles))
+
+
+@hw_group.command("show")
+@click.argument("name")
+@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
+@_output
+def hw_show(name: str, hosts: int, output_format: str) -> None:
+    """Every figure of a profile, with its source."""
+    from autoplan.hardware import load_profile
+    from autoplan.report import profile_sheet
+
+    profile = load_profile(name, n_hosts=hosts)
+    _print(json.dumps(asdict(profile), indent=2) if output_format == "json" else profile_sheet(profile))
+
+
+@hw_group.command("validate")
+@click.argument("file", type=click.Path(path_type=Path))
+@_output
+def hw_validate(file: Path, output_format: str) -> None:
+    """Check a profile of your own."""
+    from autoplan.hardware import validate_file
+
+    profile = validate_file(file)
+    valid = {"schema_version": 1, "valid": True, "name": profile.name}
+    _print(json.dumps(valid) if output_format == "json" else f"{file}: valid ({profile.name})")
+
+
+@hw_group.command("measure")
+@_output
+def hw_measure(**_: Any) -> None:
+    """Measure this machine's links (not available in this version)."""
+    raise UsageError("hw measure: measuring is not available in this version\n  fix: write a profile; see README.md")
+
+
+# ------------------------------------------------------------------------------------------- purchase
+
+
+@cli.command("whatif")
+@_model
+@click.option("--hw", required=True, metavar="A,B,...", help="Hardware profiles, separated by commas.")
+@click.option("--hosts", default="1", show_default=True, metavar="1,2,...", help="Host counts, separated by commas.")
+@_workload
+@click.option("--tokens", "n_tokens", type=float, help="Train on this many tokens, such as 300e9.")
+@click.option("--samples", "n_samples", type=float, help="Train on this many samples.")
+@click.option("--price", "prices", multiple=True, metavar="NAME=USD", help="US dollars per device-hour; repeatable.")
+@_output
+def whatif_command(
+    model: Path,
+    overrides: tuple[str, ...],
+    hw: str,
+    hosts: str,
+    n_tokens: float | None,
+    n_samples: float | None,
+    prices: tuple[str, ...],
+    output_format: str,
+    **options: Any,
+) -> None:
+    """Compare clusters: step time, time to train and cost of MODEL on each."""
+    from autoplan import api
+    from autoplan.option_checks import parse_overrides, parse_prices
+    from autoplan.what_if import whatif_table, whatif_to_dict
+
+    with _stdout_kept_clean():
+        rows = api.whatif(
+            model,
+            hw=_split(hw),
+            hosts=_counts(hosts),
+            n_tokens=_amount("--tokens", n_tokens),
+            n_samples=_amount("--samples", n_samples),
+            prices_usd_per_device_hour=parse_prices(prices),
+            overrides=parse_overrides(overrides),
+            progress=_progress,
+            **asdict(_read_options(**options)),
+        )
+    _print(json.dumps(whatif_to_dict(rows), indent=2) if output_format == "json" else whatif_table(rows))
+
+
+@cli.command("recommend")
+@_model
+@click.option("--deadline", help="Latest acceptable time to train.")
+@click.option("--budget", help="Most US dollars to spend.")
+@_output
+def recommend_command(**_: Any) -> None:
+    """The smallest cluster for a deadline or a budget (not available in this version)."""
+    raise UsageError(
+        "recommend is not available in this version\n  fix: autoplan whatif compares the clusters you name"
+    )
+
+
+@cli.command("doctor")
+@_output
+def doctor_command(output_format: str) -> None:
+    """Versions, devices, links, and what is missing."""
+    from autoplan.doctor import diagnose
+    from autoplan.report import text_table
+
+    findings = diagnose()
+    if output_format == "json":
+        _print(json.dumps({"schema_version": 1, "findings": [asdict(item) for item in findings]}, indent=2))
+    else:
+        _print(text_table(("", "found", "to fix"), [(item.name, item.found, item.fix) for item in findings]))
+
+
+# ------------------------------------------------------------------------------------------- in and out
+
+
+def _read_options(*, fix: tuple[str, ...], **options: Any) -> Options:
+    from autoplan.option_checks import parse_fix
+
+    return Options(fix=parse_fix(fix), **options)
+
+
+def _problem(model: Path, overrides: tuple[str, ...], *, hw: str, hosts: int, options: Options) -> Problem:
+    from autoplan import api
+    from autoplan.option_checks import parse_overrides
+
+    _progress(f"tracing {model}")
+    return api.make_problem(model, hw=hw, hosts=hosts, overrides=parse_overrides(overrides), options=options)
+
+
+def _refuse_measurements(profile: Path | None) -> None:
+    if profile is not None:
+        raise UsageError("--profile: measured profiles are not available in this version\n  fix: leave --profile out")
+
+
+def _check_status(answer: Answer, options: Options) -> None:
+    """The exit code of a search that gave no plan, or not the proof that was asked for."""
+    status = answer.result.status
+    if any(item.detail == "interrupted" for item in answer.result.rejected):
+        raise KeyboardInterrupt
+    if status == "infeasible":
+        raise InfeasibleError("no plan fits, and that is proved")
+    if answer.result.best is None:
+        raise StoppedError("the search stopped before it found a plan\n  fix: raise --time-limit")
+    if options.require_optimal and status != "optimal":
+        raise StoppedError("the search stopped before its plan was proved optimal\n  fix: raise --time-limit")
+
+
+def _split(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise UsageError("--hw: found nothing\n  expected: profile names separated by commas")
+    return names
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--hosts: found {text!r}\n  expected: host counts separated by commas, such as 1,2,4")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _amount(option: str, number: float | None) -> float | None:
+    if number is not None and not 0 < number < float("inf"):
+        raise UsageError(f"{option}: found {number}\n  expected: a number above 0")
+    return number
+
+
+def _print_answer(answer: Answer, render: Callable[[Answer], str], output_format: str) -> None:
+    from autoplan.answer import answer_to_json
+
+    _print(answer_to_json(answer) if output_format == "json" else render(answer))
+
+
+def _print(text: str) -> None:
+    """The result, on stdout; a reader that has left (`| head`) is no error."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115  (so that closing at exit does not fail again)
+
+
+@contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """While we work, what a model file or the solver prints goes to stderr: stdout is for the result alone.
+
+    Native code writes to the file descriptor, through a buffer of its own that is flushed before stdout comes back.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _progress(text: str) -> None:
+    click.echo(f"{text} ...", err=True)

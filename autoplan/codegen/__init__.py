@@ -1,0 +1,80 @@
+"""Codegen: OpGraph x Plan -> Program, the text of every file that trains the model without autoplan.
+
+train.py            the program
+model.py            the user's file as it is
+parallel_model.py   the model rewritten for one rank; only with tensor or pipeline parallelism
+runtime/            copied as it is from `autoplan.runtime`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from autoplan.codegen.parallel_model import parallel_model_text
+from autoplan.codegen.train_script import train_script
+from autoplan.graph import OpGraph
+from autoplan.parallel_plan import Plan
+from autoplan.rules import OpRule
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Files of a program: (relative path, text)."""
+
+    files: tuple[tuple[str, str], ...]
+
+
+def generate(
+    graph: OpGraph,
+    plan: Plan,
+    *,
+    rules: Mapping[str, OpRule],
+    header: str,
+    model_text: str,
+    overrides: Mapping[str, Any],
+) -> Program:
+    """The program of a plan; `header` becomes the docstring of train.py.
+
+    `model_text` is the user's model file, `overrides` the arguments of its build_model.
+    """
+    is_rewritten = plan.mesh.tp > 1 or plan.mesh.pp > 1
+    found = {
+        "train.py": train_script(
+            header=header,
+            config=config_values(graph, plan),
+            overrides=dict(overrides),
+            has_parallel_model=is_rewritten,
+        ),
+        "model.py": model_text,
+    }
+    if is_rewritten:
+        found["parallel_model.py"] = parallel_model_text(graph, plan, rules=rules)
+    for path in sorted(files("autoplan.runtime").iterdir(), key=lambda item: item.name):
+        if path.name.endswith(".py"):
+            found[f"runtime/{path.name}"] = path.read_text()
+    return Program(tuple(found.items()))
+
+
+def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """The fields of `runtime.config.Config` for a plan."""
+    mesh = plan.mesh
+    recomputed = [graph.segments[i].module_path for stage in plan.stages for i in stage.recomputed]
+    blocks = [segment.module_path for segment in graph.segments if segment.is_block]
+    return {
+        "dp": mesh.dp,
+        "tp": mesh.tp,
+        "pp": mesh.pp,
+        "zero_stage": mesh.zero_stage,
+        "zero_shard_degree": mesh.zero_shard_degree,
+        "micro_batch_size": mesh.micro_batch_size,
+        "n_micro_batches": mesh.n_micro_batches,
+        "schedule": mesh.schedule,
+        "n_chunks": mesh.n_chunks,
+        "precision": plan.precision,
+        "compile": plan.compile,
+        "recompute": tuple(dict.fromkeys(recomputed)),
+        "blocks": tuple(dict.fromkeys(blocks)),
+    }

@@ -1,0 +1,120 @@
+"""Text of the emitted `train.py`: the plan as a config block, and a training loop a reader can change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_TEMPLATE = '''\
+"""{header}
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+{imports}
+PLAN = Config(
+{config}
+)
+MODEL_OVERRIDES = {overrides}
+PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description="Train under the plan in this file; start it with torchrun.")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="compute in this instead of the plan's precision")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
+    parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures")
+    parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
+    return parser.parse_args()
+
+
+@record
+def main():
+    arguments = parse_arguments()
+    config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
+    start_process_group(arguments.device, config, timeout_s=arguments.timeout)
+    mesh = build_rank_mesh(config, arguments.device)
+    options = {{
+        "overrides": MODEL_OVERRIDES,
+        "seed": arguments.seed,
+        "learning_rate": arguments.lr,
+        "max_grad_norm": arguments.clip,
+    }}
+    model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)
+    if arguments.check:
+        plain = PlainTraining(config, model_file, build_device=model.full_build_device, device=mesh.device, **options)
+        steps = check_steps(model, plain, model_file, n_steps=arguments.steps, seed=arguments.seed)
+    else:
+        steps = train_steps(model, model_file, n_steps=arguments.steps, seed=arguments.seed)
+
+    done = []
+    for step in steps:
+        done.append(step)
+        if mesh.rank == 0:
+            print(step, flush=True)
+    if arguments.out_json:
+        write_records(arguments.out_json, model, done)
+    stop_process_group()
+    return exit_code(done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
+_RUNTIME_NAMES = (
+    "Config", "ParallelModel", "PlainTraining", "build_rank_mesh", "check_steps", "exit_code", "start_process_group",
+    "stop_process_group", "train_steps", "write_records",
+)  # fmt: skip
+
+
+def train_script(
+    *,
+    header: str,
+    config: Mapping[str, Any],
+    has_parallel_model: bool,
+    overrides: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of `train.py`.
+
+    `header` is its docstring, `config` the fields of `runtime.Config` (those left out keep their defaults),
+    `overrides` the keyword arguments of `build_model`. Values are strings, numbers, booleans, None, and tuples of them.
+    """
+    imports = "import model as model_file\n" + ("import parallel_model\n" if has_parallel_model else "")
+    imports += _import_lines("runtime", _RUNTIME_NAMES)
+    return _TEMPLATE.format(
+        header=header.replace("\\", "\\\\").replace('"""', r"\"\"\"").strip(),
+        imports=imports,
+        config="\n".join(f"    {name}={_value(value)}," for name, value in config.items()),
+        overrides=_value(dict(overrides or {})),
+        parallel_model="parallel_model" if has_parallel_model else "None",
+    )
+
+
+def _import_lines(module: str, names: Iterable[str]) -> str:
+    lines = "".join(f"    {name},\n" for name in names)
+    return f"from {module} import (\n{lines})\n"
+
+
+def _value(value: Any) -> str:
+    """A literal of the value in double quotes; a long tuple over several lines."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_value(key)}: {_value(item)}" for key, item in value.items()) + "}"
+    if not isinstance(value, tuple):
+        return repr(value)
+    items = [_value(item) for item in value]
+    text = "(" + ", ".join(items) + ("," if len(items) == 1 else "") + ")"
+    return text if len(text) < 90 else "(\n" + "".join(f"        {item},\n" for item in items) + "    )"

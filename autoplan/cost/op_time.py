@@ -1,0 +1,89 @@
+"""Time of one operator on one device: a roofline with a fixed cost per kernel.
+
+    t = kernel_s * kernels + max(flops / (peak * matmul_fraction), bytes / (bandwidth * memory_efficiency))
+
+The fixed cost is the efficiency curve: a product that needs as long as `kernel_s` runs at half its rate. The host must
+launch every kernel too; that is added up apart (`launches`), because it only counts where the device waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.errors import InputError
+from autoplan.graph import Op
+from autoplan.hardware import Device
+from autoplan.rules import OpRule, Specs, forward_flops
+
+# A training step meets other shapes than the best one: median / best achieved matrix product over 183 shapes,
+# 0.72 / 0.80, A100 PCIe; SimuMax configs/system/a100_pcie.json @4dcaae5.
+TYPICAL_MATMUL_FRACTION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """Seconds on the device and launches by the host, forward and backward."""
+
+    forward_s: float
+    backward_s: float
+    n_launches: int
+    n_backward_launches: int
+
+
+def peak_flops_per_s(device: Device, precision: str) -> float:
+    """The dense peak of a precision; fp64 is only ever run on CPUs to check numbers, and priced as fp32.
+
+    Raises: InputError if the device has no such precision.
+    """
+    peaks = dict(device.peak_flops_per_s)
+    found = peaks.get("fp32" if precision == "fp64" else precision)
+    if found is None:
+        raise InputError.of(
+            f"--precision {precision}",
+            found=f"{device.name} without {precision}",
+            expected="one of " + ", ".join(peaks),
+            fix=f"use --precision {next(iter(peaks))}, or another device",
+        )
+    return found
+
+
+def moved_bytes(op: Op, *, operands: Specs, results: Specs, batch_size: int, precision: str) -> int:
+    """Bytes read and written by one call: every operand once, every result once.
+
+    A look-up reads only the rows it returns.
+    """
+    read = operands[1:] if op.target == "aten.embedding.default" else operands
+    written = sum(spec.n_bytes(batch_size, precision) for spec in results)
+    again = written if op.target == "aten.embedding.default" else 0
+    return sum(spec.n_bytes(batch_size, precision) for spec in read) + written + again
+
+
+def op_time(
+    rule: OpRule | None,
+    op: Op,
+    *,
+    operands: Specs,
+    results: Specs,
+    batch_size: int,
+    precision: str,
+    device: Device,
+    has_gradient: bool,
+) -> OpTime:
+    """Time of one call on local tensors (`operands`, `results`); an op without a rule is priced by its bytes."""
+    rule = rule or OpRule()
+    if rule.is_view and not rule.n_backward_kernels:
+        return OpTime(0.0, 0.0, 0, 0)
+    flops = forward_flops(rule, op, operands=operands, batch_size=batch_size)
+    n_bytes = moved_bytes(op, operands=operands, results=results, batch_size=batch_size, precision=precision)
+    if rule.efficiency == "matmul":
+        rate = peak_flops_per_s(device, precision) * device.matmul_efficiency * TYPICAL_MATMUL_FRACTION
+    else:
+        rate = peak_flops_per_s(device, "fp32")
+    bandwidth = device.memory_bytes_per_s * device.memory_efficiency
+    forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels + max(flops / rate, n_bytes / bandwidth)
+    if not has_gradient:
+        return OpTime(forward_s, 0.0, rule.n_kernels, 0)
+    backward_s = device.kernel_s * rule.n_backward_kernels + max(
+        rule.backward_flops_ratio * flops / rate, rule.backward_bytes_ratio * n_bytes / bandwidth
+    )
+    return OpTime(forward_s, backward_s, rule.n_kernels, rule.n_backward_kernels)

@@ -1,0 +1,301 @@
+"""Price: OpGraph x Mesh x HardwareProfile -> CostTable.
+
+Memory of one parameter element under mixed precision, after `fully_shard` with a float32 master copy:
+
+                      always (per shard degree d)                gathered    gradient before reduction
+    bf16 / fp16       4 master + 4 gradient + 8 Adam, all / d    2           2, or 4 while micro-batches accumulate
+    fp32              4 + 4 + 8, all / d                         4           4
+    fp64              8 + 8 + 16, all / d                        8           8
+
+ZeRO 0 is a shard degree of 1. The optimizer moves every byte of master, gradient and state once (and writes back
+master and state): that is its time.
+
+Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
+shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autoplan.cost.collectives import Group, axis_group, collective_s, send_s
+from autoplan.cost.segment_work import SegmentWork, WorkContext, conversion_s, segment_work, timed
+from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
+from autoplan.graph import DTYPE_BYTES, OpGraph, TensorSpec, crossing_values, gradient_values
+from autoplan.hardware import HardwareProfile
+from autoplan.layout import Layout, can_shard, local_spec, parse_layout
+from autoplan.parallel_plan import Mesh, SegmentSharding
+from autoplan.rules import OpRule
+from autoplan.sharding import ShardingPrices
+from autoplan.units import MiB
+
+Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
+
+N_ADAM_STATES = 2
+# Assumed until measured on the target: device context and communication buffers of one process, and reserved over
+# allocated bytes of the caching allocator (5 to 7 % above on A100 and B200; SimuMax docs/FULL_RESULTS.md).
+CONTEXT_BYTES = 1024 * MiB
+COMMUNICATOR_BYTES = 256 * MiB
+RESERVED_RATIO = 1.06
+
+
+@dataclass(frozen=True, slots=True)
+class _ElementBytes:
+    """Bytes per parameter element; see the table in the module docstring."""
+
+    master: int
+    gathered: int
+    reduced: int
+
+    @property
+    def optimizer(self) -> int:
+        return N_ADAM_STATES * self.master
+
+
+def _element_bytes(precision: str) -> _ElementBytes:
+    if precision in ("bf16", "fp16"):
+        return _ElementBytes(master=4, gathered=2, reduced=4)
+    size = 8 if precision == "fp64" else 4
+    return _ElementBytes(master=size, gathered=size, reduced=size)
+
+
+def make_pricer(
+    graph: OpGraph,
+    *,
+    profile: HardwareProfile,
+    precision: str,
+    shardings: Shardings,
+    rules: Mapping[str, OpRule],
+) -> Callable[[Mesh], CostTable]:
+    """A function that prices one mesh; what several meshes share is computed once."""
+
+    @cache
+    def works(tp: int, sharding: str, micro_batch_size: int) -> tuple[SegmentWork, ...]:
+        context = _context(graph, profile, precision, rules, batch_size=micro_batch_size, degree=tp)
+        by_kind = {assignment.kind: assignment for assignment in shardings.get((tp, sharding), ())}
+        return tuple(segment_work(context, s, by_kind.get(kind)) for kind, s in graph.first_of_kind().items())
+
+    cuts = _cut_values(graph)
+
+    owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
+
+    def price(mesh: Mesh) -> CostTable:
+        """The cost table of one mesh."""
+        groups, counted = _Groups.of(profile, mesh), owned[mesh.pp > 1]
+        costs = tuple(
+            _segment_costs(work, mesh, groups, profile, precision, counted[segment.kind], segment.is_block)
+            for work, segment in zip(
+                works(mesh.tp, mesh.sharding, mesh.micro_batch_size), graph.first_of_kind().values(), strict=True
+            )
+        )
+        cut_bytes = tuple(
+            sum(_boundary_bytes(spec, mesh, precision) for spec in specs) if is_legal else None
+            for specs, is_legal in cuts
+        )
+        return CostTable(
+            mesh=mesh,
+            kinds=tuple(segment.kind for segment in graph.segments),
+            recompute_choices=RECOMPUTE_CHOICES,
+            costs=costs,
+            cut_s=tuple(
+                None if n is None else send_s(n, crosses_hosts=groups.stages_cross_hosts, profile=profile)
+                for n in (cut_bytes if mesh.pp > 1 else (None,) * len(cut_bytes))
+            ),
+            cut_bytes=tuple(n or 0 for n in cut_bytes),
+            gathers_per_micro_batch=mesh.zero_stage == 3,
+            reduces_per_micro_batch=mesh.zero_stage >= 2 and mesh.pp == 1,
+            keeps_gathered=mesh.zero_stage < 3,
+            overlap_slowdown=profile.overlap_slowdown,
+            per_step_s=_per_step_s(graph, mesh, groups, profile, precision),
+            reserved_fixed_bytes=CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp)),
+            reserved_ratio=RESERVED_RATIO,
+            memory_limit_bytes=profile.device.memory_bytes,
+        )
+
+    return price
+
+
+def sharding_prices(
+    graph: OpGraph,
+    *,
+    profile: HardwareProfile,
+    precision: str,
+    rules: Mapping[str, OpRule],
+    degree: int,
+    batch_size: int,
+) -> ShardingPrices:
+    """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`."""
+    context = _context(graph, profile, precision, rules, batch_size=batch_size, degree=degree)
+    gradients = gradient_values(graph)
+    element = _element_bytes(precision)
+
+    def op_s(op: object, strategy: object) -> float:
+        found = timed(context, op, strategy, gradients)  # type: ignore[arg-type]
+        n_bytes = strategy.all_reduce_elements * batch_size * 4  # type: ignore[attr-defined]
+        return found.forward_s + found.backward_s + context.tp_collective_s("all_reduce", n_bytes)
+
+    def parameter_s(spec: TensorSpec, layout: Layout) -> float:
+        return _optimizer_s(local_spec(spec, layout, degree).n_elements(1), element, profile)
+
+    return ShardingPrices(
+        op_s=op_s,
+        conversion_s=lambda spec, step: conversion_s(context, spec.n_bytes(batch_size, precision), step),
+        parameter_s=parameter_s,
+    )
+
+
+def _context(
+    graph: OpGraph,
+    profile: HardwareProfile,
+    precision: str,
+    rules: Mapping[str, OpRule],
+    *,
+    batch_size: int,
+    degree: int,
+) -> WorkContext:
+    group = axis_group(profile, size=degree, stride=1)
+
+    @cache
+    def tp_collective_s(kind: str, n_bytes: float) -> float:
+        return collective_s(kind, n_bytes, group=group, profile=profile)
+
+    return WorkContext(graph, rules, profile.device, precision, batch_size, degree, tp_collective_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Where the axes of a mesh lie on the cluster."""
+
+    shard: Group
+    replicate: Group
+    whole_step: Group
+    stages_cross_hosts: bool
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, mesh: Mesh) -> _Groups:
+        n_replicas = mesh.dp // mesh.zero_shard_degree
+        return cls(
+            shard=axis_group(profile, size=mesh.zero_shard_degree, stride=mesh.tp),
+            replicate=axis_group(profile, size=n_replicas, stride=mesh.tp * mesh.zero_shard_degree),
+            whole_step=axis_group(profile, size=mesh.n_devices, stride=1),
+            stages_cross_hosts=mesh.n_devices > profile.n_devices_per_host,
+        )
+
+
+def _segment_costs(
+    work: SegmentWork,
+    mesh: Mesh,
+    groups: _Groups,
+    profile: HardwareProfile,
+    precision: str,
+    counted: frozenset[str],
+    is_block: bool,
+) -> tuple[SegmentCost, ...]:
+    """The segment without and with recomputation; only blocks can be recomputed."""
+    element, degree = _element_bytes(precision), mesh.zero_shard_degree
+    n_elements = sum(count for name, count in work.weights if name in counted)
+    n_shard_elements = -(-n_elements // degree)
+    is_wrapped = mesh.dp > 1 or precision in ("bf16", "fp16")
+    gathered_bytes = element.gathered * n_elements if is_wrapped else 0
+    accumulates = mesh.n_micro_batches > 1 and not (mesh.zero_stage >= 2 and mesh.pp == 1)
+    launch_s = profile.device.launch_s
+    launch_forward_s = max(0.0, work.n_launches * launch_s - work.forward_s)
+    plain = SegmentCost(
+        forward_s=work.forward_s,
+        backward_s=work.backward_s,
+        recompute_s=0.0,
+        launch_forward_s=launch_forward_s,
+        launch_backward_s=max(0.0, work.n_backward_launches * launch_s - work.backward_s),
+        tp_forward_s=work.tp_forward_s,
+        tp_backward_s=work.tp_backward_s,
+        gather_s=collective_s("all_gather", element.gathered * n_elements, group=groups.shard, profile=profile),
+        reduce_s=_reduce_s(element.reduced * n_elements, groups, profile),
+        optimizer_s=_optimizer_s(n_shard_elements, element, profile),
+        state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + work.fixed_bytes,
+        gathered_bytes=gathered_bytes,
+        gradient_bytes=(element.reduced if accumulates else element.gathered) * n_elements if is_wrapped else 0,
+        saved_bytes=work.saved_bytes,
+        working_bytes=work.working_bytes,
+    )
+    if not is_block:
+        return plain, plain
+    full = replace(
+        plain,
+        recompute_s=work.forward_s + launch_forward_s + work.tp_forward_s,
+        saved_bytes=min(work.input_bytes, work.saved_bytes),
+        working_bytes=work.working_bytes + work.saved_bytes,
+    )
+    return plain, full
+
+
+def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> float:
+    """Reduce-scatter inside the shard group, then all-reduce of the shards between replicas."""
+    scatter_s = collective_s("reduce_scatter", n_bytes, group=groups.shard, profile=profile)
+    share = n_bytes / groups.shard.n_devices
+    return scatter_s + collective_s("all_reduce", share, group=groups.replicate, profile=profile)
+
+
+def _optimizer_s(n_elements: int, element: _ElementBytes, profile: HardwareProfile) -> float:
+    """Read master, gradient and state, write master and state."""
+    n_bytes = n_elements * (3 * element.master + 2 * element.optimizer)
+    return n_bytes / (profile.device.memory_bytes_per_s * profile.device.memory_efficiency)
+
+
+def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[str]]:
+    """Per kind, the parameters whose state its segments pay for.
+
+    On one stage a tied weight belongs to its first reader; in a pipeline both ends hold it.
+    """
+    seen: set[str] = set()
+    found = {}
+    for kind, segment in graph.first_of_kind().items():
+        found[kind] = frozenset(segment.parameters) - (frozenset() if is_cut else seen)
+        seen.update(segment.parameters)
+    return found
+
+
+def _cut_values(graph: OpGraph) -> tuple[tuple[tuple[TensorSpec, ...], bool], ...]:
+    """Per boundary: the values that cross it, and whether a cut is possible.
+
+    The model's outputs must come from the last stage, whose rank computes the loss.
+    """
+    specs = graph.specs()
+    own_outputs = set(graph.model_outputs) or {graph.loss}
+    found = []
+    for index, segment in enumerate(graph.segments[:-1]):
+        crossing = tuple(specs[name] for name in crossing_values(graph, index + 1))
+        is_legal = own_outputs.isdisjoint(op.name for op in graph.ops[: segment.stop])
+        found.append((crossing, is_legal))
+    return tuple(found)
+
+
+def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
+    """Per boundary between neighbouring segments, whether the pipeline may be cut there."""
+    return tuple(is_legal for _, is_legal in _cut_values(graph))
+
+
+def _boundary_bytes(spec: TensorSpec, mesh: Mesh, precision: str) -> int:
+    layout = parse_layout(mesh.sharding) if mesh.sharding else parse_layout("R")
+    local = local_spec(spec, layout, mesh.tp) if can_shard(spec, layout, mesh.tp) and spec.is_float else spec
+    return local.n_bytes(mesh.micro_batch_size, precision)
+
+
+def _per_step_s(graph: OpGraph, mesh: Mesh, groups: _Groups, profile: HardwareProfile, precision: str) -> float:
+    """The gradient norm (one small all-reduce over all ranks), and tied weights summed between two stages."""
+    norm_s = collective_s("all_reduce", DTYPE_BYTES["float32"], group=groups.whole_step, profile=profile)
+    if mesh.pp == 1:
+        return norm_s
+    readers: dict[str, int] = {}
+    for segment in graph.first_of_kind().values():
+        for name in segment.parameters:
+            readers[name] = readers.get(name, 0) + 1
+    element = _element_bytes(precision)
+    tied_bytes = sum(
+        p.spec.n_elements(1) * element.master // (mesh.tp * mesh.zero_shard_degree)
+        for p in graph.parameters
+        if p.is_trainable and readers.get(p.name, 0) > 1
+    )
+    pair = Group(2, 1 if groups.stages_cross_hosts else 2)
+    return norm_s + collective_s("all_reduce", tied_bytes, group=pair, profile=profile)

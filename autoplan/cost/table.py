@@ -1,0 +1,91 @@
+"""CostTable: everything the search and the simulator know about one mesh, as numbers.
+
+Neither of them sees an op, a link or a rule; whoever reads a plan's price can recompute it from this table.
+All figures are for one device of the mesh. Times per micro-batch unless the name says `_per_step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.parallel_plan import Mesh
+
+RECOMPUTE_CHOICES = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCost:
+    """One segment under one recompute choice.
+
+    Attributes:
+        forward_s, backward_s: compute, without recomputation and communication; host launch excluded.
+        launch_forward_s, launch_backward_s: what host launch adds when it is slower than the device, else 0.
+        recompute_s: the forward pass run again in backward, with its tensor-parallel communication and launch; 0 for "none".
+        tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
+        gather_s: one all-gather of the segment's parameters over the ZeRO group; 0 when nothing is sharded.
+        reduce_s: one reduction of its gradients over the data-parallel group.
+        optimizer_s: its share of the optimizer step, once per step.
+        state_bytes: what stays all step: (shards of) parameters, gradients, optimizer state, buffers.
+        gathered_bytes: the full parameters in compute precision while gathered (0 if `state_bytes` holds them).
+        gradient_bytes: the full gradients from the segment's backward until they are reduced.
+        saved_bytes: activations one micro-batch keeps from forward to backward.
+        working_bytes: the most that is alive during its forward or backward beyond saved activations
+            (with recomputation: includes everything recomputed for the one segment).
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    launch_forward_s: float
+    launch_backward_s: float
+    tp_forward_s: float
+    tp_backward_s: float
+    gather_s: float
+    reduce_s: float
+    optimizer_s: float
+    state_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    saved_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """The price of every segment on one mesh.
+
+    Attributes:
+        kinds: the kind of each segment, in order (index into `costs`).
+        costs: per kind, one SegmentCost per entry of `recompute_choices` ("none" first).
+        cut_s: per boundary i between segment i and i+1, seconds to send one micro-batch over it (one direction);
+            None where the pipeline cannot be cut. Length len(kinds) - 1.
+        cut_bytes: likewise, bytes that a stage keeps as received input per micro-batch in flight.
+        gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
+            in forward and in backward; otherwise once per step.
+        reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
+        keeps_gathered: whether gathered parameters stay for the whole step (ZeRO 1 and 2).
+        overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
+        per_step_s: fixed cost of a step on the critical path (tied-weight reduction, gradient norm).
+        reserved_fixed_bytes: device context, communication buffers, workspaces.
+        reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
+        memory_limit_bytes: what a device offers.
+    """
+
+    mesh: Mesh
+    kinds: tuple[int, ...]
+    recompute_choices: tuple[str, ...]
+    costs: tuple[tuple[SegmentCost, ...], ...]
+    cut_s: tuple[float | None, ...]
+    cut_bytes: tuple[int, ...]
+    gathers_per_micro_batch: bool
+    reduces_per_micro_batch: bool
+    keeps_gathered: bool
+    overlap_slowdown: float
+    per_step_s: float
+    reserved_fixed_bytes: int
+    reserved_ratio: float
+    memory_limit_bytes: int
+
+    def cost_of(self, segment: int, *, recomputed: bool) -> SegmentCost:
+        """The cost of segment number `segment` with or without recomputation."""
+        return self.costs[self.kinds[segment]][1 if recomputed else 0]

@@ -1,0 +1,294 @@
+"""OpGraph: what a training step computes, without torch.
+
+One graph holds one forward pass of the model and its loss. Shapes are exact and polymorphic in the
+batch size: an extent is an `int` (the same for every batch) or `PerSample(k)` (k x batch size). Dtypes are
+polymorphic in the precision: `compute` is whatever the parameters are computed in.
+
+    inputs, parameters --> ops in execution order --> model outputs --> loss
+                           |-- segment 0 --|-- segment 1 --|-- ... --|
+
+A **segment** is a run of consecutive ops: one call of one repeated block (`transformer.h.3`), or what
+stands between blocks. Segments with the same `kind` are proved equal op by op, so each kind is priced,
+sharded and generated once. A pipeline may be cut between any two segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+COMPUTE = "compute"
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPE_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
+    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
+}  # fmt: skip
+FLOAT_DTYPES = frozenset({COMPUTE, "float64", "float32", "bfloat16", "float16"})
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """An integer proportional to the batch size: `count` x batch size."""
+
+    count: int
+
+
+Extent = int | PerSample
+
+
+def extent_at(extent: Extent, batch_size: int) -> int:
+    """The extent as a number, at one batch size."""
+    return extent.count * batch_size if isinstance(extent, PerSample) else extent
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor; `dtype` is torch's name without the `torch.`, or `compute`."""
+
+    shape: tuple[Extent, ...]
+    dtype: str
+
+    def at(self, batch_size: int) -> tuple[int, ...]:
+        """The shape as numbers, at one batch size."""
+        return tuple(extent_at(extent, batch_size) for extent in self.shape)
+
+    def n_elements(self, batch_size: int) -> int:
+        """How many elements the tensor has at one batch size."""
+        count = 1
+        for extent in self.shape:
+            count *= extent_at(extent, batch_size)
+        return count
+
+    def n_bytes(self, batch_size: int, precision: str) -> int:
+        """Its size in memory at one batch size and precision (a key of `COMPUTE_DTYPES`)."""
+        dtype = COMPUTE_DTYPES[precision] if self.dtype == COMPUTE else self.dtype
+        return self.n_elements(batch_size) * DTYPE_BYTES[dtype]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the tensor is floating point, so that precision changes its size and it may carry a gradient."""
+        return self.dtype in FLOAT_DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An op argument that is the value of this name: an input, a parameter, or an op's result."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """An op argument that is a torch constant, such as `torch.float32`."""
+
+    text: str
+
+
+Argument = Any  # Ref | Symbol | PerSample | int | float | bool | str | None | tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call of an ATen operator.
+
+    Attributes:
+        name: the name of its result; unique in the graph.
+        target: the operator, such as `aten.linear.default`, or `getitem`.
+        args, kwargs: as torch takes them.
+        outputs: one spec per result; an op with several results is read through `getitem`.
+        module_path: the innermost module that called it, as in `named_modules()`.
+    """
+
+    name: str
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    outputs: tuple[TensorSpec, ...]
+    module_path: str
+
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the values it reads, in order, each once."""
+        found: dict[str, None] = {}
+        _collect_refs(self.args, found)
+        _collect_refs(tuple(value for _, value in self.kwargs), found)
+        return tuple(found)
+
+
+def _collect_refs(argument: Argument, found: dict[str, None]) -> None:
+    if isinstance(argument, Ref):
+        found[argument.name] = None
+    elif isinstance(argument, tuple):
+        for item in argument:
+            _collect_refs(item, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        name: the value's name in the graph, which is its first name in `named_parameters()`.
+        aliases: all its names; more than one when the weight is tied.
+        is_trainable: false for buffers and frozen parameters.
+        is_buffer: whether it is a buffer; `is_persistent` whether it is part of the checkpoint.
+    """
+
+    name: str
+    spec: TensorSpec
+    aliases: tuple[str, ...]
+    is_trainable: bool = True
+    is_buffer: bool = False
+    is_persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of the batch. `path` leads to it: ("inputs",), ("inputs", "tokens"), ("targets",)."""
+
+    name: str
+    spec: TensorSpec
+    path: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive ops `ops[start:stop]` of a graph.
+
+    Attributes:
+        name: the module path of the block (`transformer.h.3`), or `outer.0`, `outer.1`, ... between blocks.
+        kind: segments of equal kind are equal up to names.
+        inputs: names of values it reads that earlier segments (or the batch) produced.
+        outputs: names of its values that later segments read, or that leave the graph.
+        parameters: names of the parameters and buffers it reads.
+        class_name: the class of the block; "" between blocks.
+    """
+
+    name: str
+    kind: int
+    start: int
+    stop: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    class_name: str = ""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is one call of one module, which can be recomputed and wrapped by itself."""
+        return self.class_name != ""
+
+    @property
+    def module_path(self) -> str:
+        """The module it calls, as in `named_modules()`; "" between blocks."""
+        return self.name.split("@")[0] if self.is_block else ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpGraph:
+    """A traced model with its loss. See the module docstring.
+
+    Attributes:
+        model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
+        loss: the name of the scalar that is minimized.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    parameters: tuple[Parameter, ...]
+    ops: tuple[Op, ...]
+    segments: tuple[Segment, ...]
+    model_outputs: tuple[str, ...]
+    loss: str
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The first spec of every value by name: inputs, parameters, op results."""
+        table = {item.name: item.spec for item in (*self.inputs, *self.parameters)}
+        table.update({op.name: op.outputs[0] for op in self.ops})
+        return table
+
+    def ops_of(self, segment: Segment) -> tuple[Op, ...]:
+        """The ops of one segment."""
+        return self.ops[segment.start : segment.stop]
+
+    def first_of_kind(self) -> dict[int, Segment]:
+        """The first segment of each kind, in order of appearance."""
+        table: dict[int, Segment] = {}
+        for segment in self.segments:
+            table.setdefault(segment.kind, segment)
+        return table
+
+    def n_parameters(self) -> int:
+        """Trainable elements, a tied weight counted once."""
+        return sum(p.spec.n_elements(1) for p in self.parameters if p.is_trainable)
+
+    def content_hash(self) -> str:
+        """SHA-256 of the graph's text form; equal graphs have equal hashes."""
+        return hashlib.sha256(graph_to_json(self).encode()).hexdigest()
+
+
+_CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
+
+
+def graph_to_json(graph: OpGraph) -> str:
+    """The graph as JSON text; `graph_from_json` reads it back."""
+    return json.dumps(_encode(graph), separators=(",", ":"), allow_nan=True)
+
+
+def graph_from_json(text: str) -> OpGraph:
+    """The graph that `graph_to_json` wrote."""
+    graph = _decode(json.loads(text))
+    assert isinstance(graph, OpGraph)
+    return graph
+
+
+def _encode(value: Any) -> Any:
+    if is_dataclass(value):
+        return {"_": type(value).__name__, **{f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        cls = _CLASSES[value["_"]]
+        return cls(**{key: _decode(item) for key, item in value.items() if key != "_"})
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    return value
+
+
+def crossing_values(graph: OpGraph, start: int) -> tuple[str, ...]:
+    """What a pipeline stage that begins with segment `start` receives: values made before it and read in or after it.
+
+    Invariants are computed again on each stage, and targets are given to the last stage directly.
+    """
+    read = {name for segment in graph.segments[start:] for name in segment.inputs}
+    if start == len(graph.segments):
+        return ()
+    made = {op.name for op in graph.ops[: graph.segments[start].start]}
+    made |= {item.name for item in graph.inputs if item.path[0] != "targets"}
+    return tuple(sorted(read & made - invariant_values(graph)))
+
+
+def gradient_values(graph: OpGraph) -> frozenset[str]:
+    """Names of the values a gradient flows through: floating point, and computed from a trainable parameter."""
+    found = {p.name for p in graph.parameters if p.is_trainable}
+    for op in graph.ops:
+        if op.outputs[0].is_float and op.target != "aten.detach.default" and not found.isdisjoint(op.input_names()):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def invariant_values(graph: OpGraph) -> frozenset[str]:
+    """Names of the values that depend on no input and no parameter, such as rotary tables and causal masks.
+
+    A pipeline stage computes them again instead of receiving them.
+    """
+    found: set[str] = set()
+    for op in graph.ops:
+        if all(name in found for name in op.input_names()):
+            found.add(op.name)
+    return frozenset(found)

@@ -1,0 +1,136 @@
+"""HardwareProfile: one cluster as numbers, read from TOML with a unit in each value and a source on each figure.
+
+    devices in one host --links[0] (NVLink, PCIe)--> host --links[1] (InfiniBand, Ethernet)--> other hosts
+
+A file in `hardware_profiles/` describes one kind of host; `load_profile` makes a cluster of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        peak_flops_per_s: (precision, dense peak) pairs; a precision that is absent is not supported.
+        memory_bytes: what the driver offers.
+        memory_bytes_per_s: data-sheet memory bandwidth.
+        matmul_efficiency: best achieved fraction of the peak by a large matrix product.
+        memory_efficiency: best achieved fraction of the memory bandwidth by an elementwise op.
+        launch_s: host time to launch one op in eager mode.
+        kernel_s: shortest time of one kernel on the device.
+    """
+
+    name: str
+    peak_flops_per_s: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    launch_s: float
+    kernel_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTier:
+    """How the devices of one domain talk to each other; every figure is per device and one direction.
+
+    Attributes:
+        name: "nvlink", "pcie", "infiniband", "ethernet", ...
+        n_devices: devices that share the domain (in-host tier: devices per host; network tier: all).
+        latency_s: alpha, the start-up time of one step of a collective.
+        bytes_per_s: data-sheet rate of one device's link, one direction.
+        bus_efficiency: achieved bus bandwidth of a large all-reduce / `bytes_per_s`.
+        half_rate_bytes: bytes a rank moves at which half the achieved bus bandwidth is reached.
+        gather_bus_efficiency: likewise for all-gather and reduce-scatter; None: as `bus_efficiency`.
+        group_bus_efficiency: (group size, bus efficiency) where smaller groups were measured; a size between two
+            measured ones takes the smaller.
+        multicast_bus_efficiency: `bus_efficiency` of an all-reduce of all `n_devices` in the switch (NVLink
+            multicast, "NVLS"), which sends less over each link and so may pass 1; None where it is off.
+    """
+
+    name: str
+    n_devices: int
+    latency_s: float
+    bytes_per_s: float
+    bus_efficiency: float
+    half_rate_bytes: int
+    gather_bus_efficiency: float | None = None
+    group_bus_efficiency: tuple[tuple[int, float], ...] = ()
+    multicast_bus_efficiency: float | None = None
+
+    def bus_efficiency_of(self, n_devices: int) -> float:
+        """The bus efficiency of an all-reduce over `n_devices` of the domain."""
+        if n_devices >= self.n_devices:
+            return self.bus_efficiency
+        measured = [efficiency for size, efficiency in self.group_bus_efficiency if size <= n_devices]
+        return measured[-1] if measured else self.bus_efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """A cluster: `n_hosts` equal hosts.
+
+    Attributes:
+        links: tiers from the innermost outwards: the in-host tier where a host has several devices, then the network
+            tier where there are several hosts.
+        overlap_slowdown: factor on compute and communication while they overlap.
+        price_usd_per_device_hour: None when unknown.
+        sources: (field, source) pairs; "assumed: ..." where the figure was not measured on this hardware.
+    """
+
+    name: str
+    description: str
+    device: Device
+    n_devices_per_host: int
+    n_hosts: int
+    links: tuple[LinkTier, ...]
+    overlap_slowdown: float
+    price_usd_per_device_hour: float | None
+    sources: tuple[tuple[str, str], ...]
+
+    @property
+    def n_devices(self) -> int:
+        """Devices of the whole cluster."""
+        return self.n_devices_per_host * self.n_hosts
+
+    @property
+    def host_link(self) -> LinkTier | None:
+        """How the devices of one host talk to each other; None when a host has one device."""
+        return self.links[0] if self.n_devices_per_host > 1 else None
+
+    @property
+    def network(self) -> LinkTier | None:
+        """How hosts talk to each other; None when there is one host."""
+        return self.links[-1] if self.n_hosts > 1 else None
+
+
+def load_profile(name_or_path: str, *, n_hosts: int = 1, network: str | None = None) -> HardwareProfile:
+    """The cluster of `n_hosts` hosts that a shipped profile name or a path ending in `.toml` describes.
+
+    `NAME+NETWORK` chooses another network than the profile's default: `dgx_a100_x8+ethernet_10g`; `network` does the
+    same for callers that hold it apart. See `autoplan.hardware_profiles` for the schema.
+
+    Raises: UsageError for an unknown name, InputError for a file that cannot be used.
+    """
+    from autoplan import hardware_file
+
+    return hardware_file.read_profile(name_or_path, n_hosts=n_hosts, network=network)
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the shipped profiles, sorted."""
+    from autoplan import hardware_file
+
+    return hardware_file.shipped_names()
+
+
+def validate_file(path: str | Path) -> HardwareProfile:
+    """The one-host profile that a file describes; raises InputError if anything in it is wrong, networks included."""
+    from autoplan import hardware_file
+
+    return hardware_file.validate(path)

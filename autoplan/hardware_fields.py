@@ -1,0 +1,242 @@
+"""Fields of a hardware file: what each figure may be, and how it is read and refused.
+
+A figure is `{ value = "80 GiB", source = "data sheet" }`. `section` reads one table of them: every key known, every
+required one present, each with a unit, a source and a plausible size. Messages name file, field, found, expected, fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan import units
+from autoplan.errors import InputError
+
+SHARED_FILE = "shared.toml"
+PEAK_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What a figure may be: its units, its plausible range in base units, an example, and what it is for."""
+
+    units: Mapping[str, float]
+    low: float
+    high: float
+    example: str
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number in base units, and where it comes from."""
+
+    value: float
+    source: str
+
+
+Table = dict[str, Any]
+Figures = dict[str, Figure]
+
+_SMALLEST_LINK, _LARGEST_LINK = 10 * units.MB, 2 * units.TB
+
+
+def _rate(example: str, purpose: str) -> Quantity:
+    return Quantity(units.BYTE_RATE_UNITS, _SMALLEST_LINK, _LARGEST_LINK, example, purpose)
+
+
+def _seconds(low: float, high: float, example: str, purpose: str) -> Quantity:
+    return Quantity(units.SECOND_UNITS, low, high, example, purpose)
+
+
+def _percent(example: str, purpose: str) -> Quantity:
+    return Quantity(units.RATIO_UNITS, 0.01, 1.0, example, purpose)
+
+
+PEAK = Quantity(
+    units.FLOP_RATE_UNITS,
+    0.1 * units.TFLOP,
+    10**5 * units.TFLOP,
+    "312 TFLOP/s",
+    "dense peak rate, never the sparsity figure",
+)
+_LATENCY = _seconds(1e-8, 0.1, "5 us", "start-up time of one step of a collective")
+_HALF_RATE = Quantity(
+    units.BYTE_UNITS, units.KiB, units.GiB, "6 MiB", "bytes a rank moves at which half the bus rate is reached"
+)
+BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
+
+DEVICE_FIELDS: Mapping[str, Quantity] = {
+    "memory": Quantity(units.BYTE_UNITS, units.GiB, 2 * units.TiB, "80 GiB", "memory that the driver offers"),
+    "memory_bandwidth": Quantity(
+        units.BYTE_RATE_UNITS, 10 * units.GB, 100 * units.TB, "2039 GB/s", "data-sheet memory bandwidth"
+    ),
+    "matmul_efficiency": _percent("87 %", "best achieved fraction of the bf16 (else fp16) peak"),
+    "memory_efficiency": _percent("90 %", "best achieved fraction of the memory bandwidth"),
+    "launch": _seconds(1e-7, 1e-3, "6 us", "host time to launch one op in eager mode"),
+    "kernel": _seconds(1e-8, 1e-3, "2 us", "shortest time of one kernel on the device"),
+}
+HOST_FIELDS: Mapping[str, Quantity] = {
+    "price_per_device_hour": Quantity(units.USD_PER_HOUR_UNITS, 0.001, 1000, "1.5 USD/h", "price of one device"),
+    "exposed_when_overlapped": _percent("31 %", "share of an overlapped collective that is not hidden"),
+}
+HOST_LINK_FIELDS: Mapping[str, Quantity] = {
+    "rate_per_device_one_direction": _rate("300 GB/s", "data-sheet rate of one device's link, one direction"),
+    "latency_per_step": _LATENCY,
+    "half_rate_size": _HALF_RATE,
+    "all_reduce_bus_rate": BUS_RATE,
+    "all_gather_bus_rate": _rate("210 GB/s", "achieved bus bandwidth of a large all-gather"),
+    "multicast_all_reduce_bus_rate": _rate("480 GB/s", "all-reduce of a whole host inside the switch"),
+}
+NETWORK_FIELDS: Mapping[str, Quantity] = {
+    "rate_per_port_one_direction": Quantity(
+        units.BIT_RATE_UNITS, _SMALLEST_LINK, _LARGEST_LINK, "400 Gbit/s", "data-sheet rate of one network port"
+    ),
+    "latency_per_step": _LATENCY,
+    "half_rate_size_per_port": _HALF_RATE,
+    "all_reduce_bus_rate_per_port": _rate("48 GB/s", "achieved bus bandwidth of a large all-reduce, per port"),
+}
+_OPTIONAL = frozenset({"price_per_device_hour", "all_gather_bus_rate", "multicast_all_reduce_bus_rate"})
+
+
+def section(
+    table: Table,
+    label: str,
+    fields: Mapping[str, Quantity],
+    *,
+    sources: list[tuple[str, str]],
+    others: Iterable[str] = (),
+    fallback: Table | None = None,
+    required: bool = True,
+) -> Figures:
+    """The figures of one table, those of `fallback` where it has none; appends to `sources`."""
+    check_keys(table, label, (*fields, *others))
+    figures: Figures = {}
+    field_path = label.partition(": ")[2]
+    for key, quantity in fields.items():
+        if key in table:
+            figures[key] = _figure(table[key], f"{label}.{key}", quantity)
+        elif fallback and key in fallback:
+            generic = _figure(fallback[key], f"{SHARED_FILE}: {key}", quantity)
+            figures[key] = Figure(generic.value, f"assumed: {generic.source}")
+        elif required and key not in _OPTIONAL:
+            raise InputError.of(
+                f"{label}.{key}",
+                found="nothing",
+                expected=f"the {quantity.purpose}",
+                fix=f'{key} = {{ value = "{quantity.example}", source = "where it comes from" }}',
+            )
+        if key in figures:
+            sources.append((f"{field_path}.{key}", figures[key].source))
+    return figures
+
+
+def _figure(entry: Any, label: str, quantity: Quantity) -> Figure:
+    form = f'{{ value = "{quantity.example}", source = "..." }}'
+    if not isinstance(entry, dict) or set(entry) != {"value", "source"}:
+        raise InputError.of(label, found=entry, expected=form, fix="give a value with its unit, and its source")
+    text, source = entry["value"], entry["source"]
+    if not isinstance(text, str):
+        raise InputError.of(
+            f"{label}.value", found=text, expected=f'text with a unit, such as "{quantity.example}"', fix="add the unit"
+        )
+    if not isinstance(source, str) or not source.strip():
+        raise InputError.of(
+            f"{label}.source", found=source, expected="where the figure comes from", fix="name data sheet or command"
+        )
+    return Figure(_number(text, label, quantity), source)
+
+
+def _number(text: str, label: str, quantity: Quantity) -> float:
+    try:
+        value = units.parse_quantity(text, quantity.units)
+    except ValueError as error:
+        raise InputError.of(
+            label, found=text, expected=f'such as "{quantity.example}"', fix=_unit_fix(text, error, quantity)
+        ) from None
+    if quantity.low <= value <= quantity.high:
+        return value
+    raise InputError.of(
+        label,
+        found=text,
+        expected=f"{_spell(quantity.low, quantity)} to {_spell(quantity.high, quantity)}, the {quantity.purpose}",
+        fix=_magnitude_fix(text, quantity),
+    ) from None
+
+
+def _unit_fix(text: str, error: ValueError, quantity: Quantity) -> str:
+    """The parser's advice; where the rate of a port is given in bytes, what was probably meant."""
+    unit = text.strip().removeprefix(units.number_text(text)).strip()
+    in_bits = unit.replace("B/s", "bit/s")
+    if quantity.units is units.BIT_RATE_UNITS and unit in units.BYTE_RATE_UNITS and in_bits in quantity.units:
+        return f'ports are sold in bits: did you mean "{units.number_text(text)} {in_bits}"?'
+    return str(error)
+
+
+def _magnitude_fix(text: str, quantity: Quantity) -> str:
+    """The same number with another unit, where that gives a plausible size; the unit of the example first."""
+    number = units.number_text(text)
+    example_unit = quantity.example.split()[1]
+    for unit in sorted(quantity.units, key=lambda unit: unit != example_unit):
+        if quantity.low <= float(number) * quantity.units[unit] <= quantity.high:
+            return f'did you mean "{number} {unit}"?'
+    return "check the number and its unit"
+
+
+def _spell(value: float, quantity: Quantity) -> str:
+    """`value` in the largest unit of the quantity that keeps it at or above 1."""
+    unit, factor = max(
+        ((unit, factor) for unit, factor in quantity.units.items() if factor <= value * 1.0001),
+        key=lambda item: item[1],
+        default=next(iter(quantity.units.items())),
+    )
+    return f"{value / factor:.3g} {unit}"
+
+
+def check_keys(table: Table, label: str, allowed: Iterable[str]) -> None:
+    """Raise InputError for the first key of `table` that is not allowed, with the nearest one that is."""
+    names = tuple(allowed)
+    for key in table:
+        if key not in names:
+            raise InputError.of(
+                f"{label}.{key}" if ": " in label else f"{label}: {key}",
+                found=key,
+                expected=f"one of {', '.join(names)}",
+                fix=did_you_mean(key, names) or "delete it",
+            )
+
+
+def check_choice(name: str, choices: Iterable[str], label: str, error: type[InputError] = InputError) -> None:
+    """Raise `error` when `name` is none of `choices`, with the list and the nearest."""
+    names = tuple(choices)
+    if name not in names:
+        raise error.of(
+            label, found=name, expected=f"one of {', '.join(names)}", fix=did_you_mean(name, names) or "choose one"
+        )
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """`did you mean "x"?` for the nearest choice; empty when none is near."""
+    close = difflib.get_close_matches(name, tuple(choices), n=1, cutoff=0.6)
+    return f'did you mean "{close[0]}"?' if close else ""
+
+
+def inner_table(table: Table, label: str, key: str) -> Table:
+    """A required table inside another."""
+    inner = table.get(key)
+    if not isinstance(inner, dict):
+        path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
+        raise InputError.of(path, found=inner, expected=f"a table [{key}]", fix="add it; see the schema")
+    return inner
+
+
+def plain(table: Table, label: str, key: str, cls: type, purpose: str) -> Any:
+    """A required text or count, which carries no unit and needs no source."""
+    value = table.get(key)
+    if not isinstance(value, cls) or isinstance(value, bool) or value == "":
+        path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
+        word = "a text" if cls is str else "a whole number"
+        raise InputError.of(path, found=value, expected=f"{word}: the {purpose}", fix=f"add {key} = ...")
+    return value

@@ -1,0 +1,314 @@
+"""Hardware files: TOML -> HardwareProfile. The schema is in the docstring of `autoplan.hardware_profiles`.
+
+A file is checked completely before anything is built (`hardware_fields`). What a profile leaves out comes from
+`shared.toml` and is marked "assumed" in the profile's sources; what has no honest default is an error. Nothing
+defaults to zero.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autoplan import units
+from autoplan.errors import InputError, UsageError
+from autoplan.hardware import Device, HardwareProfile, LinkTier
+from autoplan.hardware_fields import (
+    BUS_RATE,
+    DEVICE_FIELDS,
+    HOST_FIELDS,
+    HOST_LINK_FIELDS,
+    NETWORK_FIELDS,
+    PEAK,
+    PEAK_PRECISIONS,
+    SHARED_FILE,
+    Table,
+    check_choice,
+    check_keys,
+    did_you_mean,
+    inner_table,
+    plain,
+    section,
+)
+
+PROFILE_PACKAGE = "autoplan.hardware_profiles"
+MAX_FILE_BYTES = units.MiB
+
+# --- from a name or path to a profile --------------------------------------------------------------------------
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the profiles in the package, sorted."""
+    names = (item.name for item in files(PROFILE_PACKAGE).iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml") and name != SHARED_FILE))
+
+
+def read_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
+    """See `autoplan.hardware.load_profile`."""
+    if n_hosts < 1:
+        raise UsageError.of("number of hosts", found=n_hosts, expected="1 or more", fix="give --hosts 1 or more")
+    base, suffix = _split_network(name_or_path)
+    if network and suffix and network != suffix:
+        raise UsageError.of(
+            f"hardware {name_or_path}", found=f"networks {suffix} and {network}", expected="one", fix="drop one of them"
+        )
+    name, where, text = _find(base)
+    return build_profile(text, name=name, where=where, n_hosts=n_hosts, network=network or suffix)
+
+
+def validate(path: str | Path) -> HardwareProfile:
+    """See `autoplan.hardware.validate_file`."""
+    name, where, text = _read_path(Path(path))
+    return build_profile(text, name=name, where=where, n_hosts=1, network=None)
+
+
+def _split_network(name_or_path: str) -> tuple[str, str | None]:
+    """`dgx_a100_x8+ethernet_10g` -> name and network; a path that holds a "+" of its own stays whole."""
+    base, plus, tail = name_or_path.rpartition("+")
+    return (base, tail) if plus and "/" not in tail and not tail.endswith(".toml") else (name_or_path, None)
+
+
+def _find(base: str) -> tuple[str, str, str]:
+    """(name, what to call the file in messages, text)."""
+    if base.endswith(".toml"):
+        return _read_path(Path(base))
+    if base not in shipped_names():
+        raise UsageError.of(
+            "hardware",
+            found=base,
+            expected=f"a path ending in .toml, or one of {', '.join(shipped_names())}",
+            fix=did_you_mean(base, shipped_names()) or "list them with: autoplan hw list",
+        )
+    file = f"{base}.toml"
+    return base, file, files(PROFILE_PACKAGE).joinpath(file).read_text(encoding="utf-8")
+
+
+def _read_path(path: Path) -> tuple[str, str, str]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise InputError.of(str(path), found="over 1 MiB", expected="a profile of a few KiB", fix="check the path")
+        return path.stem, str(path), content.decode("utf-8")
+    except OSError as error:
+        raise InputError.of(str(path), found=error.strerror, expected="a readable file", fix="check the path") from None
+    except UnicodeDecodeError:
+        raise InputError.of(str(path), found="not text", expected="TOML in UTF-8", fix="check the path") from None
+
+
+@lru_cache(maxsize=1)
+def _shared() -> Table:
+    return _parse(files(PROFILE_PACKAGE).joinpath(SHARED_FILE).read_text(encoding="utf-8"), where=SHARED_FILE)
+
+
+def _parse(text: str, *, where: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError.of(
+            where,
+            found=f"{error}{_line_of(error, text)}",
+            expected="TOML, each key once",
+            fix="correct that line (a value that cannot be overwritten is given twice)",
+        ) from None
+
+
+def _line_of(error: Exception, text: str) -> str:
+    """`: the line` that a TOML error points at, or nothing."""
+    match = re.search(r"at line (\d+)", str(error))
+    return f": {text.splitlines()[int(match[1]) - 1].strip()[:80]}" if match else ""
+
+
+# --- from text to a profile ------------------------------------------------------------------------------------
+
+
+def build_profile(text: str, *, name: str, where: str, n_hosts: int, network: str | None) -> HardwareProfile:
+    """The profile that `text` describes; `where` names it in messages. Every network of the file is checked."""
+    table = _parse(text, where=where)
+    check_keys(table, where, ("description", "default_network", "device", "host", "host_link", "network"))
+    assumed = _shared()["assumed"]
+    sources: list[tuple[str, str]] = []
+    host = inner_table(table, where, "host")
+    n_devices_per_host = plain(host, f"{where}: host", "n_devices", int, "devices of one host")
+    if not 1 <= n_devices_per_host <= 1024:
+        raise InputError.of(
+            f"{where}: host.n_devices",
+            found=n_devices_per_host,
+            expected="1 to 1024",
+            fix="count the devices of a host",
+        )
+    host_figures = section(
+        host, f"{where}: host", HOST_FIELDS, others=("n_devices",), fallback=assumed["host"], sources=sources
+    )
+    device = _device(inner_table(table, where, "device"), where, assumed["device"], sources)
+    links = []
+    if n_devices_per_host > 1:
+        links.append(_host_link(inner_table(table, where, "host_link"), where, n_devices_per_host, sources))
+    default_network = plain(table, where, "default_network", str, "network between hosts")
+    chosen = network or default_network
+    error = UsageError if network else InputError
+    tier = _network(
+        table.get("network", {}), where, chosen, n_devices_per_host, n_hosts, sources if n_hosts > 1 else [], error
+    )
+    if n_hosts > 1:
+        links.append(tier)
+    price = host_figures.get("price_per_device_hour")
+    return HardwareProfile(
+        name=f"{name}+{chosen}" if network and network != default_network else name,
+        description=plain(table, where, "description", str, "one line for lists of profiles"),
+        device=device,
+        n_devices_per_host=n_devices_per_host,
+        n_hosts=n_hosts,
+        links=tuple(links),
+        overlap_slowdown=1.0 + host_figures["exposed_when_overlapped"].value,
+        price_usd_per_device_hour=price.value if price else None,
+        sources=tuple(sources),
+    )
+
+
+def _device(table: Table, where: str, assumed: Table, sources: list[tuple[str, str]]) -> Device:
+    label = f"{where}: device"
+    figures = section(table, label, DEVICE_FIELDS, others=("name", "peak"), fallback=assumed, sources=sources)
+    peaks = inner_table(table, label, "peak")
+    peak_fields = dict.fromkeys(PEAK_PRECISIONS, PEAK)
+    peak_figures = section(peaks, f"{label}.peak", peak_fields, sources=sources, required=False)
+    if not peak_figures:
+        raise InputError.of(f"{label}.peak", found="nothing", expected=PEAK.purpose, fix="give at least one precision")
+    return Device(
+        name=plain(table, label, "name", str, "what the driver calls it"),
+        peak_flops_per_s=tuple((precision, figure.value) for precision, figure in peak_figures.items()),
+        memory_bytes=round(figures["memory"].value),
+        memory_bytes_per_s=figures["memory_bandwidth"].value,
+        matmul_efficiency=figures["matmul_efficiency"].value,
+        memory_efficiency=figures["memory_efficiency"].value,
+        launch_s=figures["launch"].value,
+        kernel_s=figures["kernel"].value,
+    )
+
+
+def _host_link(table: Table, where: str, n_devices: int, sources: list[tuple[str, str]]) -> LinkTier:
+    label = f"{where}: host_link"
+    kinds = _shared()["link_kind"]
+    kind = plain(table, label, "kind", str, "sort of link between the devices of a host")
+    check_choice(kind, kinds, f"{label}.kind")
+    figures = section(
+        table,
+        label,
+        HOST_LINK_FIELDS,
+        others=("kind", "all_reduce_bus_rate_of_group"),
+        fallback=kinds[kind],
+        sources=sources,
+    )
+    rate = figures["rate_per_device_one_direction"].value
+    _check_known_rate(rate, kind, f"{label}.rate_per_device_one_direction")
+    groups = _group_rates(table.get("all_reduce_bus_rate_of_group", {}), label, n_devices, sources)
+    gather, multicast = figures.get("all_gather_bus_rate"), figures.get("multicast_all_reduce_bus_rate")
+    for field in ("all_reduce_bus_rate", "all_gather_bus_rate"):
+        if field in figures:
+            _check_not_above(figures[field].value, rate, f"{label}.{field}")
+    return LinkTier(
+        name=kind.rstrip("0123456789"),
+        n_devices=n_devices,
+        latency_s=figures["latency_per_step"].value,
+        bytes_per_s=rate,
+        bus_efficiency=figures["all_reduce_bus_rate"].value / rate,
+        half_rate_bytes=round(figures["half_rate_size"].value),
+        gather_bus_efficiency=gather.value / rate if gather else None,
+        group_bus_efficiency=tuple((size, bus_rate / rate) for size, bus_rate in groups),
+        multicast_bus_efficiency=multicast.value / rate if multicast else None,
+    )
+
+
+def _group_rates(table: Any, label: str, n_devices: int, sources: list[tuple[str, str]]) -> list[tuple[int, float]]:
+    """(group size, bus rate) pairs in order of size."""
+    where = f"{label}.all_reduce_bus_rate_of_group"
+    if not isinstance(table, dict):
+        raise InputError.of(where, found=table, expected="a table such as { 2 = {...} }", fix="see the schema")
+    sizes = {str(size): BUS_RATE for size in range(2, n_devices)}
+    figures = section(table, where, sizes, sources=sources, required=False)
+    return sorted((int(size), figure.value) for size, figure in figures.items())
+
+
+def _network(
+    own: Any,
+    where: str,
+    name: str,
+    n_devices_per_host: int,
+    n_hosts: int,
+    sources: list[tuple[str, str]],
+    error: type[InputError],
+) -> LinkTier:
+    """The network tier called `name`; the file's own networks come before the shared ones of the same name.
+
+    `error` is what an unknown name is: the user's (UsageError) or the file's.
+    """
+    if not isinstance(own, dict):
+        raise InputError.of(f"{where}: network", found=own, expected="tables [network.NAME]", fix="see the schema")
+    known = {**_shared()["network"], **own}
+    check_choice(name, known, f"{where}: network", error)
+    for other, table in own.items():
+        if other != name:
+            _network_tier(table, f"{where}: network.{other}", n_devices_per_host, n_hosts, [])
+    home = where if name in own else SHARED_FILE
+    return _network_tier(known[name], f"{home}: network.{name}", n_devices_per_host, n_hosts, sources)
+
+
+def _network_tier(
+    table: Any, label: str, n_devices_per_host: int, n_hosts: int, sources: list[tuple[str, str]]
+) -> LinkTier:
+    if not isinstance(table, dict):
+        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
+    figures = section(table, label, NETWORK_FIELDS, others=("kind", "ports"), sources=sources)
+    port_rate, bus_rate = (
+        figures[field].value for field in ("rate_per_port_one_direction", "all_reduce_bus_rate_per_port")
+    )
+    _check_not_above(bus_rate, port_rate, f"{label}.all_reduce_bus_rate_per_port")
+    ports_per_device = _ports_per_device(table, label, n_devices_per_host)
+    return LinkTier(
+        name=kind,
+        n_devices=n_devices_per_host * n_hosts,
+        latency_s=figures["latency_per_step"].value,
+        bytes_per_s=port_rate * ports_per_device,
+        bus_efficiency=bus_rate / port_rate,
+        half_rate_bytes=max(1, round(figures["half_rate_size_per_port"].value * ports_per_device)),
+    )
+
+
+def _ports_per_device(table: Table, label: str, n_devices_per_host: int) -> float:
+    """`"8 per host"` or `"1 per device"`."""
+    text = plain(table, label, "ports", str, 'network ports: "8 per host" or "1 per device"')
+    count, _, scope = text.partition(" ")
+    if not count.isascii() or not count.isdigit() or int(count) == 0 or scope not in ("per host", "per device"):
+        raise InputError.of(
+            f"{label}.ports", found=text, expected='"8 per host" or "1 per device"', fix="count the network ports"
+        )
+    return int(count) / n_devices_per_host if scope == "per host" else float(count)
+
+
+def _check_known_rate(rate: float, kind: str, label: str) -> None:
+    """A link cannot be faster than its kind; exactly twice is the sum of both directions."""
+    known = units.parse_bytes_per_s(_shared()["link_kind"][kind]["rate_per_device_one_direction"]["value"])
+    if rate <= 1.05 * known:
+        return
+    is_duplex = 1.9 <= rate / known <= 2.1
+    raise InputError.of(
+        label,
+        found=units.format_rate(rate),
+        expected=f"at most {units.format_rate(known)}, one direction, for {kind}",
+        fix=f'that is the sum of both directions: write "{known / units.GB:g} GB/s"' if is_duplex else "check the kind",
+    )
+
+
+def _check_not_above(bus_rate: float, rate: float, label: str) -> None:
+    if bus_rate > rate:
+        raise InputError.of(
+            label,
+            found=units.format_rate(bus_rate),
+            expected=f"at most the link's rate of {units.format_rate(rate)}, one direction",
+            fix="give the bus bandwidth of one device (or port), not of all together",
+        )

@@ -1,0 +1,102 @@
+"""Launch scripts of an emitted program: torchrun, Slurm and a Kubernetes TrainJob, as text.
+
+Names come from the user, so each format has its encoder: `shlex.quote` for shell, JSON strings for YAML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+RENDEZVOUS_PORT = 29500
+TRAIN_JOB_IMAGE = "REPLACE-WITH-YOUR-IMAGE"
+
+
+def launch_line(*, n_hosts: int, n_devices_per_host: int) -> str:
+    """The command that starts the program; on several hosts, to be run once on each."""
+    if n_hosts == 1:
+        return f"torchrun --standalone --nproc-per-node {n_devices_per_host} train.py"
+    return (
+        f"torchrun --nnodes {n_hosts} --nproc-per-node {n_devices_per_host} "
+        f'--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:{RENDEZVOUS_PORT}" train.py'
+    )
+
+
+def launch_files(job: str, *, n_hosts: int, n_devices_per_host: int) -> tuple[tuple[str, str], ...]:
+    """(path in the output folder, text) of every launch script; `job` names the job."""
+    sizes = {"n_hosts": n_hosts, "n_devices_per_host": n_devices_per_host}
+    return (
+        ("launch/torchrun.sh", torchrun_script(**sizes)),
+        ("launch/job.sbatch", slurm_script(job, **sizes)),
+        ("launch/trainjob.yaml", train_job(job, **sizes)),
+    )
+
+
+def torchrun_script(*, n_hosts: int, n_devices_per_host: int) -> str:
+    """Start the program with torchrun; arguments are passed on to train.py."""
+    check = (
+        "" if n_hosts == 1 else ': "${MASTER_ADDR:?set it to the address of the first host, the same on every host}"\n'
+    )
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# Run this on {'the host' if n_hosts == 1 else f'each of the {n_hosts} hosts'}.\n"
+        "set -euo pipefail\n"
+        f"{check}"
+        'cd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
+        f'exec {launch_line(n_hosts=n_hosts, n_devices_per_host=n_devices_per_host)} "$@"\n'
+    )
+
+
+def slurm_script(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
+    """One torchrun agent per host under Slurm; submit it from the output folder."""
+    agent = (
+        f"torchrun --nnodes {n_hosts} --nproc-per-node {n_devices_per_host} "
+        f'--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:{RENDEZVOUS_PORT}" train.py'
+    )
+    return (
+        "#!/usr/bin/env bash\n"
+        f"#SBATCH --job-name={shlex.quote(resource_name(job))}\n"
+        f"#SBATCH --nodes={n_hosts}\n"
+        "#SBATCH --ntasks-per-node=1\n"
+        f"#SBATCH --gpus-per-node={n_devices_per_host}\n"
+        "#SBATCH --exclusive\n"
+        "# Submit from the folder that holds train.py: sbatch launch/job.sbatch\n"
+        "set -euo pipefail\n"
+        'cd "$SLURM_SUBMIT_DIR"\n'
+        'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
+        "export MASTER_ADDR\n"
+        f'srun {agent} "$@"\n'
+    )
+
+
+def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
+    """A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) over the `torch-distributed` runtime.
+
+    The program must be in the image, at the working directory; the image name is left for the user to fill in.
+    """
+    text = json.dumps
+    return (
+        "# Put the output folder into an image, name it below, then: kubectl apply -f launch/trainjob.yaml\n"
+        "apiVersion: trainer.kubeflow.org/v1alpha1\n"
+        "kind: TrainJob\n"
+        "metadata:\n"
+        f"  name: {text(resource_name(job))}\n"
+        "spec:\n"
+        "  runtimeRef:\n"
+        "    name: torch-distributed\n"
+        "  trainer:\n"
+        f"    image: {text(TRAIN_JOB_IMAGE)}\n"
+        '    command: ["torchrun", "train.py"]\n'
+        f"    numNodes: {n_hosts}\n"
+        f"    numProcPerNode: {n_devices_per_host}\n"
+        "    resourcesPerNode:\n"
+        "      limits:\n"
+        f"        nvidia.com/gpu: {n_devices_per_host}\n"
+    )
+
+
+def resource_name(job: str) -> str:
+    """The job's name as Kubernetes and Slurm accept it: lower case letters, digits and dashes."""
+    name = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[:50].strip("-")
+    return f"autoplan-{name}" if name else "autoplan"

@@ -1,0 +1,164 @@
+"""Mesh, Plan and Estimate: the decision, and what it is predicted to cost.
+
+The JSON form of each is a contract that outside scripts read: a unit in every name, `schema_version` first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mesh:
+    """The degrees of a plan, and how a batch is cut; rank = (pp_index * dp + dp_index) * tp + tp_index.
+
+    Attributes:
+        zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        zero_shard_degree: over how many of the `dp` ranks that state is sharded; 1 exactly when `zero_stage` is 0.
+            A smaller degree than `dp` replicates the shards (hybrid sharding).
+        micro_batch_size: samples of one micro-batch on one data-parallel rank.
+        n_chunks: pipeline stages per rank; above 1 only with an interleaved schedule.
+        sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    zero_stage: int = 0
+    zero_shard_degree: int = 1
+    micro_batch_size: int = 1
+    n_micro_batches: int = 1
+    schedule: str = "1f1b"
+    n_chunks: int = 1
+    sharding: str = ""
+
+    @property
+    def n_devices(self) -> int:
+        """Devices the mesh occupies."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages; stage i lives on pipeline rank i modulo `pp`."""
+        return self.pp * self.n_chunks
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.dp * self.micro_batch_size * self.n_micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Segments `start` to `stop` (exclusive) of the graph form one pipeline stage.
+
+    `recomputed` names the segments whose activations are dropped and computed again (indices into the graph).
+    """
+
+    start: int
+    stop: int
+    recomputed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSharding:
+    """The tensor-parallel assignment of one kind of segment, in the text form of `layout` types.
+
+    Attributes:
+        kind: the segment kind.
+        values: (value name, type) for every input, parameter and op result of the first segment of this kind,
+            the type in which the value is produced.
+        uses: (op name, argument name, type) wherever an op reads a value in another type than it is produced in.
+    """
+
+    kind: int
+    values: tuple[tuple[str, str], ...]
+    uses: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One complete decision: enough, with the graph, to generate the program.
+
+    Attributes:
+        precision: "bf16", "fp16", "fp32" or "fp64"; parameters and their gradients are computed in it,
+            optimizer state and reductions stay in fp32 (fp64 under fp64).
+        shardings: one entry per segment kind; empty when `tp` is 1.
+    """
+
+    mesh: Mesh
+    stages: tuple[StagePlan, ...]
+    precision: str = "bf16"
+    compile: bool = False
+    shardings: tuple[SegmentSharding, ...] = ()
+    graph_hash: str = ""
+    hardware: str = ""
+    n_hosts: int = 1
+
+    @property
+    def recompute(self) -> str:
+        """"none", "full", or "selective" when some segments of some stage are recomputed."""
+        n_recomputed = sum(len(stage.recomputed) for stage in self.stages)
+        n_segments = sum(stage.stop - stage.start for stage in self.stages)
+        if n_recomputed == 0:
+            return "none"
+        return "full" if n_recomputed >= n_segments - 2 * len(self.stages) else "selective"
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where the step time of the slowest rank goes; the terms sum to the step time."""
+
+    compute_s: float
+    recompute_s: float
+    exposed_tp_s: float
+    exposed_dp_s: float
+    exposed_pp_s: float
+    bubble_s: float
+    optimizer_s: float
+    launch_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The step time."""
+        return sum(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """One box of the predicted step: `stage` does `name` (such as "2F0") from `start_s` to `stop_s` on `stream`."""
+
+    rank: int
+    stage: int
+    stream: str
+    name: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the simulator says of a plan: the only judge of its time and memory.
+
+    Attributes:
+        step_s: seconds of one optimizer step.
+        allocated_bytes: per pipeline rank, the most bytes the training itself has allocated at once.
+        reserved_bytes: per pipeline rank, `allocated_bytes` with allocator rounding, fragmentation, the device
+            context and communication buffers; this is what must not exceed `memory_limit_bytes`.
+        memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `reserved_bytes`.
+    """
+
+    step_s: float
+    breakdown: Breakdown
+    allocated_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    memory_parts_bytes: tuple[tuple[tuple[str, int], ...], ...]
+    memory_limit_bytes: int
+    timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within the memory limit."""
+        return max(self.reserved_bytes) <= self.memory_limit_bytes

@@ -1,0 +1,394 @@
+"""Answers as plain text: the plan table, the breakdown, memory, and why this plan and not another.
+
+Every function returns text of at most 80 columns, without colour codes.
+"""
+
+from __future__ import annotations
+
+import csv
+import textwrap
+from collections.abc import Iterable, Sequence
+from io import StringIO
+
+from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
+from autoplan.hardware import HardwareProfile
+from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
+from autoplan.search.result import Candidate, Rejection
+from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
+
+WIDTH = 80
+MIN_LAST_WIDTH = 8
+COLUMN_GAP = "  "
+BAR_WIDTH = 24
+N_REJECTED_SHOWN = 8
+BREAKDOWN_LABELS = (
+    ("compute_s", "compute"),
+    ("recompute_s", "recompute"),
+    ("exposed_tp_s", "exposed tp comm"),
+    ("exposed_dp_s", "exposed dp comm"),
+    ("exposed_pp_s", "exposed pp comm"),
+    ("bubble_s", "bubble"),
+    ("optimizer_s", "optimizer"),
+    ("launch_s", "launch"),
+)
+_STATUS = {
+    "optimal": "optimal: no other plan of the space is faster (gap 0, proved)",
+    "infeasible": "infeasible: it is proved that nothing fits",
+    "unknown": "unknown: stopped before any plan was found",
+    "given": "given: this plan was scored as it is, nothing was searched",
+}
+
+
+def plan_report(answer: Answer) -> str:
+    """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
+    parts = [_heading(answer), _status_line(answer)]
+    if answer.result.best is None:
+        parts += [_nearest_fix(answer), _rejections(answer.result.rejected)]
+    else:
+        parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
+        parts += [memory_table(answer.best.estimate)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def explain_report(answer: Answer) -> str:
+    """Why this plan: where its time goes, what each alternative and each plain recipe would cost instead."""
+    if answer.result.best is None:
+        return plan_report(answer)
+    lines = [_heading(answer), _status_line(answer), "Why this plan", _reasons(answer)]
+    for candidate in answer.result.alternatives[:1]:
+        title = "Why not the next best"
+        lines += [title, _describe_plan(candidate.plan), _difference(answer.best, candidate)]
+    if answer.result.baselines:
+        lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
+    lines += [breakdown_table(answer.best.estimate.breakdown)]
+    lines += [memory_table(answer.best.estimate), _rejections(answer.result.rejected), _sources(answer)]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def program_header(answer: Answer, *, launch_line: str) -> str:
+    """What an emitted train.py opens with: how to start it, the plan, the estimate."""
+    plan, estimate = answer.best.plan, answer.best.estimate
+    peak = max(estimate.reserved_bytes) / GiB
+    return "\n".join(
+        [
+            f"{answer.workload.model} on {answer.workload.hardware}, {_count(plan.mesh.n_devices, 'device')}.",
+            "",
+            f"    {launch_line}",
+            "",
+            text_table(("", ""), plan_rows(plan), show_header=False),
+            "",
+            f"Estimate: {format_seconds(estimate.step_s)} a step, {rate_text(samples_per_s(answer.best))} samples/s, "
+            f"{peak:.1f} GiB of {estimate.memory_limit_bytes / GiB:.1f} GiB.",
+        ]
+    )
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The decision as (name, value) pairs."""
+    mesh = plan.mesh
+    schedule = mesh.schedule if mesh.pp > 1 else "none (one stage)"
+    zero = f"stage {mesh.zero_stage}"
+    if mesh.zero_stage:
+        zero += f" over {mesh.zero_shard_degree} ranks"
+    return [
+        ("data parallel", str(mesh.dp)),
+        ("tensor parallel", str(mesh.tp)),
+        ("pipeline parallel", str(mesh.pp) + (f" x {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")),
+        ("ZeRO", zero),
+        ("micro-batch", f"{mesh.micro_batch_size} samples x {mesh.n_micro_batches} per step"),
+        ("global batch", f"{mesh.global_batch_size} samples"),
+        ("schedule", schedule),
+        ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
+        ("precision", plan.precision + (", compiled" if plan.compile else "")),
+    ]
+
+
+def plan_table(answer: Answer) -> str:
+    """The chosen plan, the best of other meshes, and the plain recipes, one row each."""
+    result = answer.result
+    shown = [(answer.best, "<- chosen")]
+    shown += [(item, "") for item in result.alternatives if item.plan != answer.best.plan]
+    rows = [_plan_row(answer, candidate, note) for candidate, note in shown]
+    rows += [_plan_row(answer, item, item.baseline) for item in result.baselines]
+    header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
+    return text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9}))
+
+
+def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...]:
+    plan, estimate, mesh = candidate.plan, candidate.estimate, candidate.plan.mesh
+    share = mfu(answer.workload, candidate)
+    zero = str(mesh.zero_stage)
+    if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
+        zero += f"/{mesh.zero_shard_degree}"
+    return (
+        str(mesh.dp),
+        str(mesh.tp),
+        str(mesh.pp),
+        zero,
+        f"{mesh.micro_batch_size}x{mesh.n_micro_batches}",
+        mesh.schedule if mesh.pp > 1 else "-",
+        plan.recompute,
+        format_seconds(estimate.step_s) if estimate.fits else "-",
+        "-" if share is None or not estimate.fits else f"{share:.0%}",
+        f"{max(estimate.reserved_bytes) / GiB:.1f}",
+        note if estimate.fits else f"{note} (too big)".strip(),
+    )
+
+
+def breakdown_table(breakdown: Breakdown) -> str:
+    """Where the step time of the slowest rank goes, with a bar for each part that is not zero."""
+    total_s = breakdown.total_s
+    rows = []
+    for name, label in BREAKDOWN_LABELS:
+        part_s = getattr(breakdown, name)
+        if part_s > 0:
+            share = part_s / total_s
+            rows.append((label, format_seconds(part_s), f"{share:.1%}", "#" * round(share * BAR_WIDTH)))
+    rows.append(("step", format_seconds(total_s), "100.0%", ""))
+    return text_table(("where the time goes", "", "", ""), rows, right=frozenset({1, 2}))
+
+
+def memory_table(estimate: Estimate) -> str:
+    """Peak memory of each pipeline rank against the limit."""
+    limit_bytes = estimate.memory_limit_bytes
+    rows = []
+    for rank, (allocated, reserved) in enumerate(zip(estimate.allocated_bytes, estimate.reserved_bytes, strict=True)):
+        share = reserved / limit_bytes
+        bar = "#" * min(round(share * BAR_WIDTH), BAR_WIDTH)
+        note = "" if reserved <= limit_bytes else f" short of {(reserved - limit_bytes) / GiB:.1f} GiB"
+        rows.append(
+            (
+                str(rank),
+                f"{allocated / GiB:.2f}",
+                f"{reserved / GiB:.2f}",
+                f"{share:.0%}",
+                f"[{bar:<{BAR_WIDTH}}]{note}",
+            )
+        )
+    header = ("rank", "allocated GiB", "reserved GiB", "share", f"of {limit_bytes / GiB:.1f} GiB")
+    return text_table(header, rows, right=frozenset({0, 1, 2, 3}))
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """A mesh in one line: `dp 4, tp 2, pp 1, ZeRO 1, micro-batch 2 x 8`."""
+    text = f"dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}"
+    if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
+        text += f" over {mesh.zero_shard_degree}"
+    text += f", micro-batch {mesh.micro_batch_size} x {mesh.n_micro_batches}"
+    if mesh.pp > 1:
+        text += f", {mesh.schedule}"
+    return text + (f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")
+
+
+def recompute_text(plan: Plan) -> str:
+    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`."""
+    n_recomputed = sum(len(stage.recomputed) for stage in plan.stages)
+    if n_recomputed == 0:
+        return "no recompute"
+    return f"{plan.recompute} recompute ({n_recomputed} of {sum(s.stop - s.start for s in plan.stages)} segments)"
+
+
+def rejected_csv(rejected: Sequence[Rejection]) -> str:
+    """Every rejected mesh with its reason, as CSV text."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    mesh_fields = tuple(Mesh.__dataclass_fields__)
+    writer.writerow((*mesh_fields, "reason", "detail", "step_s", "short_bytes"))
+    for item in rejected:
+        mesh_values = (getattr(item.mesh, name) for name in mesh_fields)
+        writer.writerow((*mesh_values, item.reason, item.detail, item.step_s, item.short_bytes))
+    return text.getvalue()
+
+
+def rate_text(per_s: float) -> str:
+    """A rate with thousands separated: `37,112` or `4.56`."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def text_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: frozenset[int] = frozenset(),
+    show_header: bool = True,
+) -> str:
+    """Rows of text as aligned columns; the last column wraps so that no line passes `WIDTH`.
+
+    Cells are shown as they are, but for control characters, which become spaces.
+    """
+    cells = [[_printable(cell) for cell in row] for row in ([header] if show_header else []) + list(rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    indent = sum(widths[:-1]) + len(COLUMN_GAP) * (len(widths) - 1)
+    lines = []
+    for row in cells:
+        first = [
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        last = (
+            textwrap.wrap(row[-1], max(WIDTH - indent, MIN_LAST_WIDTH)) if indent + widths[-1] > WIDTH else [first[-1]]
+        )
+        lines.append(COLUMN_GAP.join([*first[:-1], *last[:1]]).rstrip())
+        lines += [(" " * indent + rest).rstrip() for rest in last[1:]]
+    if show_header:
+        lines.insert(1, "-" * min(max(len(line) for line in lines), WIDTH))
+    return "\n".join(lines)
+
+
+def _printable(cell: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in cell)
+
+
+def _describe_plan(plan: Plan) -> str:
+    """Mesh and recomputation on one line, or on two when one is too short."""
+    line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
+    return line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
+
+
+def _heading(answer: Answer) -> str:
+    workload = answer.workload
+    hosts = _count(workload.n_hosts, "host")
+    return (
+        f"{workload.model}: {_si(workload.n_parameters)} parameters on {workload.hardware}\n"
+        f"{hosts}, {_count(workload.n_devices, 'device')} ({workload.device})"
+    )
+
+
+def _status_line(answer: Answer) -> str:
+    result = answer.result
+    if result.status == "feasible":
+        gap = "no bound was proved" if result.gap is None else f"at most {result.gap:.1%} slower than any other plan"
+        status = f"feasible: the search was stopped; {gap}"
+    else:
+        status = _STATUS[result.status]
+    if result.status == "given":
+        return status
+    return f"{status}\n{_count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
+
+
+def _speed(answer: Answer) -> str:
+    candidate = answer.best
+    low_s, high_s = step_interval_s(candidate)
+    rate = f"{rate_text(samples_per_s(candidate))} samples/s"
+    tokens = tokens_per_s(answer.workload, candidate)
+    if tokens is not None:
+        rate += f", {rate_text(tokens)} tokens/s"
+    n_idle = answer.workload.n_devices - candidate.plan.mesh.n_devices
+    lines = [
+        f"step {format_seconds(candidate.estimate.step_s)} "
+        f"(uncalibrated: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
+        _describe_plan(candidate.plan),
+    ]
+    if n_idle:
+        lines.append(f"{_count(n_idle, 'device')} left idle: no faster plan uses them")
+    return "\n".join(lines)
+
+
+def _reasons(answer: Answer) -> str:
+    """The two largest parts of the step, and what the plan saves against the best plain recipe that fits."""
+    best = answer.best
+    parts = sorted(
+        ((getattr(best.estimate.breakdown, name), label) for name, label in BREAKDOWN_LABELS), key=lambda part: -part[0]
+    )
+    shares = ", ".join(f"{label} {part_s / best.estimate.step_s:.0%}" for part_s, label in parts[:2] if part_s > 0)
+    lines = [_describe_plan(best.plan), f"  its step is {shares}"]
+    peak_bytes, limit_bytes = max(best.estimate.reserved_bytes), best.estimate.memory_limit_bytes
+    lines.append(f"  it needs {peak_bytes / GiB:.1f} of {limit_bytes / GiB:.1f} GiB")
+    fitting = [item for item in answer.result.baselines if item.estimate.fits]
+    if fitting:
+        recipe = min(fitting, key=lambda item: item.estimate.step_s)
+        ratio = recipe.estimate.step_s / best.estimate.step_s
+        same = "as fast as" if ratio < 1.005 else f"{ratio:.2f} x as fast as"
+        lines.append(f"  it is {same} the best plain recipe that fits ({recipe.baseline})")
+    elif answer.result.baselines:
+        lines.append("  none of the plain recipes fits")
+    return "\n".join(lines)
+
+
+def _difference(best: Candidate, other: Candidate) -> str:
+    """Component by component, what the other plan costs more (+) or less (-)."""
+    rows = []
+    for name, label in BREAKDOWN_LABELS:
+        best_s, other_s = (getattr(item.estimate.breakdown, name) for item in (best, other))
+        if best_s or other_s:
+            rows.append((label, format_seconds(best_s), format_seconds(other_s), _signed(other_s - best_s)))
+    best_s, other_s = best.estimate.step_s, other.estimate.step_s
+    rows.append(("step", format_seconds(best_s), format_seconds(other_s), _signed(other_s - best_s)))
+    return text_table(("", "chosen", "next best", "difference"), rows, right=frozenset({1, 2, 3}))
+
+
+def _baseline_line(best: Candidate, item: Candidate) -> str:
+    plan = _describe_plan(item.plan).replace("\n", "\n      ")
+    short_bytes = max(item.estimate.reserved_bytes) - item.estimate.memory_limit_bytes
+    if short_bytes > 0:
+        return f"  {item.baseline}: does not fit, by {short_bytes / GiB:.1f} GiB\n      {plan}"
+    slower = item.estimate.step_s / best.estimate.step_s - 1
+    cost = "as fast" if slower < 0.005 else f"{slower:.0%} slower"
+    return f"  {item.baseline}: {format_seconds(item.estimate.step_s)} a step, {cost}\n      {plan}"
+
+
+def _rejections(rejected: Sequence[Rejection]) -> str:
+    """How many meshes fell to each reason, and the nearest misses of memory."""
+    if not rejected:
+        return ""
+    counts: dict[str, int] = {}
+    for item in rejected:
+        counts[item.reason] = counts.get(item.reason, 0) + 1
+    lines = ["Not chosen: " + ", ".join(f"{count} by {reason}" for reason, count in sorted(counts.items()))]
+    near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
+    lines += [f"  {describe_mesh(item.mesh)}:\n      {item.detail}" for item in near[:N_REJECTED_SHOWN]]
+    others = [item for item in rejected if item.reason == "divisibility"]
+    lines += [f"  {item.detail}" for item in others[:N_REJECTED_SHOWN]]
+    return "\n".join(lines)
+
+
+def _nearest_fix(answer: Answer) -> str:
+    fix = answer.result.nearest_fix
+    return f"Smallest change found that fits: {fix}" if fix else ""
+
+
+def _sources(answer: Answer) -> str:
+    if not answer.workload.provenance:
+        return ""
+    return "Sources\n\n" + "\n".join(f"  {name}: {source}" for name, source in answer.workload.provenance)
+
+
+def _signed(seconds: float) -> str:
+    sign = "+" if seconds > 0 else "-" if seconds < 0 else ""
+    return sign + format_seconds(abs(seconds))
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def _si(number: float) -> str:
+    """A count with a decimal prefix: 124 M."""
+    for factor, prefix in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{prefix}"
+    return f"{number:.3g}"
+
+
+def profile_list(profiles: Sequence[HardwareProfile]) -> str:
+    """One line per hardware profile."""
+    rows = [(item.name, f"{item.n_devices_per_host} x {item.device.name}", item.description) for item in profiles]
+    return text_table(("profile", "one host", "description"), rows)
+
+
+def profile_sheet(profile: HardwareProfile) -> str:
+    """Every figure of a hardware profile, then their sources."""
+    device = profile.device
+    price = profile.price_usd_per_device_hour
+    rows = [
+        ("hosts x devices", f"{profile.n_hosts} x {profile.n_devices_per_host}"),
+        ("device", device.name),
+        *((f"peak {precision}", format_flops_per_s(rate)) for precision, rate in device.peak_flops_per_s),
+        ("memory", f"{device.memory_bytes / GiB:.1f} GiB"),
+        ("memory bandwidth", format_rate(device.memory_bytes_per_s)),
+        ("price", "unknown" if price is None else f"{price:.2f} USD per device-hour"),
+    ]
+    for link in profile.links:
+        rate = f"{format_rate(link.bytes_per_s)} per device and direction, {format_seconds(link.latency_s)}"
+        rows.append((f"{link.name} ({link.n_devices})", rate))
+    sources = "\n".join(f"  {name}: {source}" for name, source in profile.sources)
+    return f"{profile.name}: {profile.description}\n\n{text_table(('', ''), rows, show_header=False)}\n\n{sources}\n"

@@ -1,0 +1,254 @@
+"""OpRule: everything autoplan knows about one operator, as data. The tables are in `cost_models/`.
+
+The heart of a rule is one equation over the dims of its tensors, operands before `->`, result after it:
+
+    linear       "a b k+, n k+, ~n -> a b n"
+    layer norm   "a b c^, c^, c^ -> a b c^"
+
+Each letter is a dim. A letter of the result may be sharded on every tensor that has it. `+` marks a contracted letter:
+sharding it leaves partial sums. `^` marks a letter that must stay whole. `~` marks an operand that is added, so under
+partial sums it must itself be partial. From this follow all legal layouts of the op on one axis (`strategies`):
+
+    nothing split    all R -> R                      all V -> V
+    letter n split   operands with n: S, others: V  -> S
+    letter k split   operands with k: S, `~` ones: P -> P
+    linear ops       one operand P, the others V     -> P
+
+Operands that lack the split letter are V, not R: each rank computes only part of their gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autoplan.graph import COMPUTE, Argument, Op, PerSample, Ref, TensorSpec, extent_at
+from autoplan.layout import Layout, P, R, V, can_shard, sharded
+
+Specs = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One legal way to run an op on the tensor-parallel axis.
+
+    Attributes:
+        operands: a layout per tensor operand, in the order of `operand_names`.
+        result: the layout of its result (of every result, for an op with several).
+        is_split: whether each rank does only its share of the arithmetic.
+        function: a function of `runtime` that runs instead of the op ("" for the op itself).
+        all_reduce_elements: elements per sample that this function all-reduces in forward (loss statistics).
+    """
+
+    operands: tuple[Layout, ...]
+    result: Layout
+    is_split: bool = False
+    function: str = ""
+    all_reduce_elements: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """What one operator computes, costs and allows.
+
+    Attributes:
+        equation: the equation, or a function of the op and its operand specs that returns it (for any rank); None when
+            `strategies` is given.
+        flops_per_point: FLOPs of the forward pass per point of the iteration space (all letters of the equation).
+        backward_flops_ratio: FLOPs of backward / forward.
+        backward_bytes_ratio: memory traffic of backward / forward.
+        n_kernels, n_backward_kernels: device kernels launched.
+        saves: operands kept for backward, by position; -1 is the result.
+        extra_saved_bytes: what is kept besides (dropout mask, statistics), from the op and its local operand specs.
+        flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
+        is_view: no kernel, no memory: the result shares its operand's storage.
+        is_product: an operand is kept only for the gradient of the others.
+        linear_in: operands in which the op is linear, so that a partial value may pass through.
+        efficiency: "matmul" (limited by matrix units) or "memory".
+        strategies: replaces the equation where an equation is not enough; yields what it allows beside all-R and all-V.
+    """
+
+    equation: str | Callable[[Op, Specs], str] | None = None
+    flops_per_point: float = 1.0
+    backward_flops_ratio: float = 1.0
+    backward_bytes_ratio: float = 1.5
+    n_kernels: int = 1
+    n_backward_kernels: int = 1
+    saves: tuple[int, ...] = ()
+    extra_saved_bytes: Callable[[Op, Specs, int, str], int] | None = None
+    flops: Callable[[Op, Specs, int], int] | None = None
+    is_view: bool = False
+    is_product: bool = False
+    linear_in: tuple[int, ...] = ()
+    efficiency: str = "memory"
+    strategies: Callable[[Op, Specs, TensorSpec, int], Iterator[Strategy]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One tensor of an equation: its letters, which are marked, and whether it is an added operand."""
+
+    letters: tuple[str, ...]
+    contracted: frozenset[str]
+    whole: frozenset[str]
+    is_added: bool
+
+
+def parse_equation(equation: str) -> tuple[tuple[Term, ...], Term]:
+    """Operand terms and result term of an equation."""
+    operands, result = equation.split("->")
+    return tuple(_parse_term(text) for text in operands.split(",")), _parse_term(result)
+
+
+def _parse_term(text: str) -> Term:
+    text = text.strip()
+    is_added = text.startswith("~")
+    marks = text.removeprefix("~").split()
+    return Term(
+        letters=tuple(mark.rstrip("+^") for mark in marks),
+        contracted=frozenset(mark[:-1] for mark in marks if mark.endswith("+")),
+        whole=frozenset(mark[:-1] for mark in marks if mark.endswith("^")),
+        is_added=is_added,
+    )
+
+
+def operand_names(op: Op) -> tuple[str, ...]:
+    """The tensor operands of an op in order of appearance; a tensor used twice appears twice."""
+    found: list[str] = []
+
+    def collect(argument: Argument) -> None:
+        if isinstance(argument, Ref):
+            found.append(argument.name)
+        elif isinstance(argument, tuple):
+            for item in argument:
+                collect(item)
+
+    collect(op.args)
+    collect(tuple(value for _, value in op.kwargs))
+    return tuple(found)
+
+
+def equation_of(rule: OpRule, op: Op, operands: Specs) -> str | None:
+    """The equation for this call of the op."""
+    return rule.equation(op, operands) if callable(rule.equation) else rule.equation
+
+
+def all_strategies(
+    rule: OpRule | None, op: Op, *, operands: Specs, degree: int, blocks: tuple[int, ...] = (1,)
+) -> tuple[Strategy, ...]:
+    """Every legal strategy of an op on an axis of `degree` ranks; an op without a rule is replicated.
+
+    `blocks` are the block counts in which dims may be split (`sharding.block_counts`).
+    """
+    n = len(operands)
+    found = [Strategy((R,) * n, R), Strategy((V,) * n, V)]
+    if rule is not None:
+        found += _equation_strategies(rule, op, operands, blocks)
+        if rule.strategies is not None:
+            found += rule.strategies(op, operands, op.outputs[0], degree)
+    return tuple(s for s in dict.fromkeys(found) if _is_legal(s, operands, op.outputs[0], degree))
+
+
+def _is_legal(strategy: Strategy, operands: Specs, result: TensorSpec, degree: int) -> bool:
+    pairs = zip(operands, strategy.operands, strict=True)
+    return all(can_shard(spec, layout, degree) for spec, layout in pairs) and can_shard(result, strategy.result, degree)
+
+
+def _equation_strategies(rule: OpRule, op: Op, operands: Specs, blocks: tuple[int, ...]) -> list[Strategy]:
+    equation = equation_of(rule, op, operands)
+    if equation is None:
+        return []
+    terms, result = parse_equation(equation)
+    assert len(terms) == len(operands), f"{op.target}: {equation} has {len(terms)} operands, the call {len(operands)}"
+    whole = frozenset().union(*(term.whole for term in (*terms, result)))
+    letters = dict.fromkeys(letter for term in terms for letter in term.letters if letter not in whole)
+    found = [_split(terms, result, letter, count) for letter in letters for count in blocks]
+    for linear in rule.linear_in:
+        others = [P if term.is_added or index == linear else V for index, term in enumerate(terms)]
+        found.append(Strategy(tuple(others), P))
+    return [strategy for strategy in found if strategy is not None]
+
+
+def _split(terms: tuple[Term, ...], result: Term, letter: str, blocks: int) -> Strategy | None:
+    is_contracted = any(letter in term.contracted for term in terms)
+    if letter not in result.letters and not is_contracted:
+        return None
+    layouts = []
+    for term in terms:
+        if letter in term.letters:
+            layouts.append(sharded(term.letters.index(letter), blocks))
+        else:
+            layouts.append(P if is_contracted and term.is_added else V)
+    return Strategy(tuple(layouts), P if is_contracted else sharded(result.letters.index(letter), blocks), is_split=True)
+
+
+def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_gradient: bool) -> Strategy:
+    """The strategy with V replaced by R wherever there is no gradient that could vary."""
+    operands = tuple(
+        R if layout == V and not gradient else layout
+        for layout, gradient in zip(strategy.operands, has_gradient, strict=True)
+    )
+    result = R if strategy.result == V and not result_has_gradient else strategy.result
+    return Strategy(operands, result, strategy.is_split, strategy.function, strategy.all_reduce_elements)
+
+
+def forward_flops(rule: OpRule | None, op: Op, *, operands: Specs, batch_size: int) -> int:
+    """FLOPs of one forward call: `flops_per_point` times the points of the iteration space."""
+    if rule is None or rule.is_view:
+        return 0
+    if rule.flops is not None:
+        return rule.flops(op, operands, batch_size)
+    equation = equation_of(rule, op, operands)
+    if equation is None:
+        return int(rule.flops_per_point * op.outputs[0].n_elements(batch_size))
+    terms, _ = parse_equation(equation)
+    extents: dict[str, int] = {}
+    for term, spec in zip(terms, operands, strict=True):
+        for letter, extent in zip(term.letters, spec.shape, strict=True):
+            extents[letter] = max(extents.get(letter, 1), extent_at(extent, batch_size))
+    points = 1
+    for extent in extents.values():
+        points *= extent
+    return int(rule.flops_per_point * points)
+
+
+# ---------------------------------------------------------------- equations for any rank
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def broadcast_equation(op: Op, operands: Specs) -> str:
+    """Element-wise with broadcasting: dims align from the right; a dim of size 1 beside a larger one has no letter."""
+    shape = op.outputs[0].shape
+    terms = []
+    for spec in operands:
+        offset = len(shape) - len(spec.shape)
+        marks = [
+            _LETTERS[offset + i] if extent == shape[offset + i] else f"broadcast{offset + i}"
+            for i, extent in enumerate(spec.shape)
+        ]
+        terms.append(" ".join(marks))
+    return f"{', '.join(terms)} -> {' '.join(_LETTERS[: len(shape)])}"
+
+
+def whole_dims_equation(whole: Callable[[Op, Specs], frozenset[int]]) -> Callable[[Op, Specs], str]:
+    """Same shape in and out; the dims that `whole` names stay whole. Further operands follow the last dims."""
+
+    def equation(op: Op, operands: Specs) -> str:
+        rank = len(operands[0].shape)
+        dims = {dim % rank for dim in whole(op, operands)} if rank else set()
+        marks = [_LETTERS[i] + ("^" if i in dims else "") for i in range(rank)]
+        terms = [" ".join(marks)] + [" ".join(marks[rank - len(spec.shape) :]) for spec in operands[1:]]
+        return f"{', '.join(terms)} -> {' '.join(marks)}"
+
+    return equation
+
+
+def is_compute(spec: TensorSpec) -> bool:
+    """Whether a tensor is in the compute precision."""
+    return spec.dtype == COMPUTE
+
+
+def static_shape(spec: TensorSpec) -> tuple[int | None, ...]:
+    """The shape with None for extents that depend on the batch."""
+    return tuple(None if isinstance(extent, PerSample) else extent for extent in spec.shape)

@@ -1,0 +1,60 @@
+"""What an emitted program runs on: torch, the standard library, and nothing else.
+
+It is copied as it stands into the folder of a program.
+
+    config, mesh           the plan, the process groups
+    weights, construction  parameters under the user's names, each rank's part of them
+    collectives            tensor-parallel conversions with their gradients
+    recompute, zero, pipeline, gradients
+    parallel               ParallelModel: all of it in order, and one optimizer step
+    data, train, parity    batches, the loop's plumbing, the comparison with one process
+"""
+
+from .config import Config
+from .data import dataset_batches, global_batch, local_batch, synthetic_batches
+from .mesh import (
+    RankMesh,
+    WorldSizeError,
+    build_rank_mesh,
+    check_world_size,
+    start_process_group,
+    stop_process_group,
+)
+from .parallel import ParallelModel
+from .parity import TOLERANCES, Differences, PlainTraining, compare
+from .pipeline import Boundary, PerSample
+from .train import StepRecord, check_steps, exit_code, timed_step, train_steps, write_records
+from .weights import Buffer, Shard, Weights, attach, load_weights, take_shard
+
+__all__ = [
+    "TOLERANCES",
+    "Boundary",
+    "Buffer",
+    "Config",
+    "Differences",
+    "ParallelModel",
+    "PerSample",
+    "PlainTraining",
+    "RankMesh",
+    "Shard",
+    "StepRecord",
+    "Weights",
+    "WorldSizeError",
+    "attach",
+    "build_rank_mesh",
+    "check_steps",
+    "check_world_size",
+    "compare",
+    "dataset_batches",
+    "exit_code",
+    "global_batch",
+    "load_weights",
+    "local_batch",
+    "start_process_group",
+    "stop_process_group",
+    "synthetic_batches",
+    "take_shard",
+    "timed_step",
+    "train_steps",
+    "write_records",
+]

@@ -1,0 +1,326 @@
+"""Tensor-parallel conversions: each public function is one forward and one backward movement over a process group.
+
+A value on the tensor-parallel axis is whole on every rank, a shard of one dim, or a partial sum. A conversion changes
+which of these it is; its backward pass converts the gradient the other way, so both directions are visible in one line:
+
+    copy_to_tp              x                 <->  all-reduce of the gradient
+    all_reduce              all-reduce        <->  gradient
+    all_gather              all-gather        <->  slice of the gradient
+    reduce_scatter          reduce-scatter    <->  all-gather of the gradient
+    shard                   slice             <->  all-gather of the gradient
+
+`tp` is the process group; None stands for a group of one rank, where every conversion is the identity.
+`blocks=k` says that the dim consists of k equal blocks which are sharded one by one (a fused QKV weight has 3):
+
+    dim    | q0 q1 | k0 k1 | v0 v1 |        shard of rank 0:  | q0 | k0 | v0 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed these two; 2.11 has the old names only.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ------------------------------------------------------------------ conversions
+
+
+def copy_to_tp(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
+    """The same value, to be used differently by each rank; forward identity, backward all-reduce."""
+    return _convert(x, _identity, _all_reduce, tp)
+
+
+def all_reduce(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
+    """The sum of partial sums; forward all-reduce, backward identity."""
+    return _convert(x, _all_reduce, _identity, tp)
+
+
+def all_reduce_both(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
+    """The sum of partial sums, to be used differently by each rank; all-reduce both ways."""
+    return _convert(x, _all_reduce, _all_reduce, tp)
+
+
+def all_gather(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+    """The whole of a sharded dim; forward all-gather, backward slice."""
+    return _convert(x, _gather, _slice, tp, dim, blocks)
+
+
+def all_gather_reduce_grad(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+    """The whole of a sharded dim, to be used differently by each rank; forward all-gather, backward reduce-scatter."""
+    return _convert(x, _gather, _reduce_scatter, tp, dim, blocks)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+    """The rank's own shard of the sum of partial sums; forward reduce-scatter, backward all-gather."""
+    return _convert(x, _reduce_scatter, _gather, tp, dim, blocks)
+
+
+def shard(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+    """The rank's own shard of a whole value; forward slice, backward all-gather."""
+    return _convert(x, _slice, _gather, tp, dim, blocks)
+
+
+def shard_partial_grad(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+    """The rank's own shard of a value whose gradient is a partial sum; forward slice, backward zero-padding."""
+    return _convert(x, _slice, _pad, tp, dim, blocks)
+
+
+def pad_to_partial(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+    """A partial sum that holds this rank's shard and zeros elsewhere; forward zero-padding, backward slice."""
+    return _convert(x, _pad, _slice, tp, dim, blocks)
+
+
+def all_to_all(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup | None) -> torch.Tensor:
+    """The value sharded on `from_dim` becomes sharded on `to_dim`; all-to-all both ways."""
+    if _is_alone(tp):
+        return x
+    from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
+    converted: torch.Tensor = _Exchange.apply(x, from_dim, to_dim, tp)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def first_rank_only(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
+    """A whole value as a partial sum: x on the first rank, zeros elsewhere; backward identity."""
+    return _convert(x, _keep_on_first_rank, _identity, tp)
+
+
+def first_rank_only_both(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
+    """x, and its gradient, on the first rank and zeros elsewhere."""
+    return _convert(x, _keep_on_first_rank, _keep_on_first_rank, tp)
+
+
+def keep_first_rank_grad(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
+    """The same value, whose gradient becomes a partial sum: kept on the first rank, zeros elsewhere."""
+    return _convert(x, _identity, _keep_on_first_rank, tp)
+
+
+# ------------------------------------------------------------------ vocabulary-parallel embedding and loss
+
+
+def vocab_parallel_embedding(
+    ids: torch.Tensor, weight_shard: torch.Tensor, tp: ProcessGroup | None, *, padding_idx: int | None = None
+) -> torch.Tensor:
+    """A partial sum of `embedding(ids, weight)`, where rank r holds rows [r * n, (r + 1) * n) of the weight.
+
+    Ids of other ranks' rows give zeros; the caller all-reduces or reduce-scatters the result. The row of
+    `padding_idx` gets no gradient, as in `torch.nn.functional.embedding`.
+    """
+    n_rows = weight_shard.shape[0]
+    first_row = 0 if tp is None else tp.rank() * n_rows
+    is_elsewhere = (ids < first_row) | (ids >= first_row + n_rows)
+    local_ids = (ids - first_row).masked_fill(is_elsewhere, 0)
+    rows = torch.nn.functional.embedding(local_ids, weight_shard)
+    if padding_idx is not None:
+        rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard: torch.Tensor,
+    targets: torch.Tensor,
+    tp: ProcessGroup | None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross-entropy of logits sharded over their last dim; equal on all ranks, with no rank holding all logits.
+
+        loss_i = lse_i - (1 - s) * logits_i[target_i] - s / V * sum_v logits_iv,     lse_i = log sum_v exp(logits_iv)
+
+    s is `label_smoothing`, V the whole vocabulary. `logits_shard: [..., V / tp]`, `targets: [...]`. Computed in
+    float32 (float64 for float64 logits). Saves the logits themselves and one number per row for backward.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction: found {reduction!r}, expected "mean", "sum" or "none"')
+    rows = logits_shard.reshape(-1, logits_shard.shape[-1])
+    flat_targets = targets.reshape(-1)
+    losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        rows, flat_targets, tp, ignore_index, label_smoothing
+    )
+    if reduction == "none":
+        return losses.view(targets.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (flat_targets != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Loss per row; see `vocab_parallel_cross_entropy`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        tp: ProcessGroup | None,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> torch.Tensor:
+        n_columns = logits.shape[-1]
+        first_column = 0 if tp is None else tp.rank() * n_columns
+        n_ranks = 1 if tp is None else tp.size()
+        is_here = (targets >= first_column) & (targets < first_column + n_columns)
+        columns = (targets - first_column).masked_fill(~is_here, 0)
+        precise = logits.to(_accumulation_dtype(logits.dtype))
+
+        local_lse = torch.logsumexp(precise, dim=-1)
+        picked = precise.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
+        highest = local_lse.clone()
+        _reduce_in_place(highest, tp, dist.ReduceOp.MAX)
+        terms = [torch.exp(local_lse - highest), picked]
+        if label_smoothing > 0.0:
+            terms.append(precise.sum(dim=-1))
+        sums = torch.stack(terms)
+        _reduce_in_place(sums, tp, dist.ReduceOp.SUM)
+
+        lse = sums[0].log() + highest
+        losses = lse - (1.0 - label_smoothing) * sums[1]
+        if label_smoothing > 0.0:
+            losses = losses - label_smoothing / (n_columns * n_ranks) * sums[2]
+        is_ignored = targets == ignore_index
+        ctx.save_for_backward(logits, lse, columns, is_here, is_ignored)
+        ctx.label_smoothing, ctx.vocabulary = label_smoothing, n_columns * n_ranks
+        return losses.masked_fill(is_ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, lse, columns, is_here, is_ignored = ctx.saved_tensors
+        probabilities = torch.exp(logits.to(lse.dtype) - lse.unsqueeze(-1))
+        picked = is_here.to(lse.dtype).mul(ctx.label_smoothing - 1.0).unsqueeze(-1)
+        probabilities = probabilities.scatter_add(-1, columns.unsqueeze(-1), picked)
+        if ctx.label_smoothing > 0.0:
+            probabilities = probabilities - ctx.label_smoothing / ctx.vocabulary
+        row_gradient = gradient.masked_fill(is_ignored, 0.0).unsqueeze(-1)
+        return (probabilities * row_gradient).to(logits.dtype), None, None, None, None
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _reduce_in_place(x: torch.Tensor, tp: ProcessGroup | None, op: Any) -> None:
+    if not _is_alone(tp):
+        dist.all_reduce(x, op=op, group=tp)
+
+
+# ------------------------------------------------------------------ movements
+
+
+class _Layout(NamedTuple):
+    """Over which ranks, and which dim, a movement goes."""
+
+    tp: ProcessGroup
+    dim: int
+    blocks: int
+
+
+Movement = Callable[[torch.Tensor, _Layout], torch.Tensor]
+
+
+class _Convert(torch.autograd.Function):
+    """Applies one movement forward and another one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, forward_move: Movement, backward_move: Movement, *where: Any
+    ) -> torch.Tensor:
+        ctx.backward_move, ctx.where = backward_move, where
+        return forward_move(x, _Layout(*where))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.backward_move(gradient, _Layout(*ctx.where)), None, None, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> torch.Tensor:
+        ctx.from_dim, ctx.to_dim, ctx.tp = from_dim, to_dim, tp
+        return _exchange(x, from_dim, to_dim, tp)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchange(gradient, ctx.to_dim, ctx.from_dim, ctx.tp), None, None, None
+
+
+def _convert(
+    x: torch.Tensor,
+    forward_move: Movement,
+    backward_move: Movement,
+    tp: ProcessGroup | None,
+    dim: int = 0,
+    blocks: int = 1,
+) -> torch.Tensor:
+    if _is_alone(tp):
+        return x
+    dim = dim % x.dim() if x.dim() else 0
+    converted: torch.Tensor = _Convert.apply(  # type: ignore[no-untyped-call]
+        x, forward_move, backward_move, tp, dim, blocks
+    )
+    return converted
+
+
+def _is_alone(tp: ProcessGroup | None) -> bool:
+    return tp is None or tp.size() == 1
+
+
+def _identity(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _keep_on_first_rank(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    return x.clone() if layout.tp.rank() == 0 else torch.zeros_like(x)
+
+
+def _all_reduce(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=layout.tp)
+    return total
+
+
+def _split(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    """`x` with its dim taken apart into (blocks, ranks, rest); a view."""
+    return torch.unflatten(x, layout.dim, (layout.blocks, layout.tp.size(), -1))
+
+
+def _gather(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    n_ranks, dim = layout.tp.size(), layout.dim
+    shards = x.new_empty((n_ranks * x.shape[0], *x.shape[1:]))
+    _all_gather_tensor(shards, x.contiguous(), group=layout.tp)
+    by_rank = torch.unflatten(shards.view(n_ranks, *x.shape), dim + 1, (layout.blocks, -1))
+    return by_rank.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+
+
+def _reduce_scatter(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    by_rank = _split(x, layout).movedim(layout.dim + 1, 0).contiguous()
+    total = torch.empty_like(by_rank[0])
+    _reduce_scatter_tensor(total, by_rank.flatten(0, 1), group=layout.tp)
+    return total.flatten(layout.dim, layout.dim + 1)
+
+
+def _slice(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    own = _split(x, layout).select(layout.dim + 1, layout.tp.rank())
+    return own.clone(memory_format=torch.contiguous_format).flatten(layout.dim, layout.dim + 1)
+
+
+def _pad(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    dim = layout.dim
+    whole = x.new_zeros((*x.shape[:dim], x.shape[dim] * layout.tp.size(), *x.shape[dim + 1 :]))
+    _split(whole, layout).select(dim + 1, layout.tp.rank()).copy_(torch.unflatten(x, dim, (layout.blocks, -1)))
+    return whole
+
+
+def _exchange(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> torch.Tensor:
+    outgoing = torch.unflatten(x, to_dim, (tp.size(), -1)).movedim(to_dim, 0).contiguous()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=tp)
+    return incoming.movedim(0, from_dim).flatten(from_dim, from_dim + 1).contiguous()

@@ -1,0 +1,80 @@
+"""The plan as the program needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+PARAMETER_DTYPES = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Degrees of the mesh, and how a batch, the optimizer state and the activations are handled.
+
+    Attributes:
+        zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        zero_shard_degree: over how many of the `dp` ranks that state is sharded; 1 exactly when `zero_stage` is 0.
+        micro_batch_size: samples of one micro-batch on one data-parallel rank.
+        schedule: "gpipe", "1f1b" or "interleaved"; without effect when `pp` is 1.
+        n_chunks: pipeline stages per rank.
+        precision: "bf16", "fp16", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in float32.
+        recompute: names of modules whose activations are computed again in the backward pass.
+        blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 0
+    zero_shard_degree: int = 1
+    micro_batch_size: int = 1
+    n_micro_batches: int = 1
+    schedule: str = "1f1b"
+    n_chunks: int = 1
+    precision: str = "fp32"
+    compile: bool = False
+    recompute: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.precision not in COMPUTE_DTYPES:
+            raise ValueError(f"precision: found {self.precision!r}, expected one of {', '.join(COMPUTE_DTYPES)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage: found {self.zero_stage}, expected 0, 1, 2 or 3")
+        if self.dp % self.zero_shard_degree:
+            raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected a divisor of dp = {self.dp}")
+        if self.zero_stage == 0 and self.zero_shard_degree != 1:
+            raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected 1 because zero_stage is 0")
+
+    @property
+    def n_ranks(self) -> int:
+        """Processes the program needs."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages; stage i lives on pipeline rank i modulo `pp`."""
+        return self.pp * self.n_chunks
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of one step on one data-parallel rank."""
+        return self.micro_batch_size * self.n_micro_batches
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.dp * self.local_batch_size
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """In which parameters and optimizer state are kept, and gradients are reduced."""
+        return PARAMETER_DTYPES[self.precision]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which the forward and backward passes run."""
+        return COMPUTE_DTYPES[self.precision]

@@ -1,0 +1,142 @@
+"""Which rank does what, and the process groups between ranks.
+
+    rank = (pp_rank * dp + dp_rank) * tp + tp_rank,     dp_rank = replica * zero_shard_degree + shard
+
+Ranks that differ only in `shard` share one sharded state; ranks that differ only in `replica` hold equal shards.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import Config
+
+TIMEOUT_S = 600.0
+
+
+class WorldSizeError(SystemExit):
+    """The number of processes is not the plan's; ends the program with the message and a non-zero exit code."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMesh:
+    """The place of a rank in the mesh.
+
+    Attributes:
+        tp_group, pp_group: None when the degree is 1.
+        zero_mesh: the data-parallel ranks as (shard,) when one copy exists, otherwise as (replica, shard).
+        n_replicas: data-parallel ranks that hold the same shard.
+    """
+
+    device: torch.device
+    rank: int
+    pp_rank: int
+    dp_rank: int
+    tp_rank: int
+    n_replicas: int
+    tp_group: ProcessGroup | None
+    pp_group: ProcessGroup | None
+    zero_mesh: DeviceMesh
+
+
+def check_world_size(config: Config) -> None:
+    """Refuse to start with another number of processes than planned.
+
+    Raises: WorldSizeError naming both numbers and the command that fits.
+    """
+    found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if found != config.n_ranks:
+        raise WorldSizeError(
+            f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: {found}\n"
+            f"  fix: start it with torchrun --nproc-per-node such that nodes x processes = {config.n_ranks}, "
+            f"or plan again for {found} devices"
+        )
+
+
+def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Join the process group: gloo on CPU, NCCL on CUDA; a process started without torchrun is a group of one.
+
+    On CPU the cores of the host are divided among its processes.
+
+    Raises: WorldSizeError when the number of processes is not the plan's.
+    """
+    check_world_size(config)
+    # Every model whose last op is a linear layer is warned of; nothing here changes outputs in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if device_type == "cpu":
+        _use_local_threads()
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def stop_process_group() -> None:
+    """Leave the process group, once all ranks are done."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _use_local_threads() -> None:
+    n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_processes))
+
+
+def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
+    """Create the process groups of the plan; every rank must call it.
+
+    Raises: WorldSizeError when the number of processes is not the plan's.
+    """
+    check_world_size(config)
+    replica_degree = config.dp // config.zero_shard_degree
+    mesh = init_device_mesh(
+        device_type,
+        (config.pp, replica_degree, config.zero_shard_degree, config.tp),
+        mesh_dim_names=("pp", "replica", "shard", "tp"),
+    )
+    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, torch.cuda.current_device())
+    pp_rank, replica, shard, tp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "replica", "shard", "tp"))
+    return RankMesh(
+        device=device,
+        rank=dist.get_rank(),
+        pp_rank=pp_rank,
+        dp_rank=replica * config.zero_shard_degree + shard,
+        tp_rank=tp_rank,
+        n_replicas=replica_degree,
+        tp_group=mesh["tp"].get_group() if config.tp > 1 else None,
+        pp_group=mesh["pp"].get_group() if config.pp > 1 else None,
+        zero_mesh=mesh["shard"] if replica_degree == 1 else mesh["replica", "shard"],
+    )
+
+
+def group_over_pipeline_ranks(config: Config, pp_ranks: Iterable[int]) -> ProcessGroup | None:
+    """The group of this rank and its peers (same dp and tp rank) on some pipeline ranks.
+
+    Every rank must call it, in the same order; None on ranks outside of all such groups.
+    """
+    chosen = sorted(pp_ranks)
+    n_columns = config.dp * config.tp
+    ranks = [[pp_rank * n_columns + column for pp_rank in chosen] for column in range(n_columns)]
+    own_group: ProcessGroup | None = None
+    own_rank = dist.get_rank()
+    for members in ranks:
+        group = dist.new_group(members)
+        if own_rank in members:
+            own_group = group
+    return own_group

@@ -1,0 +1,319 @@
+"""ParallelModel: the user's model under a plan, from construction to one optimizer step.
+
+`ParallelModel.__init__` shows the order in which parallelism is applied; it is the same for every plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .config import Config
+from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
+from .data import Batch, flatten_tensors, map_tensors, micro_batches
+from .gradients import (
+    NamedParameter,
+    TiedWeight,
+    clip_gradients,
+    scale_gradients,
+    squared_norm_share,
+    sum_tied_gradients,
+)
+from .mesh import RankMesh, group_over_pipeline_ranks
+from .pipeline import Pipeline
+from .recompute import apply_recompute
+from .weights import join_shards
+from .zero import apply_zero, prepare_backward, whole
+
+LEARNING_RATE = 3e-4
+FIRST_LOSS_SCALE = 2.0**16
+LOSS_SCALE_GROWTH_STEPS = 2000
+
+
+class ParallelModel(nn.Module):
+    """A rank's part of a model under a plan; every rank of the mesh builds one.
+
+    Args:
+        model_file: has `build_model`, and `loss_fn` unless the model returns its loss; optionally `build_optimizer`.
+        parallel_model: the generated stages; None when the plan has neither tensor nor pipeline parallelism.
+        overrides: keyword arguments for `build_model`.
+        max_grad_norm: clip gradients to this global norm; None does not clip.
+
+    Attributes:
+        stages: the pipeline stages on this rank.
+        grad_norm: global norm of the gradients of the last step, before clipping.
+        full_build_device: where the whole model was built; the same device gives the same initial weights.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_file: Any,
+        parallel_model: Any | None = None,
+        *,
+        mesh: RankMesh,
+        overrides: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        learning_rate: float = LEARNING_RATE,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__()
+        if parallel_model is None and config.tp * config.n_stages > 1:
+            raise ValueError("tensor and pipeline parallelism need the generated parallel_model")
+        self.config, self.mesh = config, mesh
+        self._parallel_model = parallel_model
+        self._max_grad_norm = max_grad_norm
+        self._loss_fn = _loss_function(model_file, parallel_model, mesh)
+        build_model = functools.partial(model_file.build_model, **(overrides or {}))
+
+        # stages -> tensor-parallel weights, with ties -> compile -> recompute -> ZeRO -> optimizer -> pipeline.
+        # Recompute goes around compile: the other way round, each block would be compiled anew.
+        stages = self._build_stages(build_model, seed)
+        for stage in stages:
+            blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
+            if config.compile:
+                _compile_blocks(stage, blocks)
+            apply_recompute(stage, config.recompute)
+            apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
+            stage.to(mesh.device)
+        if config.compile:
+            self._loss_fn = torch.compile(self._loss_fn)
+        self.stages = nn.ModuleList(stages)
+        self._parameters_of_rank, self._tied = self._name_parameters()
+        self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)
+        self._pipeline = self._build_pipeline() if config.pp > 1 else None
+
+        self._loss_scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
+        self._n_good_steps = 0
+        self.grad_norm = torch.zeros((), device=mesh.device)
+        # Dropout draws differently on each data-parallel rank and stage, and alike on tensor-parallel ranks.
+        torch.manual_seed(seed + 1 + mesh.dp_rank * config.pp + mesh.pp_rank)
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The model's outputs for this rank's inputs; without pipeline parallelism only."""
+        if self._pipeline is not None:
+            raise RuntimeError("a pipeline has no forward pass of its own; call step(batch)")
+        if self._parallel_model is None:
+            return self.stages[0](*inputs, **named_inputs)
+        return self.stages[0](*flatten_tensors((inputs, named_inputs)))
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step on this data-parallel rank's samples; the mean loss of the global batch, on every rank.
+
+        The loss of a step is the mean over micro-batches of the mean over their samples. Gradients stay readable until
+        the next step. Under fp16 a step whose gradients overflow changes no parameter.
+        """
+        batches = micro_batches(map_tensors(self._to_device, batch), self.config)
+        self.optimizer.zero_grad(set_to_none=True)
+        local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
+        sum_tied_gradients(self._tied)
+        loss = self._reduce_loss_and_norm(local_loss)
+        if self._unscale_gradients():
+            if self._max_grad_norm is not None:
+                clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
+            self.optimizer.step()
+        return loss
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the user's model, whole tensor) of this rank's stages; all ranks must iterate together."""
+        for entry in self._parameters_of_rank:
+            yield entry.name, self._whole(entry.name, entry.parameter.detach())
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `full_parameters`, of gradients; zeros where a parameter has none."""
+        for entry in self._parameters_of_rank:
+            gradient = entry.parameter.grad
+            yield (
+                entry.name,
+                self._whole(entry.name, torch.zeros_like(entry.parameter) if gradient is None else gradient),
+            )
+
+    # -------------------------------------------------------------- construction
+
+    def _build_stages(self, build_model: Callable[[], nn.Module], seed: int) -> list[nn.Module]:
+        dtype = self.config.parameter_dtype
+        device = construction_device(build_model, dtype=dtype, device=self.mesh.device)
+        self.full_build_device = device
+        with one_process_at_a_time(device != self.mesh.device):
+            full = build_whole_model(build_model, seed=seed, dtype=dtype, device=device)
+            return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
+
+    def _name_parameters(self) -> tuple[list[NamedParameter], list[TiedWeight]]:
+        """The trainable parameters of this rank, and which of them other stages hold copies of."""
+        first_stage_of, tied = self._find_ties()
+        shards = self._parallel_model.SHARDS if self._parallel_model is not None else {}
+        named = []
+        for index, stage in zip(self._stage_indices(), self.stages, strict=True):
+            for name, parameter in stage.named_parameters():
+                if parameter.requires_grad:
+                    n_holders = self.mesh.n_replicas * (1 if name in shards else self.config.tp)
+                    share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
+                    named.append(NamedParameter(name, parameter, share))
+        return named, tied
+
+    def _find_ties(self) -> tuple[dict[str, int], list[TiedWeight]]:
+        """For weights tied across stages: the first stage of each of their names, and this rank's copies."""
+        groups = self._parallel_model.TIED if self._parallel_model is not None and self.config.n_stages > 1 else ()
+        first_stage_of: dict[str, int] = {}
+        tied = []
+        names = _names_per_stage(self._parallel_model, self.mesh) if groups else []
+        for group in groups:
+            owners = [index for index, stage_names in enumerate(names) if stage_names.intersection(group)]
+            if len(owners) < 2:
+                continue
+            first_stage_of.update(dict.fromkeys(group, owners[0]))
+            pp_ranks = {index % self.config.pp for index in owners}
+            process_group = group_over_pipeline_ranks(self.config, pp_ranks) if len(pp_ranks) > 1 else None
+            copies = tuple(self._copies_of(group))
+            if copies and copies[0].requires_grad:
+                tied.append(TiedWeight(copies, process_group))
+        return first_stage_of, tied
+
+    def _copies_of(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
+        for stage in self.stages:
+            parameters = dict(stage.named_parameters(remove_duplicate=False))
+            found = [parameters[name] for name in names if name in parameters]
+            yield from found[:1]
+
+    def _stage_indices(self) -> range:
+        return range(self.mesh.pp_rank, self.config.n_stages, self.config.pp)
+
+    def _build_pipeline(self) -> Pipeline:
+        assert self.mesh.pp_group is not None and self._parallel_model is not None
+        return Pipeline(
+            list(self.stages),
+            config=self.config,
+            boundaries=self._parallel_model.BOUNDARIES,
+            pp_rank=self.mesh.pp_rank,
+            group=self.mesh.pp_group,
+            device=self.mesh.device,
+            loss=self._loss,
+            prepare_backward=self._prepare_backward,
+        )
+
+    # -------------------------------------------------------------- one step
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self.config.parameter_dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device=self.mesh.device, dtype=dtype, non_blocking=True)
+
+    def _run_micro_batches(self, batches: list[Batch]) -> torch.Tensor:
+        """Forward and backward passes without a pipeline; this rank's mean loss."""
+        stage = self.stages[0]
+        total = torch.zeros((), dtype=self.config.parameter_dtype, device=self.mesh.device)
+        for index, (inputs, targets) in enumerate(batches):
+            outputs = call_model(stage, inputs) if self._parallel_model is None else stage(*flatten_tensors(inputs))
+            loss = self._loss(outputs, targets) / len(batches)
+            self._prepare_backward(stage, index == len(batches) - 1)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _run_pipeline(self, batches: list[Batch]) -> torch.Tensor:
+        """Forward and backward passes of the pipeline; the mean loss on ranks of the last stage, else zero."""
+        assert self._pipeline is not None
+        inputs = zip(*(flatten_tensors(inputs) for inputs, _ in batches), strict=True)
+        return self._pipeline.run_step(
+            tuple(torch.cat(tensors) for tensors in inputs), [targets for _, targets in batches]
+        )
+
+    def _prepare_backward(self, stage: nn.Module, is_last_micro_batch: bool) -> None:
+        prepare_backward(stage, zero_stage=self.config.zero_stage, is_last_micro_batch=is_last_micro_batch)
+
+    def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        loss = self._loss_fn(outputs, targets).to(self.config.parameter_dtype)
+        return loss * self._loss_scale if self._loss_scale != 1.0 else loss
+
+    def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> torch.Tensor:
+        """The global mean loss, and `grad_norm`, by one all-reduce over all ranks."""
+        loss_share = local_loss.to(torch.float64) / (self.config.dp * self.config.tp)
+        sums = torch.stack([loss_share, squared_norm_share(self._parameters_of_rank, self.mesh.device)])
+        if self.config.n_ranks > 1:
+            dist.all_reduce(sums)
+        self.grad_norm = sums[1].sqrt() / self._loss_scale
+        return sums[0] / self._loss_scale
+
+    def _unscale_gradients(self) -> bool:
+        """Take the loss scale out of the gradients; whether they are finite. Without fp16 there is nothing to do."""
+        if self.config.precision != "fp16":
+            return True
+        if not torch.isfinite(self.grad_norm):
+            self._loss_scale, self._n_good_steps = self._loss_scale / 2.0, 0
+            return False
+        scale_gradients(self._parameters_of_rank, torch.tensor(1.0 / self._loss_scale, device=self.mesh.device))
+        self._n_good_steps += 1
+        if self._n_good_steps % LOSS_SCALE_GROWTH_STEPS == 0:
+            self._loss_scale *= 2.0
+        return True
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = whole(tensor)
+        shard = self._parallel_model.SHARDS.get(name) if self._parallel_model is not None else None
+        if shard is None or self.mesh.tp_group is None:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.config.tp)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.mesh.tp_group)
+        return join_shards(parts, shard)
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call the user's model with its inputs: a tensor, a tuple of arguments, or a dict of named ones."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def loss_of(loss_fn: Callable[..., torch.Tensor] | None, outputs: Any, targets: Any) -> torch.Tensor:
+    """The loss of a model's outputs, computed in float32 or better; the outputs hold it when there is no `loss_fn`."""
+    if loss_fn is not None:
+        return loss_fn(map_tensors(_at_least_float32, outputs), targets)
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _loss_function(model_file: Any, parallel_model: Any | None, mesh: RankMesh) -> Callable[[Any, Any], torch.Tensor]:
+    """(outputs, targets) -> loss, of the generated program if there is one."""
+    generated = getattr(parallel_model, "loss_fn", None)
+    if generated is not None:
+        return functools.partial(loss_of, functools.partial(_call_generated_loss, generated, mesh.tp_group))
+    return functools.partial(loss_of, getattr(model_file, "loss_fn", None))
+
+
+def _call_generated_loss(loss_fn: Callable[..., torch.Tensor], tp: Any, outputs: Any, targets: Any) -> torch.Tensor:
+    return loss_fn(outputs, targets, tp)
+
+
+def _compile_blocks(root: nn.Module, blocks: Iterable[str]) -> None:
+    """Compile each block, or all of `root` when it has none; only `forward` is replaced, so names stay."""
+    for module in [root.get_submodule(name) for name in blocks] or [root]:
+        module.forward = torch.compile(module.forward)
+
+
+def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+    """The user's optimizer, or AdamW."""
+    build_optimizer = getattr(model_file, "build_optimizer", None)
+    if build_optimizer is not None:
+        optimizer: torch.optim.Optimizer = build_optimizer(parameters)
+        return optimizer
+    return torch.optim.AdamW(parameters, lr=learning_rate)
+
+
+def _names_per_stage(parallel_model: Any, mesh: RankMesh) -> list[set[str]]:
+    """The parameter names of every stage of the pipeline, read from stages without memory."""
+    names = []
+    for stage_class in parallel_model.STAGES:
+        with torch.device("meta"):
+            stage = stage_class(mesh.tp_group)
+        names.append({name for name, _ in stage.named_parameters(remove_duplicate=False)})
+    return names

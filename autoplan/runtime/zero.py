@@ -1,0 +1,81 @@
+"""ZeRO: how parameters, gradients and optimizer state are divided over the data-parallel ranks.
+
+One mechanism, `fully_shard` on a (replica, shard) mesh, gives all stages; they differ in when parameters are gathered
+and freed, and when gradients are reduced. In a step of several micro-batches:
+
+    stage   parameters of a block are gathered           gradients are reduced
+    0, 1    at the first forward, freed at the end       once, while the last micro-batch runs backward
+    2       at the first forward, freed at the end       reduce-scattered in every micro-batch
+    3       in every forward and in every backward       reduce-scattered in every micro-batch
+
+- Stage 0 is stage 1 with a shard degree of 1: nothing is divided, one all-reduce.
+- Until they are reduced, gradients of stages 0 and 1 are kept whole, in the dtype of the reduction (float32 for 16-bit
+  compute) once a second micro-batch has to be added.
+- With replicas (shard degree below dp) the all-reduce over replicas happens in the last micro-batch only.
+- Parameters outside of all blocks (embedding, head) form one group, gathered from the first forward until
+  the end of the backward pass; under stage 3 it is gathered once per micro-batch.
+- The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from .config import Config
+
+
+def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> None:
+    """Divide the parameters of `root` over `mesh`, one group per block and one for the rest.
+
+    A single data-parallel rank in full precision is left alone. A block that shares a parameter with the rest of the
+    model belongs to the group of the rest.
+    """
+    is_mixed = config.compute_dtype != config.parameter_dtype
+    if config.dp == 1 and not is_mixed:
+        return
+    policy = MixedPrecisionPolicy()
+    if is_mixed:
+        policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
+    innermost_first = sorted(blocks, key=lambda name: -name.count("."))
+    for block in [root.get_submodule(name) for name in innermost_first]:
+        if any(True for _ in block.parameters()) and not _shares_parameters(block, root):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.zero_stage == 3)
+    # None: free the group of the rest after backward, not between forward and backward.
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
+
+
+def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
+    """Say, before a backward pass of `root`, what happens to its gradients and gathered parameters."""
+    if not isinstance(root, FSDPModule):
+        return
+    root.set_is_last_backward(is_last_micro_batch)
+    root.set_requires_gradient_sync(zero_stage >= 2 or is_last_micro_batch)
+    if zero_stage >= 2:
+        root.set_requires_all_reduce(is_last_micro_batch)
+    root.set_reshard_after_backward(zero_stage == 3 or is_last_micro_batch)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that this rank holds of a parameter or gradient; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements over the data-parallel ranks; every rank of them must call it."""
+    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def _shares_parameters(block: nn.Module, root: nn.Module) -> bool:
+    own_modules = set(block.modules())
+    own = {id(parameter) for parameter in block.parameters()}
+    return any(
+        id(parameter) in own
+        for module in root.modules()
+        if module not in own_modules
+        for parameter in module.parameters(recurse=False)
+    )

@@ -1,0 +1,348 @@
+"""The search: the best plan of a space, with a proof.
+
+    meshes --least compute--> bound --price--> bound --integer program, simulator--> plan, bound
+                 `compute_bound_s`    `step_bound_s`              `refine`
+
+Meshes wait in one queue, ordered by the best lower bound known of each, and the first is always the one examined: its
+bound is raised (by pricing it) or it is solved. When the first bound in the queue is not below the best plan, no mesh
+left can hold a better one; that is the proof, and most meshes are never priced. The order of equal bounds is that of the
+enumeration, so the same input gives the same answer.
+
+The simulator alone judges plans. `price` must give equal `forward_s` and `backward_s` to meshes that agree in tp,
+sharding and micro-batch size: the first bound rests on it.
+
+Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autoplan.cost.table import CostTable
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.schedules import Schedule, build_schedule
+from autoplan.search.baselines import Baseline, plain_recipes
+from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
+from autoplan.search.formulation import obeys_recompute
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.meshes import SearchSpace, enumerate_meshes, fixed
+from autoplan.search.one_mesh import Judged, faster_than, is_memory_proof, least_memory, refine
+from autoplan.search.remedies import nearest_fix
+from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.units import GiB
+
+__all__ = ["SearchSpace", "search"]
+
+Price = Callable[[Mesh], CostTable]
+MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
+
+UNPRICED, PRICED = 0, 1  # how far a mesh in the queue has been examined
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search under way."""
+
+    options: Options
+    price: Price
+    clock: Callable[[], float]
+    started_s: float
+    meshes: tuple[Mesh, ...]
+    queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
+    tables: dict[Mesh, CostTable] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int], float] = field(default_factory=dict)
+    plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
+    bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
+    rejections: dict[int, Rejection] = field(default_factory=dict)
+    stopped: str = ""
+
+    def remaining_s(self) -> float | None:
+        """Time left; None when there is no limit."""
+        limit_s = self.options.time_limit_s
+        return None if limit_s is None else limit_s - (self.clock() - self.started_s)
+
+    def table(self, mesh: Mesh) -> CostTable:
+        """The price of a mesh, asked for once."""
+        if mesh not in self.tables:
+            self.tables[mesh] = self.price(mesh)
+        return self.tables[mesh]
+
+    def weight(self, mesh: Mesh) -> float:
+        """What a second of this mesh scores: the price of a step is proportional to the devices used."""
+        return float(mesh.n_devices) if self.options.objective == "cost" else 1.0
+
+    def score(self, index: int) -> float:
+        """The score of the best plan found of a mesh; lower is better."""
+        return self.plans[index].estimate.step_s * self.weight(self.meshes[index])
+
+    def ranking(self) -> list[int]:
+        """The meshes with a plan, best first."""
+        return sorted(self.plans, key=lambda index: (self.score(index), index))
+
+    def score_to_beat(self, rank: int = 0) -> float:
+        """The score of the plan at this place of the ranking; INFINITY when there are fewer."""
+        ranking = self.ranking()
+        return self.score(ranking[rank]) if rank < len(ranking) else INFINITY
+
+    @property
+    def recompute(self) -> str | None:
+        """What the user fixed."""
+        return fixed(self.options, "recompute")
+
+
+def search(
+    space: SearchSpace,
+    *,
+    price: Price,
+    options: Options,
+    make_plan: MakePlan,
+    clock: Callable[[], float] = time.perf_counter,
+    with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None = None,
+) -> SearchResult:
+    """The best plan of `space`, or the proof that none fits.
+
+    With objective "cost" the best plan is the one with the least step time x devices used, and `bound_s` is the bound
+    on that product, divided by the devices of the best plan. `with_hosts(n)` gives the space and prices with n hosts; it
+    is asked for only when nothing fits. After Ctrl-C the best plan so far is returned; the meshes not examined are
+    rejected for "time limit" with the detail "interrupted".
+
+    Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix.
+    """
+    state = _Search(options, price, clock, clock(), enumerate_meshes(space, options))
+    found: tuple[Baseline, ...] = ()
+    try:
+        found = plain_recipes(space, options, price=state.table)
+        _start(state, found)
+        _prove(state)
+        _fill_alternatives(state)
+        _explain_memory(state)
+    except KeyboardInterrupt:
+        state.stopped = "interrupted"
+    return _result(state, found, space=space, make_plan=make_plan, with_hosts=with_hosts)
+
+
+# ---------------------------------------------------------------------------------------------------------- the queue
+
+
+def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
+    """Baselines that belong to the space are the first plans; every mesh enters the queue."""
+    index_of = {mesh: index for index, mesh in enumerate(state.meshes)}
+    for baseline in found:
+        index = index_of.get(baseline.table.mesh)
+        obeys = obeys_recompute(baseline.table, baseline.judged.stages, recompute=state.recompute)
+        if index is not None and obeys and baseline.judged.estimate.fits:
+            state.plans[index] = baseline.judged
+    for index, mesh in enumerate(state.meshes):
+        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size)
+        if key not in state.compute_s:
+            state.compute_s[key] = least_compute_s(state.table(mesh))
+        bound_s = compute_bound_s(mesh, compute_s=state.compute_s[key])
+        state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
+    heapq.heapify(state.queue)
+
+
+def _prove(state: _Search) -> None:
+    """Examine meshes in order of their bounds until none can beat the best plan."""
+    while state.queue and state.queue[0][0] < faster_than(state.score_to_beat()):
+        if _is_late(state):
+            return
+        _examine(state, to_beat=state.score_to_beat())
+
+
+def _fill_alternatives(state: _Search) -> None:
+    """Solve a few more meshes, so that there is something to compare the best plan with."""
+    n_tries = 2 * state.options.top
+    while state.queue and state.plans and len(state.plans) <= state.options.top and n_tries > 0 and not state.stopped:
+        n_tries -= state.queue[0][2] == PRICED
+        if _is_late(state, marks=False):
+            return
+        _examine(state, to_beat=0.0)
+
+
+def _is_late(state: _Search, *, marks: bool = True) -> bool:
+    remaining_s = state.remaining_s()
+    is_late = remaining_s is not None and remaining_s <= 0.0
+    if is_late and marks:
+        state.stopped = "time limit"
+    return is_late
+
+
+def _examine(state: _Search, *, to_beat: float) -> None:
+    """Take the first mesh of the queue one step further."""
+    score, index, examined = state.queue[0]
+    mesh = state.meshes[index]
+    if examined == UNPRICED:
+        table = state.table(mesh)
+        heapq.heapreplace(state.queue, (max(score, step_bound_s(table) * state.weight(mesh)), index, PRICED))
+        return
+    _solve(state, index, to_beat=to_beat)
+    heapq.heappop(state.queue)
+    state.tables.pop(mesh, None)
+
+
+def _solve(state: _Search, index: int, *, to_beat: float) -> None:
+    """Find the best plan of a mesh, or why it has none worth having."""
+    mesh, table = state.meshes[index], state.tables[state.meshes[index]]
+    short_bytes = shortfall_bytes(table)
+    if short_bytes > 0:
+        state.rejections[index] = _short_somewhere(table, short_bytes)
+        return
+    weight = state.weight(mesh)
+    outcome = refine(
+        table,
+        _schedule_of(mesh),
+        recompute=state.recompute,
+        known=state.plans.get(index),
+        interesting_s=state.score_to_beat(state.options.top) / weight,
+        to_beat_s=to_beat / weight,
+        remaining_s=state.remaining_s,
+    )
+    if outcome.best is not None:
+        state.plans[index] = outcome.best
+    if is_memory_proof(outcome):
+        state.rejections[index] = _short_somewhere(table, 1)
+    elif outcome.best is None:
+        state.rejections[index] = _slow(mesh, outcome.bound_s)
+    state.bounds_s[index] = outcome.bound_s
+
+
+def _schedule_of(mesh: Mesh) -> Schedule:
+    return build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)
+
+
+# ------------------------------------------------------------------------------------------------------ why not a mesh
+
+
+def _short_somewhere(table: CostTable, short_bytes: int) -> Rejection:
+    needed = (table.memory_limit_bytes + short_bytes) / GiB
+    limit = table.memory_limit_bytes / GiB
+    detail = f"some stage needs at least {needed:.1f} GiB, device has {limit:.1f} GiB"
+    return Rejection(table.mesh, "memory", detail, short_bytes=short_bytes)
+
+
+def _slow(mesh: Mesh, bound_s: float) -> Rejection:
+    return Rejection(mesh, "bound", f"no plan of it is faster than {bound_s:.6g} s")
+
+
+def _explain_memory(state: _Search) -> None:
+    """When nothing fits, say of the mesh that is closest which stage lacks how much."""
+    short = [index for index, rejection in state.rejections.items() if rejection.reason == "memory"]
+    if state.plans or not short or state.stopped:
+        return
+    index = min(short, key=lambda index: (state.rejections[index].short_bytes or 0, index))
+    mesh = state.meshes[index]
+    closest = least_memory(
+        state.table(mesh), _schedule_of(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
+    )
+    if closest is None:
+        return
+    estimate, least_bytes = closest[0].estimate, max(1, closest[1])
+    stage = max(range(mesh.pp), key=lambda rank: estimate.reserved_bytes[rank])
+    needed, limit = estimate.reserved_bytes[stage] / GiB, estimate.memory_limit_bytes / GiB
+    detail = f"stage {stage} needs {needed:.1f} GiB, device has {limit:.1f} GiB"
+    state.rejections[index] = Rejection(mesh, "memory", detail, estimate.step_s, least_bytes)
+
+
+# -------------------------------------------------------------------------------------------------------- the answer
+
+
+def _result(
+    state: _Search,
+    found: tuple[Baseline, ...],
+    *,
+    space: SearchSpace,
+    make_plan: MakePlan,
+    with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None,
+) -> SearchResult:
+    ranking = state.ranking()
+    best = ranking[0] if ranking else None
+    bound = _proved_score(state)
+    candidates = [_candidate(state, index, found, make_plan=make_plan) for index in ranking[: state.options.top + 1]]
+    status = _status(state, bound)
+    weight = 1.0 if best is None else state.weight(state.meshes[best])
+    fix = ""
+    if status == "infeasible":
+        fix = _remedy(state, space, make_plan=make_plan, with_hosts=with_hosts)
+    return SearchResult(
+        status=status,
+        best=candidates[0] if candidates else None,
+        alternatives=tuple(candidates[1:]),
+        baselines=tuple(
+            Candidate(
+                make_plan(baseline.table.mesh, baseline.judged.stages),
+                baseline.judged.estimate,
+                step_bound_s(baseline.table),
+                baseline.name,
+            )
+            for baseline in found
+        ),
+        rejected=_rejected(state, best),
+        bound_s=None if bound == INFINITY else bound / weight,
+        n_meshes=len(state.meshes),
+        search_s=state.clock() - state.started_s,
+        nearest_fix=fix,
+    )
+
+
+def _proved_score(state: _Search) -> float:
+    """The lower bound on the score over the whole space; that of the best plan when it is proved optimal."""
+    waiting = {index: score for score, index, _ in state.queue}
+    if len(waiting) + len(state.bounds_s) + len(state.rejections) == 0:
+        return 0.0
+    for index, bound_s in state.bounds_s.items():
+        waiting[index] = bound_s * state.weight(state.meshes[index])
+    least, best = min(waiting.values(), default=INFINITY), state.score_to_beat()
+    return best if least >= faster_than(best) else least
+
+
+def _status(state: _Search, bound: float) -> str:
+    if state.plans:
+        return "optimal" if bound >= state.score_to_beat() else "feasible"
+    is_proved = bound == INFINITY and not state.stopped and len(state.rejections) == len(state.meshes)
+    return "infeasible" if is_proved else "unknown"
+
+
+def _candidate(state: _Search, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:
+    mesh, judged = state.meshes[index], state.plans[index]
+    names = [b.name for b in found if b.table.mesh == mesh and b.judged.stages == judged.stages]
+    queued = {number: score / state.weight(mesh) for score, number, _ in state.queue if number == index}
+    bound_s = min(state.bounds_s.get(index, queued.get(index, 0.0)), judged.estimate.step_s)
+    return Candidate(make_plan(mesh, judged.stages), judged.estimate, bound_s, names[0] if names else "")
+
+
+def _rejected(state: _Search, best: int | None) -> tuple[Rejection, ...]:
+    """Every mesh but the best one, once, in the order of the enumeration."""
+    queued = {index: score for score, index, _ in state.queue}
+    return tuple(_rejection(state, index, queued=queued) for index in range(len(state.meshes)) if index != best)
+
+
+def _rejection(state: _Search, index: int, *, queued: dict[int, float]) -> Rejection:
+    mesh = state.meshes[index]
+    if index in state.plans:
+        step_s = state.plans[index].estimate.step_s
+        return Rejection(mesh, "slower", f"its best plan found takes {step_s:.6g} s", step_s=step_s)
+    if index in state.rejections:
+        return state.rejections[index]
+    bound_s = queued.get(index, 0.0) / state.weight(mesh)
+    if state.stopped and queued.get(index, 0.0) < faster_than(state.score_to_beat()):
+        return Rejection(
+            mesh, "time limit", "interrupted" if state.stopped == "interrupted" else "not examined in time"
+        )
+    return _slow(mesh, bound_s)
+
+
+def _remedy(
+    state: _Search,
+    space: SearchSpace,
+    *,
+    make_plan: MakePlan,
+    with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None,
+) -> str:
+    def retry(other: SearchSpace, other_price: Price, options: Options) -> Candidate | None:
+        return search(other, price=other_price, options=options, make_plan=make_plan, clock=state.clock).best
+
+    return nearest_fix(space, price=state.price, options=state.options, retry=retry, with_hosts=with_hosts)

@@ -1,0 +1,128 @@
+"""The plain recipes that people use without a planner; each is a candidate, so the search is never worse than one that fits.
+
+    DDP         dp = all devices, nothing sharded
+    FSDP        dp = all devices, zero_stage 3, with or without recomputation
+    hand rule   tp = the most a host allows, pp = as little as fits, dp = the rest, zero_stage 1, 1f1b, equal stages
+
+Each recipe takes the micro-batch (and recomputation, except DDP) with which it is fastest among those that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from autoplan.cost.table import CostTable
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.search.bounds import shortfall_bytes
+from autoplan.search.formulation import repeated_segments
+from autoplan.search.meshes import SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
+from autoplan.search.one_mesh import Judged
+from autoplan.simulate import simulate
+
+RECIPES = ("DDP", "FSDP", "hand rule")
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A recipe as one plan; it may not fit."""
+
+    name: str
+    table: CostTable
+    judged: Judged
+
+
+def plain_recipes(space: SearchSpace, options: Options, *, price: Callable[[Mesh], CostTable]) -> tuple[Baseline, ...]:
+    """The recipes that exist for this model and cluster, each at its best. What the user fixed does not bind them."""
+    free = replace(options, fix=())
+    groups = (
+        ("DDP", [list(_data_parallel(space, free, zero_stage=0))], (False,)),
+        ("FSDP", [list(_data_parallel(space, free, zero_stage=3))], (False, True)),
+        ("hand rule", list(_hand_rule(space, free)), (False, True)),
+    )
+    found = (_best_of(name, tiers, recompute, space=space, price=price) for name, tiers, recompute in groups)
+    return tuple(baseline for baseline in found if baseline is not None)
+
+
+def _data_parallel(space: SearchSpace, options: Options, *, zero_stage: int) -> Iterator[Mesh]:
+    dp = space.n_devices
+    if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0):
+        return
+    for size in micro_batch_sizes(space, options, dp=dp):
+        yield Mesh(
+            dp=dp,
+            zero_stage=zero_stage,
+            zero_shard_degree=dp if zero_stage else 1,
+            micro_batch_size=size,
+            n_micro_batches=space.global_batch // dp // size,
+        )
+
+
+def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
+    """Per number of pipeline stages, fewest first, its meshes."""
+    keys = dict(space.shardings)
+    tp = max(tp for tp in legal_tensor_degrees(space, options) if space.n_devices % tp == 0)
+    for pp in divisors(space.n_devices // tp):
+        dp = space.n_devices // tp // pp
+        if pp > space.n_pieces or space.global_batch % dp != 0:
+            continue
+        yield [
+            Mesh(
+                pp=pp,
+                dp=dp,
+                tp=tp,
+                zero_stage=1 if dp > 1 else 0,
+                zero_shard_degree=dp,
+                micro_batch_size=size,
+                n_micro_batches=space.global_batch // dp // size,
+                sharding=keys[tp][0],
+            )
+            for size in micro_batch_sizes(space, options, dp=dp)
+            if pp == 1 or space.global_batch // dp // size >= pp
+        ]
+
+
+def _best_of(
+    name: str,
+    tiers: list[list[Mesh]],
+    recompute: tuple[bool, ...],
+    *,
+    space: SearchSpace,
+    price: Callable[[Mesh], CostTable],
+) -> Baseline | None:
+    """The fastest plan that fits of the first tier that has one; else the last plan that lacks the least memory."""
+    closest: tuple[int, Baseline] | None = None
+    for meshes in tiers:
+        fitting = []
+        for mesh in meshes:
+            table = price(mesh)
+            for again in recompute:
+                if shortfall_bytes(table) > 0 and closest is not None and again:
+                    continue
+                baseline = Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again)))
+                estimate = baseline.judged.estimate
+                if estimate.fits:
+                    fitting.append(baseline)
+                short = max(estimate.reserved_bytes) - estimate.memory_limit_bytes
+                if closest is None or short < closest[0]:
+                    closest = (short, baseline)
+        if fitting:
+            return min(fitting, key=lambda baseline: baseline.judged.estimate.step_s)
+    return None if closest is None else closest[1]
+
+
+def _judge(table: CostTable, stages: tuple[StagePlan, ...]) -> Judged:
+    return Judged(stages, simulate(table, stages))
+
+
+def even_stages(space: SearchSpace, table: CostTable, *, recomputes: bool) -> tuple[StagePlan, ...]:
+    """Stages with as equal a number of pieces as possible, recomputing every repeated segment or none."""
+    edges = [0, *(index + 1 for index, legal in enumerate(space.cuts) if legal), space.n_segments]
+    n_stages = table.mesh.n_stages
+    bounds = [edges[index * (len(edges) - 1) // n_stages] for index in range(n_stages + 1)]
+    chosen = repeated_segments(table) if recomputes else ()
+    return tuple(
+        StagePlan(start, stop, tuple(segment for segment in chosen if start <= segment < stop))
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    )

@@ -1,0 +1,214 @@
+"""Every mesh of the space: which degrees, micro-batches and schedules are tried at all.
+
+A mesh is in the space when all of this holds:
+
+    dp * micro_batch_size * n_micro_batches = global_batch      exactly; no ragged batch
+    dp * tp * pp = a device count                               see `device_counts`
+    tp within one host                                          unless the user fixes tp
+    pp * n_chunks <= pieces the model can be cut into
+    1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
+
+and each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage
+0; pp = 1 has schedule "1f1b" and one chunk; pp > 1 has no zero_stage 2, because a pipeline reduces gradients once
+per step.
+
+**More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one host
+the powers of two and the divisors of the host, then k hosts for every k of at most four significant bits (1 to 16,
+18, 20, ... 32, 36, ...), then n itself. For such counts the space of the larger cluster contains that of the smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NoReturn
+
+from autoplan.errors import InfeasibleError, InputError
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+ZERO_STAGES = (0, 1, 2, 3)
+MAX_SIGNIFICANT_BITS = 4
+MESH_FIXES = ("dp", "tp", "pp", "zero", "shard", "micro_batch")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What may be searched, as numbers.
+
+    Attributes:
+        kinds: the kind of each segment, in order.
+        cuts: per boundary between neighbouring segments, whether the pipeline may be cut there.
+        shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
+        max_chunks: most stages per rank of an interleaved schedule.
+        micro_batch_multiple: every micro-batch is a multiple of it.
+    """
+
+    n_devices: int
+    n_devices_per_host: int
+    global_batch: int
+    kinds: tuple[int, ...]
+    cuts: tuple[bool, ...]
+    shardings: tuple[tuple[int, tuple[str, ...]], ...] = ((1, ("",)),)
+    schedules: tuple[str, ...] = SCHEDULES
+    zero_stages: tuple[int, ...] = ZERO_STAGES
+    max_chunks: int = 4
+    micro_batch_multiple: int = 1
+
+    @property
+    def n_segments(self) -> int:
+        """How many segments the model has."""
+        return len(self.kinds)
+
+    @property
+    def n_pieces(self) -> int:
+        """The most pipeline stages the model can be cut into."""
+        return 1 + sum(self.cuts)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def fixed(options: Options, name: str) -> str | None:
+    """The value the user fixed, or None."""
+    return dict(options.fix).get(name)
+
+
+def fixed_int(options: Options, name: str) -> int | None:
+    """The fixed value as a number of at least 0.
+
+    Raises: InputError if it is not one.
+    """
+    text = fixed(options, name)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise InputError.of(f"fix {name}", found=text, expected="a whole number", fix=f"write {name}=1, for instance")
+    return int(text)
+
+
+def device_counts(space: SearchSpace) -> tuple[int, ...]:
+    """How many devices a plan may use, largest first. See the module docstring."""
+    host = min(space.n_devices_per_host, space.n_devices)
+    powers = {2**k for k in range(host.bit_length()) if 2**k <= host}
+    hosts = {k for k in range(1, space.n_devices // space.n_devices_per_host + 1) if _significant_bits(k) <= 4}
+    counts = {*powers, *divisors(host), *(k * space.n_devices_per_host for k in hosts), space.n_devices}
+    return tuple(sorted(counts, reverse=True))
+
+
+def _significant_bits(number: int) -> int:
+    return len(bin(number)[2:].rstrip("0"))
+
+
+def enumerate_meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
+    """All meshes of the space that the options allow, in a fixed order.
+
+    Raises: InfeasibleError, naming the numbers that would work, if there is none.
+    """
+    counts = device_counts(space)
+    degrees = sorted({degrees for count in counts for degrees in _degrees(space, options, n_devices=count)})
+    meshes = tuple(mesh for tp, pp, dp in degrees for mesh in _meshes_of(space, options, tp=tp, pp=pp, dp=dp))
+    return meshes or _explain_nothing(space, options)
+
+
+def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, dp) that use exactly `n_devices`."""
+    fix = {name: fixed_int(options, name) for name in ("tp", "pp", "dp")}
+    for tp in legal_tensor_degrees(space, options):
+        for pp in divisors(n_devices // tp) if n_devices % tp == 0 else ():
+            dp = n_devices // tp // pp
+            allowed = all(fix[name] in (None, degree) for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)))
+            if allowed and pp <= space.n_pieces and space.global_batch % dp == 0:
+                yield tp, pp, dp
+
+
+def legal_tensor_degrees(space: SearchSpace, options: Options) -> tuple[int, ...]:
+    """Tensor-parallel degrees that exist for the model and stay within one host (a fixed one may leave it)."""
+    is_free = fixed(options, "tp") is not None
+    return tuple(
+        tp for tp, keys in space.shardings if keys and (is_free or tp == 1 or space.n_devices_per_host % tp == 0)
+    )
+
+
+def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> Iterator[Mesh]:
+    keys = dict(space.shardings)[tp]
+    batches = micro_batch_sizes(space, options, dp=dp)
+    zeros = _zero_choices(space, options, tp=tp, pp=pp, dp=dp)
+    for sharding, micro_batch_size, (zero_stage, shard_degree) in product(keys, batches, zeros):
+        n_micro_batches = space.global_batch // dp // micro_batch_size
+        for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
+            yield Mesh(
+                pp=pp,
+                dp=dp,
+                tp=tp,
+                zero_stage=zero_stage,
+                zero_shard_degree=shard_degree,
+                micro_batch_size=micro_batch_size,
+                n_micro_batches=n_micro_batches,
+                schedule=schedule,
+                n_chunks=n_chunks,
+                sharding=sharding,
+            )
+
+
+def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:
+    """Divisors of one rank's share of the batch, up to the largest allowed; exactly the fixed one if it is fixed."""
+    wanted = fixed_int(options, "micro_batch")
+    largest = options.max_micro_batch_size if wanted is None else wanted
+    return tuple(
+        size
+        for size in divisors(space.global_batch // dp)
+        if size <= largest and wanted in (None, size) and size % space.micro_batch_multiple == 0
+    )
+
+
+def _zero_choices(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> tuple[tuple[int, int], ...]:
+    """(zero_stage, zero_shard_degree): over all of `dp`, or over the ranks of one host (hybrid sharding)."""
+    stages = {stage for stage in space.zero_stages if (stage == 0 or dp > 1) and (stage != 2 or pp == 1)}
+    in_host = max(1, space.n_devices_per_host // tp)
+    shard_degrees = (dp, in_host) if 1 < in_host < dp and dp % in_host == 0 else (dp,)
+    choices = [(s, d) for s in sorted(stages) for d in ((1,) if s == 0 else shard_degrees)]
+    zero, shard = fixed_int(options, "zero"), fixed_int(options, "shard")
+    return tuple((s, d) for s, d in choices if zero in (None, s) and shard in (None, d))
+
+
+def _schedule_choices(
+    space: SearchSpace, options: Options, *, pp: int, n_micro_batches: int
+) -> tuple[tuple[str, int], ...]:
+    """(schedule, n_chunks) that exist for these numbers."""
+    if pp == 1:
+        return (("1f1b", 1),)
+    chunks = tuple(c for c in range(2, space.max_chunks + 1) if pp * c <= space.n_pieces)
+    choices: list[tuple[str, int]] = []
+    if n_micro_batches >= pp:
+        choices.append(("1f1b", 1))
+    choices.append(("gpipe", 1))
+    if n_micro_batches % pp == 0:
+        choices.extend(("interleaved", c) for c in chunks)
+    wanted = fixed(options, "schedule")
+    return tuple((name, c) for name, c in choices if name in space.schedules and wanted in (None, name))
+
+
+def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
+    """Raise an error that names the legal numbers of each degree."""
+    legal_dp = [d for d in divisors(space.global_batch) if d <= space.n_devices]
+    legal_tp = [tp for tp, _ in space.shardings if tp == 1 or space.n_devices_per_host % tp == 0]
+    fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
+    raise InfeasibleError(
+        f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
+        f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
+        f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
+        f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), 1f1b needs as many micro-batches\n"
+        f"  legal micro-batch: divisors of global batch / dp up to {options.max_micro_batch_size}\n"
+        "  legal zero: 0 when dp = 1; 0, 1, 3 when pp > 1\n"
+        f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
+    )
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

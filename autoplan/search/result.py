@@ -1,0 +1,71 @@
+"""What a search returns: values, never exceptions, for "optimal", "stopped" and "nothing fits" alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoplan.parallel_plan import Estimate, Mesh, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan with its estimate and the proved lower bound on the step time of its mesh.
+
+    `baseline` names the plain recipe it stands for ("DDP", "FSDP", "hand rule"), or is "".
+    """
+
+    plan: Plan
+    estimate: Estimate
+    bound_s: float
+    baseline: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A mesh that is not the answer, and why.
+
+    Attributes:
+        reason: one of "memory", "bound" (cannot beat the best plan), "slower", "divisibility", "time limit".
+        detail: a sentence with the figures: `stage 0 needs 96.2 GiB, device has 80.0 GiB`.
+        step_s: its simulated step time where it was simulated; None otherwise.
+        short_bytes: how much memory it lacks at the least; None unless the reason is "memory".
+    """
+
+    mesh: Mesh
+    reason: str
+    detail: str
+    step_s: float | None = None
+    short_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The answer of a search, with its proof.
+
+    Attributes:
+        status: "optimal" (no other plan of the space is faster), "feasible" (stopped; see `gap`),
+            "infeasible" (proved), or "unknown" (stopped with nothing).
+        best: the fastest plan; None when there is none.
+        alternatives: the best plan of other meshes, fastest first, without `best`.
+        baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
+            when it does not exist for this model and cluster.
+        bound_s: proved lower bound on the step time over the whole space; None when nothing is proved.
+        nearest_fix: when infeasible, the smallest change that was verified to make it feasible.
+    """
+
+    status: str
+    best: Candidate | None
+    alternatives: tuple[Candidate, ...]
+    baselines: tuple[Candidate, ...]
+    rejected: tuple[Rejection, ...]
+    bound_s: float | None
+    n_meshes: int
+    search_s: float
+    nearest_fix: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """(step time - bound) / step time; 0.0 is a proof of optimality, None when there is no plan or no bound."""
+        if self.best is None or self.bound_s is None:
+            return None
+        return max(0.0, 1.0 - self.bound_s / self.best.estimate.step_s)

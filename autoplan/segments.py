@@ -1,0 +1,110 @@
+"""Ops -> segments: consecutive ops of one repeated block, folded by proof of equality.
+
+A block is an element of a container: the part of the module path up to its first number (`transformer.h.3`). Ops
+outside any block form segments of their own. Two segments are of one kind when their ops are equal after names are
+replaced by positions, parameter names by their names inside the block.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+from autoplan.graph import Argument, Op, Parameter, Ref, Segment
+
+
+def block_path(module_path: str) -> str | None:
+    """The path of the outermost container element around a module; None outside of containers."""
+    parts = module_path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return None
+
+
+def split_segments(
+    ops: tuple[Op, ...],
+    *,
+    parameters: tuple[Parameter, ...],
+    kept: tuple[str, ...],
+    class_names: Mapping[str, str],
+) -> tuple[Segment, ...]:
+    """The segments of a graph, in order; `kept` are values that leave the graph.
+
+    `class_names` maps a module path to the name of the module's class.
+    """
+    parameter_names = {parameter.name for parameter in parameters}
+    last_use = _last_uses(ops, kept)
+    kinds: dict[object, int] = {}
+    n_calls: dict[str, int] = defaultdict(int)
+    segments = []
+    for path, start, stop in _runs(ops):
+        produced = {op.name for op in ops[start:stop]}
+        reads = dict.fromkeys(name for op in ops[start:stop] for name in op.input_names() if name not in produced)
+        read_values = tuple(name for name in reads if name not in parameter_names)
+        written = tuple(op.name for op in ops[start:stop] if last_use[op.name] >= stop)
+        signature = _signature(ops[start:stop], path, parameters=parameter_names, outputs=written)
+        segments.append(
+            Segment(
+                name=_segment_name(path, n_calls),
+                kind=kinds.setdefault(signature, len(kinds)),
+                start=start,
+                stop=stop,
+                inputs=read_values,
+                outputs=written,
+                parameters=tuple(name for name in reads if name in parameter_names),
+                class_name=class_names[path] if path else "",
+            )
+        )
+    return tuple(segments)
+
+
+def _runs(ops: tuple[Op, ...]) -> Iterator[tuple[str | None, int, int]]:
+    start = 0
+    for path, group in groupby(ops, key=lambda op: block_path(op.module_path)):
+        stop = start + sum(1 for _ in group)
+        yield path, start, stop
+        start = stop
+
+
+def _segment_name(path: str | None, n_calls: dict[str, int]) -> str:
+    """`h.3`, `h.3@1` for a second call of the same block, `outer.0`, `outer.1`, ... outside of blocks."""
+    key = path or "outer"
+    number = n_calls[key]
+    n_calls[key] += 1
+    if path is None:
+        return f"outer.{number}"
+    return f"{path}@{number}" if number else path
+
+
+def _last_uses(ops: tuple[Op, ...], kept: tuple[str, ...]) -> dict[str, int]:
+    last = {op.name: index for index, op in enumerate(ops)}
+    for index, op in enumerate(ops):
+        for name in op.input_names():
+            last[name] = index
+    last.update(dict.fromkeys(kept, len(ops)))
+    return last
+
+
+def _signature(ops: tuple[Op, ...], path: str | None, *, parameters: set[str], outputs: tuple[str, ...]) -> object:
+    """A value that is equal for two segments exactly when they compute the same."""
+    numbers: dict[str, object] = {}
+
+    def canonical(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            name = argument.name
+            if name not in numbers:
+                is_own = name in parameters and path is not None and name.startswith(path + ".")
+                numbers[name] = name.removeprefix(f"{path}.") if is_own else (name if name in parameters else len(numbers))
+            return ("value", numbers[name])
+        if isinstance(argument, tuple):
+            return tuple(canonical(item) for item in argument)
+        return (type(argument).__name__, argument)
+
+    rows = []
+    for op in ops:
+        arguments = canonical(op.args), tuple((key, canonical(value)) for key, value in op.kwargs)
+        numbers[op.name] = len(numbers)
+        rows.append((op.target, arguments, op.outputs, op.module_path.removeprefix(path or "")))
+    return (path is None, tuple(rows), tuple(numbers[name] for name in outputs))

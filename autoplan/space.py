@@ -1,0 +1,141 @@
+"""One problem as the search sees it: the space of meshes, a price for each, and the way back to a plan.
+
+OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, make_plan(mesh, stages) -> Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from autoplan.cost.price import Shardings, legal_cuts, make_pricer, sharding_prices
+from autoplan.cost.table import CostTable
+from autoplan.graph import OpGraph
+from autoplan.hardware import HardwareProfile
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.registry import load_table
+from autoplan.rules import OpRule, forward_flops, operand_names
+from autoplan.search.meshes import SearchSpace, divisors, fixed_int
+from autoplan.search.solve import solve
+from autoplan.sharding import shard_graph
+
+BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
+
+
+@dataclass(frozen=True, slots=True)
+class PricedSpace:
+    """What `search` is called with, besides the options."""
+
+    space: SearchSpace
+    price: Callable[[Mesh], CostTable]
+    make_plan: Callable[[Mesh, tuple[StagePlan, ...]], Plan]
+
+
+def load_rules() -> dict[str, OpRule]:
+    """The rule of every operator, from the tables of `cost_models/`."""
+    return load_table("autoplan.cost_models", "RULES")
+
+
+def priced_space(graph: OpGraph, profile: HardwareProfile, options: Options, *, global_batch: int) -> PricedSpace:
+    """Solve the tensor-parallel programs of every degree, and offer everything to the search."""
+    rules = load_rules()
+    shardings = _all_shardings(graph, profile, options, rules)
+    keys: dict[int, list[str]] = {1: [""]}
+    for degree, key in shardings:
+        keys.setdefault(degree, []).append(key)
+    space = SearchSpace(
+        n_devices=profile.n_devices,
+        n_devices_per_host=profile.n_devices_per_host,
+        global_batch=global_batch,
+        kinds=tuple(segment.kind for segment in graph.segments),
+        cuts=legal_cuts(graph),
+        shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
+    )
+    price = make_pricer(graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules)
+    make_plan = partial(
+        _make_plan, graph, shardings, options.precision, (profile.name, profile.n_hosts), graph.content_hash()
+    )
+    return PricedSpace(space, price, make_plan)
+
+
+def price_plan(graph: OpGraph, profile: HardwareProfile, plan: Plan) -> CostTable:
+    """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
+    shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
+    pricer = make_pricer(
+        graph, profile=profile, precision=plan.precision, shardings=shardings, rules=load_rules()
+    )
+    return pricer(plan.mesh)
+
+
+def flops_per_sample(graph: OpGraph) -> int:
+    """Model FLOPs of one sample, forward and backward: matrix products and attention, nothing recomputed."""
+    rules, specs = load_rules(), graph.specs()
+    total = 0
+    for op in graph.ops:
+        rule = rules.get(op.target)
+        if rule is not None and rule.efficiency == "matmul":
+            operands = tuple(specs[name] for name in operand_names(op))
+            total += forward_flops(rule, op, operands=operands, batch_size=1)
+    return total * (1 + BACKWARD_OVER_FORWARD)
+
+
+def ops_without_rule(graph: OpGraph) -> tuple[str, ...]:
+    """Operators that are priced by their bytes and never split, because no rule knows them."""
+    rules = load_rules()
+    return tuple(dict.fromkeys(op.target for op in graph.ops if op.target not in rules))
+
+
+def _all_shardings(
+    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
+) -> Shardings:
+    """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing."""
+    wanted = fixed_int(options, "tp")
+    degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
+    micro_batch_size = fixed_int(options, "micro_batch") or 1
+    found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
+    for degree in degrees:
+        if degree == 1 or degree > profile.n_devices:
+            continue
+        prices = sharding_prices(
+            graph,
+            profile=profile,
+            precision=options.precision,
+            rules=rules,
+            degree=degree,
+            batch_size=micro_batch_size,
+        )
+        best = shard_graph(
+            graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=options.time_limit_s)
+        )
+        found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
+    return found
+
+
+def _splits_something(assignments: tuple[SegmentSharding, ...]) -> bool:
+    return any(layout.startswith("S") for assignment in assignments for _, layout in assignment.values)
+
+
+def _make_plan(
+    graph: OpGraph,
+    shardings: Shardings,
+    precision: str,
+    hardware: tuple[str, int],
+    graph_hash: str,
+    mesh: Mesh,
+    stages: tuple[StagePlan, ...],
+) -> Plan:
+    """The plan; only blocks are recomputed, since what stands between them is no module of its own."""
+    kept = tuple(
+        StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
+    )
+    return Plan(
+        mesh=mesh,
+        stages=kept,
+        precision=precision,
+        shardings=shardings.get((mesh.tp, mesh.sharding), ()),
+        graph_hash=graph_hash,
+        hardware=hardware[0],
+        n_hosts=hardware[1],
+    )

@@ -1,0 +1,50 @@
+"""Hardware profiles: one TOML file per kind of host. This docstring is the schema.
+
+A figure is `{ value = "80 GiB", source = "data sheet" }`: a text with a unit, and where it comes from. Link rates are
+for one device (or one network port) and one direction: NVLink's 600, 900 and 1800 GB/s are the sum of both directions
+and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
+
+    description = "one line"
+    default_network = "infiniband_200g"            one of the networks below; NAME+NETWORK chooses another
+
+    [device]
+    name = "NVIDIA A100-SXM4-80GB"
+    memory = {...}                                 that the driver offers           "81920 MiB"
+    memory_bandwidth = {...}                       data sheet                       "2039 GB/s"
+    matmul_efficiency = {...}                 *    best matrix product / bf16 peak  "86.9 %"
+    memory_efficiency = {...}                 *    best elementwise op / bandwidth  "90 %"
+    launch = {...}                            *    host time to launch one op       "6 us"
+    kernel = {...}                            *    shortest kernel on the device    "1.1 us"
+    [device.peak]                                  dense; a precision that is left out is not supported
+    bf16 = {...}                                   also fp64, fp32, tf32, fp16, fp8 "312 TFLOP/s"
+
+    [host]
+    n_devices = 8
+    price_per_device_hour = {...}             -                                     "1.99 USD/h"
+    exposed_when_overlapped = {...}           *    share of an overlapped collective that is not hidden  "31 %"
+
+    [host_link]                                    left out when a host has one device
+    kind = "nvlink3"                               one of [link_kind.*] in shared.toml
+    rate_per_device_one_direction = {...}     *    data sheet                       "300 GB/s"
+    latency_per_step = {...}                  *    start-up of one step             "3.5 us"
+    half_rate_size = {...}                    *    bytes a rank moves at half the achieved rate  "6.5 MiB"
+    all_reduce_bus_rate = {...}               *    bus bandwidth of a large all-reduce over the host  "229 GB/s"
+    all_gather_bus_rate = {...}               -    likewise of an all-gather, if it differs
+    multicast_all_reduce_bus_rate = {...}     -    all-reduce in the switch (NVLS); leave out where multicast is off
+    [host_link.all_reduce_bus_rate_of_group]  -    smaller groups, where measured
+    2 = {...}
+
+    [network.my_fabric]                       -    beside those of shared.toml
+    kind = "infiniband"
+    ports = "8 per host"                           or "1 per device"
+    rate_per_port_one_direction = {...}            data sheet, in bits              "200 Gbit/s"
+    latency_per_step = {...}                                                        "10 us"
+    half_rate_size_per_port = {...}                                                 "2 MiB"
+    all_reduce_bus_rate_per_port = {...}           bus bandwidth of a large all-reduce / ports  "24 GB/s"
+
+`-` may be left out: unknown stays unknown. `*` may be left out: the generic figure in `shared.toml` is taken and
+marked "assumed" wherever the profile's sources are shown. All else is required.
+
+Networks in shared.toml: ethernet_10g, ethernet_100g, infiniband_100g, infiniband_200g, infiniband_400g, efa_400g.
+Rates of a network are divided by the devices of a host, so a host with one port gives each device its share.
+"""

@@ -1,0 +1,201 @@
+"""An oracle for the search: random toy models, and the best plan of a space by trying every plan.
+
+It shares nothing with the search but the simulator, which judges both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby, product
+
+from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.options import Options
+from autoplan.parallel_plan import Estimate, Mesh, Plan, StagePlan
+from autoplan.search import SearchSpace
+from autoplan.search.meshes import enumerate_meshes
+from autoplan.simulate import simulate
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Toy:
+    """A toy model on a toy cluster: a SearchSpace and what `price` needs.
+
+    `kind_costs` are for one sample, without sharding. `comm_factor` scales everything that is communicated.
+    """
+
+    space: SearchSpace
+    kind_costs: tuple[SegmentCost, ...]
+    cut_s: float
+    cut_bytes: int
+    overlap_slowdown: float
+    memory_limit_bytes: int
+    comm_factor: float = 1.0
+    reserved_ratio: float = 1.0
+    reduces_late: bool = False
+
+    def price(self, mesh: Mesh) -> CostTable:
+        """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
+        pairs = tuple(tuple(self._cost(cost, mesh, again) for again in (False, True)) for cost in self.kind_costs)
+        is_zero3 = mesh.zero_stage == 3
+        return CostTable(
+            mesh=mesh,
+            kinds=self.space.kinds,
+            recompute_choices=("none", "full"),
+            costs=pairs,
+            cut_s=tuple(
+                self.cut_s * self.comm_factor * mesh.micro_batch_size if ok else None for ok in self.space.cuts
+            ),
+            cut_bytes=tuple(self.cut_bytes * mesh.micro_batch_size for _ in self.space.cuts),
+            gathers_per_micro_batch=is_zero3,
+            reduces_per_micro_batch=mesh.zero_stage >= 2 and not self.reduces_late,
+            keeps_gathered=mesh.zero_stage in (1, 2),
+            overlap_slowdown=self.overlap_slowdown,
+            per_step_s=0.01,
+            reserved_fixed_bytes=MIB,
+            reserved_ratio=self.reserved_ratio,
+            memory_limit_bytes=self.memory_limit_bytes,
+        )
+
+    def _cost(self, cost: SegmentCost, mesh: Mesh, again: bool) -> SegmentCost:
+        size, tp, shard = mesh.micro_batch_size, mesh.tp, mesh.zero_shard_degree
+        comm = self.comm_factor
+        is_sharded = mesh.zero_stage > 0
+        forward_s, backward_s = cost.forward_s * (0.3 + size) / tp, cost.backward_s * (0.3 + size) / tp
+        tp_s = comm * cost.tp_forward_s * size * (tp > 1)
+        return SegmentCost(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            recompute_s=forward_s + tp_s if again else 0.0,
+            launch_forward_s=cost.launch_forward_s,
+            launch_backward_s=cost.launch_backward_s,
+            tp_forward_s=tp_s,
+            tp_backward_s=tp_s,
+            gather_s=comm * cost.gather_s * is_sharded / tp,
+            reduce_s=comm * cost.reduce_s * (mesh.dp > 1) / tp,
+            optimizer_s=cost.optimizer_s / tp / shard,
+            state_bytes=cost.state_bytes // tp // shard,
+            gathered_bytes=cost.gathered_bytes // tp if is_sharded else 0,
+            gradient_bytes=cost.gradient_bytes // tp if mesh.zero_stage >= 2 else 0,
+            saved_bytes=cost.saved_bytes * size // tp // (8 if again else 1),
+            working_bytes=cost.working_bytes * size // tp + (cost.saved_bytes * size // tp if again else 0),
+        )
+
+
+def random_toy(
+    seed: int, *, n_segments: int = 5, n_devices: int = 4, global_batch: int = 4, tight: bool | None = None
+) -> Toy:
+    """A toy with random runs of kinds, random costs and a memory limit that is often short."""
+    rng = random.Random(seed)
+    n_kinds = rng.randint(1, 3)
+    kinds: list[int] = []
+    while len(kinds) < n_segments:
+        kinds += [rng.randrange(n_kinds)] * rng.randint(1, 3)
+    kind_costs = tuple(_random_cost(rng) for _ in range(n_kinds))
+    state = sum(kind_costs[kind].state_bytes for kind in kinds[:n_segments])
+    is_tight = rng.random() < 0.7 if tight is None else tight
+    return Toy(
+        space=SearchSpace(
+            n_devices=n_devices,
+            n_devices_per_host=2,
+            global_batch=global_batch,
+            kinds=tuple(kinds[:n_segments]),
+            cuts=tuple(rng.random() < 0.8 for _ in range(n_segments - 1)),
+            shardings=((1, ("",)), (2, ("a",))),
+            max_chunks=2,
+        ),
+        kind_costs=kind_costs,
+        cut_s=rng.choice([0.0, 0.02, 0.3]),
+        cut_bytes=rng.choice([0, 5 * MIB]),
+        overlap_slowdown=rng.choice([1.0, 1.3, 1.7]),
+        memory_limit_bytes=int(state * rng.uniform(0.3, 1.5)) if is_tight else state * 20,
+        reserved_ratio=rng.choice([1.0, 1.07]),
+        reduces_late=rng.random() < 0.5,
+    )
+
+
+def _random_cost(rng: random.Random) -> SegmentCost:
+    return SegmentCost(
+        forward_s=rng.uniform(0.05, 1.0),
+        backward_s=rng.uniform(0.1, 2.0),
+        recompute_s=0.0,
+        launch_forward_s=rng.choice([0.0, 0.05]),
+        launch_backward_s=rng.choice([0.0, 0.05]),
+        tp_forward_s=rng.uniform(0.0, 0.2),
+        tp_backward_s=0.0,
+        gather_s=rng.choice([0.0, rng.uniform(0.05, 2.0)]),
+        reduce_s=rng.choice([0.0, rng.uniform(0.05, 2.0)]),
+        optimizer_s=rng.uniform(0.0, 0.2),
+        state_bytes=rng.randint(20, 100) * MIB,
+        gathered_bytes=rng.randint(5, 40) * MIB,
+        gradient_bytes=rng.randint(5, 40) * MIB,
+        saved_bytes=rng.randint(1, 60) * MIB,
+        working_bytes=rng.randint(0, 40) * MIB,
+    )
+
+
+def all_stages(toy: Toy, n_stages: int) -> Iterator[tuple[StagePlan, ...]]:
+    """Every way to cut the model into stages, and in each to recompute the first segments of each group.
+
+    A group is what can be exchanged without any effect: the same place in equal neighbouring pieces.
+    """
+    space = toy.space
+    legal = [index + 1 for index, ok in enumerate(space.cuts) if ok]
+    groups = _groups(space)
+    for cuts in combinations(legal, n_stages - 1):
+        edges = (0, *cuts, space.n_segments)
+        per_stage = [list(_choices(range(a, b), groups)) for a, b in zip(edges, edges[1:], strict=False)]
+        for chosen in product(*per_stage):
+            yield tuple(StagePlan(a, b, recomputed) for a, b, recomputed in zip(edges, edges[1:], chosen, strict=False))
+
+
+def _groups(space: SearchSpace) -> tuple[int, ...]:
+    """The group of each segment."""
+    edges = [0, *(index + 1 for index, ok in enumerate(space.cuts) if ok), space.n_segments]
+    pieces = [tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+    group = [0] * space.n_segments
+    n_groups = 0
+    for _, run in groupby(pieces, key=lambda piece: tuple(space.kinds[segment] for segment in piece)):
+        for piece in run:
+            for place, segment in enumerate(piece):
+                group[segment] = n_groups + place
+        n_groups += space.n_segments
+    return tuple(group)
+
+
+def _choices(segments: range, groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    members = [[s for s in segments if groups[s] == g] for g in sorted({groups[s] for s in segments})]
+    for counts in product(*(range(len(member) + 1) for member in members)):
+        yield tuple(sorted(s for member, count in zip(members, counts, strict=True) for s in member[:count]))
+
+
+def best_by_trying(
+    toy: Toy,
+    options: Options,
+    *,
+    keep: Callable[[tuple[StagePlan, ...]], bool] = lambda stages: True,
+    weight: Callable[[Mesh], float] = lambda mesh: 1.0,
+) -> float | None:
+    """The least weighted step time over all plans that fit; None when none does."""
+    best: float | None = None
+    for mesh in enumerate_meshes(toy.space, options):
+        table = toy.price(mesh)
+        for stages in all_stages(toy, mesh.n_stages):
+            estimate: Estimate = simulate(table, stages)
+            if estimate.fits and keep(stages):
+                score = estimate.step_s * weight(mesh)
+                best = score if best is None else min(best, score)
+    return best
+
+
+def make_plan(mesh: Mesh, stages: tuple[StagePlan, ...]) -> Plan:
+    """A plan with nothing but mesh and stages."""
+    return Plan(mesh=mesh, stages=stages)
+
+
+def with_space(toy: Toy, **changes: object) -> Toy:
+    """The toy with some fields of its space replaced."""
+    return replace(toy, space=replace(toy.space, **changes))  # type: ignore[arg-type]

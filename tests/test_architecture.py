@@ -1,0 +1,164 @@
+"""The import rules: torch, the solver, printing and files each have their place, and nothing leaks out of it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from autoplan.registry import load_table
+
+CHECKOUT = Path(__file__).parent.parent
+PACKAGE = CHECKOUT / "autoplan"
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py")])
+TORCH_PLACES = ("autoplan/trace.py", "autoplan/measure.py", "autoplan/runtime/")
+SOLVER_PLACES = ("autoplan/search/solve.py",)
+PRINTING_PLACES = ("autoplan/cli.py", "autoplan/runtime/")
+# Readers of hardware files and plans, the writer of the output folder, what starts a program and reads its answer,
+# the code generator, which reads its templates and the runtime it copies, and what is copied itself.
+FILE_PLACES = (
+    "autoplan/cli.py",
+    "autoplan/codegen/",
+    "autoplan/hardware_file.py",
+    "autoplan/measure.py",
+    "autoplan/output_folder.py",
+    "autoplan/runtime/",
+    "autoplan/trace.py",
+    "autoplan/verify.py",
+)
+FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdtemp"}
+# What knows only numbers: neither the model, nor the hardware, nor the rules that made the numbers.
+NUMBERS_ONLY = ("autoplan/search/", "autoplan/simulate.py", "autoplan/schedules/")
+MODEL_AND_HARDWARE = {
+    f"autoplan.{name}" for name in ("graph", "hardware", "rules", "layout", "segments", "trace", "api")
+}
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(CHECKOUT).as_posix()
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _without_type_checking(tree: ast.Module) -> ast.Module:
+    """The module as it runs: `if TYPE_CHECKING:` blocks removed."""
+
+    class _Remover(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            is_typing = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            return None if is_typing else self.generic_visit(node)
+
+    return _Remover().visit(tree)
+
+
+def _importers(package: str) -> list[str]:
+    return [
+        _name(path)
+        for path in SOURCES
+        if any(
+            name == package or name.startswith(package + ".")
+            for name in _imported(_without_type_checking(ast.parse(path.read_text())))
+        )
+    ]
+
+
+def _callers(names: set[str]) -> list[str]:
+    found = []
+    for path in SOURCES:
+        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        called = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
+        if called & names:
+            found.append(_name(path))
+    return found
+
+
+def test_the_scanner_sees_an_import_inside_a_function() -> None:
+    # torch is imported in trace.py, ortools inside a function of solve.py: a blind scanner would find neither
+    assert "autoplan/trace.py" in _importers("torch")
+    assert _importers("ortools") == ["autoplan/search/solve.py"]
+
+
+def test_torch_is_imported_only_by_trace_measure_and_runtime() -> None:
+    assert [name for name in _importers("torch") if not name.startswith(TORCH_PLACES)] == []
+
+
+def test_the_solver_is_imported_only_by_search_solve() -> None:
+    assert [name for name in _importers("ortools") if name not in SOLVER_PLACES] == []
+
+
+def test_only_the_command_line_prints() -> None:
+    assert [name for name in _callers({"print", "echo"}) if not name.startswith(PRINTING_PLACES)] == []
+
+
+def test_only_loaders_writers_and_the_command_line_open_files() -> None:
+    assert [name for name in _callers(FILE_CALLS) if not name.startswith(FILE_PLACES)] == []
+
+
+def test_search_and_simulate_know_neither_model_nor_hardware() -> None:
+    for path in SOURCES:
+        if _name(path).startswith(NUMBERS_ONLY):
+            imported = set(_imported(_without_type_checking(ast.parse(path.read_text()))))
+            assert not imported & MODEL_AND_HARDWARE, _name(path)
+
+
+def test_extension_folders_are_never_imported_by_their_bare_names() -> None:
+    assert _importers("cost_models") == []
+    assert _importers("hardware_profiles") == []
+
+
+def test_runtime_imports_only_torch_the_standard_library_and_itself() -> None:
+    paths = sorted((PACKAGE / "runtime").glob("*.py"))
+    assert paths, "the runtime is missing"
+    for path in paths:
+        roots = {name.partition(".")[0] for name in _imported(ast.parse(path.read_text()))}
+        assert roots <= {"torch", *sys.stdlib_module_names}, _name(path)
+
+
+def test_importing_autoplan_loads_neither_torch_nor_the_solver() -> None:
+    code = "import sys, autoplan, autoplan.cli; print(*[m for m in ('torch', 'ortools') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_public_names_are_sorted_and_all_resolve() -> None:
+    assert autoplan.__all__ == sorted(autoplan.__all__)
+    for name in autoplan.__all__:
+        assert getattr(autoplan, name) is not None
+
+
+def test_no_public_name_is_also_a_module() -> None:
+    # `import autoplan.x` would replace the public name x by the module
+    modules = {path.stem for path in PACKAGE.iterdir()} | {"cost_models", "hardware_profiles"}
+    assert not modules & set(autoplan.__all__)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_every_module_says_what_it_owns(path: Path) -> None:
+    text = path.read_text()
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("package", "table"),
+    [
+        ("autoplan.cost_models", "COLLECTIVES"),
+        ("autoplan.schedules", "SCHEDULES"),
+    ],
+)
+def test_every_function_of_every_table_is_documented(package: str, table: str) -> None:
+    entries = load_table(package, table)
+    assert entries, f"{package} has no {table}"
+    for key, entry in entries.items():
+        assert (entry.__doc__ or "").strip(), f"{table}[{key!r}]"

@@ -1,0 +1,278 @@
+"""The command line: results on stdout, the rest on stderr, and exit codes that scripts may rely on."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from autoplan import api, cli, errors
+from autoplan.answer import Answer
+from autoplan.option_checks import check_options, parse_fix, parse_overrides
+from autoplan.options import Options
+from autoplan.output_folder import report_files, write_folder
+from autoplan.parallel_plan import Mesh
+from autoplan.search.result import Rejection
+
+CHECKOUT = Path(__file__).parent.parent
+PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> SimpleNamespace:
+    """Replaces tracing and search by a given answer, and keeps what was asked."""
+    seen = SimpleNamespace(answer=answer, options=None, overrides=None, n_searches=0)
+
+    def make_problem(model, *, hw, hosts=1, overrides=None, options):
+        seen.options, seen.overrides = options, overrides
+        return SimpleNamespace(options=options, model=model)
+
+    def solve(problem) -> Answer:
+        seen.n_searches += 1
+        if isinstance(seen.answer, BaseException):
+            raise seen.answer
+        return seen.answer
+
+    monkeypatch.setattr(api, "make_problem", make_problem)
+    monkeypatch.setattr(api, "solve", solve)
+    monkeypatch.setattr(api, "program_files", lambda problem, answer: {"train.py": "x", **report_files(answer)})
+    return seen
+
+
+def _autoplan(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "autoplan", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=CHECKOUT,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_plan_prints_the_table_on_stdout_and_progress_on_stderr(asked, capsys) -> None:
+    assert cli.run(PLAN) == 0
+    out, err = capsys.readouterr()
+    assert "<- chosen" in out
+    assert "searching" in err and "searching" not in out
+
+
+def test_json_is_all_of_stdout(asked, capsys) -> None:
+    assert cli.run([*PLAN, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "optimal"
+
+
+def test_what_model_files_and_native_code_print_stays_off_stdout(asked, capfd, monkeypatch, answer: Answer) -> None:
+    def chatty(problem) -> Answer:
+        print("hello from the model file")
+        ctypes.CDLL(None).printf(b"hello from the solver\n")
+        return answer
+
+    monkeypatch.setattr(api, "solve", chatty)
+    assert cli.run([*PLAN, "--format", "json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["status"] == "optimal"
+    assert "from the model file" in err and "from the solver" in err
+
+
+def test_options_reach_the_search_as_the_library_spells_them(asked) -> None:
+    arguments = ["--global-batch", "64", "--fix", "dp=2,tp=2", "--fix", "zero=1", "--time-limit", "5", "--top", "3"]
+    assert cli.run([*PLAN, *arguments, "--set", "width=8", "--set", "size=1.5b"]) == 0
+    fix = (("dp", "2"), ("tp", "2"), ("zero", "1"))
+    assert asked.options == Options(global_batch=64, fix=fix, time_limit_s=5.0, top=3)
+    assert asked.overrides == {"width": 8, "size": "1.5b"}
+
+
+def test_defaults_of_the_command_line_are_the_defaults_of_options(asked) -> None:
+    assert cli.run(PLAN) == 0
+    assert asked.options == Options()
+
+
+def test_infeasible_exits_5_with_the_reasons_on_stdout(asked, capsys, infeasible: Answer) -> None:
+    asked.answer = infeasible
+    assert cli.run([*PLAN, "--format", "json"]) == 5
+    assert json.loads(capsys.readouterr().out)["rejected"][0]["reason"] == "memory"
+
+
+def test_stopped_without_a_plan_exits_6(asked, infeasible: Answer) -> None:
+    asked.answer = replace(infeasible, result=replace(infeasible.result, status="unknown"))
+    assert cli.run(PLAN) == 6
+
+
+def test_unproved_plan_exits_0_and_6_under_require_optimal(asked, answer: Answer) -> None:
+    # bound 1.2 s for a plan of 1.6 s: at most 25 % slower than the best
+    asked.answer = replace(answer, result=replace(answer.result, status="feasible", bound_s=1.2))
+    assert cli.run(PLAN) == 0
+    assert cli.run([*PLAN, "--require-optimal"]) == 6
+
+
+def test_interrupted_search_prints_its_best_plan_and_exits_130(asked, capsys, answer: Answer) -> None:
+    left = Rejection(Mesh(), "time limit", "interrupted")
+    asked.answer = replace(answer, result=replace(answer.result, status="feasible", rejected=(left,)))
+    assert cli.run(PLAN) == 130
+    assert "<- chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("boom"), 1),
+        (errors.UsageError("x"), 2),
+        (errors.InputError("x"), 3),
+        (errors.TraceError("x"), 4),
+        (errors.InfeasibleError("x"), 5),
+        (errors.StoppedError("x"), 6),
+        (errors.MeasureError("x"), 7),
+        (errors.ToleranceError("x"), 8),
+        (errors.OutputError("x"), 9),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_each_error_ends_with_its_exit_code_and_no_traceback(asked, capsys, error: BaseException, code: int) -> None:
+    asked.answer = error
+    assert cli.run(PLAN) == code
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and "autoplan: " in err
+
+
+def test_debug_shows_the_traceback_of_a_bug(asked, capsys) -> None:
+    asked.answer = RuntimeError("boom")
+    assert cli.run([*PLAN, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "toy.py"],
+        ["plan", "toy.py", "--hw", "a", "--hosts", "0"],
+        ["plan", "toy.py", "--hw", "a", "--precision", "fp8"],
+        ["plna"],
+        ["estimate", "toy.py", "--hw", "a"],
+        ["whatif", "toy.py", "--hw", "a", "--hosts", "1,x"],
+        ["whatif", "toy.py", "--hw", "a", "--price", "a=0"],
+        ["whatif", "toy.py", "--hw", "a", "--tokens", "-5"],
+        ["profile", "toy.py", "--hw", "a"],
+        ["recommend", "toy.py"],
+        ["hw", "measure"],
+    ],
+)
+def test_wrong_command_lines_exit_2(arguments: list[str]) -> None:
+    assert cli.run(arguments) == 2
+
+
+def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(errors.UsageError, match='did you mean "micro_batch"'):
+        check_options(Options(fix=parse_fix(["microbatch=2"])))
+    with pytest.raises(errors.UsageError, match='did you mean "1f1b"'):
+        check_options(Options(fix=parse_fix(["schedule=1f1"])), schedules=("1f1b", "gpipe"))
+
+
+@pytest.mark.parametrize("fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes"])
+def test_impossible_fix_values_are_refused(fix: str) -> None:
+    with pytest.raises(errors.UsageError, match=fix.partition("=")[0]):
+        check_options(Options(fix=parse_fix([fix])))
+
+
+@pytest.mark.parametrize("fix", ["dp", "=2", "dp=", "dp=1,dp=2"])
+def test_malformed_fix_texts_are_refused(fix: str) -> None:
+    with pytest.raises(errors.UsageError):
+        parse_fix([fix])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(precision="fp8"), Options(objective="speed"), Options(global_batch=0), Options(time_limit_s=float("nan"))],
+)
+def test_library_options_are_checked_like_the_command_line(options: Options) -> None:
+    with pytest.raises(errors.UsageError):
+        check_options(options)
+
+
+def test_set_values_are_python_literals_or_strings() -> None:
+    found = parse_overrides(["a=3", "b=1e-3", "c=[1, 2]", "d=True", "e=70b", "f=__import__('os')"])
+    assert found == {"a": 3, "b": 1e-3, "c": [1, 2], "d": True, "e": "70b", "f": "__import__('os')"}
+
+
+def test_out_writes_the_folder_and_refuses_it_the_second_time_before_searching(asked, tmp_path: Path) -> None:
+    out = str(tmp_path / "my plan")
+    assert cli.run([*PLAN, "--out", out]) == 0
+    assert (tmp_path / "my plan" / "train.py").is_file()
+    assert cli.run([*PLAN, "--out", out]) == 9
+    assert asked.n_searches == 1
+    assert cli.run([*PLAN, "--out", out, "--force"]) == 0
+
+
+def test_infeasible_plan_writes_no_folder(asked, infeasible: Answer, tmp_path: Path) -> None:
+    asked.answer = infeasible
+    assert cli.run([*PLAN, "--out", str(tmp_path / "out")]) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_explain_reads_a_folder_or_its_plan_file(tmp_path: Path, capsys, answer: Answer) -> None:
+    write_folder(tmp_path / "out", report_files(answer))
+    assert cli.run(["explain", str(tmp_path / "out")]) == 0
+    first = capsys.readouterr().out
+    assert cli.run(["explain", str(tmp_path / "out" / "plan.json")]) == 0
+    assert first == capsys.readouterr().out
+    assert "Why not the next best" in first
+
+
+def test_explain_of_a_missing_plan_exits_3(tmp_path: Path, capsys) -> None:
+    assert cli.run(["explain", str(tmp_path / "none.json")]) == 3
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_whatif_prints_one_row_per_cluster(monkeypatch: pytest.MonkeyPatch, capsys, answer: Answer) -> None:
+    monkeypatch.setattr(api, "_load_profile", lambda name, n_hosts: (name, n_hosts))
+    monkeypatch.setattr(api, "make_problem", lambda *_, **__: api.Problem(None, None, Options(), Path("toy.py")))
+    monkeypatch.setattr(api, "solve", lambda problem: answer)
+    arguments = ["whatif", "toy.py", "--hw", "a,b", "--hosts", "1,2", "--tokens", "1.8e6", "--format", "json"]
+    assert cli.run(arguments) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)["rows"]
+    assert [row["hardware"] for row in rows] == ["a", "a", "b", "b"]
+    assert all(row["cost_usd"] == pytest.approx(8.0) for row in rows)
+    assert "searching b x 2" in err
+    # the library gives the same rows
+    found = api.whatif("toy.py", hw=("a", "b"), hosts=(1, 2), n_tokens=1.8e6)
+    assert [row.train_s for row in found] == [row["train_s"] for row in rows]
+
+
+def test_doctor_reports_versions_as_json(capsys) -> None:
+    assert cli.run(["doctor", "--format", "json"]) == 0
+    findings = {item["name"]: item["found"] for item in json.loads(capsys.readouterr().out)["findings"]}
+    assert findings["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert findings["ortools"].startswith("9.15")
+
+
+def test_help_starts_in_under_a_second_and_loads_neither_torch_nor_the_solver() -> None:
+    code = "import sys; from autoplan import cli; cli.run(['plan', '--help']); print(*sys.modules)"
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT, check=True)
+    # 0.2 s on an idle machine; the bound leaves room for a busy one and still excludes `import torch`
+    assert time.perf_counter() - started < 1.0
+    assert "--require-optimal" in done.stdout
+    assert not {"torch", "ortools", "networkx", "numpy"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_piped_output_has_no_colour_codes_and_names_each_command() -> None:
+    done = _autoplan("--help", NO_COLOR="1")
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    for command in ("plan", "estimate", "explain", "verify", "profile", "hw", "whatif", "recommend", "doctor"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_closed_pipe_is_silent(tmp_path: Path, answer: Answer) -> None:
+    write_folder(tmp_path / "out", report_files(answer))
+    command = f"'{sys.executable}' -m autoplan explain '{tmp_path}/out' | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=CHECKOUT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

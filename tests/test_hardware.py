@@ -1,0 +1,362 @@
+"""Hardware files: every shipped profile loads with its sources, and every wrong file says what is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import AutoplanError, InputError, UsageError
+from autoplan.hardware import load_profile, profile_names, validate_file
+from autoplan.hardware_file import build_profile
+from autoplan.registry import load_table
+
+REQUIRED = {
+    "dgx_a100_x8", "dgx_a100_40g_x8", "dgx_h100_x8", "hgx_h200_x8", "h200_x4", "dgx_b200_x8", "a100_pcie_x8", "v100_x8",
+    "rtx4090_x8", "l40s_x8",
+}  # fmt: skip
+
+TOY = """
+description = "two toy devices"
+default_network = "lab"
+
+[device]
+name = "toy"
+memory = { value = "80 GiB", source = "by hand" }
+memory_bandwidth = { value = "1000 GB/s", source = "by hand" }
+matmul_efficiency = { value = "50 %", source = "by hand" }
+memory_efficiency = { value = "80 %", source = "by hand" }
+launch = { value = "5 us", source = "by hand" }
+kernel = { value = "2 us", source = "by hand" }
+
+[device.peak]
+bf16 = { value = "100 TFLOP/s", source = "by hand" }
+
+[host]
+n_devices = 2
+exposed_when_overlapped = { value = "25 %", source = "by hand" }
+
+[host_link]
+kind = "nvlink3"
+rate_per_device_one_direction = { value = "200 GB/s", source = "by hand" }
+latency_per_step = { value = "4 us", source = "by hand" }
+half_rate_size = { value = "1 MiB", source = "by hand" }
+all_reduce_bus_rate = { value = "150 GB/s", source = "by hand" }
+
+[network.lab]
+kind = "infiniband"
+ports = "1 per host"
+rate_per_port_one_direction = { value = "400 Gbit/s", source = "by hand" }
+latency_per_step = { value = "10 us", source = "by hand" }
+half_rate_size_per_port = { value = "2 MiB", source = "by hand" }
+all_reduce_bus_rate_per_port = { value = "40 GB/s", source = "by hand" }
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_text(text: str, name: str = "my_box.toml") -> str:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write_text
+
+
+def changed(old: str, new: str) -> str:
+    assert TOY.count(old) == 1, old
+    return TOY.replace(old, new)
+
+
+def message_of(text: str) -> str:
+    with pytest.raises(InputError) as error:
+        build_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
+    assert error.value.exit_code == 3
+    return str(error.value)
+
+
+# --- shipped profiles ------------------------------------------------------------------------------------------
+
+
+def test_the_required_profiles_are_shipped():
+    assert set(profile_names()) >= REQUIRED
+    assert "shared" not in profile_names()
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_loads_over_every_network_with_a_source_for_each_figure(name):
+    for network in ("", "+ethernet_10g", "+ethernet_100g", "+infiniband_400g"):
+        profile = load_profile(name + network, n_hosts=3)
+        assert profile.n_devices == 3 * profile.n_devices_per_host
+        assert len(profile.links) == 2
+        assert profile.overlap_slowdown >= 1.0
+        # 4 device figures + 2 times + at least one peak, 1 host figure, 4 figures of each link
+        assert len(profile.sources) >= 6 + 1 + 1 + 8
+        assert all(field and source.strip() for field, source in profile.sources)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_link_rate_is_plausible_for_one_direction(name):
+    profile = load_profile(name, n_hosts=2)
+    for link in profile.links:
+        assert 0 < link.bus_efficiency <= 1
+        assert link.gather_bus_efficiency is None or 0 < link.gather_bus_efficiency <= link.bus_efficiency
+    assert profile.links[0].bytes_per_s <= 900e9
+    assert profile.links[1].bytes_per_s <= 50e9
+
+
+def test_dgx_a100_has_the_figures_of_its_data_sheet():
+    profile = load_profile("dgx_a100_x8", n_hosts=2)
+    assert dict(profile.device.peak_flops_per_s)["bf16"] == 312e12
+    assert profile.device.memory_bytes == 81920 * 2**20
+    assert profile.device.memory_bytes_per_s == 2.039e12
+    host, network = profile.links
+    assert (host.name, host.bytes_per_s, host.n_devices) == ("nvlink", 300e9, 8)
+    assert host.bus_efficiency == pytest.approx(229 / 300)
+    # one 200 Gbit/s port per device: 25 GB/s, 24 achieved
+    assert (network.name, network.bytes_per_s, network.n_devices) == ("infiniband", 25e9, 16)
+    assert network.bus_efficiency == pytest.approx(24 / 25)
+
+
+def test_one_port_per_host_is_shared_by_its_devices():
+    # 10 Gbit/s = 1.25 GB/s per host; an eighth of it for each of 8 devices, a quarter for each of 4
+    assert load_profile("dgx_a100_x8+ethernet_10g", n_hosts=2).links[1].bytes_per_s == pytest.approx(1.25e9 / 8)
+    assert load_profile("h200_x4+ethernet_10g", n_hosts=2).links[1].bytes_per_s == pytest.approx(1.25e9 / 4)
+
+
+def test_v100_does_not_support_bf16():
+    assert "bf16" not in dict(load_profile("v100_x8").device.peak_flops_per_s)
+
+
+def test_one_host_has_one_link_tier():
+    assert [link.name for link in load_profile("dgx_h100_x8").links] == ["nvlink"]
+
+
+def test_multicast_is_off_on_four_h200_and_on_in_a_full_host():
+    assert load_profile("h200_x4").links[0].multicast_bus_efficiency is None
+    assert load_profile("hgx_h200_x8").links[0].multicast_bus_efficiency == pytest.approx(475 / 450)
+
+
+def test_the_measured_overlap_of_four_h200_is_a_slowdown_of_31_percent():
+    assert load_profile("h200_x4").overlap_slowdown == pytest.approx(1.31)
+
+
+def test_a_generic_figure_is_marked_as_assumed():
+    sources = dict(load_profile("l40s_x8").sources)
+    assert sources["device.memory_efficiency"].startswith("assumed: ")
+    assert not sources["device.memory"].startswith("assumed: ")
+
+
+# --- choosing --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_a_usage_error_with_the_nearest_name_and_the_list():
+    with pytest.raises(UsageError) as error:
+        load_profile("dgx_a10_x8")
+    assert error.value.exit_code == 2
+    assert 'did you mean "dgx_a100_x8"?' in str(error.value)
+    assert "rtx4090_x8" in str(error.value)
+
+
+def test_an_unknown_network_names_the_known_ones():
+    with pytest.raises(UsageError, match='ethernet_10g(.|\n)*did you mean "ethernet_10g"'):
+        load_profile("dgx_a100_x8+ethernet_10")
+
+
+def test_network_as_suffix_and_as_argument_are_the_same():
+    assert load_profile("v100_x8+ethernet_10g", n_hosts=2) == load_profile("v100_x8", n_hosts=2, network="ethernet_10g")
+
+
+def test_two_different_networks_are_a_usage_error():
+    with pytest.raises(UsageError):
+        load_profile("v100_x8+ethernet_10g", network="ethernet_100g")
+
+
+def test_the_name_of_a_profile_loads_it_again():
+    for name in ("v100_x8", "v100_x8+ethernet_10g"):
+        profile = load_profile(name, n_hosts=2)
+        assert load_profile(profile.name, n_hosts=2) == profile
+
+
+def test_zero_hosts_are_a_usage_error():
+    with pytest.raises(UsageError):
+        load_profile("v100_x8", n_hosts=0)
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_exactly_its_figures(write):
+    path = write(TOY)
+    profile = load_profile(path, n_hosts=2)
+    assert profile.name == "my_box"
+    assert profile.device.memory_bytes == 80 * 2**30
+    assert (profile.device.matmul_efficiency, profile.device.memory_efficiency) == (0.5, 0.8)
+    assert (profile.device.launch_s, profile.device.kernel_s) == pytest.approx((5e-6, 2e-6))
+    assert profile.overlap_slowdown == 1.25
+    assert profile.price_usd_per_device_hour is None
+    host, network = profile.links
+    assert host.bus_efficiency == 0.75  # 150 / 200
+    assert (network.bytes_per_s, network.bus_efficiency) == (25e9, 0.8)  # 50 GB/s per port / 2 devices; 40 / 50
+    assert network.half_rate_bytes == 2**20  # 2 MiB per port, half a port per device
+    assert validate_file(path) == load_profile(path)
+    assert load_profile(path + "+ethernet_10g", n_hosts=2).links[1].name == "ethernet"
+
+
+def test_a_host_with_one_device_needs_no_host_link(write):
+    text = changed("n_devices = 2", "n_devices = 1")
+    text = text[: text.index("[host_link]")] + text[text.index("[network.lab]") :]
+    assert load_profile(write(text)).links == ()
+    assert [link.name for link in load_profile(write(text), n_hosts=2).links] == ["infiniband"]
+
+
+MISTAKES = {
+    "no unit": ('"80 GiB"', '"80"', ["my_box.toml: device.memory", "'80'", 'no unit; use "GB" or "GiB"']),
+    "a bare number": ('{ value = "80 GiB"', "{ value = 80", ["device.memory.value", "80", "add the unit"]),
+    "an exponent without unit": ('"1000 GB/s"', '"1e12"', ["device.memory_bandwidth", "no unit"]),
+    "bytes for gibibytes": ('"80 GiB"', '"80 B"', ["device.memory", "1 GiB to 2 TiB", 'did you mean "80 GiB"?']),
+    "far too much memory": ('"80 GiB"', '"80 TiB"', ["device.memory", 'did you mean "80 GiB"?']),
+    "negative": ('"80 GiB"', '"-80 GiB"', ["device.memory", "above 0"]),
+    "not a number": ('"80 GiB"', '"nan GiB"', ["device.memory", "not a number"]),
+    "infinite": ('"80 GiB"', '"1e999 GiB"', ["device.memory", "finite"]),
+    "zero bandwidth": ('"200 GB/s"', '"0 GB/s"', ["host_link.rate_per_device_one_direction", "above 0"]),
+    "latency of seconds": ('"4 us"', '"10 s"', ["host_link.latency_per_step", "100 ms", 'did you mean "10 us"?']),
+    "bytes for bits": ('"400 Gbit/s"', '"400 GB/s"', ["network.lab.rate_per_port", 'did you mean "400 Gbit/s"?']),
+    "ambiguous Gb": ('"400 Gbit/s"', '"400 Gb"', ["network.lab.rate_per_port", '"Gbit/s"']),
+    "both directions": ('"200 GB/s"', '"600 GB/s"', ["rate_per_device", "both directions", '"300 GB/s"']),
+    "too fast for its kind": ('"200 GB/s"', '"450 GB/s"', ["at most 300 GB/s", "check the kind"]),
+    "bus faster than link": ('"150 GB/s"', '"250 GB/s"', ["all_reduce_bus_rate", "200 GB/s"]),
+    "bus of all ports": ('"40 GB/s"', '"320 GB/s"', ["all_reduce_bus_rate_per_port", "50 GB/s"]),
+    "sparse percent": ('"50 %"', '"150 %"', ["device.matmul_efficiency", "100 %"]),
+    "misspelt field": (
+        "memory_bandwidth",
+        "memory_bandwith",
+        ["device.memory_bandwith", 'did you mean "memory_bandwidth"?'],
+    ),
+    "unknown section": ("[host_link]", "[hostlink]", ["my_box.toml: hostlink", 'did you mean "host_link"?']),
+    "unknown precision": ("bf16 =", "bfloat16 =", ["device.peak.bfloat16", 'did you mean "bf16"?']),
+    "unknown kind": ('"nvlink3"', '"nvlink9"', ["host_link.kind", "pcie4", "did you mean"]),
+    "missing source": ('"80 GiB", source = "by hand"', '"80 GiB"', ["device.memory", "source"]),
+    "empty source": ('"80 GiB", source = "by hand"', '"80 GiB", source = " "', ["device.memory.source"]),
+    "no figure table": (
+        '{ value = "80 GiB", source = "by hand" }',
+        '"80 GiB"',
+        ["device.memory", "value =", "source ="],
+    ),
+    "ports without scope": ('"1 per host"', '"8"', ["network.lab.ports", '"8 per host" or "1 per device"']),
+    "no ports": ('"1 per host"', '"0 per host"', ["network.lab.ports"]),
+    "no devices": ("n_devices = 2", "n_devices = 0", ["host.n_devices", "0"]),
+    "boolean devices": ("n_devices = 2", "n_devices = true", ["host.n_devices", "a whole number"]),
+    "text devices": ("n_devices = 2", 'n_devices = "2"', ["host.n_devices", "a whole number"]),
+    "duplicate key": ("n_devices = 2", "n_devices = 2\nn_devices = 4", ["my_box.toml", "line 19", "n_devices = 4"]),
+    "unknown default network": ('"lab"', '"lan"', ["network", "'lan'", 'did you mean "lab"?']),
+    "network is no table": ("[network.lab]", "[network]\nlab = 3\n[network.x]", ["network.lab"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_file_field_and_fix(mistake):
+    old, new, expected = MISTAKES[mistake]
+    message = message_of(changed(old, new))
+    for part in ["my_box.toml", *expected]:
+        assert part in message, message
+    assert re.search(r"found .*\n  expected: .+\n  fix: .+", message), message
+
+
+@pytest.mark.parametrize(
+    ("field", "purpose"),
+    [
+        ("memory =", "memory that the driver offers"),
+        ("memory_bandwidth =", "data-sheet memory bandwidth"),
+        ("rate_per_port_one_direction =", "data-sheet rate of one network port"),
+        ("half_rate_size_per_port =", "bytes a rank moves"),
+        ("ports =", "network ports"),
+        ('kind = "infiniband"', "sort of network"),
+        ("name =", "what the driver calls it"),
+        ("description =", "one line"),
+        ("n_devices =", "devices of one host"),
+        ("bf16 =", "dense peak rate"),
+    ],
+)
+def test_a_missing_figure_is_named_with_what_it_is_for(field, purpose):
+    lines = [line for line in TOY.splitlines() if not line.startswith(field)]
+    assert len(lines) == len(TOY.splitlines()) - 1
+    assert purpose in message_of("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    "field", ["matmul_efficiency", "memory_efficiency", "launch", "kernel", "exposed_when_overlapped"]
+)
+def test_a_missing_optional_figure_is_assumed_and_says_so(field):
+    text = "\n".join(line for line in TOY.splitlines() if not line.startswith(field))
+    profile = build_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
+    (source,) = [source for path, source in profile.sources if path.endswith("." + field)]
+    assert source.startswith("assumed: ")
+
+
+def test_a_link_without_figures_takes_those_of_its_kind_as_assumed():
+    start, stop = TOY.index("rate_per_device"), TOY.index("[network.lab]")
+    profile = build_profile(TOY[:start] + TOY[stop:], name="b", where="b.toml", n_hosts=1, network=None)
+    assert profile.links[0].bytes_per_s == 300e9
+    assert profile.links[0].bus_efficiency == pytest.approx(232 / 300)
+    assert dict(profile.sources)["host_link.latency_per_step"].startswith("assumed: ")
+
+
+def test_gb_and_gib_give_different_memory():
+    def memory(unit):
+        text = changed('"80 GiB"', f'"80 {unit}"')
+        return build_profile(text, name="b", where="b.toml", n_hosts=1, network=None).device.memory_bytes
+
+    assert (memory("GB"), memory("GiB")) == (80_000_000_000, 85_899_345_920)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\x89PNG\r\n\x1a\n\xff\xfe", b"a = " + b"[" * 5000, b"x" * (2**20 + 1)]
+)
+def test_a_file_that_is_no_profile_is_an_input_error(tmp_path, content):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="bad.toml"):
+        validate_file(path)
+
+
+def test_a_file_that_is_missing_is_an_input_error_with_its_path(tmp_path):
+    with pytest.raises(InputError, match="nowhere.toml"):
+        load_profile(str(tmp_path / "nowhere.toml"))
+    with pytest.raises(InputError, match="dir.toml"):
+        (tmp_path / "dir.toml").mkdir()
+        load_profile(str(tmp_path / "dir.toml"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(start=st.integers(0, len(TOY)), length=st.integers(0, 12), insert=st.text(max_size=4))
+def test_a_damaged_file_loads_or_is_refused_and_never_crashes(start, length, insert):
+    text = TOY[:start] + insert + TOY[start + length :]
+    try:
+        build_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
+    except AutoplanError as error:
+        assert "my_box.toml" in str(error)
+
+
+# --- registry --------------------------------------------------------------------------------------------------
+
+
+def make_package(folder: Path, name: str, **modules: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("")
+    for module, text in modules.items():
+        (folder / name / f"{module}.py").write_text(text)
+
+
+def test_tables_of_all_files_of_a_package_are_joined(tmp_path, monkeypatch):
+    make_package(tmp_path, "tables_one", a="T = {'x': 1}", b="T = {'y': 2}", c="U = {'z': 3}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_table("tables_one", "T") == {"x": 1, "y": 2}
+
+
+def test_the_same_key_in_two_files_is_an_error_that_names_both(tmp_path, monkeypatch):
+    make_package(tmp_path, "tables_two", first="T = {'x': 1}", second="T = {'x': 2}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=r"first\.py and second\.py"):
+        load_table("tables_two", "T")

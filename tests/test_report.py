@@ -1,0 +1,226 @@
+"""Reports: text, HTML and JSON of one answer."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from autoplan.answer import (
+    Answer,
+    answer_from_json,
+    answer_to_dict,
+    answer_to_json,
+    device_hours,
+    mfu,
+    samples_per_s,
+    tokens_per_s,
+)
+from autoplan.errors import InputError
+from autoplan.report import explain_report, plan_report, program_header, rejected_csv, text_table
+from autoplan.report_html import CHART_WIDTH, html_report, timeline_chart
+from autoplan.what_if import compare, whatif_table, whatif_to_dict
+
+HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
+
+
+def test_mfu_is_model_flops_over_time_and_peak_of_the_used_devices(answer: Answer) -> None:
+    # global batch 2 x 1 x 4 = 8 samples of 1 TFLOP in 1.6 s on 4 devices of 10 TFLOP/s: 8 / (1.6 x 40) = 0.125
+    assert mfu(answer.workload, answer.best) == pytest.approx(0.125)
+
+
+def test_throughput_is_batch_over_step_time(answer: Answer) -> None:
+    # 8 samples / 1.6 s = 5 samples/s; 100 tokens each
+    assert samples_per_s(answer.best) == pytest.approx(5.0)
+    assert tokens_per_s(answer.workload, answer.best) == pytest.approx(500.0)
+
+
+def test_device_hours_count_every_device_of_the_cluster(answer: Answer) -> None:
+    # 18000 samples / (5 samples/s) = 3600 s = 1 h on 4 devices
+    assert device_hours(answer.workload, answer.best, n_samples=18_000) == pytest.approx(4.0)
+
+
+def test_answer_survives_json_unchanged(answer: Answer, infeasible: Answer) -> None:
+    assert answer_from_json(answer_to_json(answer)) == answer
+    assert answer_from_json(answer_to_json(infeasible)) == infeasible
+
+
+def test_json_has_every_field_of_the_contract(answer: Answer) -> None:
+    found = answer_to_dict(answer)
+    assert found["schema_version"] == 1
+    assert (found["status"], found["gap"]) == ("optimal", 0.0)
+    assert {"dp", "tp", "pp", "zero_stage", "zero_shard_degree", "micro_batch_size", "n_micro_batches"} <= set(
+        found["plan"]
+    )
+    assert {"schedule", "recompute", "compile", "stages"} <= set(found["plan"])
+    # 0.75 x 1.6 and 1.45 x 1.6
+    assert found["step_s_interval"] == pytest.approx([1.2, 2.32])
+    assert found["tokens_or_samples_per_s"] == pytest.approx(500.0)
+    assert found["peak_bytes_per_stage"] == [5 * 2**30, 8 * 2**30]
+    assert found["memory_limit_bytes"] == 10 * 2**30
+    assert found["provenance"] == {"peak": "toy data sheet"}
+    assert [item["reason"] for item in found["rejected"]] == ["memory", "slower"]
+    assert found["search_s"] == 0.5
+
+
+def test_breakdown_in_json_sums_to_the_step_time(answer: Answer) -> None:
+    parts = answer_to_dict(answer)["breakdown_s"]
+    communication = parts.pop("exposed_comm")
+    assert sum(parts.values()) + sum(communication.values()) == pytest.approx(1.6)
+
+
+def test_json_of_an_infeasible_answer_has_no_invented_numbers(infeasible: Answer) -> None:
+    found = answer_to_dict(infeasible)
+    assert found["status"] == "infeasible"
+    assert found["plan"] is None and found["step_s"] is None and found["gap"] is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda text: text[: len(text) // 2], "plan.json"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "schema_version"),
+        (lambda text: text.replace('"n_devices": 4', '"n_devices": "4"'), "workload.n_devices"),
+        (lambda text: text.replace('"n_devices": 4', '"n_devics": 4'), "n_devics"),
+        (lambda text: text.replace('"search_s": 0.5', '"search_s": NaN'), "NaN"),
+        (lambda text: "[" * 100_000, "plan.json"),
+        (lambda text: "[]", "plan.json"),
+    ],
+)
+def test_damaged_plan_json_is_an_input_error_naming_the_place(answer: Answer, damage, named: str) -> None:
+    with pytest.raises(InputError, match=re.escape(named)):
+        answer_from_json(damage(answer_to_json(answer)))
+
+
+def test_plan_report_marks_the_chosen_row_and_says_what_does_not_fit(answer: Answer) -> None:
+    text = plan_report(answer)
+    (chosen,) = [line for line in text.splitlines() if "<- chosen" in line]
+    assert "1.6 s" in chosen and "12%" in chosen and "8.0" in chosen
+    assert re.search(r"12\.5\s+DDP \(too big\)", text)
+    assert "gap 0" in text
+
+
+def test_explain_gives_component_differences_and_baseline_shortfall(answer: Answer) -> None:
+    text = explain_report(answer)
+    # the next best differs by 0.9 - 0.5 = 0.4 s of bubble, and in nothing else
+    assert re.search(r"bubble\s+500 ms\s+900 ms\s+\+400 ms", text)
+    # 12.5 GiB needed, 10 GiB there
+    assert "DDP: does not fit, by 2.5 GiB" in text
+    # FSDP 3.2 s against 1.6 s
+    assert "FSDP: 3.2 s a step, 100% slower" in text
+    assert "2.00 x as fast as the best plain recipe that fits (FSDP)" in text
+
+
+def test_infeasible_report_names_the_shortage_and_the_nearest_fix(infeasible: Answer) -> None:
+    text = plan_report(infeasible)
+    assert "stage 0 needs 96.2 GiB, device has 10.0 GiB" in text
+    assert "use 2 hosts instead of 1" in text
+
+
+def test_reports_fit_80_columns_without_colour_codes(answer: Answer, infeasible: Answer) -> None:
+    reports = [plan_report(answer), explain_report(answer), plan_report(infeasible), explain_report(infeasible)]
+    assert max(len(line) for text in reports for line in text.splitlines()) <= 80
+    assert not any("\x1b" in text for text in reports)
+
+
+def test_table_shows_markup_as_text_and_drops_control_characters() -> None:
+    text = text_table(("name", "value"), [("[red]x[/red]", "a\x1b[31mb\nc")])
+    assert "[red]x[/red]" in text
+    assert "a [31mb c" in text
+
+
+def test_table_wraps_its_last_column_at_80() -> None:
+    text = text_table(("name", "value"), [("x", "word " * 40)])
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert text.count("word") == 40
+
+
+def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:
+    header = program_header(answer, launch_line="torchrun --standalone --nproc-per-node 4 train.py")
+    assert header.index("torchrun --standalone --nproc-per-node 4 train.py") < header.index("pipeline parallel")
+    assert "1.6 s a step" in header
+
+
+def test_rejected_csv_reads_back_row_by_row(answer: Answer) -> None:
+    rows = list(csv.DictReader(io.StringIO(rejected_csv(answer.result.rejected))))
+    assert [(row["reason"], row["dp"], row["step_s"]) for row in rows] == [("memory", "4", ""), ("slower", "2", "2.0")]
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert name not in ("src", "onerror", "onload")
+            assert name != "href"
+            assert value is None or "http:" not in value.replace("http://www.w3.org/2000/svg", "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_html_shows_hostile_names_as_text_and_requests_nothing(answer: Answer) -> None:
+    hostile = replace(answer, workload=replace(answer.workload, model=HOSTILE, segment_names=(HOSTILE,) * 4))
+    page = _Tags()
+    page.feed(html_report(hostile))
+    assert "script" not in page.tags and "img" not in page.tags and "link" not in page.tags
+    assert "<img src=x onerror=alert(1)>" in page.text
+    assert "{{7*7}}" in page.text
+    assert "default-src 'none'" in html_report(hostile)
+
+
+def test_timeline_scales_the_step_to_the_chart_width(answer: Answer) -> None:
+    chart = timeline_chart(answer.best.estimate.timeline, step_s=1.6)
+    assert chart.rows == ("rank 0 compute", "rank 1 compute", "rank 1 communication")
+    forward, reduction, backward = chart.boxes
+    # 0.4 s of 1.6 s is a quarter of the width; 0.8 s is half
+    assert (forward.x, forward.width, forward.kind) == (0.0, CHART_WIDTH / 4, "F")
+    assert (backward.x, backward.width, backward.kind) == (CHART_WIDTH / 4, CHART_WIDTH / 2, "B")
+    assert reduction.kind == "other"
+    assert html_report(answer).count("<rect") == 3
+
+
+def test_html_of_an_infeasible_answer_gives_the_fix(infeasible: Answer) -> None:
+    assert "use 2 hosts instead of 1" in html_report(infeasible)
+
+
+def _rows(answer: Answer, infeasible: Answer, **wanted):
+    unpriced = replace(answer, workload=replace(answer.workload, price_usd_per_device_hour=None))
+    answers = {("a", 1): answer, ("b", 1): unpriced, ("c", 2): infeasible}
+    return compare(tuple(answers), solve=lambda name, count: answers[name, count], **wanted)
+
+
+def test_whatif_cost_is_device_hours_times_price(answer: Answer, infeasible: Answer) -> None:
+    # 1.8e6 tokens / 100 = 18000 samples: 1 h on 4 devices = 4 device-hours x 2 USD
+    rows = _rows(answer, infeasible, n_tokens=1.8e6)
+    assert rows[0].train_s == pytest.approx(3600.0)
+    assert rows[0].cost_usd == pytest.approx(8.0)
+
+
+def test_whatif_shows_unknown_prices_and_missing_plans_as_not_available(answer: Answer, infeasible: Answer) -> None:
+    rows = _rows(answer, infeasible, n_samples=18_000)
+    assert rows[1].cost_usd is None and rows[2].step_s is None
+    table = whatif_table(rows).splitlines()
+    assert re.search(r"^b .* n/a", "\n".join(table), re.MULTILINE)
+    assert any(line.startswith("c ") and "infeasible" in line for line in table)
+    assert json.loads(json.dumps(whatif_to_dict(rows)))["rows"][2]["detail"] == "use 2 hosts instead of 1"
+
+
+def test_whatif_price_on_the_command_line_beats_the_profile(answer: Answer, infeasible: Answer) -> None:
+    # 4 device-hours x 0.5 USD
+    rows = _rows(answer, infeasible, n_samples=18_000, prices_usd_per_device_hour={"a": 0.5})
+    assert rows[0].cost_usd == pytest.approx(2.0)
+
+
+def test_whatif_refuses_a_price_for_hardware_that_is_not_compared(answer: Answer, infeasible: Answer) -> None:
+    with pytest.raises(InputError, match="--price z"):
+        _rows(answer, infeasible, n_samples=1, prices_usd_per_device_hour={"z": 1.0})

@@ -1,0 +1,139 @@
+"""Batches, recomputation and refusals that need one process only."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from autoplan.runtime.config import Config
+from autoplan.runtime.data import (
+    dataset_batches,
+    flatten_tensors,
+    global_batch,
+    local_batch,
+    map_tensors,
+    micro_batches,
+    synthetic_batches,
+)
+from autoplan.runtime.mesh import WorldSizeError, check_world_size
+from autoplan.runtime.parallel import loss_of
+from autoplan.runtime.pipeline import Boundary, PerSample
+from autoplan.runtime.recompute import apply_recompute
+
+CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)
+
+
+def make_batch(batch_size):
+    return {"x": torch.randn(batch_size, 4), "ids": torch.arange(batch_size)}, torch.randint(9, (batch_size,))
+
+
+def test_local_batches_of_all_ranks_are_the_global_batch_in_order():
+    batch = global_batch(make_batch, batch_size=CONFIG.global_batch_size, seed=3, step=5)
+    # 2 dp ranks x 3 micro-batches x 2 samples = 12
+    assert batch[0]["ids"].tolist() == list(range(12))
+    parts = [next(_after(synthetic_batches(make_batch, config=CONFIG, dp_rank=rank, seed=3), 5)) for rank in (0, 1)]
+    assert torch.equal(torch.cat([inputs["x"] for inputs, _ in parts]), batch[0]["x"])
+    assert torch.equal(torch.cat([targets for _, targets in parts]), batch[1])
+
+
+def _after(iterator, n_items):
+    for _ in range(n_items):
+        next(iterator)
+    return iterator
+
+
+def test_steps_draw_different_batches_and_leave_the_random_state():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    first, second = (global_batch(make_batch, batch_size=2, seed=0, step=step) for step in (0, 1))
+    assert torch.equal(torch.rand(3), expected)
+    assert not torch.equal(first[0]["x"], second[0]["x"])
+
+
+def test_micro_batches_of_a_wrong_batch_are_refused_with_both_numbers():
+    batch = local_batch(make_batch(12), config=CONFIG, dp_rank=1)
+    assert [inputs["ids"].tolist() for inputs, _ in micro_batches(batch, CONFIG)] == [[6, 7], [8, 9], [10, 11]]
+    with pytest.raises(ValueError, match=r"\[5\] samples .* 3 micro-batches x 2 samples = 6"):
+        micro_batches(make_batch(5), CONFIG)
+
+
+def test_dataset_ranks_see_disjoint_samples_of_an_epoch():
+    dataset = TensorDataset(torch.arange(24), torch.arange(24))
+    ranks = [dataset_batches(dataset, config=CONFIG, dp_rank=rank, seed=0) for rank in (0, 1)]
+    # 24 samples / (2 ranks x 6 samples) = 2 steps an epoch
+    seen = [next(batches)[0].tolist() for _ in range(2) for batches in ranks]
+    assert sorted(sum(seen, [])) == list(range(24))
+    with pytest.raises(ValueError, match=r"fewer samples than one global batch \(12\)"):
+        next(dataset_batches(TensorDataset(torch.arange(11)), config=CONFIG, dp_rank=0, seed=0))
+
+
+def test_nested_values_keep_their_types():
+    pair = namedtuple("pair", "a b")
+    value = {"p": pair(torch.ones(1), 2), "l": [torch.ones(2), None]}
+    doubled = map_tensors(lambda t: 2 * t, value)
+    assert isinstance(doubled["p"], pair) and doubled["p"].b == 2 and doubled["l"][1] is None
+    assert [t.tolist() for t in flatten_tensors(doubled)] == [[2.0], [2.0, 2.0]]
+
+
+def test_loss_of_16_bit_outputs_is_computed_in_float32():
+    seen = []
+    loss_of(lambda outputs, targets: seen.append(outputs["logits"].dtype), {"logits": torch.ones(2).bfloat16()}, None)
+    assert seen == [torch.float32]
+
+
+def test_model_that_returns_its_loss_needs_no_loss_fn():
+    loss = torch.ones(())
+    for outputs in (loss, (loss, None), {"loss": loss}):
+        assert loss_of(None, outputs, None) is loss
+
+
+def test_recompute_runs_forward_twice_and_changes_no_name_or_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()))
+    calls = []
+    model[1][0].register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(8, 4)
+
+    def gradients():
+        calls.clear()
+        torch.manual_seed(1)
+        return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+
+    expected, names = gradients(), [name for name, _ in model.named_parameters()]
+    assert len(calls) == 1
+    apply_recompute(model, ["1", "not.in.this.stage"])
+    found = gradients()
+    assert len(calls) == 2
+    assert names == [name for name, _ in model.named_parameters()] == list(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_boundary_scales_with_the_micro_batch_and_follows_the_precision():
+    config = Config(micro_batch_size=3, precision="bf16")
+    hidden = Boundary((PerSample(2), 5)).example(config)
+    mask = Boundary((PerSample(1),), "bool", requires_grad=False).example(config)
+    assert (hidden.shape, hidden.dtype, hidden.requires_grad) == ((6, 5), torch.bfloat16, True)
+    assert (mask.shape, mask.dtype, mask.requires_grad) == ((3,), torch.bool, False)
+
+
+def test_another_world_size_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(WorldSizeError, match=r"planned: 2 processes \(pp 1 x dp 2 x tp 1\); found: 4"):
+        check_world_size(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "int8"}, "precision: found 'int8'"),
+        ({"zero_stage": 4}, "zero_stage: found 4"),
+        ({"dp": 4, "zero_stage": 1, "zero_shard_degree": 3}, "expected a divisor of dp = 4"),
+        ({"dp": 4, "zero_shard_degree": 2}, "expected 1 because zero_stage is 0"),
+    ],
+)
+def test_impossible_config_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**fields)

@@ -1,0 +1,106 @@
+"""A model under every kind of plan trains as in one process: three AdamW steps in float64."""
+
+import dataclasses
+
+import torch
+from distributed import tiny_gpt
+from distributed.launch import run_ranks
+from distributed.tiny_parallel import parallel_model
+
+from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
+
+BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
+PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=3, blocks=BLOCKS)
+TOLERANCE = 1e-9
+
+
+def plan(**fields):
+    return dataclasses.replace(PLAIN, **fields)
+
+
+TWO_RANKS = {
+    "zero 0": plan(dp=2),
+    "zero 0, one micro-batch": plan(dp=2, n_micro_batches=1),
+    "zero 1": plan(dp=2, zero_stage=1, zero_shard_degree=2),
+    "zero 2": plan(dp=2, zero_stage=2, zero_shard_degree=2),
+    "zero 3": plan(dp=2, zero_stage=3, zero_shard_degree=2),
+    "zero 3 with recompute": plan(dp=2, zero_stage=3, zero_shard_degree=2, recompute=BLOCKS[1:]),
+    "tp 2": plan(tp=2),
+    "tp 2 with recompute": plan(tp=2, recompute=BLOCKS),
+    "pp 2 gpipe": plan(pp=2, schedule="gpipe"),
+    "pp 2 1f1b": plan(pp=2, schedule="1f1b"),
+    "pp 2 1f1b with recompute": plan(pp=2, schedule="1f1b", recompute=BLOCKS[:3]),
+    "pp 2 interleaved": plan(pp=2, n_chunks=2, schedule="interleaved", n_micro_batches=4),
+    "pp 2 gpipe with two chunks": plan(pp=2, n_chunks=2, schedule="gpipe"),
+}
+FOUR_RANKS = {
+    "hsdp 2 x 2, zero 1": plan(dp=4, zero_stage=1, zero_shard_degree=2),
+    "hsdp 2 x 2, zero 2": plan(dp=4, zero_stage=2, zero_shard_degree=2),
+    "hsdp 2 x 2, zero 3": plan(dp=4, zero_stage=3, zero_shard_degree=2),
+    "tp 2 x zero 3": plan(tp=2, dp=2, zero_stage=3, zero_shard_degree=2),
+    "pp 2 x zero 0": plan(pp=2, dp=2),
+    "pp 2 x zero 1": plan(pp=2, dp=2, zero_stage=1, zero_shard_degree=2),
+    "pp 2 x zero 2": plan(pp=2, dp=2, zero_stage=2, zero_shard_degree=2),
+    "pp 2 x zero 3": plan(pp=2, dp=2, zero_stage=3, zero_shard_degree=2),
+    "pp 2 interleaved x zero 3": plan(
+        pp=2, n_chunks=2, dp=2, zero_stage=3, zero_shard_degree=2, schedule="interleaved", n_micro_batches=4
+    ),
+    "pp 4": plan(pp=4, n_micro_batches=5),
+    "pp 2 x tp 2": plan(pp=2, tp=2),
+}
+EIGHT_RANKS = {
+    "pp 2 x tp 2 x zero 3": plan(pp=2, tp=2, dp=2, zero_stage=3, zero_shard_degree=2, recompute=BLOCKS),
+    "pp 2 interleaved x tp 2 x zero 2": plan(
+        pp=2, n_chunks=2, tp=2, dp=2, zero_stage=2, zero_shard_degree=2, schedule="interleaved", n_micro_batches=4
+    ),
+}
+
+
+def largest_difference(config, max_grad_norm=None):
+    """Train three steps beside plain training; the largest difference of losses, norms, gradients and parameters."""
+    generated = parallel_model(config.tp, config.n_stages) if config.tp * config.pp > 1 else None
+    mesh = build_rank_mesh(config, "cpu")
+    options = {"seed": 7, "learning_rate": 1e-2, "max_grad_norm": max_grad_norm}
+    model = ParallelModel(config, tiny_gpt, generated, mesh=mesh, **options)
+    plain = PlainTraining(config, tiny_gpt, build_device=model.full_build_device, device=mesh.device, **options)
+    worst = 0.0
+    for step in range(3):
+        batch = global_batch(tiny_gpt.make_batch, batch_size=config.global_batch_size, seed=7, step=step)
+        loss = model.step(local_batch(batch, config=config, dp_rank=mesh.dp_rank)).item()
+        differences = compare(model, plain, loss=loss, plain_loss=plain.step(batch))
+        worst = max(worst, *dataclasses.astuple(differences), _norm_error(model, plain, max_grad_norm))
+    return worst
+
+
+def _norm_error(model, plain, max_grad_norm):
+    """`grad_norm` is before clipping, the gradients of plain training are after it."""
+    if max_grad_norm is not None:
+        return 0.0 if model.grad_norm > max_grad_norm else torch.inf
+    return abs(model.grad_norm - torch.nn.utils.get_total_norm([p.grad for p in plain.model.parameters()])).item()
+
+
+def _train_all(configs, max_grad_norm):
+    return {name: largest_difference(config, max_grad_norm) for name, config in configs.items()}
+
+
+def _assert_exact(configs, max_grad_norm=None):
+    (first, *_) = results = run_ranks(_train_all, next(iter(configs.values())).n_ranks, configs, max_grad_norm)
+    assert results == [first] * len(results)
+    assert {name: error for name, error in first.items() if not error <= TOLERANCE} == {}
+
+
+def test_two_ranks_train_as_one_process_under_every_zero_stage_and_schedule():
+    _assert_exact(TWO_RANKS)
+
+
+def test_four_ranks_train_as_one_process_under_hybrid_meshes():
+    _assert_exact(FOUR_RANKS)
+
+
+def test_clipping_on_a_three_axis_mesh_equals_clipping_in_one_process():
+    # The norms are between 0.5 and 3, so a bound of 0.05 clips every step; `_norm_error` checks that it does.
+    _assert_exact(EIGHT_RANKS, max_grad_norm=0.05)
+
+
+def test_eight_ranks_train_as_one_process_with_all_axes_at_once():
+    _assert_exact(EIGHT_RANKS)

@@ -1,0 +1,81 @@
+"""The emitted folder runs where autoplan cannot be imported, and says whether it trains as one process."""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from distributed.launch import run_folder
+
+import autoplan.runtime
+from autoplan.codegen.train_script import train_script
+
+HERE = Path(__file__).parent
+CHECK = ("--steps", "3", "--device", "cpu", "--dtype", "float64", "--check")
+PARALLEL_MODEL = """\
+from tiny_parallel import parallel_model
+
+globals().update(vars(parallel_model(tp_degree=2, n_stages=2)))
+"""
+
+
+def emit(folder, *, config, has_parallel_model):
+    """A folder as `autoplan plan --out` writes it, with the hand-written parallel model."""
+    shutil.copytree(Path(autoplan.runtime.__file__).parent, folder / "runtime", ignore=shutil.ignore_patterns("__*__"))
+    shutil.copy(Path(autoplan.runtime.__file__), folder / "runtime")
+    shutil.copy(HERE / "distributed" / "tiny_gpt.py", folder / "model.py")
+    if has_parallel_model:
+        text = (HERE / "distributed" / "tiny_parallel.py").read_text()
+        (folder / "tiny_parallel.py").write_text(
+            text.replace("autoplan.runtime", "runtime").replace(".tiny_gpt", "model")
+        )
+        (folder / "parallel_model.py").write_text(PARALLEL_MODEL)
+    script = train_script(header="Train.", config=config, has_parallel_model=has_parallel_model)
+    (folder / "train.py").write_text(script)
+
+
+def test_program_with_tensor_and_pipeline_parallelism_equals_one_process_and_reports_every_step(tmp_path):
+    config = {"tp": 2, "pp": 2, "micro_batch_size": 2, "n_micro_batches": 2, "precision": "bf16"}
+    emit(tmp_path, config=config, has_parallel_model=True)
+    done = run_folder(tmp_path, 4, *CHECK, "--out-json", "result.json")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["0", "1", "2"]
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["config"]["precision"] == "fp64"
+    assert len(report["steps"]) == 3
+    for step in report["steps"]:
+        assert max(step["differences"].values()) <= 1e-9
+        # 1 dp rank x 2 micro-batches x 2 samples = 4 samples
+        assert step["samples_per_s"] == pytest.approx(4 / step["step_s"])
+
+
+def test_program_that_forgets_to_reduce_gradients_fails_its_check_after_the_first_step(tmp_path):
+    emit(tmp_path, config={"dp": 2, "blocks": ("blocks.0",)}, has_parallel_model=False)
+    zero = (tmp_path / "runtime" / "zero.py").read_text()
+    broken = zero.replace("sync(zero_stage >= 2 or is_last_micro_batch)", "sync(False)")
+    assert broken != zero
+    (tmp_path / "runtime" / "zero.py").write_text(broken)
+    done = run_folder(tmp_path, 2, *CHECK)
+    assert done.returncode != 0
+    (line,) = done.stdout.splitlines()
+    assert line.endswith("DIFFERS from one process")
+    assert "exitcode  : 8" in done.stderr
+
+
+def test_another_number_of_processes_than_planned_is_refused_before_the_first_step(tmp_path):
+    emit(tmp_path, config={"dp": 3}, has_parallel_model=False)
+    done = run_folder(tmp_path, 2, *CHECK)
+    assert done.returncode != 0
+    assert "planned: 3 processes (pp 1 x dp 3 x tp 1); found: 2" in done.stderr
+    assert done.stdout == ""
+
+
+def test_script_keeps_values_and_any_header():
+    header = 'Plan of "a\\b": """quoted""" and {braces}'
+    config = {"dp": 2, "recompute": ("blocks.0",), "precision": "bf16", "compile": True}
+    tree = ast.parse(train_script(header=header, config=config, has_parallel_model=True, overrides={"size": "1b"}))
+    assert ast.get_docstring(tree) == header
+    assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert {word.arg: ast.literal_eval(word.value) for word in assigned["PLAN"].keywords} == config
+    assert ast.literal_eval(assigned["MODEL_OVERRIDES"]) == {"size": "1b"}

@@ -1,0 +1,135 @@
+"""When parameters are gathered and gradients reduced under each ZeRO stage: the table in `runtime.zero`, counted."""
+
+from collections import Counter
+
+import torch
+from distributed import tiny_gpt
+from distributed.launch import run_ranks
+from distributed.tiny_parallel import parallel_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.runtime import Config, ParallelModel, build_rank_mesh, global_batch, local_batch
+from autoplan.runtime.zero import local_part
+
+BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives that run inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.counts[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _build(**fields):
+    config = Config(precision="fp64", micro_batch_size=2, n_micro_batches=3, blocks=BLOCKS, **fields)
+    generated = parallel_model(config.tp, config.n_stages) if config.pp > 1 else None
+    return ParallelModel(config, tiny_gpt, generated, mesh=build_rank_mesh(config, "cpu"))
+
+
+def _count(**fields):
+    """(all-gathers, reduce-scatters, all-reduces) of the second step."""
+    model = _build(**fields)
+    for step in range(2):
+        batch = global_batch(tiny_gpt.make_batch, batch_size=model.config.global_batch_size, seed=0, step=step)
+        with CollectiveCounter() as counter:
+            model.step(local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank))
+    return tuple(counter.counts[name] for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"))
+
+
+def _count_on_two_ranks():
+    return [_count(dp=2)] + [_count(dp=2, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)]
+
+
+def test_zero_stages_gather_and_reduce_as_often_as_documented():
+    # 4 blocks and the rest are 5 groups; 3 micro-batches; the loss and the norm are one all-reduce.
+    assert run_ranks(_count_on_two_ranks, 2)[0] == [
+        (0, 0, 5 + 1),  # stage 0: each group is all-reduced once
+        (5, 5, 1),  # stage 1: gathered and reduced once
+        (5, 3 * 5, 1),  # stage 2: reduced in each micro-batch
+        (3 * (2 * 4 + 1), 3 * 5, 1),  # stage 3: blocks are gathered in forward and backward, the rest once
+    ]
+
+
+def _count_on_four_ranks():
+    replicated = [_count(dp=4, zero_stage=stage, zero_shard_degree=2) for stage in (1, 3)]
+    return replicated + [_count(dp=2, pp=2, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)]
+
+
+def test_replicas_are_reduced_once_per_step_and_a_pipeline_changes_no_stage():
+    assert run_ranks(_count_on_four_ranks, 4)[0] == [
+        (5, 5, 5 + 1),  # hybrid stage 1: one all-reduce over replicas per group
+        (3 * (2 * 4 + 1), 3 * 5, 5 + 1),  # hybrid stage 3: the same
+        # A pipeline stage has 2 blocks and the rest, 3 groups; the tied weight adds one all-reduce.
+        (3, 3, 2),
+        (3, 3 * 3, 2),
+        # 1F1B on the first of two stages runs F0 F1 B0 F2 B1 B2. The rest is gathered for F0, kept for F1, freed by B0,
+        # gathered for F2, freed by B1, gathered for B2: 3. Each block: 3 forwards + 3 backwards.
+        (3 + 2 * 6, 3 * 3, 2),
+    ]
+
+
+def _state_elements():
+    """Elements of parameters and optimizer state that this rank holds, per ZeRO stage."""
+    found = []
+    for fields in ({"dp": 2}, *({"dp": 2, "zero_stage": stage, "zero_shard_degree": 2} for stage in (1, 2, 3))):
+        model = _build(**fields)
+        batch = global_batch(tiny_gpt.make_batch, batch_size=model.config.global_batch_size, seed=0, step=0)
+        model.step(local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank))
+        parameters = sum(local_part(p).numel() for p in model.parameters())
+        moments = [s for state in model.optimizer.state.values() for s in state.values() if s.dim() > 0]
+        found.append((parameters, sum(local_part(moment).numel() for moment in moments)))
+    return found
+
+
+def test_sharded_stages_keep_half_of_parameters_and_optimizer_state_between_steps_on_two_ranks():
+    n_elements = sum(p.numel() for p in tiny_gpt.build_model().parameters())
+    whole, half = (n_elements, 2 * n_elements), (n_elements // 2, n_elements)
+    assert n_elements % 2 == 0
+    assert run_ranks(_state_elements, 2)[0] == [whole, half, half, half]
+
+
+def _gathers_in_mixed_precision():
+    config = Config(precision="bf16", micro_batch_size=2, blocks=BLOCKS)
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    seen = set()
+    model.stages[0].blocks[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    losses = [model.step(global_batch(tiny_gpt.make_batch, batch_size=2, seed=0, step=0)).item() for _ in range(5)]
+    return seen, {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}, losses
+
+
+def test_one_device_in_bf16_computes_in_bf16_and_keeps_parameters_and_gradients_in_float32():
+    ((computed, parameters, gradients, losses),) = run_ranks(_gathers_in_mixed_precision, 1)
+    assert (computed, parameters, gradients) == ({torch.bfloat16}, {torch.float32}, {torch.float32})
+    assert losses[-1] < losses[0]
+
+
+def _steps_with_loss_scaling():
+    config = Config(precision="fp16", micro_batch_size=2, blocks=BLOCKS)
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    batch = global_batch(tiny_gpt.make_batch, batch_size=2, seed=0, step=0)
+    model._loss_scale = 2.0**40  # overflows float16
+    before = _values(model)
+    model.step(batch)
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True))
+    scale_after_overflow = model._loss_scale
+    model._loss_scale = 2.0**10
+    losses = [model.step(batch).item() for _ in range(5)]
+    return unchanged, scale_after_overflow, losses
+
+
+def _values(model):
+    return [local_part(p).detach().clone() for p in model.parameters()]
+
+
+def test_fp16_skips_a_step_whose_gradients_overflow_and_halves_the_loss_scale():
+    ((unchanged, scale, losses),) = run_ranks(_steps_with_loss_scaling, 1)
+    assert unchanged
+    assert scale == 2.0**39
+    assert losses[-1] < losses[0]

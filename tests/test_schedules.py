@@ -1,0 +1,216 @@
+"""Schedules: their order, their text form, and what `check_schedule` refuses."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.errors import InputError, UsageError
+from autoplan.schedules import (
+    Action,
+    build_schedule,
+    check_schedule,
+    dependency,
+    replay_order,
+    schedule_from_text,
+    schedule_to_text,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "schedules"
+
+
+def most_in_flight(actions):
+    """The most micro-batches x stages between their forward and backward pass at once."""
+    count = most = 0
+    for action in actions:
+        count += 1 if action.kind == "F" else -1
+        most = max(most, count)
+    return most
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    n_ranks = draw(st.integers(1, 5))
+    if name == "interleaved":
+        n_chunks, n_micro_batches = draw(st.integers(2, 4)), n_ranks * draw(st.integers(1, 3))
+    else:
+        n_chunks, n_micro_batches = 1, draw(st.integers(1, 9))
+    return build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_ranks", "n_chunks", "n_micro_batches"),
+    [("gpipe", 2, 1, 3), ("1f1b", 4, 1, 8), ("interleaved", 2, 2, 4), ("interleaved", 4, 2, 8)],
+)
+def test_schedule_equals_its_golden_text(name, n_ranks, n_chunks, n_micro_batches):
+    schedule = build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    golden = GOLDEN / f"{name}_{n_ranks}x{n_chunks}_{n_micro_batches}.txt"
+    assert schedule_to_text(schedule) == golden.read_text()
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_text_form_reads_back(schedule):
+    assert schedule_from_text(schedule_to_text(schedule)) == schedule
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_replay_order_keeps_rank_order_and_dependencies(schedule):
+    n_stages = 1 + max(action.stage for actions in schedule for action in actions)
+    order = replay_order(schedule, n_stages=n_stages)
+    place = {action: index for index, action in enumerate(order)}
+    assert len(place) == len(order) == sum(len(actions) for actions in schedule)
+    for actions in schedule:
+        assert [place[action] for action in actions] == sorted(place[action] for action in actions)
+    for action in order:
+        needed = dependency(action, n_stages)
+        assert needed is None or place[needed] < place[action]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_1f1b_holds_at_most_as_many_micro_batches_as_ranks_from_here_on(n_ranks, n_micro_batches):
+    schedule = build_schedule("1f1b", n_ranks=n_ranks, n_micro_batches=n_micro_batches)
+    expected = [min(n_micro_batches, n_ranks - rank) for rank in range(n_ranks)]
+    assert [most_in_flight(actions) for actions in schedule] == expected
+
+
+def test_gpipe_holds_all_micro_batches():
+    assert [most_in_flight(actions) for actions in build_schedule("gpipe", n_ranks=3, n_micro_batches=7)] == [7, 7, 7]
+
+
+def test_interleaved_holds_its_warm_up_and_one_more():
+    # 4 ranks, 3 chunks: warm-up (3 - 1) x 4 + 2 x (3 - rank) = 14, 12, 10, 8 forward passes, then one more before B
+    schedule = build_schedule("interleaved", n_ranks=4, n_chunks=3, n_micro_batches=8)
+    assert [most_in_flight(actions) for actions in schedule] == [15, 13, 11, 9]
+
+
+class RecordingStage:
+    """Stands for torch's pipeline stage and writes down what the schedule asks it to do."""
+
+    def __init__(self, stage_index):
+        self.stage_index = stage_index
+        self.actions = []
+
+    def forward_one_chunk(self, micro_batch, *_, **__):
+        self.actions.append(Action(self.stage_index, "F", micro_batch))
+
+    def backward_one_chunk(self, micro_batch, **__):
+        self.actions.append(Action(self.stage_index, "B", micro_batch))
+
+    def perform_reduce_grad(self, *_):
+        pass
+
+    def get_fwd_recv_ops(self, _):
+        return []
+
+    get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
+
+
+def actions_torch_runs(torch_class, *, rank, n_ranks, n_micro_batches):
+    """What torch's own step does on one rank, with communication and compute left out."""
+    stage = RecordingStage(rank)
+    schedule = object.__new__(torch_class)
+    vars(schedule).update(
+        _stage=stage,
+        _num_stages=n_ranks,
+        _n_microbatches=n_micro_batches,
+        scale_grads=True,
+        _check_inputs=lambda *_: ([()] * n_micro_batches, [{}] * n_micro_batches),
+        _initialize_stage=lambda *_: None,
+        _maybe_compute_loss=lambda *_: None,
+        _maybe_get_loss=lambda *_: None,
+        _update_losses=lambda *_: None,
+    )
+    schedule._step_microbatches()
+    return tuple(stage.actions)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("n_ranks", "n_micro_batches"), [(1, 3), (2, 2), (3, 7), (4, 4), (4, 9)])
+def test_order_is_what_torch_runs(name, n_ranks, n_micro_batches):
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    torch_class = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}[name]
+    schedule = build_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches)
+    for rank, actions in enumerate(schedule):
+        counts = {"n_ranks": n_ranks, "n_micro_batches": n_micro_batches}
+        assert actions == actions_torch_runs(torch_class, rank=rank, **counts)
+
+
+@pytest.mark.parametrize(("n_ranks", "n_chunks", "n_micro_batches"), [(1, 2, 3), (2, 2, 4), (2, 3, 2), (4, 2, 12)])
+def test_interleaved_order_is_that_of_torch(n_ranks, n_chunks, n_micro_batches):
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = SimpleNamespace(
+        n_local_stages=n_chunks,
+        microbatches_per_round=n_ranks,  # as torch computes it when n_micro_batches is a multiple of n_ranks
+        pp_group_size=n_ranks,
+        _n_microbatches=n_micro_batches,
+    )
+    calculate = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
+    schedule = build_schedule("interleaved", n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    for rank, actions in enumerate(schedule):
+        assert " ".join(map(str, actions)) == " ".join(str(a) for a in calculate(theirs, rank) if a is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 0: 0F0 0F0 0B0\n", r"rank 0: found '0F0 2 times'"),
+        ("rank 0: 0F0 0B0 0B1\n", r"rank 0: found '0F1 0 times'"),
+        ("rank 0: 0B0 0F0\n", r"rank 0, action 0: found '0B0'\n  expected: 0F0 to run before it"),
+        ("rank 0: 0F0 1F0 0B0\nrank 1: 1B0\n", r"rank 0, action 1: found '1F0'\n  expected: rank 1 to run it"),
+        ("rank 0: 0F0 0B0 2F0\nrank 1: 1F0 1B0\n", r"rank 0, action 2: found '2F0'\n  expected: stage 0 to 1"),
+        # rank 0 wants the gradient of micro-batch 1 first, rank 1 has not got its activation: both wait for ever
+        (
+            "rank 0: 0F0 0B1 0F1 0B0\nrank 1: 1F0 1F1 1B1 1B0\n",
+            r"rank 0, action 1: found '0B1'\n  expected: 1B1 .*dead",
+        ),
+    ],
+)
+def test_check_names_the_place_of_the_fault(text, message):
+    schedule = schedule_from_text(text)
+    with pytest.raises(InputError, match=message):
+        check_schedule(schedule, n_ranks=len(schedule), n_chunks=1)
+
+
+def test_check_counts_the_ranks():
+    with pytest.raises(InputError, match="found '1 ranks'\n  expected: 2"):
+        check_schedule(schedule_from_text("rank 0: 0F0 0B0"), n_ranks=2, n_chunks=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 0: 0F0 0G0\n", "line 1: found '0G0'"),
+        ("# two ranks\nrank 1: 0F0\n", "line 2: found 'rank 1: 0F0'\n  expected: rank 0"),
+        ("0F0 0B0\n", "line 1: found '0F0 0B0'"),
+    ],
+)
+def test_text_that_is_no_schedule_names_the_line(text, message):
+    with pytest.raises(InputError, match=message):
+        schedule_from_text(text)
+
+
+def test_unknown_name_lists_the_valid_ones():
+    with pytest.raises(UsageError, match="one of 1f1b, gpipe, interleaved"):
+        build_schedule("zigzag", n_ranks=2, n_micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_ranks", "n_chunks", "n_micro_batches", "message"),
+    [
+        ("1f1b", 2, 2, 4, "n_chunks: found 2"),
+        ("gpipe", 2, 2, 4, "n_chunks: found 2"),
+        ("interleaved", 2, 1, 4, "n_chunks: found 1"),
+        ("interleaved", 4, 2, 6, "n_micro_batches: found 6\n  expected: a multiple of pp = 4"),
+        ("1f1b", 0, 1, 4, "pp: found 0"),
+        ("1f1b", 2, 1, 0, "n_micro_batches: found 0"),
+    ],
+)
+def test_numbers_a_schedule_does_not_exist_for_are_refused(name, n_ranks, n_chunks, n_micro_batches, message):
+    with pytest.raises(InputError, match=message):
+        build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
