@@ -9,24 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.answer import Answer, Workload, tokens_per_sample
 from autoplan.errors import PlanMismatchError
 from autoplan.options import Options
-from autoplan.parallel_plan import Plan
 from autoplan.search.result import Candidate, SearchResult
 
 if TYPE_CHECKING:
-    from autoplan.cost.price import Shardings
-    from autoplan.cost.table import CostTable
     from autoplan.graph import OpGraph
     from autoplan.hardware import HardwareProfile
-    from autoplan.parallel_plan import Estimate, Mesh, StagePlan
-    from autoplan.rules import OpRule
-    from autoplan.search import SearchSpace
+    from autoplan.parallel_plan import Estimate, Plan
+    from autoplan.space import PricedSpace
     from autoplan.what_if import WhatIfRow
 
 Overrides = Mapping[str, Any]
@@ -67,10 +62,15 @@ def estimate(
 
 
 def trace_model(model: str | Path, *, overrides: Overrides | None = None) -> OpGraph:
-    """The graph of a model file; it runs the file's code, on meta tensors."""
-    from autoplan import trace
+    """The graph of a model file; it runs the file's code, on meta tensors, unless the trace is cached."""
+    from autoplan.graph_cache import cached_graph
 
-    return trace.trace_model(trace.model_source(Path(model), dict(overrides or {})))
+    def trace_now() -> OpGraph:
+        from autoplan import trace
+
+        return trace.trace_model(trace.model_source(Path(model), dict(overrides or {})))
+
+    return cached_graph(Path(model), overrides or {}, trace_now)
 
 
 def make_problem(
@@ -115,27 +115,28 @@ def whatif(
 
 
 def solve(problem: Problem) -> Answer:
-    """Search the whole space; the estimate of the best plan carries its timeline.
-
-    Raises: InfeasibleError when no mesh divides the devices and the batch at all.
-    """
+    """Search the whole space; the estimate of the best plan carries its timeline."""
     from autoplan.search import search
+    from autoplan.space import priced_space
 
-    space, pricing = _search_space(problem)
+    graph, options = problem.graph, problem.options
+    global_batch = global_batch_size(problem)
 
-    def with_hosts(n_hosts: int) -> tuple[SearchSpace, Callable[[Mesh], CostTable]]:
-        larger, prices = _search_space(replace(problem, profile=_with_hosts(problem.profile, n_hosts)))
-        return larger, prices.price
+    def space_on(profile: HardwareProfile) -> PricedSpace:
+        return priced_space(graph, profile, options, global_batch=global_batch)
 
+    def with_hosts(n_hosts: int) -> tuple[Any, Any]:
+        from autoplan.hardware import load_profile
+
+        other = space_on(load_profile(problem.profile.name, n_hosts=n_hosts))
+        return other.space, other.price
+
+    offered = space_on(problem.profile)
     result = search(
-        space,
-        price=pricing.price,
-        options=problem.options,
-        make_plan=partial(_make_plan, problem, pricing.shardings),
-        with_hosts=with_hosts,
+        offered.space, price=offered.price, options=options, make_plan=offered.make_plan, with_hosts=with_hosts
     )
     if result.best is not None:
-        result = replace(result, best=replace(result.best, estimate=_judge(pricing, result.best.plan)))
+        result = replace(result, best=replace(result.best, estimate=_judge(problem, result.best.plan)))
     return Answer(_workload(problem), result)
 
 
@@ -145,7 +146,7 @@ def score(problem: Problem, plan: Plan) -> Answer:
     Raises: PlanMismatchError when the plan was made for another model or needs more devices.
     """
     _check_belongs(problem, plan)
-    estimate = _judge(_pricing(problem, {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}), plan)
+    estimate = _judge(problem, plan)
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
     return Answer(_workload(problem), result)
@@ -155,16 +156,16 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
     from autoplan.launch_scripts import launch_line
-    from autoplan.output_folder import launch_size, read_text_file, report_files
+    from autoplan.output_folder import launch_size, report_files
     from autoplan.report import program_header
+    from autoplan.space import load_rules
 
-    header = program_header(answer, launch_line=launch_line(**launch_size(answer)))
     program = generate(
         problem.graph,
         answer.best.plan,
-        rules=_rules(),
-        header=header,
-        model_text=read_text_file(problem.model_file),
+        rules=load_rules(),
+        header=program_header(answer, launch_line=launch_line(**launch_size(answer))),
+        model_text=problem.model_file.read_text(),
         overrides=dict(problem.overrides),
     )
     return {**dict(program.files), **report_files(answer)}
@@ -177,105 +178,21 @@ def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = 
     write_folder(Path(folder), program_files(problem, answer), force=force)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pricing:
-    """How this problem's meshes are priced, and the tensor-parallel assignments the prices are for."""
-
-    price: Callable[[Mesh], CostTable]
-    shardings: Shardings
-
-
-def _search_space(problem: Problem) -> tuple[SearchSpace, _Pricing]:
-    """What may be searched: every degree within a host that the model can be split into."""
-    from autoplan.cost.price import _cut_values
-    from autoplan.search import SearchSpace
-
-    graph, profile = problem.graph, problem.profile
-    shardings = _shardings(problem)
-    keys = {tp: tuple(key for degree, key in shardings if degree == tp) for tp in sorted({tp for tp, _ in shardings})}
-    space = SearchSpace(
-        n_devices=profile.n_devices,
-        n_devices_per_host=profile.n_devices_per_host,
-        global_batch=global_batch_size(problem),
-        kinds=tuple(segment.kind for segment in graph.segments),
-        cuts=tuple(is_legal for _, is_legal in _cut_values(graph)),
-        shardings=((1, ("",)), *keys.items()),
-    )
-    return space, _pricing(problem, shardings)
-
-
 def global_batch_size(problem: Problem) -> int:
     """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
     return problem.options.global_batch or DEFAULT_MICRO_BATCH_SIZE * problem.profile.n_devices
 
 
-def _shardings(problem: Problem) -> Shardings:
-    """The tensor-parallel assignments of every degree that divides a host."""
-    from autoplan.cost.price import sharding_prices
-    from autoplan.search.meshes import divisors
-    from autoplan.search.solve import solve as solve_program
-    from autoplan.sharding import shard_graph
-
-    rules = _rules()
-    found = {}
-    for degree in divisors(problem.profile.n_devices_per_host)[1:]:
-        prices = sharding_prices(
-            problem.graph,
-            profile=problem.profile,
-            precision=problem.options.precision,
-            rules=rules,
-            degree=degree,
-            batch_size=DEFAULT_MICRO_BATCH_SIZE,
-        )
-        solve_ilp = partial(solve_program, time_limit_s=None)
-        assignments = shard_graph(problem.graph, degree=degree, rules=rules, prices=prices, solve=solve_ilp)
-        found.update({(degree, boundary): kinds for boundary, kinds in assignments.items()})
-    return found
-
-
-def _pricing(problem: Problem, shardings: Shardings) -> _Pricing:
-    from autoplan.cost.price import make_pricer
-
-    price = make_pricer(
-        problem.graph,
-        profile=problem.profile,
-        precision=problem.options.precision,
-        shardings=shardings,
-        rules=_rules(),
-    )
-    return _Pricing(price, shardings)
-
-
-def _make_plan(problem: Problem, shardings: Shardings, mesh: Mesh, stages: tuple[StagePlan, ...]) -> Plan:
-    return Plan(
-        mesh,
-        stages,
-        precision=problem.options.precision,
-        shardings=shardings.get((mesh.tp, mesh.sharding), ()),
-        graph_hash=problem.graph.content_hash(),
-        hardware=problem.profile.name,
-        n_hosts=problem.profile.n_hosts,
-    )
-
-
-def _judge(pricing: _Pricing, plan: Plan) -> Estimate:
+def _judge(problem: Problem, plan: Plan) -> Estimate:
     from autoplan.simulate import simulate
+    from autoplan.space import price_plan
 
-    return simulate(pricing.price(plan.mesh), plan.stages, with_timeline=True)
-
-
-def _rules() -> Mapping[str, OpRule]:
-    from autoplan.registry import load_table
-
-    return load_table("autoplan.cost_models", "RULES")
-
-
-def _with_hosts(profile: HardwareProfile, n_hosts: int) -> HardwareProfile:
-    return _load_profile(profile.name, n_hosts)
+    table = price_plan(problem.graph, problem.profile, plan)
+    return simulate(table, plan.stages, with_timeline=True)
 
 
 def _workload(problem: Problem) -> Workload:
-    from autoplan.cost.model_flops import model_flops_per_sample
+    from autoplan.space import flops_per_sample
 
     graph, profile = problem.graph, problem.profile
     return Workload(
@@ -285,7 +202,7 @@ def _workload(problem: Problem) -> Workload:
         n_hosts=profile.n_hosts,
         n_devices=profile.n_devices,
         n_parameters=graph.n_parameters(),
-        flops_per_sample=model_flops_per_sample(graph, _rules()),
+        flops_per_sample=flops_per_sample(graph),
         tokens_per_sample=tokens_per_sample(graph),
         peak_flops_per_s=dict(profile.device.peak_flops_per_s).get(problem.options.precision),
         price_usd_per_device_hour=profile.price_usd_per_device_hour,

@@ -179,7 +179,9 @@ def _split(terms: tuple[Term, ...], result: Term, letter: str, blocks: int) -> S
             layouts.append(sharded(term.letters.index(letter), blocks))
         else:
             layouts.append(P if is_contracted and term.is_added else V)
-    return Strategy(tuple(layouts), P if is_contracted else sharded(result.letters.index(letter), blocks), is_split=True)
+    return Strategy(
+        tuple(layouts), P if is_contracted else sharded(result.letters.index(letter), blocks), is_split=True
+    )
 
 
 def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_gradient: bool) -> Strategy:

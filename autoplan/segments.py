@@ -96,7 +96,9 @@ def _signature(ops: tuple[Op, ...], path: str | None, *, parameters: set[str], o
             name = argument.name
             if name not in numbers:
                 is_own = name in parameters and path is not None and name.startswith(path + ".")
-                numbers[name] = name.removeprefix(f"{path}.") if is_own else (name if name in parameters else len(numbers))
+                numbers[name] = (
+                    name.removeprefix(f"{path}.") if is_own else (name if name in parameters else len(numbers))
+                )
             return ("value", numbers[name])
         if isinstance(argument, tuple):
             return tuple(canonical(item) for item in argument)

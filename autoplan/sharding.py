@@ -128,9 +128,7 @@ def legal_strategies(
         names = operand_names(op)
         flags = tuple(name in gradients for name in names)
         operands = tuple(specs[name] for name in names)
-        candidates = all_strategies(
-            rules.get(op.target), op, operands=operands, degree=degree, blocks=blocks[op.name]
-        )
+        candidates = all_strategies(rules.get(op.target), op, operands=operands, degree=degree, blocks=blocks[op.name])
         normal = (normalize(s, flags, result_has_gradient=op.name in gradients) for s in candidates)
         found[op] = tuple(dict.fromkeys(normal))
     return found

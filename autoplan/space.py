@@ -63,9 +63,7 @@ def priced_space(graph: OpGraph, profile: HardwareProfile, options: Options, *, 
 def price_plan(graph: OpGraph, profile: HardwareProfile, plan: Plan) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
     shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
-    pricer = make_pricer(
-        graph, profile=profile, precision=plan.precision, shardings=shardings, rules=load_rules()
-    )
+    pricer = make_pricer(graph, profile=profile, precision=plan.precision, shardings=shardings, rules=load_rules())
     return pricer(plan.mesh)
 
 

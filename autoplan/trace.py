@@ -50,6 +50,7 @@ from autoplan.segments import split_segments
 BATCH_A, BATCH_B = 2, 3
 DTYPE_A, DTYPE_B = torch.bfloat16, torch.float64
 LOSS_PATH = "loss_fn"
+_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py")
 _DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
 
@@ -83,7 +84,10 @@ def load_model_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(f"{path}: importing the model file failed: {_user_frame(error, path)}") from error
-    for name, signature in (("build_model", "(**overrides) -> nn.Module"), ("make_batch", "(batch_size) -> (inputs, targets)")):
+    for name, signature in (
+        ("build_model", "(**overrides) -> nn.Module"),
+        ("make_batch", "(batch_size) -> (inputs, targets)"),
+    ):
         if not callable(getattr(module, name, None)):
             functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
             raise InputError.of(
@@ -242,15 +246,14 @@ def _overlay(name: str, first: _Trace, second: _Trace) -> OpGraph:
         )
     value_names = _value_names(first, nodes_a)
     ops = tuple(
-        _overlay_op(a, b, value_names)
-        for a, b in zip(nodes_a, nodes_b, strict=True)
-        if a.op == "call_function"
+        _overlay_op(a, b, value_names) for a, b in zip(nodes_a, nodes_b, strict=True) if a.op == "call_function"
     )
     outputs_a = next(n for n in first.program.graph.nodes if n.op == "output").args[0]
     output_names = [value_names[node] for node in outputs_a if isinstance(node, torch.fx.Node)]
     loss, *model_outputs = output_names
     ops = _live_ops(ops, set(output_names))
     _check_loss(name, loss, ops)
+    model_outputs = [_made_by_model(name, ops) for name in model_outputs]
     inputs = _graph_inputs(first, second, value_names)
     parameters = _graph_parameters(first.model, second.model, ops)
     class_names = {path: type(module).__name__ for path, module in first.model.named_modules()}
@@ -323,7 +326,9 @@ def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: st
         return _overlay_extent(a, b, where)
     if isinstance(a, float):
         if a != b and not (a != a and b != b):
-            raise TraceError(f"{where}: the number {a} depends on the batch size; use a reduction such as mean() instead")
+            raise TraceError(
+                f"{where}: the number {a} depends on the batch size; use a reduction such as mean() instead"
+            )
         return a
     return Symbol(str(a))
 
@@ -365,6 +370,20 @@ def _live_ops(ops: tuple[Op, ...], kept: set[str]) -> tuple[Op, ...]:
             live.append(op)
             needed.update(op.input_names())
     return tuple(reversed(live))
+
+
+def _made_by_model(name: str, ops: tuple[Op, ...]) -> str:
+    """The value the model returned, where the trace names an alias of it that the loss function made.
+
+    A loss that broadcasts (`mse_loss`) gets the same tensor back, and the trace keeps the later of the two names.
+    """
+    table = {op.name: op for op in ops}
+    while name in table and table[name].module_path == LOSS_PATH:
+        op = table[name]
+        source = table[op.args[0].name] if op.target == "getitem" else op
+        position = op.args[1] if op.target == "getitem" else 0
+        name = source.input_names()[position]
+    return name
 
 
 def _check_loss(name: str, loss: str, ops: tuple[Op, ...]) -> None:
@@ -447,8 +466,7 @@ def _trace_failure(name: str, error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith("<") and "/autoplan/trace.py" not in frame.filename
-        and "/lib/python" not in frame.filename
+        if not frame.filename.startswith("<") and not any(part in frame.filename for part in _NOT_THE_USERS)
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

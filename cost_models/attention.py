@@ -15,7 +15,9 @@ def _attention(op: Op, operands: Specs) -> str:
         shape, mask = (*operands[0].shape[:3], operands[1].shape[2]), operands[3].shape
         names = ("b", "h", "s^", "t^")[4 - len(mask) :]
         full = shape[4 - len(mask) :]
-        terms.append(" ".join(n if a == b else f"one{i}^" for i, (n, a, b) in enumerate(zip(names, mask, full, strict=True))))
+        terms.append(
+            " ".join(n if a == b else f"one{i}^" for i, (n, a, b) in enumerate(zip(names, mask, full, strict=True)))
+        )
     return ", ".join(terms) + " -> b h s^ v^"
 
 

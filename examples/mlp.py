@@ -1,6 +1,6 @@
 """A residual MLP on synthetic regression data: the smallest model worth planning.
 
-    autoplan plan examples/mlp.py --hw dgx_a100_x8 --set width=4096
+autoplan plan examples/mlp.py --hw dgx_a100_x8 --set width=4096
 """
 
 import torch

@@ -24,6 +24,7 @@ PRINTING_PLACES = ("autoplan/cli.py", "autoplan/runtime/")
 FILE_PLACES = (
     "autoplan/cli.py",
     "autoplan/codegen/",
+    "autoplan/graph_cache.py",
     "autoplan/hardware_file.py",
     "autoplan/measure.py",
     "autoplan/output_folder.py",

@@ -29,7 +29,11 @@ def test_example_is_planned_and_never_slower_than_a_plain_recipe(path: Path) -> 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, CHECKOUT / "README.md"], ids=lambda path: path.stem)
 def test_commands_in_the_documentation_parse(path: Path) -> None:
-    text = path.read_text() if path.suffix == ".md" else ast.get_docstring(ast.parse(path.read_text())) or ""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = "\n".join(re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    else:
+        text = ast.get_docstring(ast.parse(text)) or ""
     commands = re.findall(r"^\s*(?:\$ )?autoplan ([a-z].*)$", text, re.MULTILINE)
     assert commands
     for command in commands:

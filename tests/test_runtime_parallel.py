@@ -1,7 +1,9 @@
 """A model under every kind of plan trains as in one process: three AdamW steps in float64."""
 
 import dataclasses
+import shutil
 
+import pytest
 import torch
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
@@ -48,6 +50,11 @@ FOUR_RANKS = {
     "pp 4": plan(pp=4, n_micro_batches=5),
     "pp 2 x tp 2": plan(pp=2, tp=2),
 }
+COMPILED = {
+    "compiled tp 2 with recompute": plan(tp=2, compile=True, recompute=BLOCKS),
+    "compiled zero 3 with recompute": plan(dp=2, zero_stage=3, zero_shard_degree=2, compile=True, recompute=BLOCKS[:2]),
+    "compiled pp 2": plan(pp=2, compile=True),
+}
 EIGHT_RANKS = {
     "pp 2 x tp 2 x zero 3": plan(pp=2, tp=2, dp=2, zero_stage=3, zero_shard_degree=2, recompute=BLOCKS),
     "pp 2 interleaved x tp 2 x zero 2": plan(
@@ -56,10 +63,10 @@ EIGHT_RANKS = {
 }
 
 
-def largest_difference(config, max_grad_norm=None):
+def largest_difference(config, max_grad_norm=None, device_type="cpu"):
     """Train three steps beside plain training; the largest difference of losses, norms, gradients and parameters."""
     generated = parallel_model(config.tp, config.n_stages) if config.tp * config.pp > 1 else None
-    mesh = build_rank_mesh(config, "cpu")
+    mesh = build_rank_mesh(config, device_type)
     options = {"seed": 7, "learning_rate": 1e-2, "max_grad_norm": max_grad_norm}
     model = ParallelModel(config, tiny_gpt, generated, mesh=mesh, **options)
     plain = PlainTraining(config, tiny_gpt, build_device=model.full_build_device, device=mesh.device, **options)
@@ -79,12 +86,19 @@ def _norm_error(model, plain, max_grad_norm):
     return abs(model.grad_norm - torch.nn.utils.get_total_norm([p.grad for p in plain.model.parameters()])).item()
 
 
-def _train_all(configs, max_grad_norm):
-    return {name: largest_difference(config, max_grad_norm) for name, config in configs.items()}
+def _train_all(configs, max_grad_norm, device_type):
+    differences = {}
+    for name, config in configs.items():
+        torch.compiler.reset()
+        differences[name] = largest_difference(config, max_grad_norm, device_type)
+    return differences
 
 
-def _assert_exact(configs, max_grad_norm=None):
-    (first, *_) = results = run_ranks(_train_all, next(iter(configs.values())).n_ranks, configs, max_grad_norm)
+def _assert_exact(configs, max_grad_norm=None, device_type="cpu"):
+    n_ranks = next(iter(configs.values())).n_ranks
+    backend = "gloo" if device_type == "cpu" else "nccl"
+    results = run_ranks(_train_all, n_ranks, configs, max_grad_norm, device_type, backend=backend, timeout_s=240.0)
+    first = results[0]
     assert results == [first] * len(results)
     assert {name: error for name, error in first.items() if not error <= TOLERANCE} == {}
 
@@ -104,3 +118,21 @@ def test_clipping_on_a_three_axis_mesh_equals_clipping_in_one_process():
 
 def test_eight_ranks_train_as_one_process_with_all_axes_at_once():
     _assert_exact(EIGHT_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile on CPU needs a C++ compiler")
+def test_compiled_plans_train_as_one_process():
+    _assert_exact(COMPILED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_two_gpus_train_as_one_over_nccl():
+    _assert_exact(TWO_RANKS | COMPILED, device_type="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+def test_four_gpus_train_as_one_over_nccl():
+    _assert_exact(FOUR_RANKS, device_type="cuda")

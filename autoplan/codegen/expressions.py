@@ -220,7 +220,27 @@ def _dropout(call: Call) -> str:
     return f"F.dropout({call.operands[0]}, {call.op.args[1]!r}, self.training)"
 
 
-_TORCH_FUNCTIONS = ["exp", "log", "sqrt", "rsqrt", "sin", "cos", "abs", "square", "tanh", "sigmoid", "outer", "where", "tril", "triu", "clamp", "reciprocal", "bmm", "mm", "matmul"]
+_TORCH_FUNCTIONS = [
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "sin",
+    "cos",
+    "abs",
+    "square",
+    "tanh",
+    "sigmoid",
+    "outer",
+    "where",
+    "tril",
+    "triu",
+    "clamp",
+    "reciprocal",
+    "bmm",
+    "mm",
+    "matmul",
+]
 
 EXPRESSIONS: dict[str, Printer] = {
     **{f"aten.{name}.default": _function(f"torch.{name}") for name in _TORCH_FUNCTIONS},

@@ -97,9 +97,7 @@ def statements(
             names.expressions[op.name] = names.unique(_readable(op))
             lines.append(f"{names.expressions[op.name]} = {text}")
     for name, layout in leaving.items():
-        names.expressions[name] = _as_layout(
-            context, name, layout, layouts=layouts, names=names, tp=tp, lines=lines
-        )
+        names.expressions[name] = _as_layout(context, name, layout, layouts=layouts, names=names, tp=tp, lines=lines)
     return lines
 
 
@@ -245,4 +243,3 @@ def batch_statement(values: tuple[str, ...], context: ForwardContext, names: Nam
                     divided = f" // {extent.count}" if extent.count > 1 else ""
                     return f"batch = {names.expressions[name]}.shape[{dim}]{divided}"
     return ""
-

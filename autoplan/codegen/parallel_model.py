@@ -257,11 +257,7 @@ def _stage_class(writer: _Writer, index: int) -> str:
     outer = [s for s in segments if not s.is_block]
     outer_parameters = {name: name for segment in outer for name in segment.parameters}
     borrowed = [
-        name
-        for s in segments
-        if s.is_block
-        for name in s.parameters
-        if not name.startswith(s.module_path + ".")
+        name for s in segments if s.is_block for name in s.parameters if not name.startswith(s.module_path + ".")
     ]
     outer_parameters.update({name: name for name in borrowed})
     names.expressions.update({name: _access(name) for name in outer_parameters})
@@ -433,9 +429,13 @@ def _block_members(writer: _Writer, segments: tuple[Segment, ...], taken: set[st
             name = writer.class_names[group[0].kind]
             entries = f"{{str(i): {name}(tp) for i in range({numbers[0]}, {numbers[-1] + 1})}}"
         else:
-            entries = "{" + ", ".join(
-                f'"{number}": {writer.class_names[b.kind]}(tp)' for number, b in zip(numbers, group, strict=True)
-            ) + "}"
+            entries = (
+                "{"
+                + ", ".join(
+                    f'"{number}": {writer.class_names[b.kind]}(tp)' for number, b in zip(numbers, group, strict=True)
+                )
+                + "}"
+            )
         lines.append(f"{_access(parent)} = nn.ModuleDict({entries})")
     return lines
 
@@ -546,7 +546,9 @@ def _block_shard_rows(writer: _Writer, segment: Segment) -> list[str]:
 
 
 def _shards_text(shards: Mapping[str, Layout], level: int) -> str:
-    rows = "".join(f"{INDENT * (level + 1)}{_quoted(name)}: {_shard_text(layout)},\n" for name, layout in shards.items())
+    rows = "".join(
+        f"{INDENT * (level + 1)}{_quoted(name)}: {_shard_text(layout)},\n" for name, layout in shards.items()
+    )
     return "{\n" + rows + INDENT * level + "}"
 
 

@@ -203,9 +203,7 @@ def _is_nothing(op: Op) -> bool:
     return op.target == "aten.dropout.default" and not op.args[1]
 
 
-def _saved_bytes(
-    context: WorkContext, segment: Segment, layouts: SegmentLayouts, gradients: frozenset[str]
-) -> int:
+def _saved_bytes(context: WorkContext, segment: Segment, layouts: SegmentLayouts, gradients: frozenset[str]) -> int:
     graph, specs = context.graph, context.graph.specs()
     roots = storage_roots(graph, segment, context.rules)
     left_out = invariant_values(graph) | {parameter.name for parameter in graph.parameters}
@@ -239,9 +237,7 @@ def _per_root(saved: dict[tuple[str, Layout], int]) -> int:
     return sum(whole.values()) + sum(parts.values())
 
 
-def _kept(
-    op: Op, rule: OpRule, strategy: Strategy, gradients: frozenset[str]
-) -> list[tuple[str, Layout]]:
+def _kept(op: Op, rule: OpRule, strategy: Strategy, gradients: frozenset[str]) -> list[tuple[str, Layout]]:
     """The tensors autograd keeps for this call. A product keeps a factor only for the gradient of the other one."""
     names = operand_names(op)
     kept = []

@@ -3,11 +3,18 @@
 `solve` trusts neither side. What goes in is checked first (`check_model`: no NaN, no infinite coefficient, no integer
 row whose sum can pass 2^31); what comes out is checked again in plain Python (`check_solution`) before anyone reads it.
 One thread, one seed and no gap tolerance: the same model always has the same answer.
+
+HiGHS as shipped in OR-tools 9.15 prints a debugging line to file descriptor 1 when it repairs a solution, whatever the
+output settings say. Our standard output carries results only, so it is closed to the solver (`_quiet_stdout`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -112,9 +119,26 @@ def _run(model: LinearModel, time_limit_s: float | None) -> Any:
     )
     try:
         built = mathopt.Model.from_model_proto(_to_proto(model))
-        return mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
+        with _quiet_stdout():
+            return mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
     except (AttributeError, ValueError, RuntimeError) as error:
         raise SolverError(f"HiGHS refused the model: {error.__context__ or error}") from error
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """Drop what native code writes to standard output meanwhile. Concerns the whole process, all its threads."""
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        flush(None)  # what is still in C's buffer belongs to the solver
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _to_proto(model: LinearModel) -> Any:

@@ -1,4 +1,4 @@
-"""Run a function, or an emitted folder, on several gloo processes of this machine.
+"""Run a function, or an emitted folder, on several processes of this machine.
 
 Starting processes costs seconds, so one launch should carry many configurations.
 """
@@ -19,8 +19,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
 
 
-def run_ranks(function: Callable[..., Any], n_ranks: int, *args: Any, timeout_s: float = 100.0) -> list[Any]:
-    """`function(*args)` on `n_ranks` processes that form a gloo process group; what each returned, by rank.
+def run_ranks(
+    function: Callable[..., Any], n_ranks: int, *args: Any, backend: str = "gloo", timeout_s: float = 100.0
+) -> list[Any]:
+    """`function(*args)` on `n_ranks` processes that form a process group; what each returned, by rank.
+
+    With the backend "nccl" each process has a GPU of its own.
 
     `function` must be importable (defined at the top of a module).
 
@@ -29,7 +33,9 @@ def run_ranks(function: Callable[..., Any], n_ranks: int, *args: Any, timeout_s:
     with tempfile.TemporaryDirectory() as folder:
         results = _CONTEXT.Queue()
         processes = [
-            _CONTEXT.Process(target=_run_rank, args=(function, rank, n_ranks, folder, timeout_s, results, args))
+            _CONTEXT.Process(
+                target=_run_rank, args=(function, rank, n_ranks, backend, folder, timeout_s, results, args)
+            )
             for rank in range(n_ranks)
         ]
         for process in processes:
@@ -63,6 +69,7 @@ def _run_rank(
     function: Callable[..., Any],
     rank: int,
     n_ranks: int,
+    backend: str,
     folder: str,
     timeout_s: float,
     results: Any,
@@ -74,8 +81,10 @@ def _run_rank(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n_ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n_ranks))
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(str(Path(folder, "store")), n_ranks),
             rank=rank,
             world_size=n_ranks,

@@ -1,0 +1,93 @@
+"""Traced graphs on disk: tracing takes seconds, reading the graph again milliseconds.
+
+An entry belongs to the text of the model file, the `--set` values, and the versions of torch and autoplan. It also
+lists every other file of the user's that the trace imported, with its hash; if one has changed, the entry is stale.
+
+    <user cache>/autoplan/graphs/<key>.json      {"files": {path: sha256}, "graph_sha256": ..., "graph": text}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_dir
+
+from autoplan.graph import OpGraph, graph_from_json, graph_to_json
+
+FORMAT = 1
+
+
+def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph]) -> OpGraph:
+    """The graph of a model file, from the cache or traced now. A damaged or stale entry is replaced.
+
+    A cache folder that cannot be written only costs the next trace.
+    """
+    entry = Path(user_cache_dir("autoplan")) / "graphs" / f"{_key(path, overrides)}.json"
+    found = _read(entry)
+    if found is not None:
+        return found
+    before = set(sys.modules)
+    graph = trace()
+    _write(entry, graph, _user_files(set(sys.modules) - before))
+    return graph
+
+
+def _key(path: Path, overrides: Mapping[str, Any]) -> str:
+    parts = [str(FORMAT), _version("torch"), _version("autoplan"), str(path.resolve()), _sha256(path)]
+    parts += [f"{name}={value!r}" for name, value in sorted(overrides.items())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "none"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
+
+
+def _user_files(module_names: set[str]) -> dict[str, str]:
+    """Files that the trace imported and that no package manager installed."""
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = str(Path(__file__).parent.parent)
+    files = {}
+    for name in sorted(module_names):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and name.split(".")[0] != "autoplan" and not file.startswith((*installed, own + os.sep + "autoplan")):
+            files[file] = _sha256(Path(file))
+    return files
+
+
+def _read(entry: Path) -> OpGraph | None:
+    try:
+        record = json.loads(entry.read_text())
+        text = record["graph"]
+        is_whole = hashlib.sha256(text.encode()).hexdigest() == record["graph_sha256"]
+        is_fresh = all(_sha256(Path(file)) == digest for file, digest in record["files"].items())
+        return graph_from_json(text) if is_whole and is_fresh else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(entry: Path, graph: OpGraph, files: dict[str, str]) -> None:
+    text = graph_to_json(graph)
+    record = {"files": files, "graph_sha256": hashlib.sha256(text.encode()).hexdigest(), "graph": text}
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(record, file)
+        os.replace(name, entry)

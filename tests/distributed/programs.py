@@ -1,0 +1,135 @@
+"""Generated programs for equivalence tests: small graphs, plans of any shape, and their check on gloo processes."""
+
+import dataclasses
+import importlib
+import random
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from autoplan.codegen import config_values, generate
+from autoplan.graph import OpGraph
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.rules import forward_flops, operand_names
+from autoplan.search.solve import solve
+from autoplan.sharding import ShardingPrices, shard_graph
+from autoplan.space import load_rules
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gpt.py", {"n_layers": 4, "n_heads": 4, "width": 32, "context": 16}),
+    "llama": (
+        "llama.py",
+        {
+            "n_layers": 4,
+            "n_heads": 8,
+            "n_kv_heads": 4,
+            "width": 64,
+            "hidden": 96,
+            "vocabulary": 64,
+            "context": 16,
+        },
+    ),
+    "mlp": ("mlp.py", {"width": 32, "depth": 4}),
+}
+
+
+@cache
+def graph_of(model: str) -> OpGraph:
+    """The traced graph of a small model of `MODELS`."""
+    from autoplan.trace import model_source, trace_model
+
+    file, overrides = MODELS[model]
+    return trace_model(model_source(EXAMPLES / file, overrides))
+
+
+def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingPrices:
+    """Arithmetic is dear and communication cheap, so that everything is split; with a seed, anything may happen."""
+    rules, specs, dice = load_rules(), graph.specs(), random.Random(seed)
+
+    def scaled(value: float) -> float:
+        return value if seed is None else value * 10 ** dice.uniform(-3, 3)
+
+    def op_s(op: Any, strategy: Any) -> float:
+        operands = tuple(specs[name] for name in operand_names(op))
+        flops = 1 + forward_flops(rules.get(op.target), op, operands=operands, batch_size=1)
+        return scaled(flops * 1e-6 / (degree if strategy.is_split else 1))
+
+    return ShardingPrices(
+        op_s=op_s,
+        conversion_s=lambda spec, step: scaled(1e-6),
+        parameter_s=lambda spec, layout: scaled(1e-6 if layout.kind == "S" else 2e-6),
+    )
+
+
+@cache
+def shardings_of(model: str, degree: int, seed: int | None = None) -> dict[str, Any]:
+    """The tensor-parallel assignments of a model by boundary."""
+    graph = graph_of(model)
+    return shard_graph(
+        graph,
+        degree=degree,
+        rules=load_rules(),
+        prices=prices(graph, degree, seed=seed),
+        solve=partial(solve, time_limit_s=None),
+    )
+
+
+def make_plan(model: str, *, seed: int | None = None, recompute: str = "none", **mesh_fields: Any) -> Plan:
+    """A plan with evenly cut stages."""
+    graph, mesh = graph_of(model), Mesh(**mesh_fields)
+    n = len(graph.segments)
+    ends = [round(i * n / mesh.n_stages) for i in range(mesh.n_stages + 1)]
+    stages = []
+    for start, stop in zip(ends, ends[1:], strict=False):
+        blocks = tuple(i for i in range(start, stop) if graph.segments[i].is_block)
+        recomputed = {"none": (), "full": blocks, "half": blocks[::2]}[recompute]
+        stages.append(StagePlan(start, stop, recomputed))
+    shardings = shardings_of(model, mesh.tp, seed)[mesh.sharding] if mesh.tp > 1 else ()
+    return Plan(mesh, tuple(stages), precision="fp64", shardings=shardings)
+
+
+def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[tuple[str, str, dict[str, Any], bool]]:
+    """Each case as modules `model_<name>` and `parallel_<name>` beside one `runtime/`; what `check_programs` needs."""
+    rows = []
+    for name, (model, plan) in cases.items():
+        file, overrides = MODELS[model]
+        program = generate(
+            graph_of(model),
+            plan,
+            rules=load_rules(),
+            header=name,
+            model_text=(EXAMPLES / file).read_text(),
+            overrides=overrides,
+        )
+        texts = dict(program.files)
+        (root / "runtime").mkdir(exist_ok=True)
+        for path, text in texts.items():
+            if path.startswith("runtime/"):
+                (root / path).write_text(text)
+        (root / f"model_{name}.py").write_text(texts["model.py"])
+        if "parallel_model.py" in texts:
+            (root / f"parallel_{name}.py").write_text(texts["parallel_model.py"])
+        rows.append((name, model, config_values(graph_of(model), plan), "parallel_model.py" in texts))
+    return rows
+
+
+def check_programs(root: str, rows: list[tuple[str, str, dict[str, Any], bool]], n_steps: int) -> dict[str, list[Any]]:
+    """On one rank: the largest differences from one process, per program and step."""
+    sys.path.insert(0, root)
+    sys.modules["autoplan.trace"] = None  # type: ignore[assignment]
+    runtime = importlib.import_module("runtime")
+    found = {}
+    for name, model, config_fields, is_rewritten in rows:
+        config = runtime.Config(**config_fields)
+        model_file = importlib.import_module(f"model_{name}")
+        parallel = importlib.import_module(f"parallel_{name}") if is_rewritten else None
+        mesh = runtime.build_rank_mesh(config, "cpu")
+        options = {"overrides": MODELS[model][1], "seed": 0, "learning_rate": 1e-3, "max_grad_norm": 1.0}
+        program = runtime.ParallelModel(config, model_file, parallel, mesh=mesh, **options)
+        device = program.full_build_device
+        plain = runtime.PlainTraining(config, model_file, build_device=device, device=mesh.device, **options)
+        steps = list(runtime.check_steps(program, plain, model_file, n_steps=n_steps, seed=0))
+        found[name] = [dataclasses.astuple(step.differences) for step in steps]
+    return found

@@ -1,0 +1,81 @@
+"""Generated programs against one process: loss, gradients and parameters, fp64, three AdamW steps, clipped."""
+
+import pytest
+from distributed.launch import run_ranks
+from distributed.programs import check_programs, make_plan, write_programs
+
+TOLERANCE = 1e-9
+N_STEPS = 3
+
+
+def assert_equal_to_one_process(tmp_path, cases, *, n_ranks):
+    rows = write_programs(tmp_path, cases)
+    for differences in run_ranks(check_programs, n_ranks, str(tmp_path), rows, N_STEPS, timeout_s=400.0):
+        assert set(differences) == set(cases)
+        for name, steps in differences.items():
+            assert len(steps) == N_STEPS, name
+            assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
+
+
+BOUNDARIES = {"R": "whole", "S(1)": "sequence"}
+
+
+def two_rank_cases(model):
+    cases = {
+        "ddp": make_plan(model, dp=2, micro_batch_size=2, n_micro_batches=2),
+        "zero1": make_plan(model, dp=2, zero_stage=1, zero_shard_degree=2, n_micro_batches=2),
+        "zero2": make_plan(model, dp=2, zero_stage=2, zero_shard_degree=2, n_micro_batches=2),
+        "zero3": make_plan(model, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2),
+        "zero3_recompute": make_plan(model, dp=2, zero_stage=3, zero_shard_degree=2, recompute="full"),
+        "pp2": make_plan(model, pp=2, micro_batch_size=2, n_micro_batches=4),
+        "pp2_gpipe_recompute": make_plan(model, pp=2, n_micro_batches=2, schedule="gpipe", recompute="half"),
+        "pp2_interleaved": make_plan(model, pp=2, n_micro_batches=4, schedule="interleaved", n_chunks=2),
+        "tp2_recompute": make_plan(model, tp=2, sharding="R", n_micro_batches=2, recompute="full"),
+    }
+    for boundary, name in BOUNDARIES.items():
+        cases[f"tp2_{name}"] = make_plan(model, tp=2, sharding=boundary, micro_batch_size=3)
+    return {f"{model}_{name}": (model, plan) for name, plan in cases.items()}
+
+
+def four_rank_cases(model):
+    cases = {
+        "hsdp": make_plan(model, dp=4, zero_stage=3, zero_shard_degree=2),
+        "pp4": make_plan(model, pp=4, n_micro_batches=4),
+        "tp4": make_plan(model, tp=4, sharding="R", micro_batch_size=2),
+        "tp4_sequence": make_plan(model, tp=4, sharding="S(1)"),
+        "tp2_zero3": make_plan(model, tp=2, dp=2, sharding="S(1)", zero_stage=3, zero_shard_degree=2),
+        "tp2_pp2": make_plan(model, tp=2, pp=2, sharding="R", n_micro_batches=2),
+    }
+    return {f"{model}_{name}": (model, plan) for name, plan in cases.items()}
+
+
+def test_programs_on_two_ranks_equal_one_process(tmp_path):
+    cases = {**two_rank_cases("gpt"), **two_rank_cases("llama")}
+    cases["mlp_tp2"] = ("mlp", make_plan("mlp", tp=2, sharding="R", micro_batch_size=4))
+    cases["mlp_pp2"] = ("mlp", make_plan("mlp", pp=2, n_micro_batches=4))
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
+def test_programs_on_four_ranks_equal_one_process(tmp_path):
+    assert_equal_to_one_process(tmp_path, {**four_rank_cases("gpt"), **four_rank_cases("llama")}, n_ranks=4)
+
+
+def test_pipeline_tensor_zero_and_recompute_together_on_eight_ranks_equal_one_process(tmp_path):
+    mesh = {"pp": 2, "tp": 2, "dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2}
+    cases = {
+        f"{model}_3d_{name}": (model, make_plan(model, sharding=boundary, recompute="full", **mesh))
+        for model in ("gpt", "llama")
+        for boundary, name in BOUNDARIES.items()
+    }
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=8)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_whatever_assignment_the_solver_may_pick_equals_one_process(tmp_path, n_ranks):
+    cases = {
+        f"{model}_{name}_{seed}": (model, make_plan(model, seed=seed, tp=n_ranks, sharding=boundary))
+        for seed in range(4)
+        for model in ("gpt", "llama")
+        for boundary, name in BOUNDARIES.items()
+    }
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=n_ranks)
