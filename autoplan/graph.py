@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 COMPUTE = "compute"
+LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
@@ -292,3 +294,19 @@ def invariant_values(graph: OpGraph) -> frozenset[str]:
         if all(name in found for name in op.input_names()):
             found.add(op.name)
     return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What follows from a graph and every sum needs: specs, values with gradient, invariants, parameter names."""
+
+    specs: Mapping[str, TensorSpec]
+    gradients: frozenset[str]
+    invariant: frozenset[str]
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> GraphFacts:
+        """The facts of one graph."""
+        names = frozenset(parameter.name for parameter in graph.parameters)
+        return cls(graph.specs(), gradient_values(graph), invariant_values(graph), names)

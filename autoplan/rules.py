@@ -65,6 +65,7 @@ class OpRule:
         is_product: an operand is kept only for the gradient of the others.
         linear_in: operands in which the op is linear, so that a partial value may pass through.
         efficiency: "matmul" (limited by matrix units) or "memory".
+        rate_fraction, backward_rate_fraction: achieved rate / that of a large matrix product (or copy).
         strategies: replaces the equation where an equation is not enough; yields what it allows beside all-R and all-V.
     """
 
@@ -81,6 +82,8 @@ class OpRule:
     is_product: bool = False
     linear_in: tuple[int, ...] = ()
     efficiency: str = "memory"
+    rate_fraction: float = 1.0
+    backward_rate_fraction: float = 1.0
     strategies: Callable[[Op, Specs, TensorSpec, int], Iterator[Strategy]] | None = None
 
 

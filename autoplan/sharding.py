@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autoplan.graph import Op, OpGraph, Segment, TensorSpec, gradient_values
+from autoplan.graph import GraphFacts, Op, OpGraph, Segment, TensorSpec
 from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, parse_layout, sharded
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import OpRule, Strategy, all_strategies, normalize, operand_names
@@ -61,25 +61,31 @@ def shard_graph(
     graph: OpGraph, *, degree: int, rules: Mapping[str, OpRule], prices: ShardingPrices, solve: Solver
 ) -> dict[str, tuple[SegmentSharding, ...]]:
     """The best assignment for each boundary layout that is possible, by its text ("R", "S(1)")."""
-    found = {}
-    for boundary in _boundaries(graph, degree):
-        best = _shard_kinds(graph, boundary=boundary, degree=degree, rules=rules, prices=prices, solve=solve)
+    found, facts = {}, GraphFacts.of(graph)
+    for boundary in _boundaries(graph, facts, degree):
+        best = _shard_kinds(graph, facts, boundary=boundary, degree=degree, rules=rules, prices=prices, solve=solve)
         if best is not None:
             found[str(boundary)] = best
     return found
 
 
-def _boundaries(graph: OpGraph, degree: int) -> tuple[Layout, ...]:
+def _boundaries(graph: OpGraph, facts: GraphFacts, degree: int) -> tuple[Layout, ...]:
     """R, and S(1) when every value with gradient that crosses a boundary can be split along dim 1."""
-    specs, gradients = graph.specs(), gradient_values(graph)
-    crossing = {name for s in graph.segments[1:] for name in s.inputs if name in gradients}
-    if crossing and all(can_shard(specs[name], sharded(1), degree) for name in crossing):
+    crossing = {name for s in graph.segments[1:] for name in s.inputs if name in facts.gradients}
+    if crossing and all(can_shard(facts.specs[name], sharded(1), degree) for name in crossing):
         return R, sharded(1)
     return (R,)
 
 
 def _shard_kinds(
-    graph: OpGraph, *, boundary: Layout, degree: int, rules: Mapping[str, OpRule], prices: ShardingPrices, solve: Solver
+    graph: OpGraph,
+    facts: GraphFacts,
+    *,
+    boundary: Layout,
+    degree: int,
+    rules: Mapping[str, OpRule],
+    prices: ShardingPrices,
+    solve: Solver,
 ) -> tuple[SegmentSharding, ...] | None:
     """Solve every kind; a parameter that several kinds read gets one layout for all of them, the cheapest in sum."""
     shared = _shared_parameters(graph)
@@ -94,7 +100,7 @@ def _shard_kinds(
         for kind, segment in graph.first_of_kind().items():
             key = (kind, tuple((name, storage[name]) for name in shared if name in segment.parameters))
             if key not in solved:
-                problem = _Problem(graph, segment, boundary, dict(key[1]), degree, rules, prices)
+                problem = _Problem(graph, facts, segment, boundary, dict(key[1]), degree, rules, prices)
                 solved[key] = problem.solve(solve)
             results.append((counts[kind], solved[key]))
         if any(result is None for _, result in results):
@@ -173,6 +179,7 @@ class _Problem:
     def __init__(
         self,
         graph: OpGraph,
+        facts: GraphFacts,
         segment: Segment,
         boundary: Layout,
         storage: dict[str, Layout],
@@ -182,8 +189,7 @@ class _Problem:
     ) -> None:
         self.segment, self.degree, self.prices = segment, degree, prices
         self.ops = graph.ops_of(segment)
-        self.specs = graph.specs()
-        self.gradients = gradient_values(graph)
+        self.specs, self.gradients = facts.specs, facts.gradients
         self.tuples = {op.name for op in self.ops if len(op.outputs) > 1}  # read piece by piece, never converted
         self.model = LinearModel()
         self.produced: dict[str, dict[Layout, list[int]]] = {}
@@ -333,10 +339,16 @@ class SegmentLayouts:
 
 
 def read_sharding(
-    graph: OpGraph, segment: Segment, assignment: SegmentSharding | None, *, degree: int, rules: Mapping[str, OpRule]
+    graph: OpGraph,
+    segment: Segment,
+    assignment: SegmentSharding | None,
+    *,
+    degree: int,
+    rules: Mapping[str, OpRule],
+    facts: GraphFacts,
 ) -> SegmentLayouts:
     """The layouts of the first segment of a kind; everything replicated when there is no assignment."""
-    ops, specs, gradients = graph.ops_of(segment), graph.specs(), gradient_values(graph)
+    ops = graph.ops_of(segment)
     if assignment is None:
         values = dict.fromkeys((*segment.inputs, *segment.parameters, *(op.name for op in ops)), R)
         whole = {op.name: Strategy((R,) * len(operand_names(op)), R) for op in ops}
@@ -344,7 +356,7 @@ def read_sharding(
     values = {name: parse_layout(text) for name, text in assignment.values}
     reads = {(op_name, where): parse_layout(text) for op_name, where, text in assignment.uses}
     strategies = {}
-    for op, candidates in legal_strategies(ops, specs, gradients, degree, rules).items():
+    for op, candidates in legal_strategies(ops, facts.specs, facts.gradients, degree, rules).items():
         operands = tuple(reads.get((op.name, str(i)), values[name]) for i, name in enumerate(operand_names(op)))
         strategies[op.name] = next(s for s in candidates if s.operands == operands and s.result == values[op.name])
     leaves = {where: layout for (op_name, where), layout in reads.items() if op_name == ""}

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import (
     COMPUTE,
+    LOSS_PATH,
     Argument,
     Extent,
     Input,
@@ -49,7 +50,6 @@ from autoplan.segments import split_segments
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE_A, DTYPE_B = torch.bfloat16, torch.float64
-LOSS_PATH = "loss_fn"
 _NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py")
 _DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 

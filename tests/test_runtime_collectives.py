@@ -152,21 +152,29 @@ def _check_sequence_parallel_mlp(tp):
 
 
 def _check_compiled(tp):
-    """torch.compile takes the conversions into one graph without a break, and they give the same values."""
+    """torch.compile takes every conversion without a graph break, and values and gradients stay the same."""
+    (leaf,) = _tensors(1, (12, 24, 12), seed=7)
+    ids = torch.arange(24).view(4, 6)
 
-    def function(x, weight):
-        hidden = collectives.all_gather_reduce_grad(x, 1, tp) @ weight
-        return collectives.reduce_scatter(hidden, 1, tp), collectives.all_reduce(collectives.copy_to_tp(x, tp), tp)
+    def every_conversion(x):
+        rows = collectives.vocab_parallel_embedding(ids, x[0], tp)
+        yield collectives.vocab_parallel_cross_entropy(rows, ids, tp, label_smoothing=0.1)
+        yield collectives.all_to_all(2 * x, 1, 2, tp)
+        for name in PLAIN:
+            yield getattr(collectives, name)(2 * x, tp)
+        for name in ALONG_DIM:
+            for dim, blocks in ((0, 1), (1, 1), (2, 3)):
+                yield getattr(collectives, name)(2 * x, dim, tp, blocks)
 
-    x, weight = (t[0] for t in _tensors(2, (1, 12, 12), seed=7))
-    for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
-        leaf = x[:, :6].contiguous().requires_grad_()
-        outputs = run(leaf, weight)
-        gradient = torch.autograd.grad(sum(output.square().sum() for output in outputs), leaf)[0]
-        results = (*(output.detach() for output in outputs), gradient)
-        if run is function:
-            expected = results
-    torch.testing.assert_close(results, expected, rtol=0, atol=1e-12)
+    def function(x):
+        return [(3 * y).sin().square().sum() for y in every_conversion(x)]
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x = leaf.contiguous().requires_grad_()
+    for expected, found in zip(function(x), compiled(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        expected_gradient, gradient = (torch.autograd.grad(y, x, retain_graph=True)[0] for y in (expected, found))
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-9)
 
 
 def _worker():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoplan.codegen.expressions import Call, expression
-from autoplan.graph import COMPUTE, Op, OpGraph, PerSample, Ref, TensorSpec, gradient_values
+from autoplan.graph import COMPUTE, GraphFacts, Op, OpGraph, PerSample, Ref
 from autoplan.layout import Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, operand_names
 from autoplan.sharding import SegmentLayouts
@@ -53,14 +53,13 @@ class ForwardContext:
     rules: Mapping[str, OpRule]
     degree: int
     precision: str
-    specs: Mapping[str, TensorSpec]
-    gradients: frozenset[str]
+    facts: GraphFacts
     imports: set[str]
 
     @classmethod
     def of(cls, graph: OpGraph, *, rules: Mapping[str, OpRule], degree: int, precision: str) -> ForwardContext:
         """The context of one program."""
-        return cls(graph, rules, degree, precision, graph.specs(), gradient_values(graph), set())
+        return cls(graph, rules, degree, precision, GraphFacts.of(graph), set())
 
 
 def statements(
@@ -166,7 +165,7 @@ def _loss_keywords(op: Op) -> list[str]:
 def _like(context: ForwardContext, names: Names, *, wanted: str | None) -> str | None:
     """The expression of some value that is already there, in the wanted dtype."""
     for name, text in names.expressions.items():
-        spec = context.specs.get(name)
+        spec = context.facts.specs.get(name)
         if spec is not None and (wanted is None or spec.dtype == wanted):
             return text
     return None
@@ -184,7 +183,7 @@ def _as_layout(
 ) -> str:
     """The expression of a value in a layout; writes the conversion the first time it is needed."""
     source = layouts.produced.get(name, R)
-    step = conversion(source, layout, has_gradient=name in context.gradients)
+    step = conversion(source, layout, has_gradient=name in context.facts.gradients)
     assert step is not None, (name, source, layout)
     plain = names.expressions[name]
     if not step.function:
@@ -211,7 +210,7 @@ def _blocks(source: Layout, target: Layout) -> list[str]:
 
 def _comment(context: ForwardContext, name: str, forward: str, backward: str) -> list[str]:
     """What the conversion communicates, and how much of it per sample (or in all, for a parameter)."""
-    spec = context.specs[name]
+    spec = context.facts.specs[name]
     is_per_sample = any(isinstance(extent, PerSample) for extent in spec.shape)
     size = f"{spec.n_bytes(1, context.precision):,} bytes{' per sample' if is_per_sample else ''}"
     directions = [
@@ -222,7 +221,7 @@ def _comment(context: ForwardContext, name: str, forward: str, backward: str) ->
 
 def input_names(segment_inputs: tuple[str, ...], context: ForwardContext, names: Names) -> list[str]:
     """Python names for the inputs of a function: `x` for the one that carries the gradient."""
-    with_gradient = [name for name in segment_inputs if name in context.gradients]
+    with_gradient = [name for name in segment_inputs if name in context.facts.gradients]
     found = []
     for name in segment_inputs:
         if [name] == with_gradient:
@@ -238,7 +237,7 @@ def batch_statement(values: tuple[str, ...], context: ForwardContext, names: Nam
     """`batch = x.shape[0]`, from the first value that has the batch as a dim; "" when none has."""
     for wanted_exactly in (True, False):
         for name in values:
-            for dim, extent in enumerate(context.specs[name].shape):
+            for dim, extent in enumerate(context.facts.specs[name].shape):
                 if isinstance(extent, PerSample) and (extent.count == 1 or not wanted_exactly):
                     divided = f" // {extent.count}" if extent.count > 1 else ""
                     return f"batch = {names.expressions[name]}.shape[{dim}]{divided}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autoplan.codegen.forward import ForwardContext, Names, batch_statement, input_names, statements
 from autoplan.graph import (
     COMPUTE,
+    LOSS_PATH,
     Op,
     OpGraph,
     Parameter,
@@ -23,7 +24,6 @@ from autoplan.graph import (
     Segment,
     TensorSpec,
     crossing_values,
-    invariant_values,
 )
 from autoplan.layout import Layout, R, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Plan, SegmentSharding, StagePlan
@@ -32,7 +32,6 @@ from autoplan.sharding import SegmentLayouts, read_sharding
 
 INDENT = "    "
 LINE_LENGTH = 120
-LOSS_PATH = "loss_fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,15 @@ def parallel_model_text(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRul
 
 def _writer(graph: OpGraph, plan: Plan, rules: Mapping[str, OpRule]) -> _Writer:
     degree = plan.mesh.tp
+    context = ForwardContext.of(graph, rules=rules, degree=degree, precision=plan.precision)
     assignments: dict[int, SegmentSharding] = {a.kind: a for a in plan.shardings}
     first = graph.first_of_kind()
     return _Writer(
-        context=ForwardContext.of(graph, rules=rules, degree=degree, precision=plan.precision),
+        context=context,
         plan=plan,
         class_names=_class_names(first),
         layouts={
-            kind: read_sharding(graph, segment, assignments.get(kind), degree=degree, rules=rules)
+            kind: read_sharding(graph, segment, assignments.get(kind), degree=degree, rules=rules, facts=context.facts)
             for kind, segment in first.items()
         },
         parameters={parameter.name: parameter for parameter in graph.parameters},
@@ -317,7 +317,7 @@ def _merged_layouts(writer: _Writer, segments: Iterable[Segment]) -> SegmentLayo
 def _invariant_lines(writer: _Writer, stage: StagePlan, names: Names) -> list[str]:
     """What earlier stages computed from nothing (rotary tables) is computed here again."""
     graph = writer.graph
-    invariant = invariant_values(graph)
+    invariant = writer.context.facts.invariant
     needed = {name for s in graph.segments[stage.start : stage.stop] for name in s.inputs if name in invariant}
     if stage.start == 0 or not needed:
         return []
@@ -407,9 +407,9 @@ def _result_names(segment: Segment, names: Names) -> list[str]:
 def _outer_lines(writer: _Writer, segment: Segment, names: Names) -> list[str]:
     layouts = writer.layouts[segment.kind]
     ops = tuple(op for op in writer.graph.ops_of(segment) if op.module_path != LOSS_PATH)
-    return statements(
-        writer.context, ops, layouts=layouts, names=names, tp=writer.tp, leaving=_leaving(segment, layouts)
-    )
+    made = {op.name for op in ops}
+    leaving = {name: layout for name, layout in _leaving(segment, layouts).items() if name in made}
+    return statements(writer.context, ops, layouts=layouts, names=names, tp=writer.tp, leaving=leaving)
 
 
 def _block_members(writer: _Writer, segments: tuple[Segment, ...], taken: set[str]) -> list[str]:
@@ -465,7 +465,7 @@ def _loss_function(writer: _Writer) -> str:
     layouts = writer.layouts[last.kind]
     tp_leaving = {graph.loss: layouts.leaves_as[graph.loss]} if graph.loss in layouts.leaves_as else {}
     body = statements(writer.context, ops, layouts=layouts, names=names, tp="tp", leaving=tp_leaving)
-    values = tuple(name for name in names.expressions if name in writer.context.specs)
+    values = tuple(name for name in names.expressions if name in writer.context.facts.specs)
     body = _with_batch(body, values, writer, names)
     return "\n".join([head, summary, *_indented([*lines, *body], 1), f"{INDENT}return {names.expressions[graph.loss]}"])
 
@@ -497,8 +497,8 @@ def _boundaries_text(writer: _Writer) -> str:
 
 
 def _boundary_text(writer: _Writer, name: str) -> str:
-    spec = writer.context.specs[name]
-    has_gradient = name in writer.context.gradients
+    spec = writer.context.facts.specs[name]
+    has_gradient = name in writer.context.facts.gradients
     if writer.plan.mesh.sharding and has_gradient:
         layout = parse_layout(writer.plan.mesh.sharding)
         assert can_shard(spec, layout, writer.context.degree)

@@ -3,9 +3,12 @@
 Memory of one parameter element under mixed precision, after `fully_shard` with a float32 master copy:
 
                       always (per shard degree d)                gathered    gradient before reduction
-    bf16 / fp16       4 master + 4 gradient + 8 Adam, all / d    2           2, or 4 while micro-batches accumulate
-    fp32              4 + 4 + 8, all / d                         4           4
-    fp64              8 + 8 + 16, all / d                        8           8
+    bf16 / fp16       4 master + 4 gradient + 8 Adam, all / d    2           2 + 4, or 4 while micro-batches accumulate
+    fp32              4 + 4 + 8, all / d                         4           4 + 4, or 4
+    fp64              8 + 8 + 16, all / d                        8           8 + 8, or 8
+
+Gathered parameters are copied out of the communication buffer and gradients into it, on the compute stream: per
+micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer).
 
 ZeRO 0 is a shard degree of 1. The optimizer moves every byte of master, gradient and state once (and writes back
 master and state): that is its time.
@@ -23,7 +26,7 @@ from functools import cache
 from autoplan.cost.collectives import Group, axis_group, collective_s, send_s
 from autoplan.cost.segment_work import SegmentWork, WorkContext, conversion_s, segment_work, timed
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.graph import DTYPE_BYTES, OpGraph, TensorSpec, crossing_values, gradient_values
+from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph, TensorSpec, crossing_values
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Mesh, SegmentSharding
@@ -70,10 +73,11 @@ def make_pricer(
     rules: Mapping[str, OpRule],
 ) -> Callable[[Mesh], CostTable]:
     """A function that prices one mesh; what several meshes share is computed once."""
+    contexts = _contexts(graph, profile, precision, rules)
 
     @cache
     def works(tp: int, sharding: str, micro_batch_size: int) -> tuple[SegmentWork, ...]:
-        context = _context(graph, profile, precision, rules, batch_size=micro_batch_size, degree=tp)
+        context = contexts(micro_batch_size, tp)
         by_kind = {assignment.kind: assignment for assignment in shardings.get((tp, sharding), ())}
         return tuple(segment_work(context, s, by_kind.get(kind)) for kind, s in graph.first_of_kind().items())
 
@@ -127,8 +131,8 @@ def sharding_prices(
     batch_size: int,
 ) -> ShardingPrices:
     """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`."""
-    context = _context(graph, profile, precision, rules, batch_size=batch_size, degree=degree)
-    gradients = gradient_values(graph)
+    context = _contexts(graph, profile, precision, rules)(batch_size, degree)
+    gradients = context.facts.gradients
     element = _element_bytes(precision)
 
     def op_s(op: object, strategy: object) -> float:
@@ -146,22 +150,22 @@ def sharding_prices(
     )
 
 
-def _context(
-    graph: OpGraph,
-    profile: HardwareProfile,
-    precision: str,
-    rules: Mapping[str, OpRule],
-    *,
-    batch_size: int,
-    degree: int,
-) -> WorkContext:
-    group = axis_group(profile, size=degree, stride=1)
+def _contexts(
+    graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
+) -> Callable[[int, int], WorkContext]:
+    """A function from micro-batch size and tensor-parallel degree to what the sums depend on."""
+    facts = GraphFacts.of(graph)
 
-    @cache
-    def tp_collective_s(kind: str, n_bytes: float) -> float:
-        return collective_s(kind, n_bytes, group=group, profile=profile)
+    def context(micro_batch_size: int, degree: int) -> WorkContext:
+        group = axis_group(profile, size=degree, stride=1)
 
-    return WorkContext(graph, rules, profile.device, precision, batch_size, degree, tp_collective_s)
+        @cache
+        def tp_collective_s(kind: str, n_bytes: float) -> float:
+            return collective_s(kind, n_bytes, group=group, profile=profile)
+
+        return WorkContext(graph, facts, rules, profile.device, precision, micro_batch_size, degree, tp_collective_s)
+
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +204,19 @@ def _segment_costs(
     is_wrapped = mesh.dp > 1 or precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
     accumulates = mesh.n_micro_batches > 1 and not (mesh.zero_stage >= 2 and mesh.pp == 1)
+    # `fully_shard` keeps what is outside of blocks gathered for a whole pass, and reduces it last.
+    is_held = mesh.zero_stage == 3 and not is_block
+    bandwidth = profile.device.memory_bytes_per_s * profile.device.memory_efficiency
+    unpack_s = 2 * gathered_bytes / bandwidth if mesh.zero_shard_degree > 1 else 0.0
+    pack_s = (element.gathered + element.reduced) * n_elements / bandwidth if is_wrapped else 0.0
+    gathers_often, reduces_often = mesh.zero_stage == 3, mesh.zero_stage >= 2 and mesh.pp == 1
+    copies_once_s = (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
+    held_bytes = (gathered_bytes + element.gathered * n_elements) if is_held else 0
     launch_s = profile.device.launch_s
     launch_forward_s = max(0.0, work.n_launches * launch_s - work.forward_s)
     plain = SegmentCost(
-        forward_s=work.forward_s,
-        backward_s=work.backward_s,
+        forward_s=work.forward_s + (unpack_s if gathers_often else 0.0),
+        backward_s=work.backward_s + (unpack_s if gathers_often else 0.0) + (pack_s if reduces_often else 0.0),
         recompute_s=0.0,
         launch_forward_s=launch_forward_s,
         launch_backward_s=max(0.0, work.n_backward_launches * launch_s - work.backward_s),
@@ -212,10 +224,12 @@ def _segment_costs(
         tp_backward_s=work.tp_backward_s,
         gather_s=collective_s("all_gather", element.gathered * n_elements, group=groups.shard, profile=profile),
         reduce_s=_reduce_s(element.reduced * n_elements, groups, profile),
-        optimizer_s=_optimizer_s(n_shard_elements, element, profile),
-        state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + work.fixed_bytes,
-        gathered_bytes=gathered_bytes,
-        gradient_bytes=(element.reduced if accumulates else element.gathered) * n_elements if is_wrapped else 0,
+        optimizer_s=_optimizer_s(n_shard_elements, element, profile) + copies_once_s,
+        state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + work.fixed_bytes + held_bytes,
+        gathered_bytes=0 if is_held else gathered_bytes,
+        gradient_bytes=_gradient_bytes(element, accumulates=accumulates, is_held=is_held) * n_elements
+        if is_wrapped
+        else 0,
         saved_bytes=work.saved_bytes,
         working_bytes=work.working_bytes,
     )
@@ -228,6 +242,13 @@ def _segment_costs(
         working_bytes=work.working_bytes + work.saved_bytes,
     )
     return plain, full
+
+
+def _gradient_bytes(element: _ElementBytes, *, accumulates: bool, is_held: bool) -> int:
+    """Per element: accumulated in the dtype of the reduction, else as computed and beside it the reduction's input."""
+    if accumulates:
+        return element.reduced
+    return element.reduced + (0 if is_held else element.gathered)
 
 
 def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> float:

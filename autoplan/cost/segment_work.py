@@ -5,6 +5,9 @@
 
 A tensor is counted once however many ops keep it, and a view counts as the tensor it looks into. Parameters are not
 activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out.
+
+Autograd adds up the gradients of a value that several ops read: one addition per further reader. The runtime computes
+the loss in float32 at least, so under 16 bits the loss function sees tensors of twice the size, after a cast.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autoplan.cost.op_time import OpTime, op_time
-from autoplan.graph import Op, OpGraph, PerSample, Segment, gradient_values, invariant_values
+from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, PerSample, Segment
 from autoplan.hardware import Device
 from autoplan.layout import Conversion, Layout, R, V, conversion, local_spec
 from autoplan.parallel_plan import SegmentSharding
@@ -66,6 +69,7 @@ class WorkContext:
     """
 
     graph: OpGraph
+    facts: GraphFacts
     rules: Mapping[str, OpRule]
     device: Device
     precision: str
@@ -77,23 +81,36 @@ class WorkContext:
 def segment_work(context: WorkContext, segment: Segment, assignment: SegmentSharding | None) -> SegmentWork:
     """The sums of one kind of segment; `segment` is the first of its kind."""
     graph = context.graph
-    layouts = read_sharding(graph, segment, assignment, degree=context.degree, rules=context.rules)
-    gradients = gradient_values(graph)
-    times = [timed(context, op, layouts.strategies[op.name], gradients) for op in graph.ops_of(segment)]
+    layouts = read_sharding(
+        graph,
+        segment,
+        assignment,
+        degree=context.degree,
+        rules=context.rules,
+        facts=context.facts,
+    )
+    gradients = context.facts.gradients
+    strided = strided_values(graph, segment, context.rules)
+    times = [
+        timed(context, op, layouts.strategies[op.name], gradients, is_strided=not strided.isdisjoint(operand_names(op)))
+        for op in graph.ops_of(segment)
+    ]
     steps = conversions(graph, segment, layouts, gradients)
     weights, fixed_bytes = _parameters(context, segment, layouts)
+    n_additions, additions_s = _gradient_additions(context, segment, layouts, gradients)
+    cast_s = _loss_cast_s(context, segment, layouts)
     return SegmentWork(
-        forward_s=sum(t.forward_s for t in times) + sum(_local_s(context.device, step) for _, step in steps),
-        backward_s=sum(t.backward_s for t in times),
+        forward_s=sum(t.forward_s for t in times) + sum(_local_s(context.device, step) for _, step in steps) + cast_s,
+        backward_s=sum(t.backward_s for t in times) + additions_s + cast_s,
         n_launches=sum(t.n_launches for t in times),
-        n_backward_launches=sum(t.n_backward_launches for t in times),
+        n_backward_launches=sum(t.n_backward_launches for t in times) + n_additions,
         tp_forward_s=_communication_s(context, segment, layouts, steps, backward=False),
         tp_backward_s=_communication_s(context, segment, layouts, steps, backward=True),
         weights=weights,
         fixed_bytes=fixed_bytes,
         saved_bytes=_saved_bytes(context, segment, layouts, gradients),
         input_bytes=sum(
-            local_spec(graph.specs()[name], layouts.produced[name], context.degree).n_bytes(
+            local_spec(context.facts.specs[name], layouts.produced[name], context.degree).n_bytes(
                 context.batch_size, context.precision
             )
             for name in segment.inputs
@@ -103,23 +120,87 @@ def segment_work(context: WorkContext, segment: Segment, assignment: SegmentShar
     )
 
 
-def timed(context: WorkContext, op: Op, strategy: Strategy, gradients: frozenset[str]) -> OpTime:
-    """Time of one op in one strategy."""
+def timed(
+    context: WorkContext, op: Op, strategy: Strategy, gradients: frozenset[str], *, is_strided: bool = False
+) -> OpTime:
+    """Time of one op in one strategy; `is_strided` when it reads a tensor whose dims are permuted in memory."""
     return op_time(
         context.rules.get(op.target),
         op,
         operands=local_operands(context, op, strategy),
         results=tuple(local_spec(spec, strategy.result, context.degree) for spec in op.outputs),
         batch_size=context.batch_size,
-        precision=context.precision,
+        precision=precision_of(context, op),
         device=context.device,
         has_gradient=op.name in gradients,
+        is_strided=is_strided,
     )
+
+
+def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> frozenset[str]:
+    """Values whose dims lie permuted in memory: from a transpose up to the product that reads them.
+
+    A second transpose undoes the first. Attention writes its result as it reads its query.
+    """
+    strided: set[str] = set()
+    for op in graph.ops_of(segment):
+        rule = rules.get(op.target, OpRule())
+        is_read_strided = not strided.isdisjoint(op.input_names())
+        if op.target in ("aten.transpose.int", "aten.permute.default"):
+            is_strided = not is_read_strided
+        elif rule.efficiency == "matmul":
+            is_strided = is_read_strided and len(op.outputs[0].shape) == 4
+        else:
+            is_strided = is_read_strided
+        if is_strided:
+            strided.add(op.name)
+    return frozenset(strided)
+
+
+def precision_of(context: WorkContext, op: Op) -> str:
+    """The precision an op computes in: float32 in the loss function when the plan has 16 bits."""
+    is_widened = op.module_path == LOSS_PATH and context.precision in ("bf16", "fp16")
+    return "fp32" if is_widened else context.precision
+
+
+def _gradient_additions(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts, gradients: frozenset[str]
+) -> tuple[int, float]:
+    """How many gradients are added to others, and the time of it: two reads and one write each."""
+    readers: dict[tuple[str, Layout], int] = {}
+    for op in context.graph.ops_of(segment):
+        if op.name not in gradients or op.target == "getitem":
+            continue
+        for name, layout in zip(operand_names(op), layouts.strategies[op.name].operands, strict=True):
+            if name in gradients and name not in context.facts.parameters:
+                readers[name, layout] = readers.get((name, layout), 0) + 1
+    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    n_additions, total_s = 0, 0.0
+    for (name, layout), count in readers.items():
+        spec = local_spec(context.facts.specs[name], layout, context.degree)
+        n_bytes = spec.n_bytes(context.batch_size, context.precision)
+        n_additions += count - 1
+        total_s += (count - 1) * (context.device.kernel_s + 3 * n_bytes / bandwidth)
+    return n_additions, total_s
+
+
+def _loss_cast_s(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> float:
+    """Casting the model's outputs to float32 for the loss; the same time in backward."""
+    ops = context.graph.ops_of(segment)
+    if not ops or ops[-1].module_path != LOSS_PATH or precision_of(context, ops[-1]) == context.precision:
+        return 0.0
+    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    total_bytes = 0
+    for name in context.graph.model_outputs:
+        spec = context.facts.specs[name]
+        local = local_spec(spec, layouts.produced.get(name, R), context.degree)
+        total_bytes += local.n_bytes(context.batch_size, context.precision) + local.n_bytes(context.batch_size, "fp32")
+    return total_bytes / bandwidth
 
 
 def local_operands(context: WorkContext, op: Op, strategy: Strategy) -> Specs:
     """What a rank holds of each operand."""
-    specs = context.graph.specs()
+    specs = context.facts.specs
     pairs = zip(operand_names(op), strategy.operands, strict=True)
     return tuple(local_spec(specs[name], layout, context.degree) for name, layout in pairs)
 
@@ -160,7 +241,7 @@ def _communication_s(
     *,
     backward: bool,
 ) -> float:
-    specs = context.graph.specs()
+    specs = context.facts.specs
     total_s = 0.0
     for name, step in steps:
         kind = step.backward if backward else step.forward
@@ -204,9 +285,9 @@ def _is_nothing(op: Op) -> bool:
 
 
 def _saved_bytes(context: WorkContext, segment: Segment, layouts: SegmentLayouts, gradients: frozenset[str]) -> int:
-    graph, specs = context.graph, context.graph.specs()
+    graph, specs = context.graph, context.facts.specs
     roots = storage_roots(graph, segment, context.rules)
-    left_out = invariant_values(graph) | {parameter.name for parameter in graph.parameters}
+    left_out = context.facts.invariant | context.facts.parameters
     saved: dict[tuple[str, Layout], int] = {}
     extra_bytes = 0
     for op in graph.ops_of(segment):
@@ -218,10 +299,10 @@ def _saved_bytes(context: WorkContext, segment: Segment, layouts: SegmentLayouts
             root = roots.get(name, name)
             if root not in left_out:
                 spec = local_spec(specs[name], layout, context.degree)
-                saved[root, R if layout == V else layout] = spec.n_bytes(context.batch_size, context.precision)
+                saved[root, R if layout == V else layout] = spec.n_bytes(context.batch_size, precision_of(context, op))
         if rule.extra_saved_bytes is not None:
             operands = local_operands(context, op, strategy)
-            extra_bytes += rule.extra_saved_bytes(op, operands, context.batch_size, context.precision)
+            extra_bytes += rule.extra_saved_bytes(op, operands, context.batch_size, precision_of(context, op))
     return _per_root(saved) + extra_bytes
 
 
@@ -259,16 +340,15 @@ def _working_bytes(context: WorkContext, op: Op, layouts: SegmentLayouts, gradie
         return 0
     names = operand_names(op)
     operands = local_operands(context, op, strategy)
-    parameters = {parameter.name for parameter in context.graph.parameters}
     total = sum(
-        local_spec(spec, strategy.result, context.degree).n_bytes(context.batch_size, context.precision)
+        local_spec(spec, strategy.result, context.degree).n_bytes(context.batch_size, precision_of(context, op))
         for spec in op.outputs
     )
     for name, spec in zip(names, operands, strict=True):
-        if name not in parameters and name in gradients and _depends_on_batch(spec.shape):
-            total += spec.n_bytes(context.batch_size, context.precision)
+        if name not in context.facts.parameters and name in gradients and _depends_on_batch(spec.shape):
+            total += spec.n_bytes(context.batch_size, precision_of(context, op))
     if rule.extra_saved_bytes is not None:
-        total += rule.extra_saved_bytes(op, operands, context.batch_size, context.precision)
+        total += rule.extra_saved_bytes(op, operands, context.batch_size, precision_of(context, op))
     return total
 
 

@@ -232,7 +232,7 @@ class _Convert(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, forward_move: Movement, backward_move: Movement, *where: Any
     ) -> torch.Tensor:
         ctx.backward_move, ctx.where = backward_move, where
-        return forward_move(x, _Layout(*where))
+        return _fresh(forward_move(x, _Layout(*where)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -245,7 +245,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> torch.Tensor:
         ctx.from_dim, ctx.to_dim, ctx.tp = from_dim, to_dim, tp
-        return _exchange(x, from_dim, to_dim, tp)
+        return _fresh(_exchange(x, from_dim, to_dim, tp))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -267,6 +267,14 @@ def _convert(
         x, forward_move, backward_move, tp, dim, blocks
     )
     return converted
+
+
+def _fresh(x: torch.Tensor) -> torch.Tensor:
+    """`x` as the result of an operator of its own, while compiling.
+
+    torch.compile in 2.11 gives zero gradients to a Function whose result was written in place by a collective.
+    """
+    return x.clone() if torch.compiler.is_compiling() else x
 
 
 def _is_alone(tp: ProcessGroup | None) -> bool:

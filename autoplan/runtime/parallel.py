@@ -301,12 +301,13 @@ def _compile_blocks(root: nn.Module, blocks: Iterable[str]) -> None:
 
 
 def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """The user's optimizer, or AdamW."""
+    """The user's optimizer, or AdamW, in one kernel on an accelerator (it would loop over sharded parameters)."""
     build_optimizer = getattr(model_file, "build_optimizer", None)
     if build_optimizer is not None:
         optimizer: torch.optim.Optimizer = build_optimizer(parameters)
         return optimizer
-    return torch.optim.AdamW(parameters, lr=learning_rate)
+    is_fused = any(parameter.is_cuda for parameter in parameters)
+    return torch.optim.AdamW(parameters, lr=learning_rate, fused=is_fused or None)
 
 
 def _names_per_stage(parallel_model: Any, mesh: RankMesh) -> list[set[str]]:

@@ -4,8 +4,10 @@
 
 What crosses a cut is declared (`Boundary`), so no metadata is exchanged and no trial forward pass is run.
 
-`_StageShell` stands between torch's `PipelineStage` and the stage, for three reasons:
+`_StageShell` stands between torch's `PipelineStage` and the stage, for four reasons:
 - Boundary tensors and their gradients are made contiguous, which sending needs.
+- torch 2.11 sends only floating-point tensors that get a gradient. A boundary tensor without one (a mask, positions)
+  travels as the float32 tensor with the same bytes, and zeros travel back.
 - The last stage returns its loss, divided by the number of micro-batches, so gradients need no scaling afterwards.
 - `PipelineStage` sees no `fully_shard`. It would switch off every reduction and every freeing of parameters until all
   backward passes are done, which keeps gradients and gathered parameters whole under every ZeRO stage, and would
@@ -57,6 +59,16 @@ class Boundary:
         dtype = config.compute_dtype if self.dtype == "compute" else getattr(torch, self.dtype)
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.requires_grad)
 
+    def sent(self, config: Config) -> torch.Tensor:
+        """What is sent for it, without memory: itself, or the float32 tensor with its bytes."""
+        example = self.example(config)
+        if self.requires_grad:
+            return example
+        n_floats = -(-example.numel() * example.element_size() // _CARRIER.itemsize)
+        return torch.empty(n_floats, dtype=_CARRIER, device="meta", requires_grad=True)
+
+
+_CARRIER = torch.float32
 
 # (outputs of the model, targets) -> mean loss of a micro-batch, in the dtype of the parameters
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -89,7 +101,8 @@ class Pipeline:
             _StageShell(
                 stage,
                 n_micro_batches=config.n_micro_batches,
-                outputs=boundaries[index] if index < config.n_stages - 1 else None,
+                inputs=_examples(boundaries[index - 1], config) if index > 0 else (),
+                outputs=_examples(boundaries[index], config) if index < config.n_stages - 1 else (),
                 loss=loss,
                 prepare_backward=prepare_backward,
             )
@@ -132,12 +145,12 @@ class Pipeline:
         received = (
             [torch.empty_like(x[: config.micro_batch_size], device="meta") for x in inputs]
             if index == 0
-            else [boundary.example(config) for boundary in self._boundaries[index - 1]]
+            else [boundary.sent(config) for boundary in self._boundaries[index - 1]]
         )
         sent = (
             [last_output]
             if index == config.n_stages - 1
-            else [boundary.example(config) for boundary in self._boundaries[index]]
+            else [boundary.sent(config) for boundary in self._boundaries[index]]
         )
         return PipelineStage(
             shell,
@@ -157,7 +170,8 @@ _LOOPED: dict[str, Any] = {"gpipe": ScheduleLoopedBFS, "interleaved": ScheduleIn
 class _StageShell(nn.Module):
     """One stage as torch's schedules run it; see the module docstring.
 
-    `outputs` are None for the last stage. Forward and backward passes of a stage run in the order of micro-batches.
+    `inputs` and `outputs` are examples of what crosses the cuts before and after it; empty for the first and for the
+    last stage. Forward and backward passes of a stage run in the order of micro-batches.
     """
 
     def __init__(
@@ -165,7 +179,8 @@ class _StageShell(nn.Module):
         stage: nn.Module,
         *,
         n_micro_batches: int,
-        outputs: tuple[Boundary, ...] | None,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
         loss: Loss,
         prepare_backward: PrepareBackward,
     ) -> None:
@@ -173,67 +188,94 @@ class _StageShell(nn.Module):
         self.stage = stage
         self.losses: list[torch.Tensor] = []
         self._n_micro_batches = n_micro_batches
-        self._outputs = outputs
+        self._inputs, self._outputs = inputs, outputs
         self._loss = loss
         self._prepare_backward = prepare_backward
         self._targets: Sequence[Any] = ()
-        self._n_forward = 0
         self._n_backward = 0
 
     def start_step(self, targets: Sequence[Any]) -> None:
         """Forget the previous step."""
         self.losses = []
-        self._targets, self._n_forward, self._n_backward = targets, 0, 0
+        self._targets, self._n_backward = targets, 0
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        outputs = self.stage(*[_receive(tensor) for tensor in tensors])
-        micro_batch = self._n_forward
-        self._n_forward += 1
-        if self._outputs is None:
-            loss = self._loss(outputs, self._targets[micro_batch]) / self._n_micro_batches
-            self.losses.append(loss.detach())
-            return self._announce_backward([loss.view(1)])[0]
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        sent = [_send(tensor, boundary) for tensor, boundary in zip(outputs, self._outputs, strict=True)]
-        return tuple(self._announce_backward(sent))
+        if self._inputs:
+            tensors = _Receive.apply(self._inputs, *tensors)  # type: ignore[no-untyped-call]
+        outputs = self.stage(*tensors)
+        if self._outputs:
+            sent = outputs if isinstance(outputs, tuple) else (outputs,)
+            return self._send(self._outputs, sent)
+        loss = self._loss(outputs, self._targets[len(self.losses)]) / self._n_micro_batches
+        self.losses.append(loss.detach())
+        return self._send((loss,), (loss,))[0].view(1)
 
-    def _announce_backward(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Call `prepare_backward` before anything else of the backward pass of these outputs runs."""
-        announced: list[bool] = []
+    def _send(self, examples: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        declared = (tensor.to(example.dtype) for example, tensor in zip(examples, tensors, strict=True))
+        has_gradient = tuple(example.requires_grad for example in examples)
+        sent: tuple[torch.Tensor, ...] = _Send.apply(  # type: ignore[no-untyped-call]
+            has_gradient, self._start_backward, *declared
+        )
+        return sent
 
-        def announce(gradient: torch.Tensor) -> None:
-            if not announced:
-                announced.append(True)
-                self._n_backward += 1
-                self._prepare_backward(self.stage, self._n_backward == self._n_micro_batches)
-
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(announce)  # type: ignore[no-untyped-call]
-        return outputs
+    def _start_backward(self) -> None:
+        self._n_backward += 1
+        self._prepare_backward(self.stage, self._n_backward == self._n_micro_batches)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous."""
+class _Send(torch.autograd.Function):
+    """What crosses a cut as it is sent; calls `start_backward` before anything else of the backward pass runs."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+    def forward(
+        ctx: Any, has_gradient: tuple[bool, ...], start_backward: Callable[[], None], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.has_gradient, ctx.start_backward = has_gradient, start_backward
+        pairs = zip(has_gradient, tensors, strict=True)
+        return tuple(tensor.contiguous() if is_trained else _as_floats(tensor) for is_trained, tensor in pairs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.start_backward()
+        pairs = zip(ctx.has_gradient, gradients, strict=True)
+        return None, None, *(gradient if is_trained else None for is_trained, gradient in pairs)
 
 
-def _receive(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    received: torch.Tensor = _ContiguousGradient.apply(tensor)  # type: ignore[no-untyped-call]
-    return received
+class _Receive(torch.autograd.Function):
+    """The inverse of `_Send` in the next stage; every tensor gets a contiguous gradient, zeros where it has none."""
+
+    @staticmethod
+    def forward(ctx: Any, examples: tuple[torch.Tensor, ...], *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = tuple(
+            tensor.view_as(tensor) if example.requires_grad else _from_floats(tensor, example)
+            for example, tensor in zip(examples, received, strict=True)
+        )
+        ctx.examples = examples
+        ctx.received = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in received)
+        without_gradient = (t for example, t in zip(examples, tensors, strict=True) if not example.requires_grad)
+        ctx.mark_non_differentiable(*without_gradient)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole = (
+            gradient.contiguous() if example.requires_grad else torch.zeros(shape, dtype=dtype, device=device)
+            for example, gradient, (shape, dtype, device) in zip(ctx.examples, gradients, ctx.received, strict=True)
+        )
+        return None, *whole
 
 
-def _send(tensor: torch.Tensor, boundary: Boundary) -> torch.Tensor:
-    if not boundary.requires_grad:
-        return tensor.detach().contiguous()
-    sent: torch.Tensor = _ContiguousGradient.apply(tensor.contiguous())  # type: ignore[no-untyped-call]
-    return sent
+def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """A float32 tensor with the same bytes, padded with zeros."""
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    return nn.functional.pad(flat, (0, -flat.numel() % _CARRIER.itemsize)).view(_CARRIER)
+
+
+def _from_floats(floats: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    """The tensor, of the shape and dtype of `example`, whose bytes `floats` holds."""
+    n_bytes = example.numel() * example.element_size()
+    return floats.detach().view(torch.uint8)[:n_bytes].view(example.dtype).view(example.shape)
+
+
+def _examples(cut: tuple[Boundary, ...], config: Config) -> tuple[torch.Tensor, ...]:
+    return tuple(boundary.example(config) for boundary in cut)

@@ -33,7 +33,8 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     """Divide the parameters of `root` over `mesh`, one group per block and one for the rest.
 
     A single data-parallel rank in full precision is left alone. A block that shares a parameter with the rest of the
-    model belongs to the group of the rest.
+    model belongs to the group of the rest. In 16-bit precision, gathered parameters and all floating-point buffers have
+    the compute dtype, as after `model.to(dtype)`, so that they mix with activations.
     """
     is_mixed = config.compute_dtype != config.parameter_dtype
     if config.dp == 1 and not is_mixed:
@@ -41,6 +42,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
+        _cast_buffers(root, config.compute_dtype)
     innermost_first = sorted(blocks, key=lambda name: -name.count("."))
     for block in [root.get_submodule(name) for name in innermost_first]:
         if any(True for _ in block.parameters()) and not _shares_parameters(block, root):
@@ -68,6 +70,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All elements over the data-parallel ranks; every rank of them must call it."""
     return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _shares_parameters(block: nn.Module, root: nn.Module) -> bool:

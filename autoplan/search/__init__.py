@@ -1,12 +1,16 @@
 """The search: the best plan of a space, with a proof.
 
-    meshes --least compute--> bound --price--> bound --integer program, simulator--> plan, bound
-                 `compute_bound_s`    `step_bound_s`              `refine`
+    meshes --least compute--> bound --price--> bound --linear program--> bound --integer program--> plan, bound
+               `compute_bound_s`    `step_bound_s`     `relaxed_bound_s`        and simulator: `refine`
 
 Meshes wait in one queue, ordered by the best lower bound known of each, and the first is always the one examined: its
-bound is raised (by pricing it) or it is solved. When the first bound in the queue is not below the best plan, no mesh
-left can hold a better one; that is the proof, and most meshes are never priced. The order of equal bounds is that of the
-enumeration, so the same input gives the same answer.
+bound is raised by one more step, or it is solved. When the first bound in the queue is not below the best plan, no mesh
+left can hold a better one; that is the proof, and most meshes are never priced. Equal bounds are taken in the order of
+the enumeration, so the same input gives the same answer.
+
+Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone, and
+so is the rest of a tier after `PATIENCE` meshes without a better plan. The status is then "feasible", and the gap says
+how much is unproved.
 
 The simulator alone judges plans. `price` must give equal `forward_s` and `backward_s` to meshes that agree in tp,
 sharding and micro-batch size: the first bound rests on it.
@@ -24,13 +28,22 @@ from dataclasses import dataclass, field
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.schedules import Schedule, build_schedule
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
-from autoplan.search.formulation import obeys_recompute
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import SearchSpace, enumerate_meshes, fixed
-from autoplan.search.one_mesh import Judged, faster_than, is_memory_proof, least_memory, refine
+from autoplan.search.one_mesh import (
+    Effort,
+    Judged,
+    Program,
+    faster_than,
+    is_memory_proof,
+    least_memory,
+    refine,
+    relaxed_bound_s,
+)
+from autoplan.search.paths import Shape, shape_of
+from autoplan.search.plans import obeys_recompute
 from autoplan.search.remedies import nearest_fix
 from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.units import GiB
@@ -40,7 +53,15 @@ __all__ = ["SearchSpace", "search"]
 Price = Callable[[Mesh], CostTable]
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
-UNPRICED, PRICED = 0, 1  # how far a mesh in the queue has been examined
+UNPRICED, PRICED, RELAXED = 0, 1, 2  # how far a mesh in the queue has been examined
+PATIENCE = 8  # meshes of a tier solved in a row without a better plan before the rest is left with their bounds
+GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
+
+STOPS = {  # why a mesh that might hold a better plan was not examined
+    "interrupted": "interrupted",
+    "time limit": "not examined in time",
+    "": f"not examined: {PATIENCE} meshes in a row held nothing better",
+}
 
 
 @dataclass(slots=True)
@@ -55,6 +76,8 @@ class _Search:
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
     compute_s: dict[tuple[int, str, int], float] = field(default_factory=dict)
+    shapes: dict[tuple[str, int, int, int], Shape] = field(default_factory=dict)
+    programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
@@ -70,6 +93,13 @@ class _Search:
         if mesh not in self.tables:
             self.tables[mesh] = self.price(mesh)
         return self.tables[mesh]
+
+    def shape(self, mesh: Mesh) -> Shape:
+        """The shape of the schedule of a mesh, worked out once."""
+        key = (mesh.schedule, mesh.pp, mesh.n_chunks, mesh.n_micro_batches)
+        if key not in self.shapes:
+            self.shapes[key] = shape_of(mesh)
+        return self.shapes[key]
 
     def weight(self, mesh: Mesh) -> float:
         """What a second of this mesh scores: the price of a step is proportional to the devices used."""
@@ -89,6 +119,11 @@ class _Search:
         return self.score(ranking[rank]) if rank < len(ranking) else INFINITY
 
     @property
+    def gap(self) -> float:
+        """How much faster a plan must be to be worth looking for."""
+        return 0.0 if self.options.require_optimal else GOOD_ENOUGH
+
+    @property
     def recompute(self) -> str | None:
         """What the user fixed."""
         return fixed(self.options, "recompute")
@@ -106,8 +141,8 @@ def search(
     """The best plan of `space`, or the proof that none fits.
 
     With objective "cost" the best plan is the one with the least step time x devices used, and `bound_s` is the bound
-    on that product, divided by the devices of the best plan. `with_hosts(n)` gives the space and prices with n hosts; it
-    is asked for only when nothing fits. After Ctrl-C the best plan so far is returned; the meshes not examined are
+    on that product, divided by the devices of the best plan. `with_hosts(n)` gives the space and prices with n hosts;
+    it is asked for only when nothing fits. After Ctrl-C the best plan so far is returned; the meshes not examined are
     rejected for "time limit" with the detail "interrupted".
 
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix.
@@ -142,13 +177,43 @@ def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         bound_s = compute_bound_s(mesh, compute_s=state.compute_s[key])
         state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
-    heapq.heapify(state.queue)
 
 
 def _prove(state: _Search) -> None:
-    """Examine meshes in order of their bounds until none can beat the best plan."""
-    while state.queue and state.queue[0][0] < faster_than(state.score_to_beat()):
+    """Examine meshes in order of their bounds until none can beat the best plan.
+
+    Meshes that are easy to solve come first, tier by tier: their plans spare most of the hard ones.
+    """
+    tiers: tuple[list[tuple[float, int, int]], ...] = ([], [], [])
+    for entry in state.queue:
+        tiers[_difficulty(state.meshes[entry[1]])].append(entry)
+    state.queue = []
+    done: list[tuple[float, int, int]] = []
+    for number, tier in enumerate(tiers):
+        state.queue = tier
+        heapq.heapify(state.queue)
+        try:
+            _prove_tier(state)
+        finally:  # also when interrupted, no mesh may be lost
+            done += state.queue
+            state.queue = done + [entry for later in tiers[number + 1 :] for entry in later]
+    heapq.heapify(state.queue)
+
+
+def _difficulty(mesh: Mesh) -> int:
+    if mesh.pp == 1:
+        return 0
+    return 1 if mesh.n_chunks == 1 else 2
+
+
+def _prove_tier(state: _Search) -> None:
+    best, n_solved_then = state.score_to_beat(), len(state.bounds_s)
+    while state.queue and state.queue[0][0] < faster_than(state.score_to_beat(), gap=state.gap):
         if _is_late(state):
+            return
+        if state.score_to_beat() < best:
+            best, n_solved_then = state.score_to_beat(), len(state.bounds_s)
+        if best < INFINITY and len(state.bounds_s) - n_solved_then >= PATIENCE and not state.options.require_optimal:
             return
         _examine(state, to_beat=state.score_to_beat())
 
@@ -157,7 +222,7 @@ def _fill_alternatives(state: _Search) -> None:
     """Solve a few more meshes, so that there is something to compare the best plan with."""
     n_tries = 2 * state.options.top
     while state.queue and state.plans and len(state.plans) <= state.options.top and n_tries > 0 and not state.stopped:
-        n_tries -= state.queue[0][2] == PRICED
+        n_tries -= state.queue[0][2] == RELAXED
         if _is_late(state, marks=False):
             return
         _examine(state, to_beat=0.0)
@@ -176,42 +241,49 @@ def _examine(state: _Search, *, to_beat: float) -> None:
     score, index, examined = state.queue[0]
     mesh = state.meshes[index]
     if examined == UNPRICED:
-        table = state.table(mesh)
-        heapq.heapreplace(state.queue, (max(score, step_bound_s(table) * state.weight(mesh)), index, PRICED))
+        score = max(score, step_bound_s(state.table(mesh)) * state.weight(mesh))
+        heapq.heapreplace(state.queue, (score, index, PRICED))
         return
-    _solve(state, index, to_beat=to_beat)
+    if examined == PRICED and shortfall_bytes(state.table(mesh)) == 0:
+        score = max(score, _relax(state, index) * state.weight(mesh))
+        if score < INFINITY:
+            heapq.heapreplace(state.queue, (score, index, RELAXED))
+            return
+    if examined == PRICED:
+        state.rejections[index] = _short_somewhere(state.table(mesh), max(1, shortfall_bytes(state.table(mesh))))
+    else:
+        _solve(state, index, to_beat=to_beat)
     heapq.heappop(state.queue)
     state.tables.pop(mesh, None)
+    state.programs.pop(index, None)
+
+
+def _relax(state: _Search, index: int) -> float:
+    mesh = state.meshes[index]
+    program = Program.of(state.table(mesh), state.shape(mesh), recompute=state.recompute)
+    state.programs[index] = program
+    program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
+    return program.bound_s
 
 
 def _solve(state: _Search, index: int, *, to_beat: float) -> None:
     """Find the best plan of a mesh, or why it has none worth having."""
-    mesh, table = state.meshes[index], state.tables[state.meshes[index]]
-    short_bytes = shortfall_bytes(table)
-    if short_bytes > 0:
-        state.rejections[index] = _short_somewhere(table, short_bytes)
-        return
+    mesh = state.meshes[index]
     weight = state.weight(mesh)
-    outcome = refine(
-        table,
-        _schedule_of(mesh),
-        recompute=state.recompute,
-        known=state.plans.get(index),
+    effort = Effort(
         interesting_s=state.score_to_beat(state.options.top) / weight,
         to_beat_s=to_beat / weight,
+        gap=state.gap,
         remaining_s=state.remaining_s,
     )
+    outcome = refine(state.programs[index], known=state.plans.get(index), effort=effort)
     if outcome.best is not None:
         state.plans[index] = outcome.best
     if is_memory_proof(outcome):
-        state.rejections[index] = _short_somewhere(table, 1)
+        state.rejections[index] = _short_somewhere(state.table(mesh), 1)
     elif outcome.best is None:
         state.rejections[index] = _slow(mesh, outcome.bound_s)
     state.bounds_s[index] = outcome.bound_s
-
-
-def _schedule_of(mesh: Mesh) -> Schedule:
-    return build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)
 
 
 # ------------------------------------------------------------------------------------------------------ why not a mesh
@@ -236,7 +308,7 @@ def _explain_memory(state: _Search) -> None:
     index = min(short, key=lambda index: (state.rejections[index].short_bytes or 0, index))
     mesh = state.meshes[index]
     closest = least_memory(
-        state.table(mesh), _schedule_of(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
+        state.table(mesh), state.shape(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
     )
     if closest is None:
         return
@@ -281,7 +353,7 @@ def _result(
             for baseline in found
         ),
         rejected=_rejected(state, best),
-        bound_s=None if bound == INFINITY else bound / weight,
+        bound_s=bound / weight if 0.0 < bound < INFINITY else None,
         n_meshes=len(state.meshes),
         search_s=state.clock() - state.started_s,
         nearest_fix=fix,
@@ -290,12 +362,11 @@ def _result(
 
 def _proved_score(state: _Search) -> float:
     """The lower bound on the score over the whole space; that of the best plan when it is proved optimal."""
-    waiting = {index: score for score, index, _ in state.queue}
-    if len(waiting) + len(state.bounds_s) + len(state.rejections) == 0:
-        return 0.0
-    for index, bound_s in state.bounds_s.items():
-        waiting[index] = bound_s * state.weight(state.meshes[index])
-    least, best = min(waiting.values(), default=INFINITY), state.score_to_beat()
+    scores = {index: score for score, index, _ in state.queue}
+    scores |= {index: bound_s * state.weight(state.meshes[index]) for index, bound_s in state.bounds_s.items()}
+    if len(scores.keys() | state.rejections.keys()) < len(state.meshes):
+        return 0.0  # interrupted before every mesh had a bound
+    least, best = min(scores.values(), default=INFINITY), state.score_to_beat()
     return best if least >= faster_than(best) else least
 
 
@@ -328,10 +399,8 @@ def _rejection(state: _Search, index: int, *, queued: dict[int, float]) -> Rejec
     if index in state.rejections:
         return state.rejections[index]
     bound_s = queued.get(index, 0.0) / state.weight(mesh)
-    if state.stopped and queued.get(index, 0.0) < faster_than(state.score_to_beat()):
-        return Rejection(
-            mesh, "time limit", "interrupted" if state.stopped == "interrupted" else "not examined in time"
-        )
+    if queued.get(index, 0.0) < faster_than(state.score_to_beat(), gap=state.gap):
+        return Rejection(mesh, "time limit", STOPS[state.stopped])
     return _slow(mesh, bound_s)
 
 

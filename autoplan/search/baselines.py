@@ -1,4 +1,4 @@
-"""The plain recipes that people use without a planner; each is a candidate, so the search is never worse than one that fits.
+"""The plain recipes people use without a planner; each is a candidate, so no recipe that fits beats the search.
 
     DDP         dp = all devices, nothing sharded
     FSDP        dp = all devices, zero_stage 3, with or without recomputation
@@ -16,9 +16,9 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes
-from autoplan.search.formulation import repeated_segments
 from autoplan.search.meshes import SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
 from autoplan.search.one_mesh import Judged
+from autoplan.search.plans import repeated_segments
 from autoplan.simulate import simulate
 
 RECIPES = ("DDP", "FSDP", "hand rule")

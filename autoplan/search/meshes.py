@@ -8,13 +8,14 @@ A mesh is in the space when all of this holds:
     pp * n_chunks <= pieces the model can be cut into
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
 
-and each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage
-0; pp = 1 has schedule "1f1b" and one chunk; pp > 1 has no zero_stage 2, because a pipeline reduces gradients once
-per step.
+and each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has
+zero_stage 0; pp = 1 has schedule "1f1b" and one chunk; pp > 1 has no zero_stage 2, because a pipeline reduces gradients
+once per step.
 
-**More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one host
-the powers of two and the divisors of the host, then k hosts for every k of at most four significant bits (1 to 16,
-18, 20, ... 32, 36, ...), then n itself. For such counts the space of the larger cluster contains that of the smaller.
+**More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one
+host the powers of two and the divisors of the host, then k hosts for every k of at most `MAX_SIGNIFICANT_BITS`
+significant bits (1 to 16, 18, 20, ... 32, 36, ...), then n itself. For such counts the space of the larger cluster
+contains that of the smaller.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from autoplan.parallel_plan import Mesh
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 ZERO_STAGES = (0, 1, 2, 3)
 MAX_SIGNIFICANT_BITS = 4
-MESH_FIXES = ("dp", "tp", "pp", "zero", "shard", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class SearchSpace:
         kinds: the kind of each segment, in order.
         cuts: per boundary between neighbouring segments, whether the pipeline may be cut there.
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
-        max_chunks: most stages per rank of an interleaved schedule.
+        max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
+        max_interleaved_stages: most stages of an interleaved schedule in all.
         micro_batch_multiple: every micro-batch is a multiple of it.
     """
 
@@ -55,6 +56,7 @@ class SearchSpace:
     schedules: tuple[str, ...] = SCHEDULES
     zero_stages: tuple[int, ...] = ZERO_STAGES
     max_chunks: int = 4
+    max_interleaved_stages: int = 32
     micro_batch_multiple: int = 1
 
     @property
@@ -96,7 +98,11 @@ def device_counts(space: SearchSpace) -> tuple[int, ...]:
     """How many devices a plan may use, largest first. See the module docstring."""
     host = min(space.n_devices_per_host, space.n_devices)
     powers = {2**k for k in range(host.bit_length()) if 2**k <= host}
-    hosts = {k for k in range(1, space.n_devices // space.n_devices_per_host + 1) if _significant_bits(k) <= 4}
+    hosts = {
+        k
+        for k in range(1, space.n_devices // space.n_devices_per_host + 1)
+        if _significant_bits(k) <= MAX_SIGNIFICANT_BITS
+    }
     counts = {*powers, *divisors(host), *(k * space.n_devices_per_host for k in hosts), space.n_devices}
     return tuple(sorted(counts, reverse=True))
 
@@ -183,7 +189,8 @@ def _schedule_choices(
     """(schedule, n_chunks) that exist for these numbers."""
     if pp == 1:
         return (("1f1b", 1),)
-    chunks = tuple(c for c in range(2, space.max_chunks + 1) if pp * c <= space.n_pieces)
+    most = min(space.max_chunks, space.n_pieces // pp, space.max_interleaved_stages // pp)
+    chunks = tuple(2**k for k in range(1, most.bit_length()) if 2**k <= most)
     choices: list[tuple[str, int]] = []
     if n_micro_batches >= pp:
         choices.append(("1f1b", 1))

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,17 +35,29 @@ STATUSES = {
 }
 
 
-def solve(model: LinearModel, *, time_limit_s: float | None) -> Solution:
-    """The optimum of `model`, or what was found and proved within the time limit.
+def solve(
+    model: LinearModel,
+    *,
+    time_limit_s: float | None,
+    relative_gap: float = 0.0,
+    node_limit: int | None = None,
+    is_relaxed: bool = False,
+) -> Solution:
+    """The optimum of `model`, or what was found and proved within the limits.
+
+    Stops at the first solution proved to be within `relative_gap` of the optimum (the status is "optimal" then too, and
+    `bound` says what is proved), or after `node_limit` nodes of the search tree. `is_relaxed` drops integrality: the
+    objective is then a lower bound, found much sooner.
 
     Raises: SolverError for a model with impossible numbers, a failure of the solver, or an answer that does not
         satisfy the model.
     """
     check_model(model)
-    solution = _read(_run(model, time_limit_s))
+    limits = _Limits(time_limit_s, relative_gap, node_limit)
+    solution = _read(_run(model, limits, is_relaxed=is_relaxed))
     if not solution.values:
         return solution
-    values = _rounded(model, solution.values)
+    values = solution.values if is_relaxed else _rounded(model, solution.values)
     check_solution(model, values, objective=solution.objective)
     return Solution(solution.status, values, solution.objective, solution.bound)
 
@@ -105,20 +118,30 @@ def _rounded(model: LinearModel, values: tuple[float, ...]) -> tuple[float, ...]
     )
 
 
-def _run(model: LinearModel, time_limit_s: float | None) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """When the solver may stop."""
+
+    time_s: float | None
+    relative_gap: float
+    n_nodes: int | None
+
+
+def _run(model: LinearModel, limits: _Limits, *, is_relaxed: bool) -> Any:
     """MathOpt's result. MathOpt 9.15 hides a refusal behind an AttributeError; its true text is in the context."""
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers import highs_pb2
 
     parameters = mathopt.SolveParameters(
-        time_limit=None if time_limit_s is None else timedelta(seconds=max(0.0, time_limit_s)),
+        time_limit=None if limits.time_s is None else timedelta(seconds=max(0.0, limits.time_s)),
         random_seed=RANDOM_SEED,
-        relative_gap_tolerance=0.0,
+        node_limit=limits.n_nodes,
+        relative_gap_tolerance=limits.relative_gap,
         absolute_gap_tolerance=0.0,
         highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
     )
     try:
-        built = mathopt.Model.from_model_proto(_to_proto(model))
+        built = mathopt.Model.from_model_proto(_to_proto(model, is_relaxed=is_relaxed))
         with _quiet_stdout():
             return mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
     except (AttributeError, ValueError, RuntimeError) as error:
@@ -141,7 +164,7 @@ def _quiet_stdout() -> Iterator[None]:
         os.close(saved)
 
 
-def _to_proto(model: LinearModel) -> Any:
+def _to_proto(model: LinearModel, *, is_relaxed: bool = False) -> Any:
     """The model as MathOpt's message, filled by whole arrays (an object per coefficient takes six times as long)."""
     from ortools.math_opt import model_pb2
 
@@ -150,7 +173,7 @@ def _to_proto(model: LinearModel) -> Any:
     columns.ids.extend(range(len(model.names)))
     columns.lower_bounds.extend(model.lower)
     columns.upper_bounds.extend(model.upper)
-    columns.integers.extend(model.is_integer)
+    columns.integers.extend([is_integer and not is_relaxed for is_integer in model.is_integer])
     priced = [column for column, cost in enumerate(model.costs) if cost]
     proto.objective.linear_coefficients.ids.extend(priced)
     proto.objective.linear_coefficients.values.extend([model.costs[column] for column in priced])

@@ -1,0 +1,102 @@
+"""parallelize(): the live form of a plan, by executing the very source that `plan --out` writes.
+
+module --trace--> OpGraph --plan on rank 0--> Plan --generate--> parallel_model.py --exec--> ParallelModel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import PlanMismatchError
+from autoplan.graph import OpGraph
+from autoplan.hardware import HardwareProfile, load_profile
+from autoplan.options import Options
+from autoplan.parallel_plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from autoplan.runtime import ParallelModel
+
+
+def parallelize(
+    module: nn.Module,
+    example_batch: tuple[Any, Any],
+    *,
+    hw: str,
+    hosts: int = 1,
+    plan: Plan | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    build_optimizer: Callable[[Any], Any] | None = None,
+    device_type: str | None = None,
+    **options: Any,
+) -> ParallelModel:
+    """This rank's part of `module` under a plan for all processes of the group; every process must call it.
+
+    `example_batch` is (inputs, targets) with the batch as first dim. Without `plan` the search runs on rank 0, over
+    plans that use every process; `options` are the fields of `Options`. The result is called like the module, and
+    `.step(batch)` runs one optimizer step on this data-parallel rank's samples. `module` gives its weights away.
+
+    Raises: PlanMismatchError when the plan is for another number of processes or another model.
+    """
+    from autoplan import runtime
+    from autoplan.trace import module_source, trace_model
+
+    graph = trace_model(module_source(module, example_batch, loss_fn))
+    n_processes = runtime.world_size()
+    if plan is None:
+        profile = load_profile(hw, n_hosts=hosts)
+        plan = runtime.from_first_rank(lambda: _best_plan(graph, profile, Options(**options), n_processes))
+    _check(plan, graph, n_processes)
+    config, parallel_model = live_program(graph, plan)
+    device_type = runtime.start_process_group(device_type, config)
+    model_file = SimpleNamespace(build_model=lambda: module, loss_fn=loss_fn)
+    if loss_fn is None:
+        del model_file.loss_fn
+    if build_optimizer is not None:
+        model_file.build_optimizer = build_optimizer
+    mesh = runtime.build_rank_mesh(config, device_type)
+    return runtime.ParallelModel(config, model_file, parallel_model, mesh=mesh)
+
+
+def live_program(graph: OpGraph, plan: Plan) -> tuple[Any, ModuleType | None]:
+    """The runtime's Config of a plan, and its generated module (None when the user's classes are used as they are)."""
+    from autoplan import runtime
+    from autoplan.codegen import config_values
+    from autoplan.codegen.parallel_model import parallel_model_text
+    from autoplan.space import load_rules
+
+    config = runtime.Config(**config_values(graph, plan))
+    if plan.mesh.tp == plan.mesh.pp == 1:
+        return config, None
+    text = parallel_model_text(graph, plan, rules=load_rules())
+    generated = ModuleType("parallel_model")
+    code = compile(text.replace("from runtime.", "from autoplan.runtime."), "<parallel_model.py>", "exec")
+    exec(code, vars(generated))
+    return config, generated
+
+
+def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
+    from autoplan.search import search
+    from autoplan.space import DEFAULT_MICRO_BATCH_SIZE, priced_space
+
+    global_batch = options.global_batch or DEFAULT_MICRO_BATCH_SIZE * n_processes
+    offered = priced_space(graph, profile, options, global_batch=global_batch, n_devices=n_processes)
+    result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+    if result.best is None:
+        raise PlanMismatchError(
+            f"{profile.name}: no plan for {n_processes} processes ({result.status})\n  fix: {result.nearest_fix}"
+        )
+    return result.best.plan
+
+
+def _check(plan: Plan, graph: OpGraph, n_processes: int) -> None:
+    if plan.mesh.n_devices != n_processes:
+        raise PlanMismatchError(
+            f"the plan is for {plan.mesh.n_devices} processes, {n_processes} are running\n"
+            "  fix: start as many processes as the plan has devices, or let parallelize() plan"
+        )
+    if plan.graph_hash and plan.graph_hash != graph.content_hash():
+        raise PlanMismatchError("the plan was made for another model\n  fix: plan again for this module")

@@ -1,0 +1,241 @@
+"""Rows that bound the time of each pass of each stage from below, as `simulate.replay_pass` does from above.
+
+With compute c and communication g beside each other a segment takes
+
+    c + h(c, g),    h(c, g) = max(0, g - c) + (slowdown - 1) min(c, g)                        `hidden_extra_s`
+
+which for equal neighbours is a constant per segment, hence linear in the counts (`_add_neighbour_row`). Where a segment
+may have several neighbours, the most favourable ones are taken. A second row bounds the pass by the sum of its compute
+and communication (`_add_hidden_row`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.search.paths import (
+    BACKWARD,
+    CARRY,
+    CUT,
+    FIRST_FORWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    LAST_CARRY,
+    backward_s,
+    forward_s,
+)
+from autoplan.search.terms import (
+    Formulation,
+    Terms,
+    Values,
+    at_boundary,
+    at_start,
+    cost_of_kind,
+    cost_values,
+    ends_in,
+    least_of,
+    negative,
+    sum_of,
+    time_of,
+    weighted,
+)
+
+
+def hidden_extra_s(compute_s: float, communication_s: float, *, slowdown: float) -> float:
+    """h(c, g) of the module docstring: what communication adds to compute when compute must wait for its end."""
+    both = min(compute_s, communication_s)
+    return communication_s - both + (slowdown - 1.0) * both
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One kind of pass: what it computes per segment, and which communication it does."""
+
+    symbol: str
+    compute: Callable[[SegmentCost], float]
+    is_forward: bool
+    gathers: bool
+    reduces: bool
+
+
+def _passes(table: CostTable) -> tuple[_Pass, ...]:
+    always, every = table.gathers_per_micro_batch, table.reduces_per_micro_batch
+    return (
+        _Pass(FIRST_FORWARD, forward_s, True, gathers=True, reduces=False),
+        _Pass(FORWARD, forward_s, True, gathers=always, reduces=False),
+        _Pass(BACKWARD, backward_s, False, gathers=always, reduces=every),
+        _Pass(LAST_BACKWARD, backward_s, False, gathers=always, reduces=True),
+    )
+
+
+def add_pass_times(form: Formulation) -> None:
+    """Every pass of every stage takes its compute and the communication that it must wait for."""
+    for kind in _passes(form.table):
+        extra = _extra_values(form, kind)
+        for stage in range(form.n_stages):
+            _add_hidden_row(form, kind, stage)
+            if kind.gathers or kind.reduces:
+                _add_neighbour_row(form, kind, stage, extra=extra)
+
+
+def left_symbol(symbol: str) -> str:
+    """The communication that a pass leaves to be done when it ends."""
+    return f"left by {symbol}"
+
+
+def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
+    """All communication of the pass is waited for (the first gather), hidden (at the slowdown), or left over.
+
+    pass + (slowdown - 1) left >= compute + (slowdown - 1) (gathers + reductions) + (2 - slowdown) first gather
+    """
+    extra = min(form.table.overlap_slowdown, 2.0) - 1.0
+
+    def per_segment(cost: SegmentCost) -> float:
+        gather_s = cost.gather_s if kind.gathers else 0.0
+        return kind.compute(cost) + extra * (gather_s + (cost.reduce_s if kind.reduces else 0.0))
+
+    terms = negative(sum_of(form, stage, cost_values(form, per_segment, scale=form.unit_s)))
+    terms.append((time_of(form, kind.symbol, stage), 1.0))
+    if kind.reduces:
+        terms.append((time_of(form, left_symbol(kind.symbol), stage), extra))
+    if kind.gathers:
+        terms += [(column, -(1.0 - extra) * value) for column, value in _first_gather(form, kind, stage)]
+    form.model.add_row(f"{kind.symbol} of stage {stage} hides communication", terms, lower=0.0)
+
+
+def _first_gather(form: Formulation, kind: _Pass, stage: int) -> Terms:
+    """Time of the gather before the pass can start: of its first segment forward, of its last one backward."""
+    if kind.is_forward:
+        return at_start(form, stage, lambda cost: cost.gather_s / form.unit_s)
+    last = [least_of(form, run.piece[-1], lambda cost: cost.gather_s / form.unit_s) for run in form.runs]
+    if stage == form.n_stages - 1:
+        return [(form.one, last[-1])]
+    inner = [min(last[k], last[k - 1]) if k > 0 else last[0] for k in range(len(last))]
+    exact = [last[k - 1] if run.length == 1 and k > 0 else inner[k] for k, run in enumerate(form.runs)]
+    return weighted(ends_in(form, stage), exact)
+
+
+def _extra_values(form: Formulation, kind: _Pass) -> Values:
+    """The least that communication adds while each segment computes, between any neighbours it may have."""
+    return {
+        (number, slot, again): min(_extras(form, kind, number=number, slot=slot, again=again, alone=False), default=0.0)
+        / form.unit_s
+        for number, run in enumerate(form.runs)
+        for slot in range(len(run.piece))
+        for again in (False, True)
+    }
+
+
+def _extras(form: Formulation, kind: _Pass, *, number: int, slot: int, again: bool, alone: bool) -> list[float]:
+    """H over the positions of a slot that have a segment after them in the pass; `alone`: with none before them.
+
+    While a segment computes, the gather of the next one and the reduction of the one before it run beside it.
+    """
+    run, table = form.runs[number], form.table
+    step = 1 if kind.is_forward else -1
+    extras = []
+    for segment in range(run.start + slot, run.start + len(run.piece) * run.length, len(run.piece)):
+        following, previous = segment + step, segment - step
+        if not 0 <= following < len(table.kinds):
+            continue
+        gather_s = least_of(form, table.kinds[following], lambda cost: cost.gather_s)
+        reduce_s = 0.0
+        if kind.reduces and not alone and 0 <= previous < len(table.kinds):
+            reduce_s = least_of(form, table.kinds[previous], lambda cost: cost.reduce_s)
+        compute_s = kind.compute(cost_of_kind(form, run.piece[slot], again))
+        slowdown = min(table.overlap_slowdown, 2.0)
+        if kind.gathers and gather_s > 0.0:
+            extras.append(hidden_extra_s(compute_s, gather_s + reduce_s, slowdown=slowdown))
+        else:  # nothing to wait for: reductions only slow what they run beside
+            extras.append((slowdown - 1.0) * min(compute_s, reduce_s))
+    return extras
+
+
+def _add_neighbour_row(form: Formulation, kind: _Pass, stage: int, *, extra: Values) -> None:
+    """Pass >= first gather + sum (compute + extra) - what the two ends of the stage do not have."""
+    values = cost_values(form, kind.compute, scale=form.unit_s)
+    summed = sum_of(form, stage, {key: value + extra[key] for key, value in values.items()})
+    terms = [(time_of(form, kind.symbol, stage), 1.0), *negative(summed)]
+    if kind.gathers:
+        terms += negative(_first_gather(form, kind, stage))
+    ends = [max(extra[k, len(run.piece) - 1, again] for again in (False, True)) for k, run in enumerate(form.runs)]
+    starts = [max(extra[k, 0, again] for again in (False, True)) for k, run in enumerate(form.runs)]
+    if not kind.is_forward:  # a backward pass ends with the first segment of its stage
+        terms += weighted(ends_in(form, stage - 1), starts)
+        terms.append((form.one, _lonely_loss(form, kind, extra)))
+    elif stage == form.n_stages - 1:
+        terms.append((form.one, ends[-1]))
+    else:
+        either = [max(ends[k], ends[k - 1]) if k > 0 else ends[0] for k in range(len(ends))]
+        terms += weighted(ends_in(form, stage), either)
+    form.model.add_row(f"{kind.symbol} of stage {stage} waits for neighbours", terms, lower=0.0)
+
+
+def _lonely_loss(form: Formulation, kind: _Pass, extra: Values) -> float:
+    """How much less a segment may be slowed when it opens the pass, with no reduction before it."""
+    losses = [0.0]
+    for (number, slot, again), value in extra.items():
+        lonely = _extras(form, kind, number=number, slot=slot, again=again, alone=True)
+        losses.append(value - min(lonely, default=value * form.unit_s) / form.unit_s)
+    return max(losses)
+
+
+def add_leftovers(form: Formulation) -> None:
+    """Reductions that cannot be hidden: that of the last segment reduced, and those that outlast compute."""
+    for kind in _passes(form.table):
+        if not kind.reduces:
+            continue
+        for stage in range(form.n_stages):
+            column = time_of(form, left_symbol(kind.symbol), stage)
+            first = at_start(form, stage, lambda cost: cost.reduce_s / form.unit_s)
+            form.model.add_row(
+                f"first {left_symbol(kind.symbol)} {stage}", [(column, 1.0), *negative(first)], lower=0.0
+            )
+            if not kind.gathers:
+                _add_queue_rows(form, kind, stage, column)
+    _add_carries(form)
+
+
+def _add_carries(form: Formulation) -> None:
+    """What a backward pass leaves is in the way of the next pass of its rank.
+
+    A pass that gathers waits for it, because it is queued first; another pass is slowed while it goes on.
+    """
+    table = form.table
+    for symbol, reduces in ((CARRY, table.reduces_per_micro_batch), (LAST_CARRY, True)):
+        for stage in range(form.n_stages) if reduces else ():
+            added = at_start(form, stage, lambda cost: _carried_s(table, cost) / form.unit_s)
+            terms = [(time_of(form, symbol, stage), 1.0), *negative(added)]
+            form.model.add_row(f"{symbol} of stage {stage}", terms, lower=0.0)
+
+
+def _carried_s(table: CostTable, cost: SegmentCost) -> float:
+    """The least that a reduction adds to any pass that follows on its rank."""
+    everything = [cost for choices in table.costs for cost in choices]
+    if table.gathers_per_micro_batch and min(cost.gather_s for cost in everything) > 0.0:
+        return cost.reduce_s
+    shortest_s = min(min(forward_s(cost), backward_s(cost)) for cost in everything)
+    return (min(table.overlap_slowdown, 2.0) - 1.0) * min(cost.reduce_s, shortest_s)
+
+
+def _add_queue_rows(form: Formulation, kind: _Pass, stage: int, column: int) -> None:
+    """Without gathers the queue of reductions is left by what comes in during its last stretch of the pass.
+
+    left >= sum (reduction - compute) over the first runs of the stage (+ the compute before the stretch begins)
+    """
+    values = cost_values(form, lambda cost: cost.reduce_s - kind.compute(cost), scale=form.unit_s)
+    least_s = min(kind.compute(cost) for choices in form.table.costs for cost in choices) / form.unit_s
+    for n_runs in range(1, len(form.runs) + 1):
+        is_whole = n_runs == len(form.runs)
+        terms = [(column, 1.0), *negative(sum_of(form, stage, values, n_runs=n_runs))]
+        form.model.add_row(f"queue of stage {stage} run {n_runs}", terms, lower=least_s if is_whole else 0.0)
+
+
+def add_cuts(form: Formulation) -> None:
+    """A transfer after a stage takes what the boundary there takes."""
+    for stage in range(form.n_stages - 1):
+        cut_s = [at_boundary(form, number, "cut_s") / form.unit_s for number in range(len(form.runs))]
+        terms = [(time_of(form, CUT, stage), 1.0), *negative(weighted(ends_in(form, stage), cut_s))]
+        form.model.add_row(f"cut after stage {stage}", terms, lower=0.0)

@@ -1,0 +1,267 @@
+"""What a schedule implies for any plan: paths through its actions that bound the step, and moments of peak memory.
+
+The actions of a schedule form a graph: an action waits for the one before
+it on its rank and for its input. Each path through the graph is a lower bound on the step, linear in the times of the
+stages; the longest path *is* the step. With M micro-batches on pp stages, for each stage s,
+
+    through     sum_{t < s} (f_t + b_t + 2 cut_t) + M (f_s + b_s)
+    1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
+    GPipe       sum_t (f_t + b_t + 2 cut_t) + (M - 1) (b_s + f_s)
+
+and at the end of a path what is left of its last gradient reduction, and the optimizer of its last rank.
+
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoplan.cost.table import SegmentCost
+from autoplan.parallel_plan import Mesh, TimelineEvent
+from autoplan.schedules import Action, Schedule, build_schedule, dependency
+
+FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "backward", "last backward"
+CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
+LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
+CUT = "cut"  # one transfer over the boundary after a stage
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A chain of passes and transfers, each after the one before: ((what, stage), how often), ... .
+
+    It ends with the last backward pass of `last_stage`.
+    """
+
+    counts: tuple[tuple[tuple[str, int], int], ...]
+    last_stage: int
+
+
+def _path(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
+    return Path(tuple(sorted((key, count) for key, count in counts.items() if count)), last_stage)
+
+
+def forward_s(cost: SegmentCost) -> float:
+    """Compute-stream time of one forward pass."""
+    return cost.forward_s + cost.launch_forward_s + cost.tp_forward_s
+
+
+def backward_s(cost: SegmentCost) -> float:
+    """Compute-stream time of one backward pass, recomputation included."""
+    return cost.recompute_s + cost.backward_s + cost.launch_backward_s + cost.tp_backward_s
+
+
+def initial_paths(mesh: Mesh, schedule: Schedule) -> tuple[Path, ...]:
+    """The paths that bound any plan of the mesh well; `critical_paths` adds what a given plan needs."""
+    chains = [_through(schedule, rank) for rank in range(mesh.pp)]
+    chains += [_around(mesh, schedule, rank, is_fill=is_fill) for rank in range(mesh.pp) for is_fill in (True, False)]
+    if mesh.schedule == "gpipe":
+        chains += [_gpipe_chain(mesh, rank) for rank in range(mesh.pp)]
+    whole = [chain + _tail(chain[-1]) for chain in chains]
+    return tuple(dict.fromkeys(path_of(mesh, chain) for chain in (*whole, *chains)))
+
+
+def _head(action: Action) -> list[Action]:
+    """The forward passes through the stages before, for the same micro-batch."""
+    return [Action(stage, "F", action.micro_batch) for stage in range(action.stage)]
+
+
+def _tail(action: Action) -> list[Action]:
+    """The backward passes through the stages before, for the same micro-batch."""
+    return [Action(stage, "B", action.micro_batch) for stage in reversed(range(action.stage))]
+
+
+def _through(schedule: Schedule, rank: int) -> list[Action]:
+    """To a rank's first action, then all its actions."""
+    return [*_head(schedule[rank][0]), *schedule[rank]]
+
+
+def _around(mesh: Mesh, schedule: Schedule, rank: int, *, is_fill: bool) -> list[Action]:
+    """Fill: through the whole pipeline and back to a rank's first backward pass, then the rest of its actions.
+
+    Otherwise drain: all a rank does up to its last forward pass, which then goes to the end of the pipeline and back.
+    """
+    actions, last = schedule[rank], mesh.n_stages - 1
+    if is_fill:
+        place = next(index for index, action in enumerate(actions) if action.kind == "B")
+        turn = Action(last, "F", actions[place].micro_batch)
+        back = [Action(stage, "B", turn.micro_batch) for stage in range(last, actions[place].stage, -1)]
+        return [*_head(turn), turn, *back, *actions[place:]]
+    place = max(index for index, action in enumerate(actions) if action.kind == "F")
+    onward = [Action(s, "F", actions[place].micro_batch) for s in range(actions[place].stage + 1, mesh.n_stages)]
+    return [*_through(schedule, rank)[: rank + place + 1], *onward, Action(last, "B", actions[place].micro_batch)]
+
+
+def _gpipe_chain(mesh: Mesh, rank: int) -> list[Action]:
+    """A rank's forward passes, the last on to the last stage, the first micro-batch back, its backward passes."""
+    n, last = mesh.n_micro_batches, mesh.pp - 1
+    forwards = [*_head(Action(rank, "F", 0)), *(Action(rank, "F", m) for m in range(n))]
+    onward = [Action(stage, "F", n - 1) for stage in range(rank + 1, mesh.pp)]
+    back = [Action(stage, "B", 0) for stage in range(last, rank, -1)]
+    return [*forwards, *onward, *back, *(Action(rank, "B", m) for m in range(n))]
+
+
+def path_of(mesh: Mesh, chain: list[Action]) -> Path:
+    """The times along a chain of actions, each of which waits for the one before: by data, or by rank."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for action, following in zip(chain, (*chain[1:], None), strict=True):
+        symbol = _symbol(mesh, action)
+        counts[symbol, action.stage] += 1
+        if following is None:
+            continue
+        if following.stage % mesh.pp == action.stage % mesh.pp:
+            if action.kind == "B":
+                counts[CARRY if symbol == BACKWARD else LAST_CARRY, action.stage] += 1
+        elif following.stage != action.stage:
+            counts[CUT, min(action.stage, following.stage)] += 1
+    return _path(counts, last_stage=chain[-1].stage)
+
+
+def _symbol(mesh: Mesh, action: Action) -> str:
+    if action.kind == "F":
+        return FIRST_FORWARD if action.micro_batch == 0 else FORWARD
+    return LAST_BACKWARD if action.micro_batch == mesh.n_micro_batches - 1 else BACKWARD
+
+
+def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Path, ...]:
+    """Per rank, the longest path to the end of its part of a simulated step, read backwards.
+
+    An action begins when the action before it on its rank stops, or when its input arrives, whichever is later; a
+    transfer begins when its action stops, or when the transfer before it on the same link is done. Times are equal to
+    the last bit where one waits for the other, because each is the maximum of the two.
+    """
+    trace = _Trace(timeline)
+    return tuple(dict.fromkeys(_path_to(mesh, trace, name) for name in trace.last_actions()))
+
+
+def _path_to(mesh: Mesh, trace: _Trace, name: str) -> Path:
+    counts: Counter[tuple[str, int]] = Counter()
+    current: str | None = name
+    while current is not None:
+        action = _parse(current)
+        counts[_symbol(mesh, action), action.stage] += 1
+        current = trace.before(current, counts, mesh=mesh)
+    return _path(counts, last_stage=_parse(name).stage)
+
+
+def _parse(name: str) -> Action:
+    """The action that prints as "2F0"."""
+    kind = "F" if "F" in name else "B"
+    stage, micro_batch = name.split(kind)
+    return Action(int(stage), kind, int(micro_batch))
+
+
+class _Trace:
+    """A timeline that can be asked what an action waited for."""
+
+    def __init__(self, timeline: tuple[TimelineEvent, ...]) -> None:
+        is_pass = [event.stream == "compute" and event.name != "optimizer" for event in timeline]
+        passes = sorted((e for e, keep in zip(timeline, is_pass, strict=True) if keep), key=_start_s)
+        self._passes = {event.name: event for event in passes}
+        self._previous = _predecessors(passes, lambda event: str(event.rank))
+        sends = sorted((event for event in timeline if event.stream.startswith("send")), key=_start_s)
+        self._sends = {event.name: event for event in sends}
+        self._previous_send = _predecessors(sends, lambda event: f"{event.rank} {event.stream}")
+
+    def last_actions(self) -> list[str]:
+        """The last pass of each rank."""
+        last = {event.rank: event.name for event in self._passes.values()}
+        return [last[rank] for rank in sorted(last)]
+
+    def before(self, name: str, counts: Counter[tuple[str, int]], *, mesh: Mesh) -> str | None:
+        """What `name` waited for; transfers and carried communication in between are counted."""
+        previous = self._previous[name]
+        if previous is not None and self._passes[previous].stop_s >= self._passes[name].start_s:
+            action = _parse(previous)
+            if action.kind == "B":
+                symbol = CARRY if _symbol(mesh, action) == BACKWARD else LAST_CARRY
+                counts[symbol, action.stage] += 1
+            return previous
+        source = _source(name, n_stages=mesh.n_stages)
+        return None if source is None else self._behind_link(source, counts)
+
+    def _behind_link(self, source: str, counts: Counter[tuple[str, int]]) -> str:
+        """The action whose transfer set off the chain of transfers that ends with that of `source`."""
+        while source in self._sends:
+            action = _parse(source)
+            counts[CUT, action.stage if action.kind == "F" else action.stage - 1] += 1
+            previous = self._previous_send[source]
+            waited = previous is not None and self._sends[source].start_s > self._passes[source].stop_s
+            if not waited or previous is None:
+                break
+            source = previous
+        return source
+
+
+def _start_s(event: TimelineEvent) -> tuple[float, float]:
+    return event.start_s, event.stop_s
+
+
+def _predecessors(events: list[TimelineEvent], key: Callable[[TimelineEvent], str]) -> dict[str, str | None]:
+    last: dict[str, str] = {}
+    table: dict[str, str | None] = {}
+    for event in events:
+        table[event.name] = last.get(key(event))
+        last[key(event)] = event.name
+    return table
+
+
+def _source(name: str, *, n_stages: int) -> str | None:
+    needed = dependency(_parse(name), n_stages)
+    return None if needed is None else str(needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment at which the memory of a rank may peak: a pass of `stage` runs.
+
+    Attributes:
+        in_flight: (stage, micro-batches in flight) of the rank's stages, the running one included.
+        accumulating: its stages that have begun a backward pass.
+    """
+
+    stage: int
+    is_backward: bool
+    in_flight: tuple[tuple[int, int], ...]
+    accumulating: frozenset[int]
+
+
+def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
+    """The moments of a rank that no other moment with the same running stage exceeds."""
+    in_flight: dict[int, int] = {action.stage: 0 for action in schedule[rank]}
+    begun: set[int] = set()
+    found: dict[Moment, None] = {}
+    for action in schedule[rank]:
+        is_backward = action.kind == "B"
+        in_flight[action.stage] += not is_backward
+        begun |= {action.stage} if is_backward else set()
+        found[Moment(action.stage, is_backward, tuple(sorted(in_flight.items())), frozenset(begun))] = None
+        in_flight[action.stage] -= is_backward
+    return tuple(m for m in found if not any(_exceeds(other, m) for other in found if other is not m))
+
+
+def _exceeds(one: Moment, other: Moment) -> bool:
+    same = one.stage == other.stage and one.is_backward >= other.is_backward and one.accumulating >= other.accumulating
+    return same and all(a >= b for (_, a), (_, b) in zip(one.in_flight, other.in_flight, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a program needs to know of a schedule; the same for all meshes of equal pp, chunks and micro-batches.
+
+    Attributes:
+        moments: per rank.
+    """
+
+    paths: tuple[Path, ...]
+    moments: tuple[tuple[Moment, ...], ...]
+
+
+def shape_of(mesh: Mesh) -> Shape:
+    """The shape of a mesh's schedule."""
+    schedule = build_schedule(
+        mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks
+    )
+    return Shape(initial_paths(mesh, schedule), tuple(moments_of(schedule, rank) for rank in range(mesh.pp)))

@@ -1,0 +1,130 @@
+"""The plans of one mesh: where a model may be cut, what is alike in it, and every way to share it out.
+
+The segments between two legal cuts form a *piece*; equal neighbouring pieces form a *run* (the layers of a transformer
+are one run). Which pieces of a run a stage recomputes hardly matters, so a plan says how many: the first ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from autoplan.cost.table import CostTable
+from autoplan.parallel_plan import StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`length` equal pieces, one after the other, each of the segments `piece` (their kinds).
+
+    Attributes:
+        start: its first segment.
+        inner_cut_s, inner_cut_bytes: of each boundary between two of its pieces.
+        end_cut_s, end_cut_bytes: of the boundary after it; 0 after the last run.
+    """
+
+    start: int
+    piece: tuple[int, ...]
+    length: int
+    inner_cut_s: float
+    inner_cut_bytes: int
+    end_cut_s: float
+    end_cut_bytes: int
+
+
+def runs_of(table: CostTable) -> tuple[Run, ...]:
+    """The segments of the table as runs of equal pieces."""
+    cuts = [index + 1 for index, cut_s in enumerate(table.cut_s) if cut_s is not None]
+    edges = [0, *cuts, len(table.kinds)]
+    pieces = [(start, table.kinds[start:stop]) for start, stop in zip(edges, edges[1:], strict=False)]
+    runs: list[Run] = []
+    for start, piece in pieces:
+        end_s, end_bytes = _boundary(table, start + len(piece))
+        last = runs[-1] if runs else None
+        if last is not None and last.piece == piece and _continues(last):
+            runs[-1] = Run(last.start, piece, last.length + 1, last.end_cut_s, last.end_cut_bytes, end_s, end_bytes)
+        else:
+            runs.append(Run(start, piece, 1, end_s, end_bytes, end_s, end_bytes))
+    return tuple(runs)
+
+
+def _continues(run: Run) -> bool:
+    """Whether the boundary after the run may become one inside it: all of these cost the same."""
+    return run.length == 1 or (run.end_cut_s, run.end_cut_bytes) == (run.inner_cut_s, run.inner_cut_bytes)
+
+
+def _boundary(table: CostTable, segment: int) -> tuple[float, int]:
+    """Transfer time and bytes of the boundary before `segment`; 0 after the last one."""
+    if segment >= len(table.kinds):
+        return 0.0, 0
+    return table.cut_s[segment - 1] or 0.0, table.cut_bytes[segment - 1]
+
+
+def repeated_segments(table: CostTable) -> tuple[int, ...]:
+    """The segments that "full" recomputation covers: those whose kind occurs again; all when none does."""
+    if len(table.recompute_choices) < 2:
+        return ()
+    repeated = {kind for kind in table.kinds if table.kinds.count(kind) > 1} or set(table.kinds)
+    return tuple(segment for segment, kind in enumerate(table.kinds) if kind in repeated)
+
+
+def obeys_recompute(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> bool:
+    """Whether a plan has the recomputation the user fixed."""
+    chosen = {segment for stage in stages for segment in stage.recomputed}
+    if recompute == "none":
+        return not chosen
+    if recompute == "full":
+        return chosen >= set(repeated_segments(table))
+    return recompute is None or bool(chosen)
+
+
+def count_plans(runs: tuple[Run, ...], *, n_stages: int) -> int:
+    """How many plans the mesh has, whatever is fixed."""
+    n_pieces = sum(run.length for run in runs)
+    ways = {0: 1}  # stop of the stages so far, in pieces -> plans
+    for _ in range(n_stages):
+        following: dict[int, int] = {}
+        for start, number in ways.items():
+            for stop in range(start + 1, n_pieces + 1):
+                choices = math.prod(count + 1 for count, run in _shares(runs, start, stop) for _ in run.piece)
+                following[stop] = following.get(stop, 0) + number * choices
+        ways = following
+    return ways.get(n_pieces, 0)
+
+
+def all_plans(runs: tuple[Run, ...], *, n_stages: int) -> Iterator[tuple[StagePlan, ...]]:
+    """Every plan of the mesh; of each run in a stage the first segments are recomputed."""
+    n_pieces = sum(run.length for run in runs)
+    for cuts in combinations(range(1, n_pieces), n_stages - 1):
+        edges = (0, *cuts, n_pieces)
+        shares = [_shares(runs, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        per_stage = [list(product(*(range(count + 1) for count, run in stage for _ in run.piece))) for stage in shares]
+        for again in product(*per_stage):
+            yield staged(shares, again)
+
+
+def _shares(runs: tuple[Run, ...], start: int, stop: int) -> list[tuple[int, Run]]:
+    """How many pieces of each run lie between two pieces; runs with none are left out."""
+    shares, first = [], 0
+    for run in runs:
+        count = min(stop, first + run.length) - max(start, first)
+        if count > 0:
+            shares.append((count, run))
+        first += run.length
+    return shares
+
+
+def staged(shares: list[list[tuple[int, Run]]], again: tuple[tuple[int, ...], ...]) -> tuple[StagePlan, ...]:
+    """Stages from the pieces of each run they hold and how often each slot of these is recomputed."""
+    stages: list[StagePlan] = []
+    position = 0
+    for stage, counts in zip(shares, again, strict=True):
+        start, recomputed, numbers = position, [], iter(counts)
+        for count, run in stage:
+            for slot in range(len(run.piece)):
+                recomputed += [position + slot + piece * len(run.piece) for piece in range(next(numbers))]
+            position += count * len(run.piece)
+        stages.append(StagePlan(start, position, tuple(sorted(recomputed))))
+    return tuple(stages)

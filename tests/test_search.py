@@ -1,0 +1,296 @@
+"""The search: equal to brute force, monotone, deterministic, and honest when it stops or when nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from brute_force import Toy, best_by_trying, make_plan, random_toy, with_space
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoplan.cost.table import CostTable
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh
+from autoplan.search import search
+from autoplan.search.meshes import SearchSpace, enumerate_meshes
+from autoplan.search.result import SearchResult
+
+EXACT = Options(max_micro_batch_size=2, top=1, require_optimal=True)
+FEW = settings(max_examples=12, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 10**6)
+
+
+def run(toy: Toy, options: Options = EXACT, **changes: object) -> SearchResult:
+    return search(toy.space, price=toy.price, options=options, make_plan=make_plan, **changes)  # type: ignore[arg-type]
+
+
+def best_s(result: SearchResult) -> float:
+    """The step time found; infinite when nothing fits."""
+    assert result.status in ("optimal", "infeasible")
+    return float("inf") if result.best is None else result.best.estimate.step_s
+
+
+# ------------------------------------------------------------------------------------------------------ brute force
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_the_search_equals_brute_force_on_200_random_toys(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        toy = random_toy(seed, n_segments=4, n_devices=4 if seed % 4 == 0 else 2)
+        want = best_by_trying(toy, EXACT)
+        result = run(toy)
+        assert result.status == ("infeasible" if want is None else "optimal"), seed
+        assert want is None or best_s(result) == pytest.approx(want, rel=1e-6), seed
+        assert want is None or result.gap == 0.0, seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_equals_brute_force_on_six_segments(seed: int) -> None:
+    toy = random_toy(1000 + seed, n_segments=6, n_devices=2)
+    want = best_by_trying(toy, EXACT)
+    assert best_s(run(toy)) == pytest.approx(float("inf") if want is None else want, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_a_demand_for_proof_the_plan_is_within_the_gap_of_the_optimum(seed: int) -> None:
+    toy = random_toy(seed, n_segments=4, n_devices=2)
+    want = best_by_trying(toy, EXACT)
+    result = run(toy, replace(EXACT, require_optimal=False))
+    if want is None:
+        assert result.status == "infeasible"
+        return
+    assert result.best is not None
+    assert result.bound_s is not None
+    assert result.bound_s * (1 - 1e-6) <= want <= result.best.estimate.step_s * (1 + 1e-6)
+    assert result.status == ("optimal" if result.gap == 0.0 else "feasible")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_objective_cost_minimizes_step_time_x_devices(seed: int) -> None:
+    toy = random_toy(seed, n_segments=4, n_devices=4, tight=False)
+    options = replace(EXACT, objective="cost")
+    want = best_by_trying(toy, options, weight=lambda mesh: mesh.n_devices)
+    result = run(toy, options)
+    assert result.best is not None
+    assert best_s(result) * result.best.plan.mesh.n_devices == pytest.approx(want, rel=1e-6)
+    assert result.gap == 0.0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_fixed_recomputation_is_obeyed_and_still_optimal(recompute: str) -> None:
+    def obeys(stages: tuple[object, ...]) -> bool:
+        chosen = {segment for stage in stages for segment in stage.recomputed}  # type: ignore[attr-defined]
+        full = {s for s, kind in enumerate(toy.space.kinds) if toy.space.kinds.count(kind) > 1} or set(range(4))
+        return {"none": not chosen, "full": chosen >= full, "selective": bool(chosen)}[recompute]
+
+    options = replace(EXACT, fix=(("recompute", recompute),))
+    for seed in range(6):
+        toy = random_toy(seed, n_segments=4, n_devices=2, tight=False)
+        want = best_by_trying(toy, options, keep=obeys)
+        result = run(toy, options)
+        assert best_s(result) == pytest.approx(want, rel=1e-6)
+        assert result.best is not None
+        assert obeys(result.best.plan.stages)
+
+
+# ------------------------------------------------------------------------------------------------------------ laws
+
+
+@FEW
+@given(seed=SEEDS)
+def test_more_devices_never_hurt(seed: int) -> None:
+    toy = random_toy(seed, n_segments=4, n_devices=2)
+    assert best_s(run(with_space(toy, n_devices=4))) <= best_s(run(toy)) * (1 + 1e-6)
+
+
+@FEW
+@given(seed=SEEDS, factor=st.floats(1.0, 3.0))
+def test_more_memory_never_hurts(seed: int, factor: float) -> None:
+    toy = random_toy(seed, n_segments=4, n_devices=2, tight=True)
+    larger = replace(toy, memory_limit_bytes=int(toy.memory_limit_bytes * factor))
+    assert best_s(run(larger)) <= best_s(run(toy)) * (1 + 1e-6)
+
+
+@FEW
+@given(seed=SEEDS, factor=st.floats(0.1, 1.0))
+def test_more_bandwidth_never_hurts(seed: int, factor: float) -> None:
+    toy = random_toy(seed, n_segments=4, n_devices=4)
+    assert best_s(run(replace(toy, comm_factor=factor))) <= best_s(run(toy)) * (1 + 1e-6)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_more_micro_batch_choices_never_hurt(seed: int) -> None:
+    toy = random_toy(seed, n_segments=4, n_devices=2)
+    more = replace(EXACT, max_micro_batch_size=4)
+    assert best_s(run(toy, more)) <= best_s(run(toy)) * (1 + 1e-6)
+
+
+@FEW
+@given(seed=SEEDS)
+def test_the_same_input_gives_the_same_result(seed: int) -> None:
+    toy = random_toy(seed, n_segments=5)
+    one, other = (replace(run(toy, replace(EXACT, require_optimal=False)), search_s=0.0) for _ in range(2))
+    assert one == other
+
+
+# --------------------------------------------------------------------------------------------------- what is returned
+
+
+def loose_toy(seed: int = 2, **options: object) -> Toy:
+    return random_toy(seed, tight=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_mesh_is_the_best_or_rejected_once(seed: int) -> None:
+    toy = random_toy(seed)
+    result = run(toy)
+    named = Counter([rejection.mesh for rejection in result.rejected])
+    if result.best is not None:
+        named[result.best.plan.mesh] += 1
+    assert named == Counter(enumerate_meshes(toy.space, EXACT))
+    assert result.n_meshes == len(named)
+
+
+def test_alternatives_are_other_meshes_in_order_of_their_step_time() -> None:
+    result = run(loose_toy(), replace(EXACT, top=3))
+    assert result.best is not None
+    found = [result.best, *result.alternatives]
+    assert len(result.alternatives) == 3
+    assert len({candidate.plan.mesh for candidate in found}) == 4
+    times = [candidate.estimate.step_s for candidate in found]
+    assert times == sorted(times)
+    assert all(candidate.bound_s <= candidate.estimate.step_s for candidate in found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_plan_is_never_slower_than_a_recipe_that_fits(seed: int) -> None:
+    result = run(random_toy(seed), Options(max_micro_batch_size=2))
+    for baseline in result.baselines:
+        if baseline.estimate.fits:
+            assert result.best is not None
+            assert result.best.estimate.step_s <= baseline.estimate.step_s
+
+
+def test_recipes_are_what_they_are_called() -> None:
+    meshes = {candidate.baseline: candidate.plan.mesh for candidate in run(loose_toy()).baselines}
+    assert set(meshes) == {"DDP", "FSDP", "hand rule"}
+    assert (meshes["DDP"].dp, meshes["DDP"].zero_stage) == (4, 0)
+    assert (meshes["FSDP"].dp, meshes["FSDP"].zero_stage) == (4, 3)
+    assert (meshes["hand rule"].tp, meshes["hand rule"].pp, meshes["hand rule"].dp) == (2, 1, 2)
+
+
+def test_a_recipe_that_does_not_fit_is_still_reported_with_its_estimate() -> None:
+    toy = replace(loose_toy(), memory_limit_bytes=2**20)
+    baselines = run(toy).baselines
+    assert {candidate.baseline for candidate in baselines} == {"DDP", "FSDP", "hand rule"}
+    assert not any(candidate.estimate.fits for candidate in baselines)
+
+
+def test_a_best_plan_that_is_a_recipe_says_so() -> None:
+    toy = loose_toy(n_devices=1)
+    result = run(with_space(toy, n_devices=1, n_devices_per_host=1))
+    assert result.best is not None
+    assert result.best.baseline == "DDP"
+
+
+# ------------------------------------------------------------------------------------------------ stopping and nothing
+
+
+def ticking(step_s: float) -> Callable[[], float]:
+    """A clock that advances by `step_s` whenever it is read."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * step_s
+
+
+def hard_toy() -> Toy:
+    """A toy whose recipes do not fit but some plans do: a search that stops at once has nothing."""
+    for seed in range(100):
+        toy = random_toy(seed)
+        result = run(toy)
+        if result.best is not None and not any(candidate.estimate.fits for candidate in result.baselines):
+            return toy
+    raise AssertionError("no such toy")
+
+
+def test_a_time_limit_without_any_plan_is_unknown() -> None:
+    result = run(hard_toy(), replace(EXACT, time_limit_s=0.5), clock=ticking(1.0))
+    assert (result.status, result.best) == ("unknown", None)
+    assert {rejection.reason for rejection in result.rejected} == {"time limit"}
+
+
+def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap() -> None:
+    toy = loose_toy(6)
+    optimum_s = best_s(run(toy))
+    result = run(toy, replace(EXACT, time_limit_s=0.5), clock=ticking(1.0))
+    assert result.status == "feasible"
+    assert result.best is not None
+    assert result.bound_s is not None
+    assert result.bound_s <= optimum_s <= result.best.estimate.step_s
+    assert result.gap is not None
+    assert result.gap > 0.0
+
+
+def test_ctrl_c_returns_the_best_so_far() -> None:
+    toy = loose_toy(6)
+    calls = itertools.count()
+    limit = 20
+
+    def price(mesh: Mesh) -> CostTable:
+        if next(calls) == limit:
+            raise KeyboardInterrupt
+        return toy.price(mesh)
+
+    result = search(toy.space, price=price, options=EXACT, make_plan=make_plan)
+    assert result.status == "feasible"
+    assert result.best is not None
+    assert "interrupted" in {rejection.detail for rejection in result.rejected}
+    assert len(result.rejected) == result.n_meshes - 1
+
+
+def test_ctrl_c_before_anything_is_known_proves_nothing() -> None:
+    def price(mesh: Mesh) -> CostTable:
+        raise KeyboardInterrupt
+
+    result = search(loose_toy().space, price=price, options=EXACT, make_plan=make_plan)
+    assert (result.status, result.best, result.bound_s) == ("unknown", None, None)
+    assert {rejection.detail for rejection in result.rejected} == {"interrupted"}
+
+
+def test_nothing_fits_names_stage_and_bytes_of_the_closest_mesh() -> None:
+    toy = replace(loose_toy(), memory_limit_bytes=2**24)
+    result = run(toy)
+    assert (result.status, result.best, result.bound_s) == ("infeasible", None, None)
+    assert {rejection.reason for rejection in result.rejected} == {"memory"}
+    assert all((rejection.short_bytes or 0) > 0 for rejection in result.rejected)
+    assert sum("stage" in rejection.detail and "needs" in rejection.detail for rejection in result.rejected) > 0
+    assert any(rejection.detail.startswith("stage ") for rejection in result.rejected)
+
+
+def test_the_nearest_fix_gives_up_the_least_that_was_fixed() -> None:
+    # the state of the whole model fills a device, so it fits only when the 4 data-parallel ranks shard it
+    toy = loose_toy()
+    toy = replace(toy, kind_costs=tuple(replace(cost, state_bytes=20 * cost.state_bytes) for cost in toy.kind_costs))
+    state = sum(toy.kind_costs[kind].state_bytes for kind in toy.space.kinds)
+    toy = replace(toy, memory_limit_bytes=state)
+    fix = (("dp", "4"), ("zero", "0"))
+    result = run(toy, replace(EXACT, fix=fix))
+    assert result.status == "infeasible"
+    assert result.nearest_fix.startswith("without zero=0 it fits: dp 4, tp 1, pp 1, ZeRO ")
+
+
+def test_the_nearest_fix_may_be_more_hosts_and_is_the_fewest() -> None:
+    toy = loose_toy()
+
+    def with_hosts(n_hosts: int) -> tuple[SearchSpace, Callable[[Mesh], CostTable]]:
+        larger = with_space(toy, n_devices=2 * n_hosts)  # from 3 hosts on, devices have enough memory
+        memory = toy.memory_limit_bytes if n_hosts >= 3 else 2**20
+        return larger.space, replace(larger, memory_limit_bytes=memory).price
+
+    small = replace(toy, memory_limit_bytes=2**20)
+    result = run(with_space(small, n_devices=2), with_hosts=with_hosts)
+    assert result.nearest_fix.startswith("with 3 hosts it fits: ")

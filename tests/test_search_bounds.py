@@ -1,0 +1,163 @@
+"""Bounds and programs are relaxations: never above the simulator, never without a plan that it accepts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from brute_force import Toy, all_stages, random_toy
+
+from autoplan.cost.table import CostTable
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.schedules import build_schedule
+from autoplan.search.bounds import shortfall_bytes, step_bound_s
+from autoplan.search.formulation import formulate
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.paths import (
+    BACKWARD,
+    CUT,
+    FIRST_FORWARD,
+    FORWARD,
+    LAST_BACKWARD,
+    critical_paths,
+    initial_paths,
+    shape_of,
+)
+from autoplan.search.plans import all_plans, count_plans, runs_of
+from autoplan.search.solve import solve
+from autoplan.simulate import simulate
+
+
+def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tuple[CostTable, tuple[StagePlan, ...]]]:
+    """Random plans of random meshes of a random toy."""
+    rng = random.Random(seed)
+    toy: Toy = random_toy(seed, **toy_options)  # type: ignore[arg-type]
+    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
+    meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
+    for mesh in rng.sample(meshes, min(count, len(meshes))):
+        yield toy.price(mesh), rng.choice(list(all_stages(toy, mesh.n_stages)))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_bound_of_a_mesh_never_exceeds_a_simulated_step(seed: int) -> None:
+    for table, stages in random_plans(seed, count=20):
+        assert step_bound_s(table) <= simulate(table, stages).step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_program_never_believes_a_plan_slower_than_it_is_and_accepts_what_fits(seed: int) -> None:
+    for table, stages in random_plans(seed, count=12):
+        estimate = simulate(table, stages)
+        form = formulate(table, shape_of(table.mesh))
+        _fix(form.model.lower, form.model.upper, form, stages)
+        solution = solve(form.model, time_limit_s=None)
+        if estimate.fits:
+            assert solution.objective is not None
+            assert solution.objective * form.unit_s <= estimate.step_s * (1 + 1e-7)
+
+
+def _fix(lower: list[float], upper: list[float], form: object, stages: tuple[StagePlan, ...]) -> None:
+    """Leave the program no plan but this one."""
+    for index, stage in enumerate(stages):
+        for number, run in enumerate(form.runs):  # type: ignore[attr-defined]
+            width = len(run.piece)
+            inside = range(max(stage.start, run.start), min(stage.stop, run.start + width * run.length))
+            columns = [(form.count[index][number], len(inside) // width)]  # type: ignore[attr-defined]
+            for slot, column in enumerate(form.recomputed[index][number]):  # type: ignore[attr-defined]
+                columns.append((column, sum((s - run.start) % width == slot for s in stage.recomputed if s in inside)))
+            for column, value in columns:
+                lower[column] = upper[column] = float(value)
+
+
+def test_a_shortfall_is_proof_that_no_plan_fits() -> None:
+    n_proofs = 0
+    for seed in range(15):
+        toy = random_toy(seed, n_segments=4, tight=True)
+        for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=2)):
+            table = toy.price(mesh)
+            short_bytes = shortfall_bytes(table)
+            if short_bytes == 0:
+                continue
+            n_proofs += 1
+            for stages in all_stages(toy, mesh.n_stages):
+                assert max(simulate(table, stages).reserved_bytes) >= table.memory_limit_bytes + short_bytes
+    assert n_proofs > 50
+
+
+def _plain_table(mesh: Mesh) -> CostTable:
+    """Eight equal segments of 1 s forward and 2 s backward; 0.25 s per transfer; nothing else."""
+    toy = random_toy(0)
+    cost = replace(
+        toy.kind_costs[0], forward_s=1.0, backward_s=2.0, launch_forward_s=0.0, launch_backward_s=0.0,
+        tp_forward_s=0.0, gather_s=0.0, reduce_s=0.0, optimizer_s=0.0,
+    )  # fmt: skip
+    return replace(
+        toy.price(mesh), kinds=(0,) * 8, costs=((cost, cost),), cut_s=(0.25,) * 7, cut_bytes=(0,) * 7, per_step_s=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_chunks", "n_micro_batches"), [("1f1b", 1, 6), ("gpipe", 1, 3), ("interleaved", 2, 8)]
+)
+def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks: int, n_micro_batches: int) -> None:
+    mesh = Mesh(pp=4, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    table = _plain_table(mesh)
+    size = 8 // mesh.n_stages
+    stages = tuple(StagePlan(index * size, (index + 1) * size) for index in range(mesh.n_stages))
+    estimate = simulate(table, stages, with_timeline=True)
+    times = {FIRST_FORWARD: size, FORWARD: size, BACKWARD: 2 * size, LAST_BACKWARD: 2 * size, CUT: 0.25}
+    lengths = [
+        sum(times.get(what, 0.0) * count for (what, _), count in path.counts)
+        for path in critical_paths(mesh, estimate.timeline)
+    ]
+    assert max(lengths) == pytest.approx(estimate.step_s)
+
+
+def test_the_first_paths_of_1f1b_are_tight_for_equal_stages_without_transfers() -> None:
+    # 4 stages, 6 micro-batches: (6 + 3) x 3 s = 27 s
+    mesh = Mesh(pp=4, n_micro_batches=6)
+    schedule = build_schedule("1f1b", n_ranks=4, n_micro_batches=6)
+    times = {FIRST_FORWARD: 1.0, FORWARD: 1.0, BACKWARD: 2.0, LAST_BACKWARD: 2.0}
+    lengths = [
+        sum(times.get(what, 0.0) * count for (what, _), count in path.counts) for path in initial_paths(mesh, schedule)
+    ]
+    assert max(lengths) == 27.0
+
+
+def test_equal_neighbouring_pieces_form_one_run() -> None:
+    mesh = Mesh()
+    table = replace(_plain_table(mesh), kinds=(0, 1, 2, 1, 2, 3, 3, 3), cut_s=(0.1, None, 0.1, None, 0.1, 0.1, 0.1))
+    assert [(run.start, run.piece, run.length) for run in runs_of(table)] == [
+        (0, (0,), 1),
+        (1, (1, 2), 2),
+        (5, (3,), 3),
+    ]
+
+
+def test_boundaries_that_cost_more_end_a_run() -> None:
+    table = replace(_plain_table(Mesh()), cut_s=(0.1, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1))
+    assert [run.length for run in runs_of(table)] == [3, 5]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_plans_are_counted_and_each_is_listed_once(seed: int) -> None:
+    toy = random_toy(seed)
+    n_stages = min(2, toy.space.n_pieces)
+    runs = runs_of(toy.price(Mesh(pp=n_stages, n_micro_batches=4)))
+    listed = list(all_plans(runs, n_stages=n_stages))
+    assert len(listed) == len(set(listed)) == count_plans(runs, n_stages=n_stages)
+    assert set(listed) == set(all_stages(toy, n_stages))
+
+
+def test_an_unlimited_program_can_always_be_solved() -> None:
+    table = replace(_plain_table(Mesh(pp=4, n_micro_batches=4)), memory_limit_bytes=2**60)
+    form = formulate(table, shape_of(table.mesh))
+    assert form.model.upper[form.total] == INFINITY
+    # equal stages of 2 segments: (4 + 3) x 6 s + transfers there and back, 2 x 3 x 0.25 s, on the longest path
+    solution = solve(form.model, time_limit_s=None)
+    assert solution.objective is not None
+    assert solution.objective * form.unit_s == pytest.approx(43.5)

@@ -1,0 +1,105 @@
+"""Which meshes are tried at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoplan.errors import InfeasibleError, InputError
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh
+from autoplan.search import SearchSpace
+from autoplan.search.meshes import device_counts, enumerate_meshes
+
+SPACE = SearchSpace(
+    n_devices=8,
+    n_devices_per_host=4,
+    global_batch=16,
+    kinds=(0, 1, 1, 1, 1, 2),
+    cuts=(True,) * 5,
+    shardings=((1, ("",)), (2, ("a", "b")), (4, ("a",)), (8, ("a",))),
+)
+
+
+def meshes(space: SearchSpace = SPACE, **options: object) -> tuple[Mesh, ...]:
+    return enumerate_meshes(space, Options(**options))  # type: ignore[arg-type]
+
+
+def test_every_mesh_divides_the_batch_exactly_and_appears_once() -> None:
+    found = meshes()
+    assert len(set(found)) == len(found)
+    assert all(mesh.global_batch_size == 16 for mesh in found)
+
+
+def test_every_mesh_is_in_canonical_form() -> None:
+    for mesh in meshes():
+        assert (mesh.zero_stage == 0) == (mesh.zero_shard_degree == 1)
+        assert mesh.dp > 1 or mesh.zero_stage == 0
+        assert mesh.pp == 1 or mesh.zero_stage != 2
+        assert mesh.pp > 1 or (mesh.schedule, mesh.n_chunks) == ("1f1b", 1)
+        assert (mesh.n_chunks > 1) == (mesh.schedule == "interleaved")
+        assert (mesh.tp == 1) == (mesh.sharding == "")
+
+
+def test_schedules_exist_only_for_the_micro_batches_they_need() -> None:
+    for mesh in meshes():
+        assert mesh.schedule != "1f1b" or mesh.n_micro_batches >= mesh.pp
+        assert mesh.schedule != "interleaved" or mesh.n_micro_batches % mesh.pp == 0
+
+
+def test_each_sharding_of_a_degree_is_tried() -> None:
+    assert {mesh.sharding for mesh in meshes() if mesh.tp == 2} == {"a", "b"}
+
+
+def test_tensor_parallel_stays_within_a_host_unless_it_is_fixed() -> None:
+    assert {mesh.tp for mesh in meshes()} == {1, 2, 4}
+    assert {mesh.tp for mesh in meshes(fix=(("tp", "8"),))} == {8}
+
+
+def test_hybrid_sharding_uses_the_ranks_of_one_host() -> None:
+    # dp 8 with tp 1: a host of 4 devices holds 4 of the 8 ranks
+    degrees = {mesh.zero_shard_degree for mesh in meshes() if mesh.dp == 8 and mesh.zero_stage == 3}
+    assert degrees == {8, 4}
+
+
+def test_a_pipeline_has_no_more_stages_than_the_model_has_pieces() -> None:
+    narrow = replace(SPACE, cuts=(True, False, True, False, False))  # 3 pieces
+    assert max(mesh.n_stages for mesh in meshes(narrow)) <= 3
+
+
+def test_fixed_values_are_obeyed() -> None:
+    fix = (("dp", "2"), ("pp", "2"), ("zero", "1"), ("micro_batch", "2"), ("schedule", "gpipe"))
+    found = meshes(fix=fix)
+    assert found
+    for mesh in found:
+        values = (mesh.dp, mesh.pp, mesh.zero_stage, mesh.micro_batch_size, mesh.schedule)
+        assert values == (2, 2, 1, 2, "gpipe")
+
+
+def test_the_largest_micro_batch_is_an_option() -> None:
+    assert max(mesh.micro_batch_size for mesh in meshes(max_micro_batch_size=4)) == 4
+    assert set(meshes(max_micro_batch_size=2)) < set(meshes(max_micro_batch_size=4))
+
+
+def test_nothing_that_divides_names_the_legal_degrees() -> None:
+    odd = replace(SPACE, global_batch=10)
+    with pytest.raises(InfeasibleError, match=r"legal dp \(divides the global batch\): 1, 2, 5\n"):
+        meshes(odd, fix=(("dp", "4"),))
+
+
+def test_a_fix_that_is_no_number_is_an_input_error() -> None:
+    with pytest.raises(InputError, match="fix dp: found 'four'"):
+        meshes(fix=(("dp", "four"),))
+
+
+@pytest.mark.parametrize("n_hosts", range(1, 17))
+def test_the_space_grows_with_the_cluster(n_hosts: int) -> None:
+    # hosts of up to four significant bits: each larger cluster has all device counts of each smaller one
+    smaller = set(device_counts(replace(SPACE, n_devices=4 * n_hosts)))
+    larger = set(device_counts(replace(SPACE, n_devices=4 * (n_hosts + 1))))
+    assert smaller < larger
+
+
+def test_meshes_of_a_smaller_cluster_are_meshes_of_a_larger_one() -> None:
+    assert set(meshes(replace(SPACE, n_devices=4))) < set(meshes())

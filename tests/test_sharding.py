@@ -1,0 +1,117 @@
+"""The tensor-parallel program: it finds the known recipes by itself, and obeys the rules of layouts."""
+
+import pytest
+from distributed.programs import graph_of, prices, shardings_of
+
+from autoplan.graph import GraphFacts, gradient_values
+from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
+from autoplan.rules import all_strategies, operand_names, parse_equation
+from autoplan.sharding import block_counts, read_sharding
+from autoplan.space import load_rules
+
+RULES = load_rules()
+
+
+def layouts_of(model, degree, boundary):
+    graph = graph_of(model)
+    assignments = {a.kind: a for a in shardings_of(model, degree)[boundary]}
+    return {
+        kind: read_sharding(graph, segment, assignments[kind], degree=degree, rules=RULES, facts=GraphFacts.of(graph))
+        for kind, segment in graph.first_of_kind().items()
+    }
+
+
+def test_gpt_block_is_column_then_row_parallel_with_the_fused_qkv_in_three_blocks():
+    produced = layouts_of("gpt", 2, "R")[1].produced
+    assert produced["blocks.0.attention.qkv.weight"] == sharded(0, 3)
+    assert produced["blocks.0.attention.out.weight"] == sharded(1)
+    assert produced["blocks.0.up.weight"] == sharded(0)
+    assert produced["blocks.0.down.weight"] == sharded(1)
+    assert produced["scaled_dot_product_attention"] == sharded(1)  # heads
+
+
+def test_llama_with_grouped_queries_splits_query_and_key_heads_alike():
+    produced = layouts_of("llama", 4, "R")[1].produced
+    for name in ("q", "k", "v", "gate", "up"):
+        expected = "attention." + name if name in "qkv" else name
+        assert produced[f"layers.0.{expected}.weight"] == sharded(0)
+
+
+def test_sequence_parallelism_follows_from_a_boundary_split_along_the_sequence():
+    layouts = layouts_of("llama", 2, "S(1)")[1]
+    assert layouts.strategies["rms_norm"].result == sharded(1)
+    assert layouts.strategies["rms_norm"].operands[1] == V  # its weight sees a share of the rows
+
+
+def test_loss_is_split_over_the_vocabulary_and_the_tied_weight_has_one_layout():
+    layouts = layouts_of("gpt", 2, "R")
+    assert layouts[2].strategies["cross_entropy_loss"].function == "vocab_parallel_cross_entropy"
+    assert layouts[0].produced["tokens.weight"] == layouts[2].produced["tokens.weight"]
+    assert layouts[0].produced["tokens.weight"].kind == "S"
+
+
+def test_attention_with_fewer_key_heads_than_ranks_is_not_split():
+    # llama has 4 key heads: 8 ranks cannot share them
+    strategies = layouts_of("llama", 8, "R")[1].strategies
+    assert strategies["scaled_dot_product_attention"].result.kind != "S" or (
+        strategies["scaled_dot_product_attention"].result != sharded(1)
+    )
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "mlp"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_use_has_a_conversion_and_every_split_dim_divides(model, degree):
+    graph = graph_of(model)
+    gradients, specs = gradient_values(graph), graph.specs()
+    for boundary in shardings_of(model, degree):
+        for kind, layouts in layouts_of(model, degree, boundary).items():
+            for op in graph.ops_of(graph.first_of_kind()[kind]):
+                for name, layout in zip(operand_names(op), layouts.strategies[op.name].operands, strict=True):
+                    assert can_shard(specs[name], layout, degree)
+                    source = layouts.produced[name]
+                    assert conversion(source, layout, has_gradient=name in gradients) is not None
+
+
+def test_an_op_without_a_rule_is_replicated():
+    graph = graph_of("gpt")
+    op = graph.ops[5]
+    found = all_strategies(None, op, operands=tuple(graph.specs()[n] for n in operand_names(op)), degree=2)
+    assert [s.result for s in found] == [R, V]
+
+
+def test_linear_may_be_split_by_rows_by_columns_and_by_the_reduced_dim():
+    graph = graph_of("gpt")
+    op = next(op for op in graph.ops if op.target == "aten.linear.default" and len(op.args) == 3)
+    operands = tuple(graph.specs()[name] for name in operand_names(op))
+    found = {(s.operands, s.result) for s in all_strategies(RULES[op.target], op, operands=operands, degree=2)}
+    assert ((V, sharded(0), sharded(0)), sharded(2)) in found
+    assert ((sharded(2), sharded(1), P), P) in found
+    assert ((sharded(1), V, V), sharded(1)) in found
+
+
+def test_equations_read_marks_of_contracted_whole_and_added_operands():
+    (x, w, b), result = parse_equation("a k+, n k+, ~n -> a n")
+    assert x.letters == ("a", "k") and x.contracted == {"k"} and not x.is_added
+    assert b.is_added and b.letters == ("n",)
+    assert parse_equation("a c^ -> a c^")[0][0].whole == {"c"}
+    assert result.letters == ("a", "n") and w.letters == ("n", "k")
+
+
+def test_only_ops_around_the_fused_projection_may_split_in_blocks():
+    graph = graph_of("gpt")
+    segment = graph.first_of_kind()[1]
+    counts = block_counts(graph.ops_of(segment), graph.specs(), 2, RULES)
+    assert 3 in counts["linear"]  # qkv
+    assert counts["linear_2"] == (1,)  # up
+
+
+def test_layouts_read_back_as_they_print():
+    for layout in (R, V, P, sharded(2), sharded(0, 3)):
+        assert parse_layout(str(layout)) == layout
+
+
+def test_equal_prices_give_equal_assignments():
+    graph = graph_of("gpt")
+    again = shardings_of.__wrapped__("gpt", 2)
+    assert again == shardings_of("gpt", 2)
+    assert prices(graph, 2).parameter_s(graph.specs()["tokens.weight"], R) == 2e-6
