@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoplan.api import emit, estimate, plan, trace_model, whatif
     from autoplan.errors import AutoplanError
     from autoplan.hardware import load_profile, profile_names
+    from autoplan.live import parallelize
     from autoplan.options import Options
     from autoplan.parallel_plan import Estimate, Mesh, Plan
     from autoplan.search.result import SearchResult
@@ -39,6 +40,7 @@ _HOME = {
     "emit": "autoplan.api",
     "estimate": "autoplan.api",
     "load_profile": "autoplan.hardware",
+    "parallelize": "autoplan.live",
     "plan": "autoplan.api",
     "profile_names": "autoplan.hardware",
     "trace_model": "autoplan.api",
@@ -56,6 +58,7 @@ __all__ = [
     "emit",
     "estimate",
     "load_profile",
+    "parallelize",
     "plan",
     "profile_names",
     "trace_model",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.answer import Answer, Workload, tokens_per_sample
 from autoplan.errors import PlanMismatchError
-from autoplan.options import Options
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
 from autoplan.search.result import Candidate, SearchResult
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from autoplan.what_if import WhatIfRow
 
 Overrides = Mapping[str, Any]
-DEFAULT_MICRO_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)

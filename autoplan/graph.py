@@ -206,7 +206,8 @@ class OpGraph:
 
     def specs(self) -> dict[str, TensorSpec]:
         """The first spec of every value by name: inputs, parameters, op results."""
-        table = {item.name: item.spec for item in (*self.inputs, *self.parameters)}
+        table: dict[str, TensorSpec] = {item.name: item.spec for item in self.inputs}
+        table.update({item.name: item.spec for item in self.parameters})
         table.update({op.name: op.outputs[0] for op in self.ops})
         return table
 
@@ -275,10 +276,10 @@ def crossing_values(graph: OpGraph, start: int) -> tuple[str, ...]:
     return tuple(sorted(read & made - invariant_values(graph)))
 
 
-def gradient_values(graph: OpGraph) -> frozenset[str]:
+def gradient_values(ops: tuple[Op, ...], parameters: tuple[Parameter, ...]) -> frozenset[str]:
     """Names of the values a gradient flows through: floating point, and computed from a trainable parameter."""
-    found = {p.name for p in graph.parameters if p.is_trainable}
-    for op in graph.ops:
+    found = {p.name for p in parameters if p.is_trainable}
+    for op in ops:
         if op.outputs[0].is_float and op.target != "aten.detach.default" and not found.isdisjoint(op.input_names()):
             found.add(op.name)
     return frozenset(found)
@@ -309,4 +310,4 @@ class GraphFacts:
     def of(cls, graph: OpGraph) -> GraphFacts:
         """The facts of one graph."""
         names = frozenset(parameter.name for parameter in graph.parameters)
-        return cls(graph.specs(), gradient_values(graph), invariant_values(graph), names)
+        return cls(graph.specs(), gradient_values(graph.ops, graph.parameters), invariant_values(graph), names)

@@ -24,7 +24,7 @@ from platformdirs import user_cache_dir
 
 from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph]) -> OpGraph:

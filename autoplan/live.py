@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import PlanMismatchError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_profile
-from autoplan.options import Options
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
 from autoplan.parallel_plan import Plan
 
 if TYPE_CHECKING:
@@ -30,14 +30,15 @@ def parallelize(
     plan: Plan | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     build_optimizer: Callable[[Any], Any] | None = None,
-    device_type: str | None = None,
+    device_type: str = "cuda",
     **options: Any,
 ) -> ParallelModel:
-    """This rank's part of `module` under a plan for all processes of the group; every process must call it.
+    """The part of `module` that is this rank's under a plan for all processes of the group; every process must call it.
 
     `example_batch` is (inputs, targets) with the batch as first dim. Without `plan` the search runs on rank 0, over
     plans that use every process; `options` are the fields of `Options`. The result is called like the module, and
     `.step(batch)` runs one optimizer step on this data-parallel rank's samples. `module` gives its weights away.
+    `device_type` is "cuda" or "cpu".
 
     Raises: PlanMismatchError when the plan is for another number of processes or another model.
     """
@@ -45,18 +46,16 @@ def parallelize(
     from autoplan.trace import module_source, trace_model
 
     graph = trace_model(module_source(module, example_batch, loss_fn))
+    runtime.join_process_group(device_type)
     n_processes = runtime.world_size()
     if plan is None:
         profile = load_profile(hw, n_hosts=hosts)
         plan = runtime.from_first_rank(lambda: _best_plan(graph, profile, Options(**options), n_processes))
     _check(plan, graph, n_processes)
     config, parallel_model = live_program(graph, plan)
-    device_type = runtime.start_process_group(device_type, config)
-    model_file = SimpleNamespace(build_model=lambda: module, loss_fn=loss_fn)
-    if loss_fn is None:
-        del model_file.loss_fn
-    if build_optimizer is not None:
-        model_file.build_optimizer = build_optimizer
+    given = {"loss_fn": loss_fn, "build_optimizer": build_optimizer}
+    functions = {name: function for name, function in given.items() if function is not None}
+    model_file = SimpleNamespace(build_model=lambda: module, **functions)
     mesh = runtime.build_rank_mesh(config, device_type)
     return runtime.ParallelModel(config, model_file, parallel_model, mesh=mesh)
 
@@ -80,7 +79,7 @@ def live_program(graph: OpGraph, plan: Plan) -> tuple[Any, ModuleType | None]:
 
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
     from autoplan.search import search
-    from autoplan.space import DEFAULT_MICRO_BATCH_SIZE, priced_space
+    from autoplan.space import priced_space
 
     global_batch = options.global_batch or DEFAULT_MICRO_BATCH_SIZE * n_processes
     offered = priced_space(graph, profile, options, global_batch=global_batch, n_devices=n_processes)

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def recompute(self) -> str:
-        """"none", "full", or "selective" when some segments of some stage are recomputed."""
+        """What is recomputed: "none", "full", or "selective" (some segments of some stage)."""
         n_recomputed = sum(len(stage.recomputed) for stage in self.stages)
         n_segments = sum(stage.stop - stage.start for stage in self.stages)
         if n_recomputed == 0:

@@ -2,7 +2,7 @@
 
 A block is an element of a container: the part of the module path up to its first number (`transformer.h.3`). Ops
 outside any block form segments of their own. Two segments are of one kind when their ops are equal after names are
-replaced by positions, parameter names by their names inside the block.
+replaced by positions, parameter names by their names inside the block, and gradients flow through the same values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from autoplan.graph import Argument, Op, Parameter, Ref, Segment
+from autoplan.graph import Argument, Op, Parameter, Ref, Segment, gradient_values
 
 
 def block_path(module_path: str) -> str | None:
@@ -35,6 +35,7 @@ def split_segments(
     `class_names` maps a module path to the name of the module's class.
     """
     parameter_names = {parameter.name for parameter in parameters}
+    gradients = gradient_values(ops, parameters)
     last_use = _last_uses(ops, kept)
     kinds: dict[object, int] = {}
     n_calls: dict[str, int] = defaultdict(int)
@@ -44,7 +45,7 @@ def split_segments(
         reads = dict.fromkeys(name for op in ops[start:stop] for name in op.input_names() if name not in produced)
         read_values = tuple(name for name in reads if name not in parameter_names)
         written = tuple(op.name for op in ops[start:stop] if last_use[op.name] >= stop)
-        signature = _signature(ops[start:stop], path, parameters=parameter_names, outputs=written)
+        signature = _signature(ops[start:stop], path, parameters=parameter_names, gradients=gradients, outputs=written)
         segments.append(
             Segment(
                 name=_segment_name(path, n_calls),
@@ -87,7 +88,14 @@ def _last_uses(ops: tuple[Op, ...], kept: tuple[str, ...]) -> dict[str, int]:
     return last
 
 
-def _signature(ops: tuple[Op, ...], path: str | None, *, parameters: set[str], outputs: tuple[str, ...]) -> object:
+def _signature(
+    ops: tuple[Op, ...],
+    path: str | None,
+    *,
+    parameters: set[str],
+    gradients: frozenset[str],
+    outputs: tuple[str, ...],
+) -> object:
     """A value that is equal for two segments exactly when they compute the same."""
     numbers: dict[str, object] = {}
 
@@ -99,7 +107,7 @@ def _signature(ops: tuple[Op, ...], path: str | None, *, parameters: set[str], o
                 numbers[name] = (
                     name.removeprefix(f"{path}.") if is_own else (name if name in parameters else len(numbers))
                 )
-            return ("value", numbers[name])
+            return ("value", numbers[name], name in gradients)
         if isinstance(argument, tuple):
             return tuple(canonical(item) for item in argument)
         return (type(argument).__name__, argument)

@@ -41,7 +41,7 @@ Solver = Callable[[LinearModel], Solution]
 
 @dataclass(frozen=True, slots=True)
 class ShardingPrices:
-    """What the program minimizes: seconds of a step of one micro-batch (forward, backward, and the optimizer's share)."""
+    """What the program minimizes: seconds of a step of one micro-batch, with the optimizer's share."""
 
     op_s: OpPrice
     conversion_s: ConversionPrice
@@ -361,3 +361,21 @@ def read_sharding(
         strategies[op.name] = next(s for s in candidates if s.operands == operands and s.result == values[op.name])
     leaves = {where: layout for (op_name, where), layout in reads.items() if op_name == ""}
     return SegmentLayouts(values, strategies, leaves)
+
+
+def renamed(layouts: SegmentLayouts, names: Mapping[str, str]) -> SegmentLayouts:
+    """The same layouts under other names: those of another segment of the same kind."""
+    return SegmentLayouts(
+        {names[name]: layout for name, layout in layouts.produced.items()},
+        {names[name]: strategy for name, strategy in layouts.strategies.items()},
+        {names[name]: layout for name, layout in layouts.leaves_as.items()},
+    )
+
+
+def corresponding_names(graph: OpGraph, first: Segment, other: Segment) -> dict[str, str]:
+    """Which value of `other` corresponds to which of `first`; both are of one kind, so positions agree."""
+    pairs = zip(graph.ops_of(first), graph.ops_of(other), strict=True)
+    names = {a.name: b.name for a, b in pairs}
+    names.update(zip(first.inputs, other.inputs, strict=True))
+    names.update(zip(first.parameters, other.parameters, strict=True))
+    return names

@@ -38,15 +38,21 @@ def load_rules() -> dict[str, OpRule]:
     return load_table("autoplan.cost_models", "RULES")
 
 
-def priced_space(graph: OpGraph, profile: HardwareProfile, options: Options, *, global_batch: int) -> PricedSpace:
-    """Solve the tensor-parallel programs of every degree, and offer everything to the search."""
+def priced_space(
+    graph: OpGraph, profile: HardwareProfile, options: Options, *, global_batch: int, n_devices: int | None = None
+) -> PricedSpace:
+    """Solve the tensor-parallel programs of every degree, and offer everything to the search.
+
+    With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
+    """
     rules = load_rules()
     shardings = _all_shardings(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in shardings:
         keys.setdefault(degree, []).append(key)
     space = SearchSpace(
-        n_devices=profile.n_devices,
+        n_devices=n_devices or profile.n_devices,
+        uses_all_devices=n_devices is not None,
         n_devices_per_host=profile.n_devices_per_host,
         global_batch=global_batch,
         kinds=tuple(segment.kind for segment in graph.segments),
@@ -104,9 +110,7 @@ def _all_shardings(
             degree=degree,
             batch_size=micro_batch_size,
         )
-        best = shard_graph(
-            graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=options.time_limit_s)
-        )
+        best = shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
         found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
     return found
 

@@ -208,7 +208,7 @@ def _meta_batch(batch: Any, batch_size: int, dtype: torch.dtype) -> tuple[Any, A
 
 
 def _needs_functionalization(program: torch.export.ExportedProgram) -> bool:
-    """Whether the graph holds in-place ops or sub-graphs; run_decompositions removes both (and costs as much as a trace)."""
+    """Whether the graph holds in-place ops or sub-graphs; removing them costs as much as a trace."""
     for node in program.graph.nodes:
         if node.op == "call_function" and (
             isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -240,7 +240,8 @@ def _overlay(name: str, first: _Trace, second: _Trace) -> OpGraph:
     nodes_b = _kept_nodes(second.program)
     if [(n.op, str(n.target)) for n in nodes_a] != [(n.op, str(n.target)) for n in nodes_b]:
         raise TraceError(
-            f"{name}: the model runs other operators at batch {BATCH_A} in bfloat16 than at batch {BATCH_B} in float64\n"
+            f"{name}: the model runs other operators at batch {BATCH_A} in bfloat16"
+            f" than at batch {BATCH_B} in float64\n"
             "  expected: the same operators for every batch size and dtype\n"
             "  fix: remove the branch on batch size or dtype from forward, or plan with a fixed wrapper module"
         )

@@ -17,7 +17,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-CASES = (("llama", {"size": "1b"}, 1), ("llama", {"size": "1b"}, 2), ("gpt", {"size": "1.5b"}, 8), ("llama", {"size": "8b", "n_layers": 8}, 1))
+CASES = (
+    ("llama", {"size": "1b"}, 1),
+    ("llama", {"size": "1b"}, 2),
+    ("gpt", {"size": "1.5b"}, 8),
+    ("llama", {"size": "8b", "n_layers": 8}, 1),
+)
 
 
 def load(name):
@@ -31,7 +36,11 @@ def load(name):
 def main(path):
     with open(path, "w") as file:
         for name, overrides, batch_size in CASES:
-            row = measure(load(name), overrides, batch_size) | {"model": name, "overrides": overrides, "batch_size": batch_size}
+            row = measure(load(name), overrides, batch_size) | {
+                "model": name,
+                "overrides": overrides,
+                "batch_size": batch_size,
+            }
             file.write(json.dumps(row) + "\n")
             print(json.dumps(row)[:6000], flush=True)
 

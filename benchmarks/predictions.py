@@ -18,6 +18,7 @@ from pathlib import Path
 N_STEPS, N_WARM_UP = 12, 4
 HARDWARE = "h200_x4"
 # name: (example, --set values, global batch, --fix)
+PIPELINE = "recompute=none,schedule=1f1b"
 CASES = {
     "llama-1b ddp": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=0,micro_batch=2,recompute=none"),
     "llama-1b zero1": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=1,micro_batch=2,recompute=none"),
@@ -26,9 +27,9 @@ CASES = {
     "llama-1b zero3 full": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=3,micro_batch=4,recompute=full"),
     "llama-1b tp2 dp2": ("llama.py", ("size=1b",), 16, "dp=2,tp=2,pp=1,zero=1,micro_batch=2,recompute=none"),
     "llama-1b tp4": ("llama.py", ("size=1b",), 16, "dp=1,tp=4,pp=1,zero=0,micro_batch=4,recompute=none"),
-    "llama-1b pp2 dp2": ("llama.py", ("size=1b",), 16, "dp=2,tp=1,pp=2,zero=0,micro_batch=1,schedule=1f1b,recompute=none"),
-    "llama-1b pp4": ("llama.py", ("size=1b",), 16, "dp=1,tp=1,pp=4,zero=0,micro_batch=1,schedule=1f1b,recompute=none"),
-    "llama-1b pp2 tp2": ("llama.py", ("size=1b",), 16, "dp=1,tp=2,pp=2,zero=0,micro_batch=1,schedule=1f1b,recompute=none"),
+    "llama-1b pp2 dp2": ("llama.py", ("size=1b",), 16, f"dp=2,tp=1,pp=2,zero=0,micro_batch=1,{PIPELINE}"),
+    "llama-1b pp4": ("llama.py", ("size=1b",), 16, f"dp=1,tp=1,pp=4,zero=0,micro_batch=1,{PIPELINE}"),
+    "llama-1b pp2 tp2": ("llama.py", ("size=1b",), 16, f"dp=1,tp=2,pp=2,zero=0,micro_batch=1,{PIPELINE}"),
     "gpt-1.5b zero3": ("gpt.py", ("size=1.5b",), 64, "dp=4,tp=1,pp=1,zero=3,micro_batch=8,recompute=none"),
     "gpt-1.5b tp2 dp2": ("gpt.py", ("size=1.5b",), 64, "dp=2,tp=2,pp=1,zero=1,micro_batch=8,recompute=none"),
     "llama-8b zero3 full": ("llama.py", ("size=8b",), 8, "dp=4,tp=1,pp=1,zero=3,micro_batch=2,recompute=full"),
@@ -64,9 +65,7 @@ def run(folder: Path, results: Path) -> None:
                 "train.py", "--steps", str(N_STEPS), "--out-json", "measured.json",
             ]  # fmt: skip
             try:
-                done = subprocess.run(
-                    command, cwd=path, capture_output=True, text=True, timeout=150, check=False
-                )
+                done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=150, check=False)
                 code, error = done.returncode, done.stderr[-1500:]
             except subprocess.TimeoutExpired:
                 code, error = 124, "timed out"
@@ -86,7 +85,10 @@ def run(folder: Path, results: Path) -> None:
 
 def table(results: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    print(f"{'case':24} {'predicted s':>11} {'measured s':>10} {'error':>7}  {'pred. GiB':>9} {'meas. GiB':>9} {'error':>7}")
+    print(
+        f"{'case':24} {'predicted s':>11} {'measured s':>10} {'error':>7}  "
+        f"{'pred. GiB':>9} {'meas. GiB':>9} {'error':>7}"
+    )
     errors, memory_errors = [], []
     for row in rows:
         if row["exit_code"]:

@@ -4,8 +4,8 @@ from autoplan.graph import Op, extent_at
 from autoplan.rules import OpRule, Specs
 
 _STATISTICS_BYTES = 4
-# Achieved / rate of a large matrix product. H200, torch 2.11, bf16, causal, 4096 tokens, head dims 64 and 128: 369 and
-# 440 TFLOP/s forward, 315 and 365 backward, against 736 for products (benchmarks/results/kernels_h200_2026-11-20.jsonl).
+# Achieved / rate of a large matrix product. H200, torch 2.11, bf16, causal, 4096 tokens, head dims 64 and 128: 369
+# and 440 TFLOP/s forward, 315 and 365 backward, 736 for products (benchmarks/results/kernels_h200_2026-11-20.jsonl).
 _FORWARD_FRACTION = 0.55
 _BACKWARD_FRACTION = 0.46
 

@@ -4,8 +4,8 @@ from autoplan.graph import Op, extent_at
 from autoplan.rules import OpRule, Specs, whole_dims_equation
 
 _STATISTICS_BYTES = 4
-# Achieved / rate of a copy. H200, torch 2.11, bf16, rows of 1536 to 4096: layer norm 1.7 TB/s forward and 1.05 backward,
-# RMS norm 2.8 and 1.4, against 4.2 (benchmarks/results/kernels_h200_2026-11-20.jsonl).
+# Achieved / rate of a copy. H200, torch 2.11, bf16, rows of 1536 to 4096: layer norm 1.7 TB/s forward and 1.05
+# backward, RMS norm 2.8 and 1.4, against 4.2 (benchmarks/results/kernels_h200_2026-11-20.jsonl).
 _LAYER_NORM_FRACTIONS = {"rate_fraction": 0.4, "backward_rate_fraction": 0.25}
 _RMS_NORM_FRACTIONS = {"rate_fraction": 0.65, "backward_rate_fraction": 0.33}
 

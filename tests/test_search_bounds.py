@@ -153,6 +153,24 @@ def test_all_plans_are_counted_and_each_is_listed_once(seed: int) -> None:
     assert set(listed) == set(all_stages(toy, n_stages))
 
 
+def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segment() -> None:
+    # Backward of stage 0 (two segments of a run of three): gather 1.5, compute 1 beside a gather of 1.5 (0.5 exposed),
+    # compute 1. A reduction of 2 beside the first segment, as inside the stage, would add 2 more that do not exist.
+    mesh = Mesh(pp=2, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=4)
+    table = _plain_table(mesh)
+    cost = replace(table.costs[0][0], backward_s=1.0, gather_s=1.5, reduce_s=2.0)
+    table = replace(
+        table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3, cut_bytes=(0,) * 3,
+        overlap_slowdown=1.0, gathers_per_micro_batch=True, reduces_per_micro_batch=True, memory_limit_bytes=2**60,
+    )  # fmt: skip
+    stages = (StagePlan(0, 2), StagePlan(2, 4))
+    form = formulate(table, shape_of(mesh))
+    _fix(form.model.lower, form.model.upper, form, stages)
+    form.model.costs[form.total] = 0.0
+    form.model.costs[form.times[BACKWARD, 0]] = 1.0
+    assert solve(form.model, time_limit_s=None).objective == pytest.approx(4.0 / form.unit_s)
+
+
 def test_an_unlimited_program_can_always_be_solved() -> None:
     table = replace(_plain_table(Mesh(pp=4, n_micro_batches=4)), memory_limit_bytes=2**60)
     form = formulate(table, shape_of(table.mesh))

@@ -3,7 +3,7 @@
 import pytest
 from distributed.programs import graph_of, prices, shardings_of
 
-from autoplan.graph import GraphFacts, gradient_values
+from autoplan.graph import GraphFacts
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
 from autoplan.rules import all_strategies, operand_names, parse_equation
 from autoplan.sharding import block_counts, read_sharding
@@ -62,7 +62,7 @@ def test_attention_with_fewer_key_heads_than_ranks_is_not_split():
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_use_has_a_conversion_and_every_split_dim_divides(model, degree):
     graph = graph_of(model)
-    gradients, specs = gradient_values(graph), graph.specs()
+    gradients, specs = GraphFacts.of(graph).gradients, graph.specs()
     for boundary in shardings_of(model, degree):
         for kind, layouts in layouts_of(model, degree, boundary).items():
             for op in graph.ops_of(graph.first_of_kind()[kind]):

@@ -61,7 +61,7 @@ def _n_refs(argument: Argument) -> int:
 
 def _text(call: Call, argument: Argument, operands: object) -> str:
     if isinstance(argument, Ref):
-        return next(operands)  # type: ignore[call-overload,no-any-return]
+        return next(operands)  # type: ignore[call-overload]
     if isinstance(argument, tuple):
         items = [_text(call, item, operands) for item in argument]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

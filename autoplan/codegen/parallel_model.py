@@ -28,7 +28,7 @@ from autoplan.graph import (
 from autoplan.layout import Layout, R, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Plan, SegmentSharding, StagePlan
 from autoplan.rules import OpRule, Strategy, operand_names
-from autoplan.sharding import SegmentLayouts, read_sharding
+from autoplan.sharding import SegmentLayouts, corresponding_names, read_sharding, renamed
 
 INDENT = "    "
 LINE_LENGTH = 120
@@ -41,13 +41,18 @@ class _Writer:
     context: ForwardContext
     plan: Plan
     class_names: Mapping[int, str]
-    layouts: Mapping[int, SegmentLayouts]
+    kinds: Mapping[int, SegmentLayouts]
     parameters: Mapping[str, Parameter]
     tp: str
 
     @property
     def graph(self) -> OpGraph:
         return self.context.graph
+
+    def layouts_of(self, segment: Segment) -> SegmentLayouts:
+        """The layouts of one segment, under its own names."""
+        first = self.graph.first_of_kind()[segment.kind]
+        return renamed(self.kinds[segment.kind], corresponding_names(self.graph, first, segment))
 
 
 def parallel_model_text(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) -> str:
@@ -69,7 +74,7 @@ def _writer(graph: OpGraph, plan: Plan, rules: Mapping[str, OpRule]) -> _Writer:
         context=context,
         plan=plan,
         class_names=_class_names(first),
-        layouts={
+        kinds={
             kind: read_sharding(graph, segment, assignments.get(kind), degree=degree, rules=rules, facts=context.facts)
             for kind, segment in first.items()
         },
@@ -128,7 +133,7 @@ def _import_lines(module: str, names: list[str]) -> list[str]:
 
 def _block_class(writer: _Writer, segment: Segment) -> str:
     """The class of one kind of block, written from its first instance."""
-    layouts = writer.layouts[segment.kind]
+    layouts = writer.layouts_of(segment)
     instances = [s.module_path for s in writer.graph.segments if s.kind == segment.kind]
     names = Names()
     own = [name for name in segment.parameters if name.startswith(segment.module_path + ".")]
@@ -309,7 +314,7 @@ def _merged_layouts(writer: _Writer, segments: Iterable[Segment]) -> SegmentLayo
     """Layouts of all parameters that a stage holds itself."""
     produced: dict[str, Layout] = {}
     for segment in segments:
-        table = writer.layouts[segment.kind].produced
+        table = writer.layouts_of(segment).produced
         produced.update({name: table[name] for name in segment.parameters if name in table})
     return SegmentLayouts(produced, {}, {})
 
@@ -367,23 +372,24 @@ def _run_lines(writer: _Writer, run: tuple[Segment, ...], names: Names) -> list[
         return _outer_lines(writer, first, names)
     if len(run) == 1:
         arguments = _call_arguments(first, names)
-        results = _result_names(first, names)
+        results = _result_names(writer, first, names)
         names.expressions.update(zip(first.outputs, results, strict=True))
         return [f"{', '.join(results)} = {_access(first.module_path)}({', '.join(arguments)})"]
     parent = first.module_path.rpartition(".")[0]
     source = names.expressions[first.inputs[0]]
-    lines = [] if source == "x" else [f"x = {source}"]
+    target = _free_name(writer, last, names)
+    lines = [] if source == target else [f"{target} = {source}"]
     rest = "".join(f", {names.expressions[name]}" for name in first.inputs[1:])
     numbers = [int(s.module_path.rpartition(".")[2]) for s in run]
     members = [s for s in writer.graph.segments if s.is_block and s.module_path.rpartition(".")[0] == parent]
     stage_members = [s for s in members if _same_stage(writer, s, first)]
     if len(stage_members) == len(run):
         lines.append(f"for block in {_access(parent)}.values():")
-        lines.append(f"{INDENT}x = block(x{rest})")
+        lines.append(f"{INDENT}{target} = block({target}{rest})")
     else:
         lines.append(f"for number in range({numbers[0]}, {numbers[-1] + 1}):")
-        lines.append(f"{INDENT}x = {_access(parent)}[str(number)](x{rest})")
-    names.expressions[last.outputs[0]] = "x"
+        lines.append(f"{INDENT}{target} = {_access(parent)}[str(number)]({target}{rest})")
+    names.expressions[last.outputs[0]] = target
     return lines
 
 
@@ -400,12 +406,22 @@ def _call_arguments(segment: Segment, names: Names) -> list[str]:
     return [names.expressions[name] for name in (*segment.inputs, *foreign)]
 
 
-def _result_names(segment: Segment, names: Names) -> list[str]:
-    return ["x" if len(segment.outputs) == 1 else names.unique("x") for _ in segment.outputs]
+def _result_names(writer: _Writer, segment: Segment, names: Names) -> list[str]:
+    if len(segment.outputs) == 1:
+        return [_free_name(writer, segment, names)]
+    return [names.unique("y") for _ in segment.outputs]
+
+
+def _free_name(writer: _Writer, segment: Segment, names: Names) -> str:
+    """`x` for what a segment returns, unless a value that is called `x` is still read after it."""
+    later = {name for s in writer.graph.segments if s.start >= segment.stop for name in s.inputs}
+    later.update(writer.graph.model_outputs)
+    is_taken = any(names.expressions.get(name) == "x" for name in later)
+    return names.unique("y") if is_taken else "x"
 
 
 def _outer_lines(writer: _Writer, segment: Segment, names: Names) -> list[str]:
-    layouts = writer.layouts[segment.kind]
+    layouts = writer.layouts_of(segment)
     ops = tuple(op for op in writer.graph.ops_of(segment) if op.module_path != LOSS_PATH)
     made = {op.name for op in ops}
     leaving = {name: layout for name, layout in _leaving(segment, layouts).items() if name in made}
@@ -462,7 +478,7 @@ def _loss_function(writer: _Writer) -> str:
     for item in graph.inputs:
         if item.path[0] == "targets":
             names.expressions[item.name] = "targets" + "".join(f"[{key!r}]" for key in item.path[1:])
-    layouts = writer.layouts[last.kind]
+    layouts = writer.layouts_of(last)
     tp_leaving = {graph.loss: layouts.leaves_as[graph.loss]} if graph.loss in layouts.leaves_as else {}
     body = statements(writer.context, ops, layouts=layouts, names=names, tp="tp", leaving=tp_leaving)
     values = tuple(name for name in names.expressions if name in writer.context.facts.specs)
@@ -512,9 +528,10 @@ def _shape_text(spec: TensorSpec) -> str:
 
 
 def _all_shards_text(writer: _Writer) -> str:
-    rows, done = [], set()
+    rows: list[str] = []
+    done: set[int | str] = set()
     for segment in writer.graph.segments:
-        layouts = writer.layouts[segment.kind].produced
+        layouts = writer.layouts_of(segment).produced
         own_prefix = segment.module_path + "."
         if segment.is_block and segment.kind not in done:
             done.add(segment.kind)
@@ -529,7 +546,7 @@ def _all_shards_text(writer: _Writer) -> str:
 
 
 def _block_shard_rows(writer: _Writer, segment: Segment) -> list[str]:
-    layouts = writer.layouts[segment.kind].produced
+    layouts = writer.layouts_of(segment).produced
     own = [name for name in segment.parameters if name.startswith(segment.module_path + ".")]
     if not any(layouts[name].kind == "S" for name in own):
         return []

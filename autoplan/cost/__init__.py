@@ -1,0 +1,1 @@
+"""Cost: what a plan takes, from ops and links to one table of numbers per mesh."""

@@ -18,8 +18,8 @@ from autoplan.rules import OpRule, Specs, equation_of, forward_flops, parse_equa
 # A training step meets other shapes than the best one: median / best achieved matrix product over 183 shapes,
 # 0.72 / 0.80, A100 PCIe; SimuMax configs/system/a100_pcie.json @4dcaae5.
 TYPICAL_MATMUL_FRACTION = 0.9
-# Element-wise ops on a transposed tensor / on a contiguous one. H200, torch 2.11, [2, 32, 4096, 64] bf16: 1.2 to 1.4 TB/s
-# against 4.2 (rotary embedding in benchmarks/results/kernels_h200_2026-11-20.jsonl).
+# Element-wise ops on a transposed tensor / on a contiguous one. H200, torch 2.11, [2, 32, 4096, 64] bf16: 1.2 to
+# 1.4 TB/s against 4.2 (rotary embedding in benchmarks/results/kernels_h200_2026-11-20.jsonl).
 STRIDED_FRACTION = 0.33
 
 

@@ -107,13 +107,13 @@ def make_pricer(
                 None if n is None else send_s(n, crosses_hosts=groups.stages_cross_hosts, profile=profile)
                 for n in (cut_bytes if mesh.pp > 1 else (None,) * len(cut_bytes))
             ),
-            cut_bytes=tuple(n or 0 for n in cut_bytes),
+            cut_bytes=(0,) * len(cut_bytes),
             gathers_per_micro_batch=mesh.zero_stage == 3,
-            reduces_per_micro_batch=mesh.zero_stage >= 2 and mesh.pp == 1,
+            reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
             overlap_slowdown=profile.overlap_slowdown,
             per_step_s=_per_step_s(graph, mesh, groups, profile, precision),
-            reserved_fixed_bytes=CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp)),
+            reserved_fixed_bytes=_fixed_bytes(mesh, max((n or 0 for n in cut_bytes), default=0)),
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
         )
@@ -203,13 +203,13 @@ def _segment_costs(
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = mesh.dp > 1 or precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
-    accumulates = mesh.n_micro_batches > 1 and not (mesh.zero_stage >= 2 and mesh.pp == 1)
+    accumulates = mesh.n_micro_batches > 1 and mesh.zero_stage < 2
     # `fully_shard` keeps what is outside of blocks gathered for a whole pass, and reduces it last.
     is_held = mesh.zero_stage == 3 and not is_block
     bandwidth = profile.device.memory_bytes_per_s * profile.device.memory_efficiency
     unpack_s = 2 * gathered_bytes / bandwidth if mesh.zero_shard_degree > 1 else 0.0
     pack_s = (element.gathered + element.reduced) * n_elements / bandwidth if is_wrapped else 0.0
-    gathers_often, reduces_often = mesh.zero_stage == 3, mesh.zero_stage >= 2 and mesh.pp == 1
+    gathers_often, reduces_often = mesh.zero_stage == 3, mesh.zero_stage >= 2
     copies_once_s = (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
     held_bytes = (gathered_bytes + element.gathered * n_elements) if is_held else 0
     launch_s = profile.device.launch_s
@@ -249,6 +249,16 @@ def _gradient_bytes(element: _ElementBytes, *, accumulates: bool, is_held: bool)
     if accumulates:
         return element.reduced
     return element.reduced + (0 if is_held else element.gathered)
+
+
+def _fixed_bytes(mesh: Mesh, boundary_bytes: int) -> int:
+    """Context, communicators, and the pipeline's receive buffers.
+
+    torch's `PipelineStage` holds one for every micro-batch of the step, for the input and for the output's gradient.
+    """
+    n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
+    n_buffers = 2 * mesh.n_chunks * mesh.n_micro_batches if mesh.pp > 1 else 0
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators + n_buffers * boundary_bytes
 
 
 def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> float:

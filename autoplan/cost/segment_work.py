@@ -1,6 +1,6 @@
 """What one kind of segment does on one tensor-parallel rank, for one micro-batch: the sum over its ops.
 
-    forward_s  = sum of op_time.forward_s                     tp_forward_s  = collectives of conversions and split losses
+    forward_s  = sum of op_time.forward_s                    tp_forward_s  = collectives of conversions and split losses
     saved      = distinct tensors that some op keeps          working       = largest set of temporaries of one op
 
 A tensor is counted once however many ops keep it, and a view counts as the tensor it looks into. Parameters are not

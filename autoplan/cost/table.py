@@ -20,7 +20,8 @@ class SegmentCost:
     Attributes:
         forward_s, backward_s: compute, without recomputation and communication; host launch excluded.
         launch_forward_s, launch_backward_s: what host launch adds when it is slower than the device, else 0.
-        recompute_s: the forward pass run again in backward, with its tensor-parallel communication and launch; 0 for "none".
+        recompute_s: the forward pass run again in backward, with its tensor-parallel communication and launch;
+            0 for "none".
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         gather_s: one all-gather of the segment's parameters over the ZeRO group; 0 when nothing is sharded.
         reduce_s: one reduction of its gradients over the data-parallel group.

@@ -17,8 +17,11 @@ from .mesh import (
     WorldSizeError,
     build_rank_mesh,
     check_world_size,
+    from_first_rank,
+    join_process_group,
     start_process_group,
     stop_process_group,
+    world_size,
 )
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
@@ -47,7 +50,9 @@ __all__ = [
     "compare",
     "dataset_batches",
     "exit_code",
+    "from_first_rank",
     "global_batch",
+    "join_process_group",
     "load_weights",
     "local_batch",
     "start_process_group",
@@ -56,5 +61,6 @@ __all__ = [
     "take_shard",
     "timed_step",
     "train_steps",
+    "world_size",
     "write_records",
 ]

@@ -54,11 +54,12 @@ def one_process_at_a_time(is_needed: bool) -> Iterator[None]:
     """Let the processes of one host pass one after the other, so that host memory holds one whole model."""
     n_turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_needed else 1
     own_turn = int(os.environ.get("LOCAL_RANK", "0")) if is_needed else 0
+    device_ids = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
     for _ in range(own_turn):
-        dist.barrier()
+        dist.barrier(device_ids=device_ids)
     yield
     for _ in range(n_turns - own_turn):
-        dist.barrier()
+        dist.barrier(device_ids=device_ids)
 
 
 def local_stages(

@@ -42,7 +42,9 @@ def flatten_tensors(value: Any) -> tuple[torch.Tensor, ...]:
 
 def global_batch(make_batch: Callable[[int], Batch], *, batch_size: int, seed: int, step: int) -> Batch:
     """The batch of one step, equal on every rank; the random state of training is left as it was."""
-    with torch.random.fork_rng():
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if on_cuda else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed * 1_000_003 + step)
         inputs, targets = make_batch(batch_size)
     return inputs, targets

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def check_world_size(config: Config) -> None:
 
     Raises: WorldSizeError naming both numbers and the command that fits.
     """
-    found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    found = world_size()
     if found != config.n_ranks:
         raise WorldSizeError(
             f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: {found}\n"
@@ -62,14 +63,43 @@ def check_world_size(config: Config) -> None:
         )
 
 
-def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
-    """Join the process group: gloo on CPU, NCCL on CUDA; a process started without torchrun is a group of one.
+def world_size() -> int:
+    """Processes of the group, or of the group torchrun started this process for; 1 without either."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
-    On CPU the cores of the host are divided among its processes.
+
+def from_first_rank(make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on every rank; the process group must have been started.
+
+    Raises: what `make` raises, on rank 0; RuntimeError with its message on the others, so that none waits for ever.
+    """
+    values: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            values[0] = make()
+        except BaseException as error:
+            dist.broadcast_object_list([None, f"rank 0: {error}"], src=0)
+            raise
+    dist.broadcast_object_list(values, src=0)
+    if values[1]:
+        raise RuntimeError(values[1])
+    return values[0]
+
+
+def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Join the process group for a plan.
 
     Raises: WorldSizeError when the number of processes is not the plan's.
     """
     check_world_size(config)
+    join_process_group(device_type, timeout_s=timeout_s)
+
+
+def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Join the process group: gloo on CPU, NCCL on CUDA; a process started without torchrun is a group of one.
+
+    On CPU the cores of the host are divided among its processes.
+    """
     # Every model whose last op is a linear layer is warned of; nothing here changes outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if device_type == "cpu":
@@ -88,8 +118,7 @@ def start_process_group(device_type: str, config: Config, *, timeout_s: float = 
 
 
 def stop_process_group() -> None:
-    """Leave the process group, once all ranks are done."""
-    dist.barrier()
+    """Leave the process group."""
     dist.destroy_process_group()
 
 

@@ -73,14 +73,16 @@ class ParallelModel(nn.Module):
 
         # stages -> tensor-parallel weights, with ties -> compile -> recompute -> ZeRO -> optimizer -> pipeline.
         # Recompute goes around compile: the other way round, each block would be compiled anew.
-        stages = self._build_stages(build_model, seed)
-        for stage in stages:
-            blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
-            if config.compile:
-                _compile_blocks(stage, blocks)
-            apply_recompute(stage, config.recompute)
-            apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
-            stage.to(mesh.device)
+        self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
+        with one_process_at_a_time(self.full_build_device != mesh.device):
+            stages = self._build_stages(build_model, seed)
+            for stage in stages:
+                blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
+                if config.compile:
+                    _compile_blocks(stage, blocks)
+                apply_recompute(stage, config.recompute)
+                apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
+                stage.to(mesh.device)
         if config.compile:
             self._loss_fn = torch.compile(self._loss_fn)
         self.stages = nn.ModuleList(stages)
@@ -136,12 +138,9 @@ class ParallelModel(nn.Module):
     # -------------------------------------------------------------- construction
 
     def _build_stages(self, build_model: Callable[[], nn.Module], seed: int) -> list[nn.Module]:
-        dtype = self.config.parameter_dtype
-        device = construction_device(build_model, dtype=dtype, device=self.mesh.device)
-        self.full_build_device = device
-        with one_process_at_a_time(device != self.mesh.device):
-            full = build_whole_model(build_model, seed=seed, dtype=dtype, device=device)
-            return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
+        device = self.full_build_device
+        full = build_whole_model(build_model, seed=seed, dtype=self.config.parameter_dtype, device=device)
+        return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
 
     def _name_parameters(self) -> tuple[list[NamedParameter], list[TiedWeight]]:
         """The trainable parameters of this rank, and which of them other stages hold copies of."""

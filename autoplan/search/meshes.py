@@ -45,6 +45,7 @@ class SearchSpace:
         max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
         max_interleaved_stages: most stages of an interleaved schedule in all.
         micro_batch_multiple: every micro-batch is a multiple of it.
+        uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
     n_devices: int
@@ -58,6 +59,7 @@ class SearchSpace:
     max_chunks: int = 4
     max_interleaved_stages: int = 32
     micro_batch_multiple: int = 1
+    uses_all_devices: bool = False
 
     @property
     def n_segments(self) -> int:
@@ -96,6 +98,8 @@ def fixed_int(options: Options, name: str) -> int | None:
 
 def device_counts(space: SearchSpace) -> tuple[int, ...]:
     """How many devices a plan may use, largest first. See the module docstring."""
+    if space.uses_all_devices:
+        return (space.n_devices,)
     host = min(space.n_devices_per_host, space.n_devices)
     powers = {2**k for k in range(host.bit_length()) if 2**k <= host}
     hosts = {

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.runtime import Boundary, Buffer, PerSample, Shard, Weights, attach
+from autoplan.runtime import Boundary, PerSample, Shard, Weights, attach
 from autoplan.runtime.collectives import all_reduce, copy_to_tp, vocab_parallel_cross_entropy, vocab_parallel_embedding
 
 from .tiny_gpt import N_HEADS, N_LAYERS, SEQ, VOCABULARY, WIDTH
@@ -118,6 +118,3 @@ def parallel_model(tp_degree, n_stages):
         TIED=(("tokens.weight", "head.weight"),),
         loss_fn=lambda outputs, targets, tp: vocab_parallel_cross_entropy(outputs, targets, tp),
     )
-
-
-__all__ = ["Buffer", "parallel_model"]

@@ -1,0 +1,91 @@
+"""parallelize(): the library call runs the source that `plan --out` writes."""
+
+import copy
+
+import pytest
+import torch
+from distributed.launch import run_ranks
+from torch import nn
+
+from autoplan.errors import PlanMismatchError
+from autoplan.live import live_program, parallelize
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+
+HARDWARE = "dgx_a100_x8"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def batch_of(n):
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(n, 16, generator=generator, dtype=torch.float64),
+        torch.randn(n, 16, generator=generator, dtype=torch.float64),
+    )
+
+
+def seeded_net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def parallel_losses(fixes):
+    """On one rank: three losses under each fix, and the plan's degrees."""
+    found = []
+    for fix in fixes:
+        options = {"global_batch": 8, "precision": "fp64", "fix": tuple(fix.items()), "device_type": "cpu"}
+        model = parallelize(seeded_net(), batch_of(2), hw=HARDWARE, loss_fn=nn.functional.mse_loss, **options)
+        inputs, targets = batch_of(8)
+        share = 8 // model.config.dp
+        own = slice(model.mesh.dp_rank * share, (model.mesh.dp_rank + 1) * share)
+        losses = [model.step((inputs[own], targets[own])).item() for _ in range(3)]
+        found.append((losses, (model.config.dp, model.config.tp, model.config.pp)))
+    return found
+
+
+def plain_losses():
+    model = seeded_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    losses = []
+    for _ in range(3):
+        inputs, targets = batch_of(8)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_any_plan_of_two_processes_trains_as_one_process_does():
+    fixes = [{"pp": "1", "tp": "1"}, {"tp": "2"}, {"pp": "2"}]
+    for found in run_ranks(parallel_losses, 2, fixes):
+        assert [degrees for _, degrees in found] == [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
+        for losses, _ in found:
+            assert losses == pytest.approx(plain_losses(), rel=1e-10)
+
+
+def test_a_plan_for_another_number_of_processes_is_refused():
+    plan = Plan(Mesh(dp=2), (StagePlan(0, 5),), precision="fp64")
+    with pytest.raises(PlanMismatchError, match="the plan is for 2 processes, 1 are running"):
+        parallelize(
+            Net().double(), batch_of(2), hw=HARDWARE, plan=plan, loss_fn=nn.functional.mse_loss, device_type="cpu"
+        )
+
+
+def test_live_program_without_tensor_or_pipeline_parallelism_generates_no_module():
+    from autoplan.trace import module_source, trace_model
+
+    graph = trace_model(module_source(copy.deepcopy(seeded_net()), batch_of(2), nn.functional.mse_loss))
+    config, generated = live_program(graph, Plan(Mesh(), (StagePlan(0, len(graph.segments)),)))
+    assert generated is None
+    assert config.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
