@@ -155,7 +155,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
     from autoplan.launch_scripts import launch_line
-    from autoplan.output_folder import launch_size, report_files
+    from autoplan.output_folder import launch_size, read_text_file, report_files
     from autoplan.report import program_header
     from autoplan.space import load_rules
 
@@ -164,7 +164,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         answer.best.plan,
         rules=load_rules(),
         header=program_header(answer, launch_line=launch_line(**launch_size(answer))),
-        model_text=problem.model_file.read_text(),
+        model_text=read_text_file(problem.model_file),
         overrides=dict(problem.overrides),
     )
     return {**dict(program.files), **report_files(answer)}

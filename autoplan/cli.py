@@ -101,7 +101,13 @@ _workload = _options(
         metavar="NAME=VALUE,...",
         help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, compile.",
     ),
-    click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Stop with the best so far."),
+    click.option(
+        "--time-limit",
+        "time_limit_s",
+        type=float,
+        metavar="SECONDS",
+        help=f"Stop searching with the best plan so far [{_DEFAULTS.time_limit_s:g}; none under --require-optimal].",
+    ),
     click.option("--strict", is_flag=True, help="An op without a cost rule is an error."),
 )
 
@@ -353,6 +359,8 @@ def doctor_command(output_format: str) -> None:
 def _read_options(*, fix: tuple[str, ...], **options: Any) -> Options:
     from autoplan.option_checks import parse_fix
 
+    if options["time_limit_s"] is None and not options.get("require_optimal"):
+        options["time_limit_s"] = _DEFAULTS.time_limit_s
     return Options(fix=parse_fix(fix), **options)
 
 

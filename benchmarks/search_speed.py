@@ -1,6 +1,6 @@
 """How long the search takes, and how far it proves its plan, on transformers priced by a rough roofline.
 
-    python benchmarks/search_speed.py [TIME_LIMIT_S]
+    PYTHONPATH=. python benchmarks/search_speed.py [TIME_LIMIT_S]
 
 Prints one line per case: devices, meshes, how many were priced, seconds, step time, gap. The prices are invented
 (300 TFLOP/s, 250 GB/s within a host of 8 devices, 40 GB/s beyond) and only their shape matters.

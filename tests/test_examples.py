@@ -19,7 +19,8 @@ EXAMPLES = sorted((CHECKOUT / "examples").glob("*.py"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_planned_and_never_slower_than_a_plain_recipe(path: Path) -> None:
     result = autoplan.plan(path, hw="dgx_a100_x8", global_batch=16)
-    assert result.status == "optimal"
+    assert result.status in ("optimal", "feasible")
+    assert result.gap is not None and result.gap < 0.3
     assert result.best is not None and result.best.estimate.fits
     assert result.baselines
     for recipe in result.baselines:

@@ -76,10 +76,12 @@ def test_any_plan_of_two_processes_trains_as_one_process_does():
 
 def test_a_plan_for_another_number_of_processes_is_refused():
     plan = Plan(Mesh(dp=2), (StagePlan(0, 5),), precision="fp64")
-    with pytest.raises(PlanMismatchError, match="the plan is for 2 processes, 1 are running"):
-        parallelize(
-            Net().double(), batch_of(2), hw=HARDWARE, plan=plan, loss_fn=nn.functional.mse_loss, device_type="cpu"
-        )
+    model = seeded_net()
+    try:
+        with pytest.raises(PlanMismatchError, match="the plan is for 2 processes, 1 are running"):
+            parallelize(model, batch_of(2), hw=HARDWARE, plan=plan, loss_fn=nn.functional.mse_loss, device_type="cpu")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_live_program_without_tensor_or_pipeline_parallelism_generates_no_module():

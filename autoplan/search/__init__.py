@@ -75,7 +75,7 @@ class _Search:
     meshes: tuple[Mesh, ...]
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int], float] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int, int, bool], float] = field(default_factory=dict)
     shapes: dict[tuple[str, int, int, int], Shape] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
@@ -172,7 +172,7 @@ def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
         if index is not None and obeys and baseline.judged.estimate.fits:
             state.plans[index] = baseline.judged
     for index, mesh in enumerate(state.meshes):
-        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size)
+        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         bound_s = compute_bound_s(mesh, compute_s=state.compute_s[key])

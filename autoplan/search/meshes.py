@@ -9,8 +9,7 @@ A mesh is in the space when all of this holds:
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
 
 and each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has
-zero_stage 0; pp = 1 has schedule "1f1b" and one chunk; pp > 1 has no zero_stage 2, because a pipeline reduces gradients
-once per step.
+zero_stage 0; pp = 1 has schedule "1f1b" and one chunk.
 
 **More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one
 host the powers of two and the divisors of the host, then k hosts for every k of at most `MAX_SIGNIFICANT_BITS`
@@ -148,7 +147,7 @@ def legal_tensor_degrees(space: SearchSpace, options: Options) -> tuple[int, ...
 def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> Iterator[Mesh]:
     keys = dict(space.shardings)[tp]
     batches = micro_batch_sizes(space, options, dp=dp)
-    zeros = _zero_choices(space, options, tp=tp, pp=pp, dp=dp)
+    zeros = _zero_choices(space, options, tp=tp, dp=dp)
     for sharding, micro_batch_size, (zero_stage, shard_degree) in product(keys, batches, zeros):
         n_micro_batches = space.global_batch // dp // micro_batch_size
         for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
@@ -177,9 +176,9 @@ def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple
     )
 
 
-def _zero_choices(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> tuple[tuple[int, int], ...]:
+def _zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
     """(zero_stage, zero_shard_degree): over all of `dp`, or over the ranks of one host (hybrid sharding)."""
-    stages = {stage for stage in space.zero_stages if (stage == 0 or dp > 1) and (stage != 2 or pp == 1)}
+    stages = {stage for stage in space.zero_stages if stage == 0 or dp > 1}
     in_host = max(1, space.n_devices_per_host // tp)
     shard_degrees = (dp, in_host) if 1 < in_host < dp and dp % in_host == 0 else (dp,)
     choices = [(s, d) for s in sorted(stages) for d in ((1,) if s == 0 else shard_degrees)]
@@ -216,7 +215,7 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
         f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
         f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), 1f1b needs as many micro-batches\n"
         f"  legal micro-batch: divisors of global batch / dp up to {options.max_micro_batch_size}\n"
-        "  legal zero: 0 when dp = 1; 0, 1, 3 when pp > 1\n"
+        "  legal zero: 0 when dp = 1\n"
         f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     )
 
