@@ -118,6 +118,7 @@ def _dim_groups(
 
 _VIEW = OpRule(None, is_view=True, n_kernels=0, n_backward_kernels=0, strategies=_reshape, linear_in=())
 _COPY = OpRule(broadcast_equation, backward_bytes_ratio=1.0, linear_in=(0,))
+_CAST = OpRule(broadcast_equation, backward_bytes_ratio=1.0)  # not linear: a cast may round
 
 
 def _renamed(equation: object, *, is_view: bool = True) -> OpRule:
@@ -157,8 +158,8 @@ RULES = {
     "aten.clone.default": _COPY,
     "aten.alias.default": _renamed(broadcast_equation),
     "aten.detach.default": _renamed(broadcast_equation),
-    "aten.to.dtype": _COPY,
-    "aten._to_copy.default": _COPY,
+    "aten.to.dtype": _CAST,
+    "aten._to_copy.default": _CAST,
     "aten.type_as.default": OpRule(broadcast_equation),
     "aten.cat.default": OpRule(_cat_equation, backward_bytes_ratio=1.0, strategies=_cat_blocks),
 }
