@@ -35,12 +35,16 @@ class Calls(nn.Module):
 
 X = (8, 12)  # sizes that 2, 3 and 4 shards divide in part
 # target -> (function of x: [batch, 8, 12] and the parameters, shapes of the parameters)
-UNARY = {
-    name: (lambda x, w, f=getattr(torch, name): f(x * w), [(12,)])
-    for name in "exp log sqrt rsqrt sin cos abs square tanh sigmoid neg relu".split()
-}
+UNARY = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "abs", "square", "tanh", "sigmoid", "neg", "relu")
+
+
+def scaled(function):
+    """The function of x times a parameter."""
+    return lambda x, w: function(x * w)
+
+
 CASES = {
-    **UNARY,
+    **{name: (scaled(getattr(torch, name)), [(12,)]) for name in UNARY},
     "linear": (lambda x, w, b: F.linear(x, w, b), [(24, 12), (24,)]),
     "linear without bias": (lambda x, w: F.linear(x, w), [(24, 12)]),
     "matmul": (lambda x, w: x @ (w * 1.0), [(12, 24)]),
