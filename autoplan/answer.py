@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import types
 import typing
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
-from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
+from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Plan
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import SECONDS_PER_HOUR
 
@@ -39,6 +39,8 @@ class Workload:
         price_usd_per_device_hour: None when unknown.
         segment_names: names of the graph's segments, in order.
         provenance: (figure, where it comes from) pairs.
+        ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
+        objective: what was minimized, "time" or "cost".
     """
 
     model: str
@@ -53,6 +55,8 @@ class Workload:
     price_usd_per_device_hour: float | None
     segment_names: tuple[str, ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
+    ops_without_rule: tuple[str, ...] = ()
+    objective: str = "time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "n_meshes": result.n_meshes,
         "search_s": result.search_s,
         "nearest_fix": result.nearest_fix,
+        "stopped_by": result.stopped_by,
+        "ops_without_rule": list(answer.workload.ops_without_rule),
         "workload": _encode(answer.workload),
         "best": _encode(result.best),
         "alternatives": _encode(result.alternatives),
@@ -221,12 +227,6 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
 
 
 _RESULT_KEYS = tuple(field.name for field in fields(SearchResult))
-
-
-def with_best(answer: Answer, *, estimate: Estimate) -> Answer:
-    """The answer with another estimate of its chosen plan, such as one with a timeline."""
-    best = replace(answer.best, estimate=estimate)
-    return replace(answer, result=replace(answer.result, best=best))
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.answer import Answer, Workload, tokens_per_sample
-from autoplan.errors import PlanMismatchError
+from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
 from autoplan.search.result import Candidate, SearchResult
 
@@ -33,6 +33,7 @@ class Problem:
 
     Attributes:
         model_file: the file the graph was traced from; an emitted folder holds a copy of it.
+        hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
         overrides: (name, value) arguments of its build_model.
     """
 
@@ -40,6 +41,7 @@ class Problem:
     profile: HardwareProfile
     options: Options
     model_file: Path
+    hw: str
     overrides: tuple[tuple[str, Any], ...] = ()
 
 
@@ -77,9 +79,12 @@ def make_problem(
 ) -> Problem:
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
     profile = _load_profile(hw, hosts)
-    options = _checked(options)
+    options = checked(options)
     overrides = overrides or {}
-    return Problem(trace_model(model, overrides=overrides), profile, options, Path(model), tuple(overrides.items()))
+    graph = trace_model(model, overrides=overrides)
+    if options.strict:
+        _refuse_ops_without_rule(graph)
+    return Problem(graph, profile, options, Path(model), hw, tuple(overrides.items()))
 
 
 def whatif(
@@ -94,19 +99,33 @@ def whatif(
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> tuple[WhatIfRow, ...]:
-    """One row per hardware and host count, each a whole search; the model is traced once."""
+    """One row per hardware and host count, each a whole search of the same global batch; the model is traced once.
+
+    Without `global_batch` it is `DEFAULT_MICRO_BATCH_SIZE` per device of the largest cluster. A cluster that cannot
+    train the model so (no such precision, or a fixed degree that it has no devices for) is a row that says why.
+    """
     from autoplan.what_if import compare
 
     profiles = {(name, count): _load_profile(name, count) for name in hw for count in hosts}
     first = make_problem(model, hw=hw[0], hosts=hosts[0], overrides=overrides, options=Options(**options))
+    n_most = max(profile.n_devices for profile in profiles.values())
+    global_batch = first.options.global_batch or default_global_batch(n_most)
+    first = replace(first, options=replace(first.options, global_batch=global_batch))
 
     def solve_cluster(name: str, count: int) -> Answer:
         progress(f"searching {name} x {count}")
-        return solve(replace(first, profile=profiles[name, count]))
+        problem = replace(first, profile=profiles[name, count], hw=name)
+        try:
+            return solve(problem)
+        except UsageError:
+            raise
+        except InputError as error:
+            return Answer(_workload(problem), _nothing("unusable", str(error)))
 
     return compare(
         tuple(profiles),
         solve=solve_cluster,
+        global_batch=global_batch,
         n_samples=n_samples,
         n_tokens=n_tokens,
         prices_usd_per_device_hour=prices_usd_per_device_hour,
@@ -114,7 +133,10 @@ def whatif(
 
 
 def solve(problem: Problem) -> Answer:
-    """Search the whole space; the estimate of the best plan carries its timeline."""
+    """Search the whole space; the estimate of the best plan carries its timeline.
+
+    That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
+    """
     from autoplan.search import search
     from autoplan.space import priced_space
 
@@ -125,15 +147,16 @@ def solve(problem: Problem) -> Answer:
         return priced_space(graph, profile, options, global_batch=global_batch)
 
     def with_hosts(n_hosts: int) -> tuple[Any, Any]:
-        from autoplan.hardware import load_profile
-
-        other = space_on(load_profile(problem.profile.name, n_hosts=n_hosts))
+        other = space_on(_load_profile(problem.hw, n_hosts))
         return other.space, other.price
 
     offered = space_on(problem.profile)
-    result = search(
-        offered.space, price=offered.price, options=options, make_plan=offered.make_plan, with_hosts=with_hosts
-    )
+    try:
+        result = search(
+            offered.space, price=offered.price, options=options, make_plan=offered.make_plan, with_hosts=with_hosts
+        )
+    except InfeasibleError as error:
+        result = _nothing("infeasible", str(error))
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=_judge(problem, result.best.plan)))
     return Answer(_workload(problem), result)
@@ -142,13 +165,16 @@ def solve(problem: Problem) -> Answer:
 def score(problem: Problem, plan: Plan) -> Answer:
     """One given plan, judged; the status of the answer is "given".
 
-    Raises: PlanMismatchError when the plan was made for another model or needs more devices.
+    Raises: PlanMismatchError when the plan was made for another model or needs more devices; InputError naming the
+        field when it is impossible in itself.
     """
-    _check_belongs(problem, plan)
+    from autoplan.plan_checks import check_plan
+
+    check_plan(plan, problem.graph, problem.profile)
     estimate = _judge(problem, plan)
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
-    return Answer(_workload(problem), result)
+    return Answer(_workload(replace(problem, options=replace(problem.options, precision=plan.precision))), result)
 
 
 def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
@@ -157,7 +183,8 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     from autoplan.launch_scripts import launch_line
     from autoplan.output_folder import launch_size, read_text_file, report_files
     from autoplan.report import program_header
-    from autoplan.space import load_rules
+    from autoplan.simulate import memory_over_time
+    from autoplan.space import load_rules, price_plan
 
     program = generate(
         problem.graph,
@@ -167,7 +194,9 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         model_text=read_text_file(problem.model_file),
         overrides=dict(problem.overrides),
     )
-    return {**dict(program.files), **report_files(answer)}
+    plan = answer.best.plan
+    memory = memory_over_time(price_plan(problem.graph, problem.profile, plan), plan.stages)
+    return {**dict(program.files), **report_files(answer, memory=memory)}
 
 
 def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False) -> None:
@@ -179,7 +208,25 @@ def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = 
 
 def global_batch_size(problem: Problem) -> int:
     """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    return problem.options.global_batch or DEFAULT_MICRO_BATCH_SIZE * problem.profile.n_devices
+    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
+
+
+def default_global_batch(n_devices: int) -> int:
+    """Samples of one step when the user names none."""
+    return DEFAULT_MICRO_BATCH_SIZE * n_devices
+
+
+def checked(options: Options) -> Options:
+    """The options, unchanged; raises UsageError for a value that is not possible."""
+    from autoplan.option_checks import check_options
+    from autoplan.registry import load_table
+
+    return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))
+
+
+def _nothing(status: str, why: str) -> SearchResult:
+    """The result when not one mesh could be tried."""
+    return SearchResult(status, None, (), (), (), bound_s=None, n_meshes=0, search_s=0.0, nearest_fix=why)
 
 
 def _judge(problem: Problem, plan: Plan) -> Estimate:
@@ -191,7 +238,7 @@ def _judge(problem: Problem, plan: Plan) -> Estimate:
 
 
 def _workload(problem: Problem) -> Workload:
-    from autoplan.space import flops_per_sample
+    from autoplan.space import flops_per_sample, ops_without_rule
 
     graph, profile = problem.graph, problem.profile
     return Workload(
@@ -207,19 +254,20 @@ def _workload(problem: Problem) -> Workload:
         price_usd_per_device_hour=profile.price_usd_per_device_hour,
         segment_names=tuple(segment.name for segment in graph.segments),
         provenance=profile.sources,
+        ops_without_rule=ops_without_rule(graph),
+        objective=problem.options.objective,
     )
 
 
-def _check_belongs(problem: Problem, plan: Plan) -> None:
-    if plan.graph_hash and plan.graph_hash != problem.graph.content_hash():
-        raise PlanMismatchError(
-            f"the plan was made for another model than {problem.model_file}\n"
-            "  expected: the same file, --set values and versions\n  fix: plan again"
-        )
-    if plan.mesh.n_devices > problem.profile.n_devices:
-        raise PlanMismatchError(
-            f"the plan needs {plan.mesh.n_devices} devices, {problem.profile.name} has {problem.profile.n_devices}\n"
-            "  fix: raise --hosts, or plan again"
+def _refuse_ops_without_rule(graph: OpGraph) -> None:
+    from autoplan.space import ops_without_rule
+
+    names = ops_without_rule(graph)
+    if names:
+        raise InputError(
+            f"--strict: found ops without a cost rule: {', '.join(names)}\n"
+            "  expected: a rule for every op\n"
+            "  fix: add an entry for each to a RULES table in cost_models/, or leave --strict out"
         )
 
 
@@ -227,10 +275,3 @@ def _load_profile(name: str, n_hosts: int) -> HardwareProfile:
     from autoplan.hardware import load_profile
 
     return load_profile(name, n_hosts=n_hosts)
-
-
-def _checked(options: Options) -> Options:
-    from autoplan.option_checks import check_options
-    from autoplan.registry import load_table
-
-    return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autoplan import __version__
-from autoplan.errors import AutoplanError, InfeasibleError, StoppedError, UsageError
+from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, UsageError
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.parallel_plan import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from autoplan.answer import Answer
@@ -184,13 +185,16 @@ def estimate_command(
 
     if plan_file is None and not options["fix"]:
         raise UsageError("estimate needs a plan\n  fix: add --fix dp=8,tp=1,pp=1 or --plan plan.json")
+    if plan_file is not None and options["fix"]:
+        raise UsageError("estimate: --fix beside --plan\n  expected: one of them\n  fix: leave --fix out")
     given = None if plan_file is None else read_answer(plan_file)
+    if given is not None and given.result.best is None:
+        raise InputError.of(
+            str(plan_file), found=f"no plan ({given.result.status})", expected="a plan", fix="plan again, or use --fix"
+        )
     with _stdout_kept_clean():
         problem = _problem(model, overrides, hw=hw, hosts=hosts, options=_read_options(**options))
-        if given is not None and given.result.best is not None:
-            answer = api.score(problem, given.best.plan)
-        else:
-            answer = api.solve(problem)
+        answer = api.solve(problem) if given is None else api.score(problem, given.best.plan)
     _print_answer(answer, plan_report, output_format)
     _check_status(answer, problem.options)
 
@@ -217,7 +221,7 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
 
     _progress(f"running {folder} for {n_steps} steps on {device}")
     found = verify_folder(folder, n_steps=n_steps, device=device)
-    _print(json.dumps(asdict(found), indent=2) if output_format == "json" else verification_text(found))
+    _print(_json(asdict(found)) if output_format == "json" else verification_text(found))
 
 
 @cli.command("profile")
@@ -247,7 +251,7 @@ def hw_list(output_format: str) -> None:
     profiles = [load_profile(name) for name in profile_names()]
     if output_format == "json":
         rows = [{"name": item.name, "description": item.description} for item in profiles]
-        _print(json.dumps({"schema_version": 1, "profiles": rows}, indent=2))
+        _print(_json({"profiles": rows}))
     else:
         _print(profile_list(profiles))
 
@@ -262,7 +266,7 @@ def hw_show(name: str, hosts: int, output_format: str) -> None:
     from autoplan.report import profile_sheet
 
     profile = load_profile(name, n_hosts=hosts)
-    _print(json.dumps(asdict(profile), indent=2) if output_format == "json" else profile_sheet(profile))
+    _print(_json(asdict(profile)) if output_format == "json" else profile_sheet(profile))
 
 
 @hw_group.command("validate")
@@ -273,8 +277,8 @@ def hw_validate(file: Path, output_format: str) -> None:
     from autoplan.hardware import validate_file
 
     profile = validate_file(file)
-    valid = {"schema_version": 1, "valid": True, "name": profile.name}
-    _print(json.dumps(valid) if output_format == "json" else f"{file}: valid ({profile.name})")
+    valid = {"valid": True, "name": profile.name}
+    _print(_json(valid) if output_format == "json" else f"{file}: valid ({profile.name})")
 
 
 @hw_group.command("measure")
@@ -348,7 +352,7 @@ def doctor_command(output_format: str) -> None:
 
     findings = diagnose()
     if output_format == "json":
-        _print(json.dumps({"schema_version": 1, "findings": [asdict(item) for item in findings]}, indent=2))
+        _print(_json({"findings": [asdict(item) for item in findings]}))
     else:
         _print(text_table(("", "found", "to fix"), [(item.name, item.found, item.fix) for item in findings]))
 
@@ -380,7 +384,7 @@ def _refuse_measurements(profile: Path | None) -> None:
 def _check_status(answer: Answer, options: Options) -> None:
     """The exit code of a search that gave no plan, or not the proof that was asked for."""
     status = answer.result.status
-    if any(item.detail == "interrupted" for item in answer.result.rejected):
+    if answer.result.stopped_by == "interrupted":
         raise KeyboardInterrupt
     if status == "infeasible":
         raise InfeasibleError("no plan fits, and that is proved")
@@ -414,6 +418,10 @@ def _print_answer(answer: Answer, render: Callable[[Answer], str], output_format
     from autoplan.answer import answer_to_json
 
     _print(answer_to_json(answer) if output_format == "json" else render(answer))
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2)
 
 
 def _print(text: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 COMPUTE = "compute"
@@ -227,8 +227,8 @@ class OpGraph:
         return sum(p.spec.n_elements(1) for p in self.parameters if p.is_trainable)
 
     def content_hash(self) -> str:
-        """SHA-256 of the graph's text form; equal graphs have equal hashes."""
-        return hashlib.sha256(graph_to_json(self).encode()).hexdigest()
+        """SHA-256 of the graph's text form without its name; equal graphs have equal hashes."""
+        return hashlib.sha256(graph_to_json(replace(self, name="")).encode()).hexdigest()
 
 
 _CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
@@ -263,17 +263,17 @@ def _decode(value: Any) -> Any:
     return value
 
 
-def crossing_values(graph: OpGraph, start: int) -> tuple[str, ...]:
+def crossing_values(graph: OpGraph, start: int, *, invariant: frozenset[str]) -> tuple[str, ...]:
     """What a pipeline stage that begins with segment `start` receives: values made before it and read in or after it.
 
-    Invariants are computed again on each stage, and targets are given to the last stage directly.
+    Invariants (`invariant_values`) are computed again on each stage, and targets are given to the last one directly.
     """
     read = {name for segment in graph.segments[start:] for name in segment.inputs}
     if start == len(graph.segments):
         return ()
     made = {op.name for op in graph.ops[: graph.segments[start].start]}
     made |= {item.name for item in graph.inputs if item.path[0] != "targets"}
-    return tuple(sorted(read & made - invariant_values(graph)))
+    return tuple(sorted(read & made - invariant))
 
 
 def gradient_values(ops: tuple[Op, ...], parameters: tuple[Parameter, ...]) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Traced graphs on disk: tracing takes seconds, reading the graph again milliseconds.
 
-An entry belongs to the text of the model file, the `--set` values, and the versions of torch and autoplan. It also
-lists every other file of the user's that the trace imported, with its hash; if one has changed, the entry is stale.
+An entry belongs to the text of the model file, the `--set` values, the version of torch, and the text of the modules
+that trace. It also lists every other file of the user's that the trace imported, with its hash; if one has changed, the entry is stale.
 
     <user cache>/autoplan/graphs/<key>.json      {"files": {path: sha256}, "graph_sha256": ..., "graph": text}
 """
@@ -24,7 +24,7 @@ from platformdirs import user_cache_dir
 
 from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
-FORMAT = 2
+TRACERS = ("trace.py", "segments.py", "graph.py", "graph_cache.py")
 
 
 def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph]) -> OpGraph:
@@ -43,7 +43,8 @@ def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], O
 
 
 def _key(path: Path, overrides: Mapping[str, Any]) -> str:
-    parts = [str(FORMAT), _version("torch"), _version("autoplan"), str(path.resolve()), _sha256(path)]
+    parts = [_version("torch"), *(_sha256(Path(__file__).parent / name) for name in TRACERS)]
+    parts += [str(path.resolve()), _sha256(path)]
     parts += [f"{name}={value!r}" for name, value in sorted(overrides.items())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

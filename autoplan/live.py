@@ -9,10 +9,11 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.api import checked, default_global_batch
 from autoplan.errors import PlanMismatchError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_profile
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
+from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 
 if TYPE_CHECKING:
@@ -40,18 +41,26 @@ def parallelize(
     `.step(batch)` runs one optimizer step on this data-parallel rank's samples. `module` gives its weights away.
     `device_type` is "cuda" or "cpu".
 
-    Raises: PlanMismatchError when the plan is for another number of processes or another model.
+    Raises: UsageError for an option that is not possible; PlanMismatchError when the plan is for another number of
+        processes or another model; InputError when it is impossible in itself.
     """
     from autoplan import runtime
+    from autoplan.plan_checks import check_plan
     from autoplan.trace import module_source, trace_model
 
+    chosen = checked(Options(**options))
+    profile = load_profile(hw, n_hosts=hosts)
     graph = trace_model(module_source(module, example_batch, loss_fn))
     runtime.join_process_group(device_type)
     n_processes = runtime.world_size()
     if plan is None:
-        profile = load_profile(hw, n_hosts=hosts)
-        plan = runtime.from_first_rank(lambda: _best_plan(graph, profile, Options(**options), n_processes))
-    _check(plan, graph, n_processes)
+        plan = runtime.from_first_rank(lambda: _best_plan(graph, profile, chosen, n_processes))
+    if plan.mesh.n_devices != n_processes:
+        raise PlanMismatchError(
+            f"the plan is for {plan.mesh.n_devices} processes, {n_processes} are running\n"
+            "  fix: start as many processes as the plan has devices, or let parallelize() plan"
+        )
+    check_plan(plan, graph, profile)
     config, parallel_model = live_program(graph, plan)
     given = {"loss_fn": loss_fn, "build_optimizer": build_optimizer}
     functions = {name: function for name, function in given.items() if function is not None}
@@ -81,7 +90,7 @@ def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_pro
     from autoplan.search import search
     from autoplan.space import priced_space
 
-    global_batch = options.global_batch or DEFAULT_MICRO_BATCH_SIZE * n_processes
+    global_batch = options.global_batch or default_global_batch(n_processes)
     offered = priced_space(graph, profile, options, global_batch=global_batch, n_devices=n_processes)
     result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
     if result.best is None:
@@ -89,13 +98,3 @@ def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_pro
             f"{profile.name}: no plan for {n_processes} processes ({result.status})\n  fix: {result.nearest_fix}"
         )
     return result.best.plan
-
-
-def _check(plan: Plan, graph: OpGraph, n_processes: int) -> None:
-    if plan.mesh.n_devices != n_processes:
-        raise PlanMismatchError(
-            f"the plan is for {plan.mesh.n_devices} processes, {n_processes} are running\n"
-            "  fix: start as many processes as the plan has devices, or let parallelize() plan"
-        )
-    if plan.graph_hash and plan.graph_hash != graph.content_hash():
-        raise PlanMismatchError("the plan was made for another model\n  fix: plan again for this module")

@@ -72,9 +72,12 @@ def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def report_files(answer: Answer) -> dict[str, str | bytes]:
-    """Everything in the folder that is not the program itself: plan, reports, predicted trace, launch scripts."""
-    trace = timeline_to_chrome_json(answer.best.estimate.timeline)
+def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...], ...] = ()) -> dict[str, str | bytes]:
+    """Everything in the folder that is not the program itself: plan, reports, predicted trace, launch scripts.
+
+    `memory` is what `simulate.memory_over_time` returns, for the trace.
+    """
+    trace = timeline_to_chrome_json(answer.best.estimate.timeline, memory=memory)
     return {
         "plan.json": answer_to_json(answer) + "\n",
         "report.html": html_report(answer),

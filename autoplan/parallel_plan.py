@@ -86,6 +86,7 @@ class Plan:
         precision: "bf16", "fp16", "fp32" or "fp64"; parameters and their gradients are computed in it,
             optimizer state and reductions stay in fp32 (fp64 under fp64).
         shardings: one entry per segment kind; empty when `tp` is 1.
+        recompute: "none", "selective", or "full" when every block is recomputed; the stages say which.
     """
 
     mesh: Mesh
@@ -96,15 +97,7 @@ class Plan:
     graph_hash: str = ""
     hardware: str = ""
     n_hosts: int = 1
-
-    @property
-    def recompute(self) -> str:
-        """What is recomputed: "none", "full", or "selective" (some segments of some stage)."""
-        n_recomputed = sum(len(stage.recomputed) for stage in self.stages)
-        n_segments = sum(stage.stop - stage.start for stage in self.stages)
-        if n_recomputed == 0:
-            return "none"
-        return "full" if n_recomputed >= n_segments - 2 * len(self.stages) else "selective"
+    recompute: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from io import StringIO
 from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
 from autoplan.hardware import HardwareProfile
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
+from autoplan.search import GOOD_ENOUGH, PATIENCE
 from autoplan.search.result import Candidate, Rejection
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
@@ -32,16 +33,22 @@ BREAKDOWN_LABELS = (
     ("launch_s", "launch"),
 )
 _STATUS = {
-    "optimal": "optimal: no other plan of the space is faster (gap 0, proved)",
+    "optimal": "optimal: no other plan of the space is {better} (gap 0, proved)",
     "infeasible": "infeasible: it is proved that nothing fits",
     "unknown": "unknown: stopped before any plan was found",
     "given": "given: this plan was scored as it is, nothing was searched",
+}
+_STOPPED = {  # why a search ended before its proof; see `SearchResult.stopped_by`
+    "time limit": "stopped at the time limit",
+    "interrupted": "interrupted",
+    "patience": f"ended after {PATIENCE} meshes in a row without a better plan",
+    "": f"ended when no plan could be better by more than {GOOD_ENOUGH:.1%}",
 }
 
 
 def plan_report(answer: Answer) -> str:
     """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
-    parts = [_heading(answer), _status_line(answer)]
+    parts = [_heading(answer), _status_line(answer), _without_rule(answer)]
     if answer.result.best is None:
         parts += [_nearest_fix(answer), _rejections(answer.result.rejected)]
     else:
@@ -54,7 +61,7 @@ def explain_report(answer: Answer) -> str:
     """Why this plan: where its time goes, what each alternative and each plain recipe would cost instead."""
     if answer.result.best is None:
         return plan_report(answer)
-    lines = [_heading(answer), _status_line(answer), "Why this plan", _reasons(answer)]
+    lines = [_heading(answer), _status_line(answer), _without_rule(answer), "Why this plan", _reasons(answer)]
     for candidate in answer.result.alternatives[:1]:
         title = "Why not the next best"
         lines += [title, _describe_plan(candidate.plan), _difference(answer.best, candidate)]
@@ -256,13 +263,32 @@ def _heading(answer: Answer) -> str:
 def _status_line(answer: Answer) -> str:
     result = answer.result
     if result.status == "feasible":
-        gap = "no bound was proved" if result.gap is None else f"at most {result.gap:.1%} slower than any other plan"
-        status = f"feasible: the search was stopped; {gap}"
+        status = f"feasible: the search {_STOPPED[result.stopped_by]};\n{_worst_case(answer)}"
     else:
-        status = _STATUS[result.status]
+        status = _STATUS[result.status].format(better=_word(answer, "faster", "cheaper"))
     if result.status == "given":
         return status
     return f"{status}\n{_count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
+
+
+def _worst_case(answer: Answer) -> str:
+    """How far the plan is from the best one at the most: step time / bound - 1 (the gap is 1 - bound / step time)."""
+    if not answer.result.bound_s:
+        return "nothing is proved of how good its plan is"
+    excess = max(0.0, answer.best.estimate.step_s / answer.result.bound_s - 1.0)
+    share = f"{excess:.1%}" if excess >= GOOD_ENOUGH else f"{excess:.2%}"
+    return f"its plan is at most {share} {_word(answer, 'slower', 'dearer')} than any other of the space"
+
+
+def _word(answer: Answer, of_time: str, of_cost: str) -> str:
+    return of_time if answer.workload.objective == "time" else of_cost
+
+
+def _without_rule(answer: Answer) -> str:
+    names = answer.workload.ops_without_rule
+    if not names:
+        return ""
+    return textwrap.fill(f"priced by bytes and never split, no rule: {', '.join(names)}", WIDTH)
 
 
 def _speed(answer: Answer) -> str:
@@ -279,7 +305,8 @@ def _speed(answer: Answer) -> str:
         _describe_plan(candidate.plan),
     ]
     if n_idle:
-        lines.append(f"{_count(n_idle, 'device')} left idle: no faster plan uses them")
+        is_proved = answer.result.status == "optimal" and answer.workload.objective == "time"
+        lines.append(f"{_count(n_idle, 'device')} left idle" + (": no faster plan uses them" if is_proved else ""))
     return "\n".join(lines)
 
 
@@ -336,14 +363,14 @@ def _rejections(rejected: Sequence[Rejection]) -> str:
     lines = ["Not chosen: " + ", ".join(f"{count} by {reason}" for reason, count in sorted(counts.items()))]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
     lines += [f"  {describe_mesh(item.mesh)}:\n      {item.detail}" for item in near[:N_REJECTED_SHOWN]]
-    others = [item for item in rejected if item.reason == "divisibility"]
-    lines += [f"  {item.detail}" for item in others[:N_REJECTED_SHOWN]]
     return "\n".join(lines)
 
 
 def _nearest_fix(answer: Answer) -> str:
     fix = answer.result.nearest_fix
-    return f"Smallest change found that fits: {fix}" if fix else ""
+    if answer.result.n_meshes == 0:  # not one mesh divides devices and batch: the text lists what would
+        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in fix.splitlines())
+    return textwrap.fill(f"Smallest change found that fits: {fix}", WIDTH) if fix else ""
 
 
 def _sources(answer: Answer) -> str:

@@ -168,9 +168,9 @@ def block_counts(
 
 
 def _storage_layouts(graph: OpGraph, name: str, degree: int) -> tuple[Layout, ...]:
-    spec = next(p.spec for p in graph.parameters if p.name == name)
-    splits = tuple(sharded(dim) for dim in range(len(spec.shape)))
-    return (R, *(layout for layout in splits if can_shard(spec, layout, degree)))
+    parameter = next(p for p in graph.parameters if p.name == name)
+    splits = () if parameter.is_buffer else tuple(sharded(dim) for dim in range(len(parameter.spec.shape)))
+    return (R, *(layout for layout in splits if can_shard(parameter.spec, layout, degree)))
 
 
 class _Problem:
@@ -191,6 +191,7 @@ class _Problem:
         self.ops = graph.ops_of(segment)
         self.specs, self.gradients = facts.specs, facts.gradients
         self.tuples = {op.name for op in self.ops if len(op.outputs) > 1}  # read piece by piece, never converted
+        self.buffers = {parameter.name for parameter in graph.parameters if parameter.is_buffer}
         self.model = LinearModel()
         self.produced: dict[str, dict[Layout, list[int]]] = {}
         self.strategies: list[dict[Strategy, int]] = []
@@ -242,8 +243,10 @@ class _Problem:
         self.produced[name] = columns
 
     def _wanted_layouts(self, name: str) -> tuple[Layout, ...]:
-        """R and every split in which some strategy would read the parameter."""
+        """R and every split in which some strategy would read the parameter; buffers are whole on every rank."""
         wanted = {R: None}
+        if name in self.buffers:
+            return (R,)
         for op, options in zip(self.ops, self.strategies, strict=True):
             for position, operand in enumerate(operand_names(op)):
                 if operand == name:

@@ -11,6 +11,7 @@ from functools import partial
 
 from autoplan.cost.price import Shardings, legal_cuts, make_pricer, sharding_prices
 from autoplan.cost.table import CostTable
+from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.options import Options
@@ -110,9 +111,20 @@ def _all_shardings(
             degree=degree,
             batch_size=micro_batch_size,
         )
+        _check_degree(degree, profile, is_fixed=wanted is not None)
         best = shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
         found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
     return found
+
+
+def _check_degree(degree: int, profile: HardwareProfile, *, is_fixed: bool) -> None:
+    if is_fixed and profile.n_devices_per_host % degree and degree % profile.n_devices_per_host:
+        raise UsageError.of(
+            f"--fix tp={degree}",
+            found=f"{degree}, on hosts of {profile.n_devices_per_host} devices",
+            expected="a divisor or a multiple of the devices of a host",
+            fix="use tp=" + " or ".join(str(d) for d in divisors(profile.n_devices_per_host)),
+        )
 
 
 def _splits_something(assignments: tuple[SegmentSharding, ...]) -> bool:
@@ -140,4 +152,11 @@ def _make_plan(
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],
+        recompute=_recompute_name(graph, kept),
     )
+
+
+def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...]) -> str:
+    n_recomputed = sum(len(stage.recomputed) for stage in stages)
+    n_blocks = sum(segment.is_block for segment in graph.segments)
+    return "none" if n_recomputed == 0 else "full" if n_recomputed == n_blocks else "selective"

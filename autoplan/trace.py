@@ -52,6 +52,7 @@ from autoplan.segments import split_segments
 BATCH_A, BATCH_B = 2, 3
 DTYPE_A, DTYPE_B = torch.bfloat16, torch.float64
 _NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py")
+_DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
 _DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
 
@@ -60,11 +61,13 @@ class ModelSource:
     """What a model file (or a library call) gives to trace.
 
     Attributes:
+        where: what an error names: the path of the file, or the class of the module.
         make_batch: batch size -> (inputs, targets).
         loss_fn: None when the model returns its loss.
     """
 
     name: str
+    where: str
     build_model: Callable[[], nn.Module]
     make_batch: Callable[[int], tuple[Any, Any]]
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
@@ -105,6 +108,7 @@ def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
     module = load_model_file(path)
     return ModelSource(
         name=path.stem,
+        where=str(path),
         build_model=lambda: _build(module.build_model, overrides, path),
         make_batch=module.make_batch,
         loss_fn=getattr(module, "loss_fn", None),
@@ -125,6 +129,7 @@ def module_source(
         memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     return ModelSource(
         name=type(module).__name__.lower(),
+        where=type(module).__name__,
         build_model=lambda: copy.deepcopy(module, dict(memo)),
         make_batch=make_batch,
         loss_fn=loss_fn,
@@ -137,7 +142,7 @@ def trace_model(source: ModelSource) -> OpGraph:
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
     first, second = _trace(source, BATCH_A, DTYPE_A), _trace(source, BATCH_B, DTYPE_B)
-    return _overlay(source.name, first, second)
+    return _overlay(source, first, second)
 
 
 # ---------------------------------------------------------------- one trace
@@ -175,29 +180,33 @@ def _trace(source: ModelSource, batch_size: int, dtype: torch.dtype) -> _Trace:
     with torch.device("meta"):
         model = source.build_model()
     if not isinstance(model, nn.Module):
-        raise InputError.of("build_model", found=type(model).__name__, expected="an nn.Module", fix="return the model")
+        raise InputError.of(
+            f"{source.where}: build_model", found=type(model).__name__, expected="an nn.Module", fix="return the model"
+        )
     model = model.to(dtype).train()
-    batch = _meta_batch(source.make_batch(batch_size), batch_size, dtype)
+    batch = _meta_batch(source, batch_size, dtype)
     with _quiet():
         try:
             program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             if _needs_functionalization(program):
                 program = program.run_decompositions({})
         except Exception as error:
-            raise TraceError(_trace_failure(source.name, error)) from error
+            raise TraceError(_trace_failure(source.where, error)) from error
     return _Trace(program, model, batch)
 
 
-def _meta_batch(batch: Any, batch_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _meta_batch(source: ModelSource, batch_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    batch = source.make_batch(batch_size)
+    where = f"{source.where}: make_batch({batch_size})"
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise InputError.of("make_batch", found=type(batch).__name__, expected="(inputs, targets)", fix="return a pair")
+        raise InputError.of(where, found=type(batch).__name__, expected="(inputs, targets)", fix="return a pair")
 
     def to_meta(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if value.dim() == 0 or value.shape[0] != batch_size:
             raise InputError.of(
-                f"make_batch({batch_size})",
+                where,
                 found=f"a tensor of shape {list(value.shape)}",
                 expected=f"first dim = batch size {batch_size}",
                 fix="put the batch dim first in every tensor of the batch",
@@ -222,26 +231,26 @@ def _needs_functionalization(program: torch.export.ExportedProgram) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch.export's own warnings and logs are about its internals; ours name the user's code."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(level)
 
 
 # ---------------------------------------------------------------- two traces, one graph
 
 
-def _overlay(name: str, first: _Trace, second: _Trace) -> OpGraph:
+def _overlay(source: ModelSource, first: _Trace, second: _Trace) -> OpGraph:
+    where, has_loss_fn = source.where, source.loss_fn is not None
     nodes_a = _kept_nodes(first.program)
     nodes_b = _kept_nodes(second.program)
     if [(n.op, str(n.target)) for n in nodes_a] != [(n.op, str(n.target)) for n in nodes_b]:
         raise TraceError(
-            f"{name}: the model runs other operators at batch {BATCH_A} in bfloat16"
+            f"{where}: the model runs other operators at batch {BATCH_A} in bfloat16"
             f" than at batch {BATCH_B} in float64\n"
             "  expected: the same operators for every batch size and dtype\n"
             "  fix: remove the branch on batch size or dtype from forward, or plan with a fixed wrapper module"
@@ -253,14 +262,15 @@ def _overlay(name: str, first: _Trace, second: _Trace) -> OpGraph:
     outputs_a = next(n for n in first.program.graph.nodes if n.op == "output").args[0]
     output_names = [value_names[node] for node in outputs_a if isinstance(node, torch.fx.Node)]
     loss, *model_outputs = output_names
+    output_names = output_names if has_loss_fn else [loss]
     ops = _live_ops(ops, set(output_names))
-    _check_loss(name, loss, ops)
-    model_outputs = [_made_by_model(name, ops) for name in model_outputs]
+    _check_loss(where, loss, ops)
+    model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)
     parameters = _graph_parameters(first.model, second.model, ops)
     class_names = {path: type(module).__name__ for path, module in first.model.named_modules()}
     segments = split_segments(ops, parameters=parameters, kept=tuple(output_names), class_names=class_names)
-    return OpGraph(name, inputs, parameters, ops, segments, tuple(dict.fromkeys(model_outputs)), loss)
+    return OpGraph(source.name, inputs, parameters, ops, segments, tuple(dict.fromkeys(model_outputs)), loss)
 
 
 def _kept_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
@@ -386,12 +396,12 @@ def _made_by_model(name: str, ops: tuple[Op, ...]) -> str:
     return name
 
 
-def _check_loss(name: str, loss: str, ops: tuple[Op, ...]) -> None:
+def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
     spec = next((op.outputs[0] for op in ops if op.name == loss), None)
     if spec is None or spec.shape != () or not spec.is_float:
         raise InputError.of(
-            f"{name}: loss",
-            found="no value" if spec is None else f"shape {list(spec.shape)}, {spec.dtype}",
+            f"{where}: loss",
+            found="no value" if spec is None else f"a tensor of {len(spec.shape)} dims",
             expected="a floating-point scalar from loss_fn(outputs, targets), or from the model itself",
             fix="add loss_fn to the model file, or let the model return its loss",
         )
@@ -451,7 +461,9 @@ def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], pat
     except Exception as error:
         raise InputError(
             f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"
-            f" {_user_frame(error, path)}"
+            f" {_user_frame(error, path)}\n"
+            f"  expected: build_model{inspect.signature(build_model)} to accept these --set values\n"
+            "  fix: give values the model file knows"
         ) from error
 
 
@@ -470,9 +482,13 @@ def _trace_failure(name: str, error: BaseException) -> str:
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT):
+        expected = "a forward whose operators do not depend on the values of tensors"
+        fix = "replace a branch on data by torch.where or torch.cond, or move it out of forward"
+    else:
+        expected = "a forward that runs on the batch of make_batch"
+        fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
     return (
         f"{name}: torch.export cannot trace the model{where}\n"
-        f"  found: {type(error).__name__}: {reason}\n"
-        "  expected: a forward whose operators do not depend on the values of tensors\n"
-        "  fix: replace a branch on data by torch.where or torch.cond, or move it out of forward"
+        f"  found: {type(error).__name__}: {reason}\n  expected: {expected}\n  fix: {fix}"
     )

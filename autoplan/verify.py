@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from autoplan.answer import Answer, step_interval_s
-from autoplan.errors import AutoplanError, InputError, ToleranceError
+from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.output_folder import launch_size, read_answer
 from autoplan.report import text_table
 from autoplan.units import format_seconds
@@ -55,7 +55,8 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
 
     On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed.
 
-    Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process.
+    Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
+        when it does not run on this device.
     """
     answer = read_answer(folder)
     size = launch_size(answer)
@@ -71,7 +72,10 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
     if code and _was_compared(details):
         raise ToleranceError(f"{folder}: the program does not train like one process; its output is above")
     if code:
-        raise AutoplanError(f"{folder}/train.py ended with exit code {code}; its output is above")
+        raise MeasureError(
+            f"{folder}/train.py ended with exit code {code} on {device}; its output is above\n"
+            "  fix: autoplan doctor lists the devices of this machine"
+        )
     return _compare(answer, details, n_steps=n_steps)
 
 

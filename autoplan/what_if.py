@@ -21,7 +21,8 @@ class WhatIfRow:
     """One cluster; every figure that is unknown, or that no plan gives, is None.
 
     Attributes:
-        status: of the search.
+        status: of the search, or "unusable" when the cluster cannot train the model as asked; see `detail`.
+        global_batch: samples of one step, the same for every row.
         train_s: seconds to train on the samples or tokens asked for.
         device_hours: of all devices of the cluster, idle ones included, since whole hosts are paid for.
         cost_usd: `device_hours` x the price of a device-hour.
@@ -30,6 +31,7 @@ class WhatIfRow:
     hardware: str
     n_hosts: int
     n_devices: int
+    global_batch: int
     status: str
     plan: str | None = None
     step_s: float | None = None
@@ -47,6 +49,7 @@ def compare(
     clusters: Sequence[tuple[str, int]],
     *,
     solve: Callable[[str, int], Answer],
+    global_batch: int,
     n_samples: float | None = None,
     n_tokens: float | None = None,
     prices_usd_per_device_hour: Mapping[str, float] | None = None,
@@ -63,7 +66,8 @@ def compare(
     for hardware, n_hosts in clusters:
         answer = solve(hardware, n_hosts)
         wanted = _n_samples(answer, n_samples=n_samples, n_tokens=n_tokens)
-        rows.append(_row(answer, hardware, n_samples=wanted, price=prices.get(hardware)))
+        row = WhatIfRow(hardware, n_hosts, answer.workload.n_devices, global_batch, answer.result.status)
+        rows.append(_filled(row, answer, n_samples=wanted, price=prices.get(hardware)))
     return tuple(rows)
 
 
@@ -76,9 +80,8 @@ def _n_samples(answer: Answer, *, n_samples: float | None, n_tokens: float | Non
     return n_tokens / tokens_per_sample
 
 
-def _row(answer: Answer, hardware: str, *, n_samples: float | None, price: float | None) -> WhatIfRow:
+def _filled(row: WhatIfRow, answer: Answer, *, n_samples: float | None, price: float | None) -> WhatIfRow:
     workload, best = answer.workload, answer.result.best
-    row = WhatIfRow(hardware, workload.n_hosts, workload.n_devices, answer.result.status)
     if best is None:
         return replace(row, detail=answer.result.nearest_fix)
     price = workload.price_usd_per_device_hour if price is None else price
@@ -112,7 +115,8 @@ def whatif_table(rows: Sequence[WhatIfRow]) -> str:
         cells.append((*_cells(row), " ".join(marks)))
     table = text_table(header, cells, right=frozenset({1, 2, 3, 4, 5, 6}))
     notes = [f"{row.hardware} x {row.n_hosts}: {row.plan or row.detail or row.status}" for row in rows]
-    return table + "\n\n" + "\n".join(notes) + "\n"
+    batch = f"global batch: {rows[0].global_batch} samples on every cluster" if rows else ""
+    return table + "\n\n" + "\n".join([batch, *notes]) + "\n"
 
 
 def whatif_to_dict(rows: Sequence[WhatIfRow]) -> dict[str, Any]:

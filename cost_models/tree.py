@@ -4,7 +4,7 @@ Two complementary trees over k hosts use both directions of every port, so each 
 
     t = 2 ceil(log2 k) * latency + (2 S + half_rate) / rate
 
-For groups with one member per host; `hierarchical.py` uses it between hosts where there are more.
+For groups with one member per host; `hierarchical.py` has the same formula between hosts.
 
 Source: "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
 """

@@ -101,6 +101,8 @@ _config = SIZES["char"]
 def build_model(size: str = "char", **overrides: int) -> nn.Module:
     """`size` picks a row of `SIZES`; any field of `Config` can be overridden (`n_layers=2`)."""
     global _config
+    if str(size).lower() not in SIZES:
+        raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     _config = replace(SIZES[str(size).lower()], **overrides)
     return GPT(_config)
 

@@ -110,6 +110,8 @@ _config = SIZES["15m"]
 def build_model(size: str = "15m", **overrides: int) -> nn.Module:
     """`size` picks a row of `SIZES`; any field of `Config` can be overridden (`context=8192`)."""
     global _config
+    if str(size).lower() not in SIZES:
+        raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     _config = replace(SIZES[str(size).lower()], **overrides)
     return Llama(_config)
 

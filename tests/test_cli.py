@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,13 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoplan import api, cli, errors
-from autoplan.answer import Answer
+import autoplan
+from autoplan import api, cli, errors, verify
+from autoplan.answer import Answer, answer_to_json
 from autoplan.option_checks import check_options, parse_fix, parse_overrides
 from autoplan.options import Options
 from autoplan.output_folder import report_files, write_folder
-from autoplan.parallel_plan import Mesh
-from autoplan.search.result import Rejection
+from autoplan.parallel_plan import SCHEMA_VERSION, Plan
 
 CHECKOUT = Path(__file__).parent.parent
 PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
@@ -115,8 +116,7 @@ def test_unproved_plan_exits_0_and_6_under_require_optimal(asked, answer: Answer
 
 
 def test_interrupted_search_prints_its_best_plan_and_exits_130(asked, capsys, answer: Answer) -> None:
-    left = Rejection(Mesh(), "time limit", "interrupted")
-    asked.answer = replace(answer, result=replace(answer.result, status="feasible", rejected=(left,)))
+    asked.answer = replace(answer, result=replace(answer.result, status="feasible", stopped_by="interrupted"))
     assert cli.run(PLAN) == 130
     assert "<- chosen" in capsys.readouterr().out
 
@@ -176,7 +176,9 @@ def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
         check_options(Options(fix=parse_fix(["schedule=1f1"])), schedules=("1f1b", "gpipe"))
 
 
-@pytest.mark.parametrize("fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes"])
+@pytest.mark.parametrize(
+    "fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes", "compile=on"]
+)
 def test_impossible_fix_values_are_refused(fix: str) -> None:
     with pytest.raises(errors.UsageError, match=fix.partition("=")[0]):
         check_options(Options(fix=parse_fix([fix])))
@@ -232,8 +234,8 @@ def test_explain_of_a_missing_plan_exits_3(tmp_path: Path, capsys) -> None:
 
 
 def test_whatif_prints_one_row_per_cluster(monkeypatch: pytest.MonkeyPatch, capsys, answer: Answer) -> None:
-    monkeypatch.setattr(api, "_load_profile", lambda name, n_hosts: (name, n_hosts))
-    monkeypatch.setattr(api, "make_problem", lambda *_, **__: api.Problem(None, None, Options(), Path("toy.py")))
+    monkeypatch.setattr(api, "_load_profile", lambda name, n_hosts: SimpleNamespace(n_devices=4 * n_hosts))
+    monkeypatch.setattr(api, "make_problem", lambda *_, **__: api.Problem(None, None, Options(), Path("toy.py"), "a"))
     monkeypatch.setattr(api, "solve", lambda problem: answer)
     arguments = ["whatif", "toy.py", "--hw", "a,b", "--hosts", "1,2", "--tokens", "1.8e6", "--format", "json"]
     assert cli.run(arguments) == 0
@@ -242,9 +244,143 @@ def test_whatif_prints_one_row_per_cluster(monkeypatch: pytest.MonkeyPatch, caps
     assert [row["hardware"] for row in rows] == ["a", "a", "b", "b"]
     assert all(row["cost_usd"] == pytest.approx(8.0) for row in rows)
     assert "searching b x 2" in err
+    # 8 samples per device of the largest cluster, which has 8
+    assert {row["global_batch"] for row in rows} == {64}
     # the library gives the same rows
     found = api.whatif("toy.py", hw=("a", "b"), hosts=(1, 2), n_tokens=1.8e6)
     assert [row.train_s for row in found] == [row["train_s"] for row in rows]
+
+
+MLP = "examples/mlp.py"
+
+
+def test_infeasible_on_a_hardware_file_exits_5(tmp_path: Path, capsys) -> None:
+    text = (CHECKOUT / "hardware_profiles" / "dgx_a100_x8.toml").read_text()
+    box = tmp_path / "my_box.toml"
+    box.write_text(re.sub(r'^memory = \{ value = "[^"]*"', 'memory = { value = "2 GiB"', text, flags=re.MULTILINE))
+    arguments = ["plan", "examples/gpt.py", "--set", "size=1.5b", "--hw", str(box), "--fix", "dp=8,zero=0"]
+    assert cli.run([*arguments, "--format", "json"]) == 5
+    out, err = capsys.readouterr()
+    assert json.loads(out)["status"] == "infeasible" and "unknown" not in err
+
+
+def test_search_says_what_ended_it() -> None:
+    gpt = CHECKOUT / "examples" / "gpt.py"
+    late = autoplan.plan(gpt, hw="dgx_a100_x8", time_limit_s=1e-6)
+    done = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", require_optimal=True, time_limit_s=None)
+    assert (late.stopped_by, late.status != "optimal") == ("time limit", True)
+    assert (done.stopped_by, done.status) == ("", "optimal")
+
+
+def test_no_mesh_divides_is_an_infeasible_answer_in_json_and_in_the_library(capsys) -> None:
+    # dp 8 does not divide a global batch of 12
+    arguments = ["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "12", "--fix", "dp=8"]
+    assert cli.run([*arguments, "--format", "json"]) == 5
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["status"] == "infeasible" and "legal dp (divides the global batch): 1, 2, 3, 4, 6" in found["nearest_fix"]
+    )
+    assert cli.run(arguments) == 5
+    assert "legal dp" in capsys.readouterr().out
+    result = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "8"),))
+    assert (result.status, result.best) == ("infeasible", None)
+
+
+def test_ops_without_a_rule_are_reported_and_refused_under_strict(tmp_path: Path, capsys) -> None:
+    model = tmp_path / "odd.py"
+    text = (CHECKOUT / MLP).read_text()
+    assert "F.gelu(" in text or "relu(" in text
+    model.write_text(re.sub(r"(?:F|torch|functional)\.(?:gelu|relu)\(", "torch.special.bessel_j1(", text))
+    arguments = ["plan", str(model), "--hw", "dgx_a100_x8"]
+    assert cli.run(arguments) == 0
+    assert "no rule: aten.special_bessel_j1" in " ".join(capsys.readouterr().out.split())
+    assert cli.run([*arguments, "--strict"]) == 3
+    assert "aten.special_bessel_j1" in capsys.readouterr().err
+
+
+def test_whatif_makes_an_unusable_cluster_a_row(capsys) -> None:
+    # a V100 has no bf16
+    arguments = ["whatif", MLP, "--hw", "v100_x8,dgx_a100_x8", "--time-limit", "2", "--format", "json"]
+    assert cli.run(arguments) == 0
+    v100, a100 = json.loads(capsys.readouterr().out)["rows"]
+    assert v100["status"] == "unusable" and "bf16" in v100["detail"]
+    assert a100["step_s"] is not None and a100["global_batch"] == v100["global_batch"] == 64
+    # 16 data-parallel ranks do not fit on one host of 8
+    arguments = ["whatif", MLP, "--hw", "dgx_a100_x8", "--hosts", "1,2", "--fix", "dp=16", "--time-limit", "2"]
+    assert cli.run(arguments) == 0
+    text = capsys.readouterr().out
+    assert "infeasible" in text and "fastest" in text and "global batch: 128 samples on every cluster" in text
+
+
+def test_estimate_refuses_a_plan_file_without_a_plan_and_fix_beside_a_plan(
+    asked, tmp_path: Path, infeasible: Answer
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(answer_to_json(infeasible))
+    arguments = ["estimate", "toy.py", "--hw", "toy_x4", "--plan", str(path)]
+    assert cli.run(arguments) == 3
+    assert cli.run([*arguments, "--fix", "dp=2"]) == 2
+
+
+@pytest.fixture(scope="module")
+def fp32_problem_and_plan():
+    fix = (("tp", "2"), ("pp", "2"), ("zero", "1"))
+    options = Options(global_batch=32, precision="fp32", fix=fix, time_limit_s=3.0)
+    problem = api.make_problem(CHECKOUT / "examples" / "gpt.py", hw="dgx_a100_x8", options=options)
+    return replace(problem, options=replace(options, precision="bf16", fix=())), api.solve(problem).best.plan
+
+
+def test_mfu_of_a_given_plan_is_against_the_peak_of_its_precision(fp32_problem_and_plan) -> None:
+    problem, plan = fp32_problem_and_plan
+    peaks = dict(problem.profile.device.peak_flops_per_s)
+    assert api.score(problem, plan).workload.peak_flops_per_s == peaks["fp32"] != peaks["bf16"]
+
+
+def _first_layout(plan: Plan, text: str) -> Plan:
+    first = plan.shardings[0]
+    values = ((first.values[0][0], text), *first.values[1:])
+    return replace(plan, shardings=(replace(first, values=values), *plan.shardings[1:]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, dp=0)), "mesh.dp"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, zero_shard_degree=0)), "mesh.zero_shard_degree"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, zero_shard_degree=3)), "mesh.zero_shard_degree"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, zero_stage=7)), "mesh.zero_stage"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, schedule="zigzag")), "mesh.schedule"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, n_chunks=0)), "mesh.n_chunks"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, sharding="Q")), "mesh.sharding"),
+        (lambda plan: replace(plan, precision="int8"), "precision"),
+        (lambda plan: replace(plan, compile=True), "compile"),
+        (lambda plan: replace(plan, stages=()), "stages"),
+        (lambda plan: replace(plan, stages=(replace(plan.stages[0], start=1), *plan.stages[1:])), "stages[0].start"),
+        (lambda plan: replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], stop=99))), "stop"),
+        (
+            lambda plan: replace(plan, stages=(replace(plan.stages[0], recomputed=(-1,)), *plan.stages[1:])),
+            "recomputed",
+        ),
+        (lambda plan: replace(plan, shardings=()), "shardings"),
+        (lambda plan: replace(plan, mesh=replace(plan.mesh, tp=1)), "shardings"),
+        (lambda plan: _first_layout(plan, "S(zero)"), "shardings of"),
+        (lambda plan: _first_layout(plan, "S(0/0)"), "shardings of"),
+        (lambda plan: _first_layout(plan, "S(9)"), "shardings of"),
+    ],
+)
+def test_impossible_plan_is_an_input_error_naming_the_field(fp32_problem_and_plan, damage, named: str) -> None:
+    problem, plan = fp32_problem_and_plan
+    with pytest.raises(errors.InputError, match=re.escape(named)) as caught:
+        api.score(problem, damage(plan))
+    assert caught.value.exit_code == 3
+
+
+def test_every_json_answer_starts_with_the_schema_version(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    found = verify.Verification(1, 1, True, 1.0, (0.75, 1.45), None, None, {})
+    monkeypatch.setattr(verify, "verify_folder", lambda *_, **__: found)
+    for arguments in (["hw", "list"], ["hw", "show", "dgx_a100_x8"], ["verify", "x"], ["doctor"]):
+        assert cli.run([*arguments, "--format", "json"]) == 0
+        assert next(iter(json.loads(capsys.readouterr().out).items())) == ("schema_version", SCHEMA_VERSION)
 
 
 def test_doctor_reports_versions_as_json(capsys) -> None:

@@ -31,20 +31,21 @@ def toy(*, n_per_host=4, n_hosts=4, host_latency_s=0.0, network_latency_s=0.0, n
 
 
 @pytest.mark.parametrize(
-    ("size", "stride", "n_per_host"),
+    ("size", "stride", "n_per_host", "n_hosts"),
     [
-        (4, 1, 4),  # ranks 0 1 2 3: one host
-        (2, 2, 2),  # ranks 0 2: one host
-        (4, 4, 1),  # ranks 0 4 8 12: one in each of four hosts
-        (4, 2, 2),  # ranks 0 2 4 6: two in each of two hosts
-        (16, 1, 4),  # all
-        (2, 8, 1),  # ranks 0 8
-        (3, 1, 1),  # ranks 3 4 5: one in host 0, two in host 1; the fewest count
-        (1, 1, 1),
+        (4, 1, 4, 1),  # ranks 0 1 2 3: one host
+        (2, 2, 2, 1),  # ranks 0 2: one host
+        (4, 4, 1, 4),  # ranks 0 4 8 12: one in each of four hosts
+        (4, 2, 2, 2),  # ranks 0 2 4 6: two in each of two hosts
+        (16, 1, 4, 4),  # all
+        (2, 8, 1, 2),  # ranks 0 8
+        (3, 1, 1, 2),  # ranks 3 4 5: one in host 0, two in host 1; the fewest count
+        (1, 1, 1, 1),
     ],
 )
-def test_an_axis_has_as_many_members_per_host_as_its_stride_allows(size, stride, n_per_host):
-    assert axis_group(toy(), size=size, stride=stride) == Group(size, n_per_host)
+def test_an_axis_has_as_many_members_per_host_as_its_stride_allows(size, stride, n_per_host, n_hosts):
+    found = axis_group(toy(), size=size, stride=stride)
+    assert (found.n_devices, found.n_per_host, found.n_hosts) == (size, n_per_host, n_hosts)
 
 
 def test_an_axis_larger_than_the_cluster_is_an_error_with_both_figures():

@@ -41,6 +41,9 @@ def four_rank_cases(model):
     cases = {
         "hsdp": make_plan(model, dp=4, zero_stage=3, zero_shard_degree=2),
         "pp4": make_plan(model, pp=4, n_micro_batches=4),
+        "pp2_interleaved_dp2": make_plan(
+            model, pp=2, dp=2, n_micro_batches=2, schedule="interleaved", n_chunks=2, zero_stage=2, zero_shard_degree=2
+        ),
         "tp4": make_plan(model, tp=4, sharding="R", micro_batch_size=2),
         "tp4_sequence": make_plan(model, tp=4, sharding="S(1)"),
         "tp2_zero3": make_plan(model, tp=2, dp=2, sharding="S(1)", zero_stage=3, zero_shard_degree=2),
@@ -53,11 +56,17 @@ def test_programs_on_two_ranks_equal_one_process(tmp_path):
     cases = {**two_rank_cases("gpt"), **two_rank_cases("llama")}
     cases["mlp_tp2"] = ("mlp", make_plan("mlp", tp=2, sharding="R", micro_batch_size=4))
     cases["mlp_pp2"] = ("mlp", make_plan("mlp", pp=2, n_micro_batches=4))
+    for name, mesh in {"pp2": {"pp": 2, "n_micro_batches": 2}, "tp2": {"tp": 2, "sharding": "R"}}.items():
+        cases[f"own_loss_{name}"] = ("own_loss", make_plan("own_loss", micro_batch_size=2, **mesh))
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
 
 
 def test_programs_on_four_ranks_equal_one_process(tmp_path):
-    assert_equal_to_one_process(tmp_path, {**four_rank_cases("gpt"), **four_rank_cases("llama")}, n_ranks=4)
+    cases = {**four_rank_cases("gpt"), **four_rank_cases("llama")}
+    for model in ("gpt_deep", "llama_deep"):
+        plan = make_plan(model, pp=4, n_micro_batches=4, schedule="interleaved", n_chunks=2)
+        cases[f"{model}_pp4_interleaved"] = (model, plan)
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=4)
 
 
 def test_pipeline_tensor_zero_and_recompute_together_on_eight_ranks_equal_one_process(tmp_path):

@@ -28,6 +28,15 @@ def test_example_is_planned_and_never_slower_than_a_plain_recipe(path: Path) -> 
             assert result.best.estimate.step_s <= recipe.estimate.step_s
 
 
+def test_large_gpt_is_planned_faster_than_the_text_book_layout() -> None:
+    gpt, options = CHECKOUT / "examples" / "gpt.py", {"global_batch": 512, "time_limit_s": 5.0}
+    fix = (("pp", "4"), ("tp", "2"), ("dp", "8"))
+    found = autoplan.plan(gpt, hw="dgx_a100_x8", hosts=8, overrides={"size": "175b"}, **options)
+    fixed = autoplan.plan(gpt, hw="dgx_a100_x8", hosts=8, overrides={"size": "175b"}, fix=fix, **options)
+    assert found.best is not None and fixed.best is not None
+    assert found.best.estimate.step_s < fixed.best.estimate.step_s
+
+
 @pytest.mark.parametrize("path", [*EXAMPLES, CHECKOUT / "README.md"], ids=lambda path: path.stem)
 def test_commands_in_the_documentation_parse(path: Path) -> None:
     text = path.read_text()

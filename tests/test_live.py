@@ -7,7 +7,7 @@ import torch
 from distributed.launch import run_ranks
 from torch import nn
 
-from autoplan.errors import PlanMismatchError
+from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.live import live_program, parallelize
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 
@@ -80,6 +80,23 @@ def test_a_plan_for_another_number_of_processes_is_refused():
     try:
         with pytest.raises(PlanMismatchError, match="the plan is for 2 processes, 1 are running"):
             parallelize(model, batch_of(2), hw=HARDWARE, plan=plan, loss_fn=nn.functional.mse_loss, device_type="cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_impossible_option_is_refused_before_any_process_group_is_joined():
+    with pytest.raises(UsageError, match="precision"):
+        parallelize(seeded_net(), batch_of(2), hw=HARDWARE, precision="int8", device_type="cpu")
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_impossible_plan_is_refused():
+    plan = Plan(Mesh(micro_batch_size=0), (StagePlan(0, 5),), precision="fp64")
+    try:
+        with pytest.raises(InputError, match="mesh.micro_batch_size"):
+            parallelize(
+                seeded_net(), batch_of(2), hw=HARDWARE, plan=plan, loss_fn=nn.functional.mse_loss, device_type="cpu"
+            )
     finally:
         torch.distributed.destroy_process_group()
 

@@ -145,6 +145,12 @@ def test_report_files_read_back_as_the_same_answer(tmp_path: Path, answer: Answe
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 3
 
 
+def test_predicted_trace_has_the_memory_of_each_rank(answer: Answer) -> None:
+    files = report_files(answer, memory=(((0.0, 7), (0.4, 9)), ((0.4, 5),)))
+    events = json.loads(gzip.decompress(files["trace.json.gz"]))["traceEvents"]
+    assert [event["args"]["allocated_bytes"] for event in events if event["ph"] == "C"] == [7, 9, 5]
+
+
 def test_report_files_are_the_same_bytes_each_time(answer: Answer) -> None:
     assert report_files(answer) == report_files(answer)
 

@@ -105,6 +105,33 @@ def test_plan_report_marks_the_chosen_row_and_says_what_does_not_fit(answer: Ans
     assert "gap 0" in text
 
 
+def test_unproved_plan_says_how_much_slower_it_may_be_and_what_ended_the_search(answer: Answer) -> None:
+    # 1.6 s against a bound of 1.28 s: 1.6 / 1.28 - 1 = 25 %, where the gap is 1 - 1.28 / 1.6 = 20 %
+    def text_of(stopped_by: str) -> str:
+        result = replace(answer.result, status="feasible", bound_s=1.28, stopped_by=stopped_by)
+        return plan_report(replace(answer, result=result))
+
+    assert "at most 25.0% slower" in text_of("time limit") and "stopped at the time limit" in text_of("time limit")
+    assert "8 meshes in a row without a better plan" in text_of("patience")
+    assert "stopped" not in text_of("patience") and "stopped" not in text_of("")
+
+
+def test_idle_devices_are_called_useless_only_with_a_proof_about_time(answer: Answer) -> None:
+    wide = replace(answer, workload=replace(answer.workload, n_devices=6))
+    cheap = replace(wide, workload=replace(wide.workload, objective="cost"))
+    unproved = replace(wide, result=replace(wide.result, status="feasible"))
+    assert "2 devices left idle: no faster plan uses them" in plan_report(wide)
+    for other in (cheap, unproved):
+        assert "2 devices left idle" in plan_report(other) and "no faster plan" not in plan_report(other)
+    assert "no other plan of the space is cheaper" in plan_report(cheap)
+
+
+def test_ops_without_a_rule_are_in_report_and_json(answer: Answer) -> None:
+    odd = replace(answer, workload=replace(answer.workload, ops_without_rule=("aten.foo",)))
+    assert "priced by bytes and never split, no rule: aten.foo" in plan_report(odd)
+    assert answer_to_dict(odd)["ops_without_rule"] == ["aten.foo"]
+
+
 def test_explain_gives_component_differences_and_baseline_shortfall(answer: Answer) -> None:
     text = explain_report(answer)
     # the next best differs by 0.9 - 0.5 = 0.4 s of bubble, and in nothing else
@@ -196,7 +223,7 @@ def test_html_of_an_infeasible_answer_gives_the_fix(infeasible: Answer) -> None:
 def _rows(answer: Answer, infeasible: Answer, **wanted):
     unpriced = replace(answer, workload=replace(answer.workload, price_usd_per_device_hour=None))
     answers = {("a", 1): answer, ("b", 1): unpriced, ("c", 2): infeasible}
-    return compare(tuple(answers), solve=lambda name, count: answers[name, count], **wanted)
+    return compare(tuple(answers), solve=lambda name, count: answers[name, count], global_batch=8, **wanted)
 
 
 def test_whatif_cost_is_device_hours_times_price(answer: Answer, infeasible: Answer) -> None:

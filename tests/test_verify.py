@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.answer import Answer
-from autoplan.errors import AutoplanError, InputError, ToleranceError
+from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.output_folder import report_files, write_folder
 from autoplan.verify import verification_text, verify_folder
 
@@ -68,9 +68,9 @@ def test_disagreement_with_one_process_is_a_tolerance_error(folder: Path) -> Non
 
 def test_crash_before_any_comparison_is_not_called_disagreement(folder: Path) -> None:
     start, _ = _program(code=1, times_s=())
-    with pytest.raises(AutoplanError) as caught:
+    with pytest.raises(MeasureError) as caught:
         verify_folder(folder, n_steps=3, device="cpu", start=start)
-    assert not isinstance(caught.value, ToleranceError)
+    assert caught.value.exit_code == 7
 
 
 def test_changed_program_is_refused_before_it_runs(folder: Path) -> None:

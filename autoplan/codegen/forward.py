@@ -46,7 +46,8 @@ class ForwardContext:
     """What stays the same over all functions of a program.
 
     Attributes:
-        tp: the expression of the tensor-parallel group in the function; "" when the program has none.
+        facts: of the graph.
+        imports: functions of `runtime.collectives` that were used; grows while the functions are written.
     """
 
     graph: OpGraph

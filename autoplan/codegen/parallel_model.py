@@ -49,6 +49,10 @@ class _Writer:
     def graph(self) -> OpGraph:
         return self.context.graph
 
+    def crossing(self, start: int) -> tuple[str, ...]:
+        """What a stage that begins with segment `start` receives."""
+        return crossing_values(self.graph, start, invariant=self.context.facts.invariant)
+
     def layouts_of(self, segment: Segment) -> SegmentLayouts:
         """The layouts of one segment, under its own names."""
         first = self.graph.first_of_kind()[segment.kind]
@@ -215,7 +219,7 @@ def _weights_tree(names: Mapping[str, str], writer: _Writer, layouts: SegmentLay
     for owner, leaves in owners.items():
         shapes = ", ".join(f"{leaf}={_weight_text(writer, layouts, name)}" for leaf, name in leaves.items())
         if not owner:
-            lines += [f"self.{leaf} = {_parameter_text(writer, layouts, name)}" for leaf, name in leaves.items()]
+            lines += [_own_tensor_text(writer, layouts, leaf, name) for leaf, name in leaves.items()]
             continue
         lines += _containers(owner, created)
         lines.append(f"{_access(owner)} = Weights({shapes})")
@@ -240,14 +244,20 @@ def _weight_text(writer: _Writer, layouts: SegmentLayouts, name: str) -> str:
     shape = local_spec(parameter.spec, layouts.produced.get(name, R), writer.context.degree).at(1)
     if not parameter.is_buffer:
         return repr(shape)
-    dtype = parameter.spec.dtype if parameter.spec.dtype != "compute" else "float32"
+    dtype = parameter.spec.dtype if parameter.spec.dtype != COMPUTE else "float32"
     persistent = "" if parameter.is_persistent else ", persistent=False"
     return f"Buffer({shape!r}, {_quoted(dtype)}{persistent})"
 
 
-def _parameter_text(writer: _Writer, layouts: SegmentLayouts, name: str) -> str:
-    shape = local_spec(writer.parameters[name].spec, layouts.produced.get(name, R), writer.context.degree).at(1)
-    return f"nn.Parameter(torch.empty({shape!r}))"
+def _own_tensor_text(writer: _Writer, layouts: SegmentLayouts, leaf: str, name: str) -> str:
+    """The statement that gives a class a parameter or buffer of its own."""
+    parameter = writer.parameters[name]
+    shape = local_spec(parameter.spec, layouts.produced.get(name, R), writer.context.degree).at(1)
+    if not parameter.is_buffer:
+        return f"self.{leaf} = nn.Parameter(torch.empty({shape!r}))"
+    dtype = parameter.spec.dtype if parameter.spec.dtype != COMPUTE else "float32"
+    persistent = "" if parameter.is_persistent else ", persistent=False"
+    return f"self.register_buffer({_quoted(leaf)}, torch.empty({shape!r}, dtype=torch.{dtype}){persistent})"
 
 
 # ---------------------------------------------------------------- stages
@@ -257,7 +267,7 @@ def _stage_class(writer: _Writer, index: int) -> str:
     graph, stage = writer.graph, writer.plan.stages[index]
     segments = graph.segments[stage.start : stage.stop]
     names = Names()
-    received = _received(graph, stage)
+    received = _received(writer, stage)
     arguments = input_names(received, writer.context, names)
     outer = [s for s in segments if not s.is_block]
     outer_parameters = {name: name for segment in outer for name in segment.parameters}
@@ -272,8 +282,8 @@ def _stage_class(writer: _Writer, index: int) -> str:
         body += _run_lines(writer, run, names)
     body = _with_batch(body, received, writer, names)
     blocks = [s.module_path for s in segments if s.is_block]
-    results = ", ".join(names.expressions[name] for name in _sent(graph, stage))
-    returns = "torch.Tensor" if len(_sent(graph, stage)) == 1 else "tuple[torch.Tensor, ...]"
+    results = ", ".join(names.expressions[name] for name in _sent(writer, stage))
+    returns = "torch.Tensor" if len(_sent(writer, stage)) == 1 else "tuple[torch.Tensor, ...]"
     return "\n".join(
         [
             f"class Stage{index}(nn.Module):",
@@ -298,16 +308,16 @@ def _stage_summary(segments: tuple[Segment, ...]) -> str:
     return f"From `{segments[0].name}` to `{segments[-1].name}`"
 
 
-def _received(graph: OpGraph, stage: StagePlan) -> tuple[str, ...]:
+def _received(writer: _Writer, stage: StagePlan) -> tuple[str, ...]:
     if stage.start == 0:
-        return tuple(item.name for item in graph.inputs if item.path[0] == "inputs")
-    return crossing_values(graph, stage.start)
+        return tuple(item.name for item in writer.graph.inputs if item.path[0] == "inputs")
+    return writer.crossing(stage.start)
 
 
-def _sent(graph: OpGraph, stage: StagePlan) -> tuple[str, ...]:
-    if stage.stop == len(graph.segments):
-        return graph.model_outputs or (graph.loss,)
-    return crossing_values(graph, stage.stop)
+def _sent(writer: _Writer, stage: StagePlan) -> tuple[str, ...]:
+    if stage.stop == len(writer.graph.segments):
+        return writer.graph.model_outputs or (writer.graph.loss,)
+    return writer.crossing(stage.stop)
 
 
 def _merged_layouts(writer: _Writer, segments: Iterable[Segment]) -> SegmentLayouts:
@@ -495,6 +505,7 @@ def _tables(writer: _Writer) -> list[str]:
             [
                 f"STAGES = ({stages})",
                 f"BOUNDARIES: tuple[tuple[Boundary, ...], ...] = {_boundaries_text(writer)}",
+                f"OUTPUTS: tuple[Shard | str, ...] = {_outputs_text(writer)}",
                 f"SHARDS: dict[str, Shard] = {_all_shards_text(writer)}",
                 f"TIED: tuple[tuple[str, ...], ...] = {_tuple_text([_names_text(group) for group in tied])}",
             ]
@@ -502,10 +513,18 @@ def _tables(writer: _Writer) -> list[str]:
     ]
 
 
+def _outputs_text(writer: _Writer) -> str:
+    """How each model output lies on the tensor-parallel ranks: a Shard, "whole" or "partial"."""
+    layouts = writer.layouts_of(writer.graph.segments[-1])
+    found = [layouts.produced.get(name, R) for name in writer.graph.model_outputs]
+    words = {"R": '"whole"', "V": '"whole"', "P": '"partial"'}
+    return _tuple_text([_shard_text(layout) if layout.kind == "S" else words[layout.kind] for layout in found])
+
+
 def _boundaries_text(writer: _Writer) -> str:
     rows = []
     for stage in writer.plan.stages[1:]:
-        crossing = crossing_values(writer.graph, stage.start)
+        crossing = writer.crossing(stage.start)
         rows.append(_tuple_text([_boundary_text(writer, name) for name in crossing]))
     if not rows:
         return "()"

@@ -15,7 +15,6 @@ Left out: contention beyond the host's ports (oversubscribed switches), and cong
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,15 +33,17 @@ class Group:
     Attributes:
         n_devices: its size.
         n_per_host: members in one host; the fewest, where hosts hold different numbers.
+        n_hosts_touched: hosts it spans where that is not n_devices / n_per_host.
     """
 
     n_devices: int
     n_per_host: int
+    n_hosts_touched: int | None = None
 
     @property
     def n_hosts(self) -> int:
         """Hosts it spans."""
-        return -(-self.n_devices // self.n_per_host)
+        return self.n_hosts_touched or -(-self.n_devices // self.n_per_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,16 @@ def axis_group(profile: HardwareProfile, *, size: int, stride: int) -> Group:
 @lru_cache(maxsize=4096)
 def _axis_group(n_devices_per_host: int, n_devices: int, size: int, stride: int) -> Group:
     """The worst group of the axis: the fewest members in any host it touches."""
-    fewest = size
+    worst = Group(size, size)
     for block in range(n_devices // (size * stride)):
         for offset in range(stride):
             first = block * size * stride + offset
-            members = Counter((first + i * stride) // n_devices_per_host for i in range(size))
-            fewest = min(fewest, *members.values())
-    return Group(size, fewest)
+            hosts = [(first + i * stride) // n_devices_per_host for i in range(size)]
+            fewest = min(hosts.count(host) for host in set(hosts))
+            if fewest < worst.n_per_host:
+                worst = Group(size, fewest, len(set(hosts)))
+    is_even = worst.n_devices == worst.n_per_host * worst.n_hosts
+    return Group(worst.n_devices, worst.n_per_host) if is_even else worst
 
 
 def collective_s(kind: str, size_bytes: float, *, group: Group, profile: HardwareProfile) -> float:

@@ -11,7 +11,7 @@ Gathered parameters are copied out of the communication buffer and gradients int
 micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer).
 
 ZeRO 0 is a shard degree of 1. The optimizer moves every byte of master, gradient and state once (and writes back
-master and state): that is its time.
+master and state), after the gradient norm has read the gradients: that is its time.
 
 Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
 shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
@@ -26,7 +26,7 @@ from functools import cache
 from autoplan.cost.collectives import Group, axis_group, collective_s, send_s
 from autoplan.cost.segment_work import SegmentWork, WorkContext, conversion_s, segment_work, timed
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph, TensorSpec, crossing_values
+from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph, TensorSpec, crossing_values, invariant_values
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Mesh, SegmentSharding
@@ -212,7 +212,8 @@ def _segment_costs(
     unpack_s = 2 * gathered_bytes / bandwidth if mesh.zero_shard_degree > 1 else 0.0
     pack_s = (element.gathered + element.reduced) * n_elements / bandwidth if is_wrapped else 0.0
     gathers_often, reduces_often = mesh.zero_stage == 3, mesh.zero_stage >= 2
-    copies_once_s = (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
+    scatter_s, replicas_s = _reduce_s(element.reduced * n_elements, groups, profile)
+    once_s = (0.0 if gathers_often else unpack_s) + (replicas_s if reduces_often else pack_s)
     held_bytes = (gathered_bytes + element.gathered * n_elements) if is_held else 0
     launch_s = profile.device.launch_s
     launch_forward_s = max(0.0, work.n_launches * launch_s - work.forward_s)
@@ -225,8 +226,8 @@ def _segment_costs(
         tp_forward_s=work.tp_forward_s,
         tp_backward_s=work.tp_backward_s,
         gather_s=collective_s("all_gather", element.gathered * n_elements, group=groups.shard, profile=profile),
-        reduce_s=_reduce_s(element.reduced * n_elements, groups, profile),
-        optimizer_s=_optimizer_s(n_shard_elements, element, profile) + copies_once_s,
+        reduce_s=scatter_s if reduces_often else scatter_s + replicas_s,
+        optimizer_s=_optimizer_s(n_shard_elements, element, profile) + once_s,
         state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + work.fixed_bytes + held_bytes,
         gathered_bytes=0 if is_held else gathered_bytes,
         gradient_bytes=_gradient_bytes(element, accumulates=accumulates, is_held=is_held) * n_elements
@@ -263,16 +264,16 @@ def _fixed_bytes(mesh: Mesh, boundary_bytes: int) -> int:
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators + n_buffers * boundary_bytes
 
 
-def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> float:
-    """Reduce-scatter inside the shard group, then all-reduce of the shards between replicas."""
+def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> tuple[float, float]:
+    """Reduce-scatter inside the shard group, and all-reduce of the shards between replicas (once per step)."""
     scatter_s = collective_s("reduce_scatter", n_bytes, group=groups.shard, profile=profile)
     share = n_bytes / groups.shard.n_devices
-    return scatter_s + collective_s("all_reduce", share, group=groups.replicate, profile=profile)
+    return scatter_s, collective_s("all_reduce", share, group=groups.replicate, profile=profile)
 
 
 def _optimizer_s(n_elements: int, element: _ElementBytes, profile: HardwareProfile) -> float:
-    """Read master, gradient and state, write master and state."""
-    n_bytes = n_elements * (3 * element.master + 2 * element.optimizer)
+    """Read the gradient for the norm; read master, gradient and state; write master and state."""
+    n_bytes = n_elements * (4 * element.master + 2 * element.optimizer)
     return n_bytes / (profile.device.memory_bytes_per_s * profile.device.memory_efficiency)
 
 
@@ -294,11 +295,11 @@ def _cut_values(graph: OpGraph) -> tuple[tuple[tuple[TensorSpec, ...], bool], ..
 
     The model's outputs must come from the last stage, whose rank computes the loss.
     """
-    specs = graph.specs()
+    specs, invariant = graph.specs(), invariant_values(graph)
     own_outputs = set(graph.model_outputs) or {graph.loss}
     found = []
     for index, segment in enumerate(graph.segments[:-1]):
-        crossing = tuple(specs[name] for name in crossing_values(graph, index + 1))
+        crossing = tuple(specs[name] for name in crossing_values(graph, index + 1, invariant=invariant))
         is_legal = own_outputs.isdisjoint(op.name for op in graph.ops[: segment.stop])
         found.append((crossing, is_legal))
     return tuple(found)

@@ -124,6 +124,8 @@ def timed(
     context: WorkContext, op: Op, strategy: Strategy, gradients: frozenset[str], *, is_strided: bool = False
 ) -> OpTime:
     """Time of one op in one strategy; `is_strided` when it reads a tensor whose dims are permuted in memory."""
+    if _is_nothing(op):
+        return OpTime(0.0, 0.0, 0, 0)
     return op_time(
         context.rules.get(op.target),
         op,
@@ -292,8 +294,10 @@ def _saved_bytes(context: WorkContext, segment: Segment, layouts: SegmentLayouts
     extra_bytes = 0
     for op in graph.ops_of(segment):
         rule = context.rules.get(op.target)
-        if rule is None or op.name not in gradients:
+        if op.name not in gradients:
             continue
+        if rule is None:  # what it keeps is not known: everything it touches
+            rule = OpRule(saves=(*range(len(operand_names(op))), -1))
         strategy = layouts.strategies[op.name]
         for name, layout in _kept(op, rule, strategy, gradients):
             root = roots.get(name, name)

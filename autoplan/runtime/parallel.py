@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .collectives import all_gather, all_reduce
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
@@ -27,7 +28,7 @@ from .gradients import (
 from .mesh import RankMesh, group_over_pipeline_ranks
 from .pipeline import Pipeline
 from .recompute import apply_recompute
-from .weights import join_shards
+from .weights import Shard, join_shards
 from .zero import apply_zero, prepare_backward, whole
 
 LEARNING_RATE = 3e-4
@@ -102,7 +103,15 @@ class ParallelModel(nn.Module):
             raise RuntimeError("a pipeline has no forward pass of its own; call step(batch)")
         if self._parallel_model is None:
             return self.stages[0](*inputs, **named_inputs)
-        return self.stages[0](*flatten_tensors((inputs, named_inputs)))
+        outputs = self.stages[0](*flatten_tensors((inputs, named_inputs)))
+        pairs = zip(flatten_tensors(outputs), self._parallel_model.OUTPUTS, strict=True)
+        whole_outputs = [self._whole_output(value, layout) for value, layout in pairs]
+        return whole_outputs[0] if len(whole_outputs) == 1 else tuple(whole_outputs)
+
+    def _whole_output(self, value: torch.Tensor, layout: Shard | str) -> torch.Tensor:
+        if isinstance(layout, Shard):
+            return all_gather(value, layout.dim, self.mesh.tp_group, layout.blocks)
+        return all_reduce(value, self.mesh.tp_group) if layout == "partial" else value
 
     def step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's samples; the mean loss of the global batch, on every rank.

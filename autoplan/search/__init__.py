@@ -13,7 +13,7 @@ so is the rest of a tier after `PATIENCE` meshes without a better plan. The stat
 how much is unproved.
 
 The simulator alone judges plans. `price` must give equal `forward_s` and `backward_s` to meshes that agree in tp,
-sharding and micro-batch size: the first bound rests on it.
+sharding, micro-batch size, ZeRO stage, and in whether they have a pipeline: the first bound rests on it.
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
@@ -55,6 +55,7 @@ MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 UNPRICED, PRICED, RELAXED = 0, 1, 2  # how far a mesh in the queue has been examined
 PATIENCE = 8  # meshes of a tier solved in a row without a better plan before the rest is left with their bounds
+REMEDY_TIME_LIMIT_S = 1.0  # for each change that might make something fit: any plan will do
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
 
 STOPS = {  # why a mesh that might hold a better plan was not examined
@@ -357,6 +358,7 @@ def _result(
         n_meshes=len(state.meshes),
         search_s=state.clock() - state.started_s,
         nearest_fix=fix,
+        stopped_by=_stopped_by(state, status, bound),
     )
 
 
@@ -375,6 +377,14 @@ def _status(state: _Search, bound: float) -> str:
         return "optimal" if bound >= state.score_to_beat() else "feasible"
     is_proved = bound == INFINITY and not state.stopped and len(state.rejections) == len(state.meshes)
     return "infeasible" if is_proved else "unknown"
+
+
+def _stopped_by(state: _Search, status: str, bound: float) -> str:
+    """What ended the search; see `SearchResult`. The clock may also have run out inside the last integer program."""
+    if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
+        return state.stopped
+    remaining_s = state.remaining_s()
+    return "time limit" if remaining_s is not None and remaining_s <= 0.0 else "patience"
 
 
 def _candidate(state: _Search, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:
@@ -412,6 +422,7 @@ def _remedy(
     with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None,
 ) -> str:
     def retry(other: SearchSpace, other_price: Price, options: Options) -> Candidate | None:
-        return search(other, price=other_price, options=options, make_plan=make_plan, clock=state.clock).best
+        short = replace(options, time_limit_s=REMEDY_TIME_LIMIT_S)
+        return search(other, price=other_price, options=short, make_plan=make_plan, clock=state.clock).best
 
     return nearest_fix(space, price=state.price, options=state.options, retry=retry, with_hosts=with_hosts)

@@ -21,7 +21,8 @@ BISECTIONS = 30
 def compute_bound_s(mesh: Mesh, *, compute_s: float) -> float:
     """The least step time of a mesh whose whole model takes `compute_s` per micro-batch on one rank.
 
-    Needs no cost table of this mesh: compute depends only on `tp`, the sharding and the micro-batch size.
+    Needs no cost table of this mesh: compute depends only on `tp`, the sharding, the micro-batch size, the ZeRO stage
+    (which may copy parameters in and out) and on whether there is a pipeline (which may hold tied weights twice).
     """
     return mesh.n_micro_batches * compute_s / mesh.pp
 

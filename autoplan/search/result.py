@@ -25,7 +25,7 @@ class Rejection:
     """A mesh that is not the answer, and why.
 
     Attributes:
-        reason: one of "memory", "bound" (cannot beat the best plan), "slower", "divisibility", "time limit".
+        reason: one of "memory", "bound" (cannot beat the best plan), "slower", "time limit".
         detail: a sentence with the figures: `stage 0 needs 96.2 GiB, device has 80.0 GiB`.
         step_s: its simulated step time where it was simulated; None otherwise.
         short_bytes: how much memory it lacks at the least; None unless the reason is "memory".
@@ -50,7 +50,10 @@ class SearchResult:
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
             when it does not exist for this model and cluster.
         bound_s: proved lower bound on the step time over the whole space; None when nothing is proved.
-        nearest_fix: when infeasible, the smallest change that was verified to make it feasible.
+        nearest_fix: when infeasible, the smallest change that was verified to make it feasible; when not one mesh
+            divides devices and batch (`n_meshes` is 0), the numbers that would.
+        stopped_by: what ended the search before its proof: "time limit", "interrupted" (Ctrl-C), "patience" (a row
+            of meshes held nothing better), or "" when nothing worth looking for is left.
     """
 
     status: str
@@ -62,6 +65,7 @@ class SearchResult:
     n_meshes: int
     search_s: float
     nearest_fix: str = ""
+    stopped_by: str = ""
 
     @property
     def gap(self) -> float | None:

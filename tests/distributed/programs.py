@@ -31,7 +31,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "context": 16,
         },
     ),
+    "gpt_deep": ("gpt.py", {"n_layers": 7, "n_heads": 4, "width": 32, "context": 16}),
+    "llama_deep": (
+        "llama.py",
+        {"n_layers": 7, "n_heads": 4, "n_kv_heads": 2, "width": 32, "hidden": 48, "vocabulary": 64, "context": 16},
+    ),
     "mlp": ("mlp.py", {"width": 32, "depth": 4}),
+    "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
 }
 
 

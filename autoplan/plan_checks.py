@@ -1,0 +1,156 @@
+"""Checks of a plan that comes from outside, against the model and the cluster; every other function trusts its plan.
+
+A plan.json is only data, and somebody may have edited it: each number, name and layout is looked at before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+from autoplan.cost.price import legal_cuts
+from autoplan.errors import InputError, PlanMismatchError
+from autoplan.graph import GraphFacts, Op, OpGraph, Segment
+from autoplan.hardware import HardwareProfile
+from autoplan.layout import can_shard, conversion, parse_layout
+from autoplan.options import PRECISIONS
+from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.registry import load_table
+from autoplan.rules import operand_names
+from autoplan.schedules import build_schedule
+from autoplan.sharding import read_sharding
+from autoplan.space import load_rules
+
+COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_batches", "n_chunks")
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile) -> None:
+    """Return when `plan` is a plan for this model that this cluster has the devices for.
+
+    Raises: PlanMismatchError when it belongs to another model or needs more devices; InputError naming the field that
+        is impossible.
+    """
+    if plan.graph_hash and plan.graph_hash != graph.content_hash():
+        raise PlanMismatchError(
+            "the plan was made for another model\n"
+            "  expected: the same file, --set values and versions\n  fix: plan again for this one"
+        )
+    _check_mesh(plan.mesh)
+    if plan.mesh.n_devices > profile.n_devices:
+        raise PlanMismatchError(
+            f"the plan needs {plan.mesh.n_devices} devices, {profile.name} has {profile.n_devices}\n"
+            "  fix: raise --hosts, or plan again"
+        )
+    if plan.precision not in PRECISIONS:
+        _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
+    if plan.compile:
+        _refuse("compile", plan.compile, "false; compiling is not available in this version")
+    _check_stages(plan.stages, plan.mesh, graph)
+    _check_shardings(plan, graph)
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    for name in COUNTS:
+        if getattr(mesh, name) < 1:
+            _refuse(f"mesh.{name}", getattr(mesh, name), "at least 1")
+    if mesh.zero_stage not in ZERO_STAGES:
+        _refuse("mesh.zero_stage", mesh.zero_stage, "0, 1, 2 or 3")
+    if mesh.dp % mesh.zero_shard_degree != 0:
+        _refuse("mesh.zero_shard_degree", mesh.zero_shard_degree, f"a divisor of dp, which is {mesh.dp}")
+    if (mesh.zero_stage == 0) != (mesh.zero_shard_degree == 1):
+        _refuse(
+            "mesh.zero_shard_degree", mesh.zero_shard_degree, f"1 exactly when zero_stage is 0, not {mesh.zero_stage}"
+        )
+    names = sorted(load_table("autoplan.schedules", "SCHEDULES"))
+    if mesh.schedule not in names:
+        _refuse("mesh.schedule", mesh.schedule, f"one of {', '.join(names)}")
+    if mesh.pp == 1 and mesh.n_chunks != 1:
+        _refuse("mesh.n_chunks", mesh.n_chunks, "1, since pp is 1")
+    if mesh.pp > 1:
+        build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)
+
+
+def _check_stages(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> None:
+    n_segments, cuts = len(graph.segments), legal_cuts(graph)
+    if len(stages) != mesh.n_stages:
+        _refuse("stages", f"{len(stages)} of them", f"{mesh.n_stages}, which is pp x n_chunks")
+    start = 0
+    for index, stage in enumerate(stages):
+        if stage.start != start:
+            _refuse(f"stages[{index}].start", stage.start, f"{start}, where the stage before it ends")
+        if not start < stage.stop <= n_segments:
+            _refuse(f"stages[{index}].stop", stage.stop, f"{start + 1} to {n_segments}, the segments of the model")
+        if start > 0 and not cuts[start - 1]:
+            _refuse(f"stages[{index}].start", start, "a boundary at which the pipeline can be cut")
+        for segment in stage.recomputed:
+            if not (start <= segment < stage.stop and graph.segments[segment].is_block):
+                _refuse(f"stages[{index}].recomputed", segment, f"blocks among segments {start} to {stage.stop - 1}")
+        start = stage.stop
+    if start != n_segments:
+        _refuse(f"stages[{len(stages) - 1}].stop", start, f"{n_segments}, the end of the model")
+
+
+def _check_shardings(plan: Plan, graph: OpGraph) -> None:
+    if plan.mesh.tp == 1:
+        if plan.shardings or plan.mesh.sharding:
+            _refuse("shardings", plan.mesh.sharding or "some", "none, since tp is 1")
+        return
+    if plan.mesh.sharding:
+        _check_layout("mesh.sharding", plan.mesh.sharding)
+    first, facts = graph.first_of_kind(), GraphFacts.of(graph)
+    kinds = [assignment.kind for assignment in plan.shardings]
+    if sorted(kinds) != sorted(first):
+        _refuse("shardings", f"kinds {kinds}", f"one for each segment kind: {sorted(first)}")
+    for assignment in plan.shardings:
+        _check_assignment(assignment, graph, facts, first[assignment.kind], degree=plan.mesh.tp)
+
+
+def _check_assignment(
+    assignment: SegmentSharding, graph: OpGraph, facts: GraphFacts, segment: Segment, *, degree: int
+) -> None:
+    where = f"shardings of {segment.name}"
+    ops = {op.name: op for op in graph.ops_of(segment)}
+    needed = {*segment.inputs, *segment.parameters, *ops}
+    given = [name for name, _ in assignment.values]
+    if sorted(given) != sorted(needed):
+        wrong = sorted({*given} ^ needed) or sorted(given)
+        _refuse(f"{where}: values", ", ".join(wrong), "each input, parameter and op of the segment once")
+    for name, text in assignment.values:
+        _check_layout(f"{where}: {name}", text)
+        if not can_shard(facts.specs[name], parse_layout(text), degree):
+            _refuse(f"{where}: {name}", text, f"a dim of it that divides by tp, which is {degree}")
+    for op, argument, text in assignment.uses:
+        read = _value_read(op, argument, ops, segment)
+        if read is None:
+            _refuse(f"{where}: uses", f"{op}, {argument}", "an op of the segment and the position of an operand")
+        _check_layout(f"{where}: {op}, {argument}", text)
+        produced, wanted = parse_layout(dict(assignment.values)[read]), parse_layout(text)
+        is_possible = conversion(produced, wanted, has_gradient=read in facts.gradients) is not None
+        if not (is_possible and can_shard(facts.specs[read], wanted, degree)):
+            _refuse(f"{where}: {op}, {argument}", text, f"a layout that {read}, {produced}, can be turned into")
+    try:
+        read_sharding(graph, segment, assignment, degree=degree, rules=load_rules(), facts=facts)
+    except StopIteration:
+        _refuse(where, "layouts that no rule allows together", "for each op a strategy of its rule")
+
+
+def _value_read(op: str, argument: str, ops: Mapping[str, Op], segment: Segment) -> str | None:
+    """The value whose layout a use changes: that operand of the op, or, for op "", an output of the segment."""
+    if op == "":
+        return argument if argument in segment.outputs else None
+    names = operand_names(ops[op]) if op in ops else ()
+    return names[int(argument)] if argument.isdecimal() and int(argument) < len(names) else None
+
+
+def _check_layout(where: str, text: str) -> None:
+    try:
+        layout = parse_layout(text)
+    except AssertionError:
+        layout = None
+    if layout is None or layout.blocks < 1:
+        _refuse(where, text, "a layout: R, V, P, S(0), S(1), or S(0/3)")
+
+
+def _refuse(where: str, found: object, expected: str) -> NoReturn:
+    raise InputError.of(f"plan: {where}", found=found, expected=expected, fix="make the plan again, do not edit it")
