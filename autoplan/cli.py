@@ -12,12 +12,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -37,11 +39,22 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def main() -> None:
-    """Entry point of the command `autoplan`."""
-    sys.exit(run(sys.argv[1:]))
+    """Entry point of the command `autoplan`; after Ctrl-C it ends with 130 whatever became of the exception.
+
+    An interrupt during an import reaches us as ImportError, and one inside native code may be lost on the way.
+    """
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    code = run(sys.argv[1:], is_interrupted=lambda: bool(interrupts))
+    sys.exit(INTERRUPTED if interrupts else code)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], *, is_interrupted: Callable[[], bool] = lambda: False) -> int:
     """Run one command line and return its exit code."""
     show_traceback = "--debug" in arguments
     try:
@@ -55,6 +68,8 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _report_error("interrupted", INTERRUPTED, show_traceback=False)
     except Exception as error:  # the outermost frame: everything that gets here is a bug
+        if is_interrupted():
+            return _report_error("interrupted", INTERRUPTED, show_traceback=False)
         text = f"internal error: {type(error).__name__}: {error}\n  this is a bug; --debug shows where it happened"
         return _report_error(text, AutoplanError.exit_code, show_traceback=show_traceback)
 

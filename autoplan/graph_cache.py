@@ -1,7 +1,8 @@
 """Traced graphs on disk: tracing takes seconds, reading the graph again milliseconds.
 
 An entry belongs to the text of the model file, the `--set` values, the version of torch, and the text of the modules
-that trace. It also lists every other file of the user's that the trace imported, with its hash; if one has changed, the entry is stale.
+that trace. It also lists every other file of the user's that the trace imported, with its hash; if one has changed,
+the entry is stale.
 
     <user cache>/autoplan/graphs/<key>.json      {"files": {path: sha256}, "graph_sha256": ..., "graph": text}
 """
