@@ -40,12 +40,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import pairwise
 
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.schedules import Action, Schedule, build_schedule, dependency, replay_order
+from autoplan.schedules import KEPT_SCHEDULES, Action, Schedule, build_schedule, dependency, replay_order
 
 # ---------------------------------------------------------------------------------------------- one pass of a stage
 
@@ -453,14 +454,18 @@ class _Replay:
         return self.stages[rank :: len(self.clocks)]
 
 
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def _schedule_of(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> tuple[Schedule, tuple[Action, ...]]:
+    """The schedule and one order in which all its actions can run."""
+    schedule = build_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    return schedule, replay_order(schedule, n_stages=n_ranks * n_chunks)
+
+
 def _replay(table: CostTable, stages: tuple[StagePlan, ...]) -> _Replay:
     _check_stages(table, stages)
     mesh = table.mesh
-    schedule = build_schedule(
-        mesh.schedule, n_ranks=mesh.pp, n_chunks=mesh.n_chunks, n_micro_batches=mesh.n_micro_batches
-    )
+    schedule, order = _schedule_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
     priced = tuple(_stage(table, stage, index=index) for index, stage in enumerate(stages))
-    order = replay_order(schedule, n_stages=mesh.n_stages)
     clocks, runs = _replay_step(table, priced, order=order)
     return _Replay(priced, schedule, clocks, runs)
 

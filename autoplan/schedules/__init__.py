@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from autoplan.errors import InputError, UsageError
@@ -36,8 +37,10 @@ class Action:
 
 Schedule = tuple[tuple[Action, ...], ...]
 ScheduleBuilder = Callable[[int, int, int], Schedule]
+KEPT_SCHEDULES = 256  # a search asks for the same few again and again
 
 
+@lru_cache(maxsize=KEPT_SCHEDULES)
 def build_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int = 1) -> Schedule:
     """The schedule called `name`, checked by `check_schedule`.
 
