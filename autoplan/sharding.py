@@ -13,7 +13,8 @@ For one segment and one degree, with
                  f[v,u,a,b] <= y[v,a,b]
 
 Time is forward plus backward: every conversion is one autograd function, so y prices both directions. The relaxation
-is solved first; it is integral on the models tried, and only otherwise the integer program is.
+is solved first; it was integral in all 216 programs of the examples at degrees 2, 4 and 8 (2026-11-20), and only
+otherwise the integer program is solved.
 
 What lies between segments has a fixed layout, the **boundary**: R, or split along dim 1 (for a language model the
 sequence, which is sequence parallelism). Both are offered to the search, with everything else following from the
