@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autoplan.graph import COMPUTE, Argument, Op, PerSample, Ref, TensorSpec, extent_at
+from autoplan.graph import Argument, Op, Ref, TensorSpec, extent_at
 from autoplan.layout import Layout, P, R, V, can_shard, sharded
 
 Specs = tuple[TensorSpec, ...]
@@ -247,13 +247,3 @@ def whole_dims_equation(whole: Callable[[Op, Specs], frozenset[int]]) -> Callabl
         return f"{', '.join(terms)} -> {' '.join(marks)}"
 
     return equation
-
-
-def is_compute(spec: TensorSpec) -> bool:
-    """Whether a tensor is in the compute precision."""
-    return spec.dtype == COMPUTE
-
-
-def static_shape(spec: TensorSpec) -> tuple[int | None, ...]:
-    """The shape with None for extents that depend on the batch."""
-    return tuple(None if isinstance(extent, PerSample) else extent for extent in spec.shape)

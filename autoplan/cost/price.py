@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from autoplan.cost.collectives import Group, axis_group, collective_s, send_s
-from autoplan.cost.segment_work import SegmentWork, WorkContext, conversion_s, segment_work, timed
+from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, SegmentWork, WorkContext, conversion_s, segment_work, timed
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph, TensorSpec, crossing_values, invariant_values
+from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Mesh, SegmentSharding
-from autoplan.rules import OpRule
+from autoplan.rules import OpRule, Strategy
 from autoplan.sharding import ShardingPrices
 from autoplan.units import MiB
 
@@ -137,9 +137,9 @@ def sharding_prices(
     gradients = context.facts.gradients
     element = _element_bytes(precision)
 
-    def op_s(op: object, strategy: object) -> float:
-        found = timed(context, op, strategy, gradients)  # type: ignore[arg-type]
-        n_bytes = strategy.all_reduce_elements * batch_size * 4  # type: ignore[attr-defined]
+    def op_s(op: Op, strategy: Strategy) -> float:
+        found = timed(context, op, strategy, gradients)
+        n_bytes = strategy.all_reduce_elements * batch_size * LOSS_STATISTIC_BYTES
         return found.forward_s + found.backward_s + context.tp_collective_s("all_reduce", n_bytes)
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -36,7 +35,6 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-ScheduleBuilder = Callable[[int, int, int], Schedule]
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
 
 

@@ -21,8 +21,6 @@ from autoplan.search.one_mesh import Judged
 from autoplan.search.plans import repeated_segments
 from autoplan.simulate import simulate
 
-RECIPES = ("DDP", "FSDP", "hand rule")
-
 
 @dataclass(frozen=True, slots=True)
 class Baseline:

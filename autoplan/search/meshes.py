@@ -43,7 +43,6 @@ class SearchSpace:
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
         max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
         max_interleaved_stages: most stages of an interleaved schedule in all.
-        micro_batch_multiple: every micro-batch is a multiple of it.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -57,7 +56,6 @@ class SearchSpace:
     zero_stages: tuple[int, ...] = ZERO_STAGES
     max_chunks: int = 4
     max_interleaved_stages: int = 32
-    micro_batch_multiple: int = 1
     uses_all_devices: bool = False
 
     @property
@@ -169,11 +167,7 @@ def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple
     """Divisors of one rank's share of the batch, up to the largest allowed; exactly the fixed one if it is fixed."""
     wanted = fixed_int(options, "micro_batch")
     largest = options.max_micro_batch_size if wanted is None else wanted
-    return tuple(
-        size
-        for size in divisors(space.global_batch // dp)
-        if size <= largest and wanted in (None, size) and size % space.micro_batch_multiple == 0
-    )
+    return tuple(size for size in divisors(space.global_batch // dp) if size <= largest and wanted in (None, size))
 
 
 def _zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
