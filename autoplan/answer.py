@@ -13,17 +13,19 @@ import typing
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from autoplan.cost.table import CALIBRATED, MEASURED, SCALED, SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
-from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Plan
+from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import SECONDS_PER_HOUR
 
-# An assumption, not a measurement: an uncalibrated estimate is arithmetic on data-sheet figures. Kernels reach
-# different fractions of a peak (so it may be too slow by a quarter), and what no table lists (input pipeline,
-# stragglers, allocator stalls) only adds time (so the interval leans upwards).
-UNCALIBRATED_INTERVAL = (0.75, 1.45)
-UNCALIBRATED_INTERVAL_SOURCE = "uncalibrated: 0.75 to 1.45 times the estimate, an assumption until measured"
+UNCALIBRATED = "uncalibrated"
+# Assumptions, not measurements: an uncalibrated estimate is arithmetic on data-sheet figures. Kernels reach different
+# fractions of a peak (so it may be too slow by a quarter), and what no table lists (input pipeline, stragglers,
+# allocator stalls) only adds time (so the intervals lean upwards). With a measured profile what remains is
+# communication and the host, and the correction itself where a segment was not measured as it is planned.
+INTERVALS = {UNCALIBRATED: (0.75, 1.45), CALIBRATED: (0.8, 1.35), SCALED: (0.87, 1.22), MEASURED: (0.9, 1.15)}
 _COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "exposed_pp_s"))
 
 
@@ -41,6 +43,7 @@ class Workload:
         provenance: (figure, where it comes from) pairs.
         ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
         objective: what was minimized, "time" or "cost".
+        limits: what this kind of planning leaves out, one sentence each.
     """
 
     model: str
@@ -57,14 +60,20 @@ class Workload:
     provenance: tuple[tuple[str, str], ...] = ()
     ops_without_rule: tuple[str, ...] = ()
     objective: str = "time"
+    limits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A search result and the workload it answers for."""
+    """A search result and the workload it answers for.
+
+    Attributes:
+        notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
+    """
 
     workload: Workload
     result: SearchResult
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -73,10 +82,28 @@ class Answer:
         return self.result.best
 
 
+def trust(estimate: Estimate) -> str:
+    """How the times of the segments were found, by the one that is known least; a key of `INTERVALS`."""
+    return max(estimate.segment_sources, key=SOURCES.index, default=UNCALIBRATED)
+
+
 def step_interval_s(candidate: Candidate) -> tuple[float, float]:
-    """Between which two step times the truth is expected; see `UNCALIBRATED_INTERVAL`."""
-    low, high = UNCALIBRATED_INTERVAL
+    """Between which two step times the truth is expected; see `INTERVALS`."""
+    low, high = INTERVALS[trust(candidate.estimate)]
     return low * candidate.estimate.step_s, high * candidate.estimate.step_s
+
+
+def interval_source(estimate: Estimate) -> str:
+    """Where the interval comes from."""
+    low, high = INTERVALS[trust(estimate)]
+    return f"{trust(estimate)}: {low:g} to {high:g} times the estimate, an assumption until verified"
+
+
+def segment_sources_text(estimate: Estimate) -> str:
+    """`30 segments measured, 2 scaled`; nothing without a measured profile."""
+    counts = [(estimate.segment_sources.count(source), source) for source in SOURCES]
+    texts = [f"{count} {source}" for count, source in counts if count]
+    return f"segments: {', '.join(texts)}" if texts else ""
 
 
 def samples_per_s(candidate: Candidate) -> float:
@@ -147,6 +174,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "nearest_fix": result.nearest_fix,
         "stopped_by": result.stopped_by,
         "ops_without_rule": list(answer.workload.ops_without_rule),
+        "notes": list(answer.notes),
         "workload": _encode(answer.workload),
         "best": _encode(result.best),
         "alternatives": _encode(result.alternatives),
@@ -165,7 +193,7 @@ def _summary(answer: Answer) -> dict[str, Any]:
         plan_to_dict(candidate.plan),
         estimate.step_s,
         list(step_interval_s(candidate)),
-        UNCALIBRATED_INTERVAL_SOURCE,
+        interval_source(estimate),
         samples_per_s(candidate),
         tokens,
         tokens if tokens is not None else samples_per_s(candidate),
@@ -174,6 +202,7 @@ def _summary(answer: Answer) -> dict[str, Any]:
         list(estimate.allocated_bytes),
         estimate.memory_limit_bytes,
         breakdown_by_axis_s(estimate.breakdown),
+        dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
     )
     return dict(zip(_SUMMARY_KEYS, values, strict=True))
 
@@ -191,13 +220,15 @@ _SUMMARY_KEYS = (
     "allocated_bytes_per_stage",
     "memory_limit_bytes",
     "breakdown_s",
+    "segment_sources",
 )
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The decision in short: degrees, batch, schedule, recomputation and stages."""
     decision: dict[str, Any] = _encode(plan.mesh)
-    decision.update(recompute=plan.recompute, compile=plan.compile, precision=plan.precision)
+    names = ("recompute", "compile", "precision", "batch_norm", "loss_average")
+    decision.update({name: getattr(plan, name) for name in names})
     decision["stages"] = _encode(plan.stages)
     return decision
 
@@ -216,13 +247,14 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
             expected=f"{SCHEMA_VERSION}",
             fix="make the plan again with this version of autoplan",
         )
-    missing = sorted({*_RESULT_KEYS, "workload"} - set(content))
+    missing = sorted({*_RESULT_KEYS, "workload", "notes"} - set(content))
     if missing:
         raise InputError.of(where, found="no " + ", ".join(missing), expected="a whole plan.json", fix="plan again")
     result = {key: content[key] for key in _RESULT_KEYS}
     return Answer(
         workload=_decode(Workload, content["workload"], f"{where}: workload"),
         result=_decode(SearchResult, result, where),
+        notes=_decode(tuple[str, ...], content["notes"], f"{where}: notes"),
     )
 
 

@@ -16,15 +16,24 @@ from autoplan.answer import Answer, Workload, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
 from autoplan.search.result import Candidate, SearchResult
+from autoplan.semantics import notes
 
 if TYPE_CHECKING:
     from autoplan.graph import OpGraph
     from autoplan.hardware import HardwareProfile
+    from autoplan.measured_profile import MeasuredProfile
     from autoplan.parallel_plan import Estimate, Plan
     from autoplan.space import PricedSpace
     from autoplan.what_if import WhatIfRow
 
 Overrides = Mapping[str, Any]
+DEFAULT_MEASURED_SIZES = (1, 2, 4)  # micro-batches that `autoplan profile` measures
+MODULE_LEVEL_LIMITS = (
+    "planned at module level: data parallelism, ZeRO and recomputation; no tensor or pipeline parallelism, because the"
+    " operators inside of modules and the values between them were not traced",
+    "all parameters are gathered and reduced at once, since each rank may use others",
+    "times and memory are those of the ways that two small runs took through the model",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,7 @@ class Problem:
         model_file: the file the graph was traced from; an emitted folder holds a copy of it.
         hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
         overrides: (name, value) arguments of its build_model.
+        measured: what `options.profile` holds of this model, device and precision.
     """
 
     graph: OpGraph
@@ -43,6 +53,7 @@ class Problem:
     model_file: Path
     hw: str
     overrides: tuple[tuple[str, Any], ...] = ()
+    measured: MeasuredProfile | None = None
 
 
 def plan(
@@ -62,16 +73,43 @@ def estimate(
     return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=Options(**options)), plan)
 
 
-def trace_model(model: str | Path, *, overrides: Overrides | None = None) -> OpGraph:
-    """The graph of a model file; it runs the file's code, on meta tensors, unless the trace is cached."""
+def trace_model(model: str | Path, *, overrides: Overrides | None = None, module_level: bool = False) -> OpGraph:
+    """The graph of a model; it runs the model file's code, on meta tensors, unless the trace is cached.
+
+    With `module_level` the model itself runs, on the CPU, and the graph is one of whole modules.
+    """
     from autoplan.graph_cache import cached_graph
 
+    path, overrides = model_file(model, overrides or {})
+
     def trace_now() -> OpGraph:
+        from autoplan import module_level as modules
         from autoplan import trace
 
-        return trace.trace_model(trace.model_source(Path(model), dict(overrides or {})))
+        source = trace.model_source(path, dict(overrides))
+        return modules.trace_modules(source) if module_level else trace.trace_model(source)
 
-    return cached_graph(Path(model), overrides or {}, trace_now)
+    return cached_graph(path, overrides, trace_now, way="module level" if module_level else "")
+
+
+def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
+    """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
+    from autoplan.hugging_face import is_hugging_face, write_model_file
+
+    return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
+
+
+def discover_rules(
+    model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
+) -> str:
+    """A file of rules for these ops of the model, or for all that have none; found by trial, see `rule_discovery`."""
+    from autoplan import rule_discovery, trace
+    from autoplan.space import ops_without_rule
+
+    path, overrides = model_file(model, overrides or {})
+    graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its operators
+    targets = ops or ops_without_rule(graph, rule_files=rules)
+    return rule_discovery.rules_text(rule_discovery.discover_rules(graph, targets))
 
 
 def make_problem(
@@ -80,11 +118,75 @@ def make_problem(
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
     profile = _load_profile(hw, hosts)
     options = checked(options)
-    overrides = overrides or {}
-    graph = trace_model(model, overrides=overrides)
+    path, overrides = model_file(model, overrides or {})
+    graph = trace_model(path, overrides=overrides, module_level=options.module_level)
     if options.strict:
-        _refuse_ops_without_rule(graph)
-    return Problem(graph, profile, options, Path(model), hw, tuple(overrides.items()))
+        _refuse_ops_without_rule(graph, options.rules)
+    measured = None
+    if options.profile is not None:
+        measured = read_measurements(
+            Path(options.profile), graph, profile, precision=options.precision, model=path.name
+        )
+    return Problem(graph, profile, options, path, hw, tuple(overrides.items()), measured)
+
+
+def read_measurements(
+    file: Path, graph: OpGraph, profile: HardwareProfile, *, precision: str, model: str
+) -> MeasuredProfile:
+    """What a file of `autoplan profile` holds of this model on this device.
+
+    Raises: InputError when it belongs to another model, device or precision, or is damaged.
+    """
+    from autoplan.graph import GraphFacts
+    from autoplan.measured_profile import parse_profile
+    from autoplan.output_folder import read_text_file
+    from autoplan.segment_key import content_key
+
+    facts = GraphFacts.of(graph)
+    contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
+    return parse_profile(
+        read_text_file(file),
+        where=str(file),
+        device=profile.device.name,
+        precision=precision,
+        contents=contents,
+        model=model,
+    )
+
+
+def measurement_folder(
+    model: str | Path,
+    *,
+    hw: str,
+    overrides: Overrides | None = None,
+    degrees: Sequence[int] = (),
+    micro_batch_sizes: Sequence[int] = DEFAULT_MEASURED_SIZES,
+    **options: Any,
+) -> dict[str, str | bytes]:
+    """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
+
+    `degrees` are those of tensor parallelism; none stands for all that fit into a host.
+    """
+    from autoplan.profile_folder import MeasurementRequest, measurement_files, value_ranges
+    from autoplan.search.meshes import divisors
+    from autoplan.trace import example_batch, model_source
+
+    profile, chosen = _load_profile(hw, 1), checked(Options(**options))
+    if chosen.module_level:
+        raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
+    path, overrides = model_file(model, overrides or {})
+    graph = trace_model(path, overrides=overrides)
+    batch = example_batch(model_source(path, dict(overrides)), 1)
+    request = MeasurementRequest(
+        graph,
+        profile,
+        chosen,
+        model=path.name,
+        degrees=tuple(degrees) or divisors(profile.n_devices_per_host),
+        micro_batch_sizes=tuple(micro_batch_sizes),
+        ranges=value_ranges(batch),
+    )
+    return measurement_files(request)
 
 
 def whatif(
@@ -106,6 +208,8 @@ def whatif(
     """
     from autoplan.what_if import compare
 
+    if options.get("profile") is not None:
+        raise UsageError("profile: measurements are of one device, whatif compares several\n  fix: leave it out")
     profiles = {(name, count): _load_profile(name, count) for name in hw for count in hosts}
     first = make_problem(model, hw=hw[0], hosts=hosts[0], overrides=overrides, options=Options(**options))
     n_most = max(profile.n_devices for profile in profiles.values())
@@ -144,7 +248,7 @@ def solve(problem: Problem) -> Answer:
     global_batch = global_batch_size(problem)
 
     def space_on(profile: HardwareProfile) -> PricedSpace:
-        return priced_space(graph, profile, options, global_batch=global_batch)
+        return priced_space(graph, profile, options, global_batch=global_batch, measured=problem.measured)
 
     def with_hosts(n_hosts: int) -> tuple[Any, Any]:
         other = space_on(_load_profile(problem.hw, n_hosts))
@@ -159,7 +263,7 @@ def solve(problem: Problem) -> Answer:
         result = _nothing("infeasible", str(error))
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=_judge(problem, result.best.plan)))
-    return Answer(_workload(problem), result)
+    return Answer(_workload(problem), result, () if result.best is None else notes(graph, result.best.plan))
 
 
 def score(problem: Problem, plan: Plan) -> Answer:
@@ -170,11 +274,17 @@ def score(problem: Problem, plan: Plan) -> Answer:
     """
     from autoplan.plan_checks import check_plan
 
-    check_plan(plan, problem.graph, problem.profile)
+    check_plan(plan, problem.graph, problem.profile, rule_files=problem.options.rules)
+    if problem.measured is not None and plan.precision != problem.options.precision:
+        raise UsageError(
+            f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"
+            f"  fix: add --precision {plan.precision}"
+        )
     estimate = _judge(problem, plan)
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
-    return Answer(_workload(replace(problem, options=replace(problem.options, precision=plan.precision))), result)
+    workload = _workload(replace(problem, options=replace(problem.options, precision=plan.precision)))
+    return Answer(workload, result, notes(problem.graph, plan))
 
 
 def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
@@ -189,13 +299,16 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     program = generate(
         problem.graph,
         answer.best.plan,
-        rules=load_rules(),
+        rules=load_rules(problem.options.rules),
         header=program_header(answer, launch_line=launch_line(**launch_size(answer))),
         model_text=read_text_file(problem.model_file),
         overrides=dict(problem.overrides),
     )
     plan = answer.best.plan
-    memory = memory_over_time(price_plan(problem.graph, problem.profile, plan), plan.stages)
+    table = price_plan(
+        problem.graph, problem.profile, plan, rule_files=problem.options.rules, measured=problem.measured
+    )
+    memory = memory_over_time(table, plan.stages)
     return {**dict(program.files), **report_files(answer, memory=memory)}
 
 
@@ -233,7 +346,9 @@ def _judge(problem: Problem, plan: Plan) -> Estimate:
     from autoplan.simulate import simulate
     from autoplan.space import price_plan
 
-    table = price_plan(problem.graph, problem.profile, plan)
+    table = price_plan(
+        problem.graph, problem.profile, plan, rule_files=problem.options.rules, measured=problem.measured
+    )
     return simulate(table, plan.stages, with_timeline=True)
 
 
@@ -248,26 +363,29 @@ def _workload(problem: Problem) -> Workload:
         n_hosts=profile.n_hosts,
         n_devices=profile.n_devices,
         n_parameters=graph.n_parameters(),
-        flops_per_sample=flops_per_sample(graph),
+        flops_per_sample=flops_per_sample(graph, rule_files=problem.options.rules),
         tokens_per_sample=tokens_per_sample(graph),
         peak_flops_per_s=dict(profile.device.peak_flops_per_s).get(problem.options.precision),
         price_usd_per_device_hour=profile.price_usd_per_device_hour,
         segment_names=tuple(segment.name for segment in graph.segments),
-        provenance=profile.sources,
-        ops_without_rule=ops_without_rule(graph),
+        provenance=profile.sources
+        if problem.measured is None
+        else (*profile.sources, ("times of segments", problem.measured.source)),
+        ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
+        limits=MODULE_LEVEL_LIMITS if graph.is_module_level else (),
     )
 
 
-def _refuse_ops_without_rule(graph: OpGraph) -> None:
+def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
     from autoplan.space import ops_without_rule
 
-    names = ops_without_rule(graph)
+    names = ops_without_rule(graph, rule_files=rule_files)
     if names:
         raise InputError(
             f"--strict: found ops without a cost rule: {', '.join(names)}\n"
             "  expected: a rule for every op\n"
-            "  fix: add an entry for each to a RULES table in cost_models/, or leave --strict out"
+            "  fix: let `autoplan rule MODEL` find rules and give them with --rules FILE, or leave --strict out"
         )
 
 

@@ -98,7 +98,7 @@ _output = _options(
     click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
 )
 _model = _options(
-    click.argument("model", type=click.Path(path_type=Path)),
+    click.argument("model", metavar="MODEL|hf:CONFIG.JSON", type=click.Path(path_type=Path)),
     click.option(
         "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable."
     ),
@@ -106,6 +106,12 @@ _model = _options(
 _cluster = _options(
     click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile; see `autoplan hw list`."),
     click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
+)
+_rules = click.option(
+    "--rules", metavar="FILE", multiple=True, help="File of op rules of your own, ending in RULES = {...}; repeatable."
+)
+_measurements = click.option(
+    "--profile", metavar="FILE", help="Measurements of `autoplan profile`, in place of computed times."
 )
 _workload = _options(
     click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step."),
@@ -125,6 +131,12 @@ _workload = _options(
         help=f"Stop searching with the best plan so far [{_DEFAULTS.time_limit_s:g}; none under --require-optimal].",
     ),
     click.option("--strict", is_flag=True, help="An op without a cost rule is an error."),
+    _rules,
+    click.option(
+        "--module-level",
+        is_flag=True,
+        help="Run the model instead of tracing it; for branches on data. No tensor or pipeline parallelism.",
+    ),
 )
 
 
@@ -144,7 +156,7 @@ def cli() -> None:
 @_workload
 @click.option("--top", type=click.IntRange(min=1), default=_DEFAULTS.top, show_default=True, help="Alternatives kept.")
 @click.option("--require-optimal", is_flag=True, help="Exit 6 unless the plan is proved optimal.")
-@click.option("--profile", type=click.Path(path_type=Path), help="Measurements of `autoplan profile`.")
+@_measurements
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write program and reports there.")
 @click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
 @_output
@@ -153,7 +165,6 @@ def plan_command(
     overrides: tuple[str, ...],
     hw: str,
     hosts: int,
-    profile: Path | None,
     out: Path | None,
     force: bool,
     output_format: str,
@@ -164,7 +175,6 @@ def plan_command(
     from autoplan.output_folder import check_target
     from autoplan.report import plan_report
 
-    _refuse_measurements(profile)
     if out is not None:
         check_target(out, force=force)
     with _stdout_kept_clean():
@@ -182,6 +192,7 @@ def plan_command(
 @_model
 @_cluster
 @_workload
+@_measurements
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="A plan.json, or the folder that holds it.")
 @_output
 def estimate_command(
@@ -214,6 +225,29 @@ def estimate_command(
     _check_status(answer, problem.options)
 
 
+@cli.command("rule")
+@_model
+@click.option(
+    "--op", "ops", metavar="NAME", multiple=True, help="This operator, whether it has a rule or not; repeatable."
+)
+@_rules
+@_output
+def rule_command(
+    model: Path, overrides: tuple[str, ...], ops: tuple[str, ...], rules: tuple[str, ...], output_format: str
+) -> None:
+    """Find out how the operators of MODEL without a rule can be split, and print the rules as a file for --rules.
+
+    Each split is tried on random numbers with 2 and 3 shards, forward and gradient.
+    """
+    from autoplan import api
+    from autoplan.option_checks import parse_overrides
+
+    _progress(f"tracing {model}")
+    with _stdout_kept_clean():
+        text = api.discover_rules(model, overrides=parse_overrides(overrides), ops=ops, rules=rules)
+    _print(_json({"rules": text}) if output_format == "json" else text)
+
+
 @cli.command("explain")
 @click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
 @_output
@@ -241,11 +275,61 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
 
 @cli.command("profile")
 @_model
-@_cluster
+@click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile whose device this machine has.")
+@click.option("--precision", type=click.Choice(PRECISIONS), default=_DEFAULTS.precision, show_default=True)
+@click.option("--tp", "degrees", metavar="1,2,...", help="Tensor-parallel degrees [all that fit into a host].")
+@click.option("--micro-batch", "sizes", default="1,2,4", show_default=True, metavar="1,2,...", help="Samples.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Append results there; go on where it ends."
+)
+@click.option("--emit", type=click.Path(path_type=Path), metavar="DIR", help="Only write the folder that measures.")
+@click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
+@_rules
 @_output
-def profile_command(**_: Any) -> None:
-    """Measure this machine's GPU (not available in this version)."""
-    raise UsageError("profile: measuring is not available in this version; plans use the hardware profile's figures")
+def profile_command(
+    model: Path,
+    overrides: tuple[str, ...],
+    hw: str,
+    degrees: str | None,
+    sizes: str,
+    device: str,
+    out: Path | None,
+    emit: Path | None,
+    force: bool,
+    output_format: str,
+    **options: Any,
+) -> None:
+    """Measure the parts of MODEL on one device of this machine, for --profile of plan and estimate.
+
+    With --emit nothing is measured here: copy DIR to the machine and run `python DIR/measure.py` (needs torch).
+    """
+    from autoplan import api, profiling
+    from autoplan.option_checks import parse_overrides
+    from autoplan.output_folder import check_target, write_folder
+
+    if (out is None) == (emit is None):
+        raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
+    if emit is not None:
+        check_target(emit, force=force)
+    with _stdout_kept_clean():
+        _progress(f"tracing {model}")
+        files = api.measurement_folder(
+            model,
+            hw=hw,
+            overrides=parse_overrides(overrides),
+            degrees=() if degrees is None else _counts(degrees, option="--tp"),
+            micro_batch_sizes=_counts(sizes, option="--micro-batch"),
+            **options,
+        )
+    if emit is not None:
+        write_folder(emit, files, force=force)
+        run = f"python {emit}/measure.py --out measured.json"
+        _print(_json({"folder": str(emit), "command": run}) if output_format == "json" else run)
+    if out is not None:
+        rows = profiling.run_measurements(files, out=out, device=device)
+        found = {"out": str(out), **profiling.count_results(rows)}
+        _print(_json(found) if output_format == "json" else profiling.results_table(rows))
 
 
 # ------------------------------------------------------------------------------------------- hardware
@@ -297,10 +381,24 @@ def hw_validate(file: Path, output_format: str) -> None:
 
 
 @hw_group.command("measure")
+@click.option("--out", required=True, metavar="FILE.toml", type=click.Path(path_type=Path), help="The profile.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option("--json", "with_json", is_flag=True, help="Write every time beside the profile, as FILE.json.")
+@click.option("--force", is_flag=True, help="Replace the files.")
 @_output
-def hw_measure(**_: Any) -> None:
-    """Measure this machine's links (not available in this version)."""
-    raise UsageError("hw measure: measuring is not available in this version\n  fix: write a profile; see README.md")
+def hw_measure(out: Path, output_format: str, **options: Any) -> None:
+    """Measure this host, and write its profile: devices, links between them, and what overlap costs.
+
+    One device by itself; all of a host under: torchrun --standalone --nproc-per-node N -m autoplan hw measure ...
+    """
+    from autoplan.measure_hardware import measure_host
+    from autoplan.report import profile_sheet
+
+    with _stdout_kept_clean():
+        profile = measure_host(out, **options, progress=_progress)
+    if profile is not None:
+        _progress(f"wrote {out}")
+        _print(_json(asdict(profile)) if output_format == "json" else profile_sheet(profile))
 
 
 # ------------------------------------------------------------------------------------------- purchase
@@ -391,11 +489,6 @@ def _problem(model: Path, overrides: tuple[str, ...], *, hw: str, hosts: int, op
     return api.make_problem(model, hw=hw, hosts=hosts, overrides=parse_overrides(overrides), options=options)
 
 
-def _refuse_measurements(profile: Path | None) -> None:
-    if profile is not None:
-        raise UsageError("--profile: measured profiles are not available in this version\n  fix: leave --profile out")
-
-
 def _check_status(answer: Answer, options: Options) -> None:
     """The exit code of a search that gave no plan, or not the proof that was asked for."""
     status = answer.result.status
@@ -416,10 +509,10 @@ def _split(text: str) -> tuple[str, ...]:
     return names
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def _counts(text: str, *, option: str = "--hosts") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--hosts: found {text!r}\n  expected: host counts separated by commas, such as 1,2,4")
+        raise UsageError(f"{option}: found {text!r}\n  expected: counts separated by commas, such as 1,2,4")
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 

@@ -21,7 +21,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 COMPUTE = "compute"
+# Ops that stand for all that a module does, in a graph of whole modules; see `module_level`.
+MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
+WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
@@ -101,6 +104,7 @@ class Op:
         args, kwargs: as torch takes them.
         outputs: one spec per result; an op with several results is read through `getitem`.
         module_path: the innermost module that called it, as in `named_modules()`.
+        label: what the user's source calls its result; "" where it has no name there.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Op:
     kwargs: tuple[tuple[str, Argument], ...]
     outputs: tuple[TensorSpec, ...]
     module_path: str
+    label: str = ""
 
     def input_names(self) -> tuple[str, ...]:
         """Names of the values it reads, in order, each once."""
@@ -194,6 +199,7 @@ class OpGraph:
     Attributes:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
+        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast".
     """
 
     name: str
@@ -203,6 +209,7 @@ class OpGraph:
     segments: tuple[Segment, ...]
     model_outputs: tuple[str, ...]
     loss: str
+    dissolved: tuple[str, ...] = ()
 
     def specs(self) -> dict[str, TensorSpec]:
         """The first spec of every value by name: inputs, parameters, op results."""
@@ -221,6 +228,11 @@ class OpGraph:
         for segment in self.segments:
             table.setdefault(segment.kind, segment)
         return table
+
+    @property
+    def is_module_level(self) -> bool:
+        """Whether its ops are whole modules, so that nothing can be split or cut inside of them."""
+        return any(op.target == MODULE_OTHER for op in self.ops)
 
     def n_parameters(self) -> int:
         """Trainable elements, a tied weight counted once."""
@@ -285,14 +297,23 @@ def gradient_values(ops: tuple[Op, ...], parameters: tuple[Parameter, ...]) -> f
     return frozenset(found)
 
 
-def invariant_values(graph: OpGraph) -> frozenset[str]:
-    """Names of the values that depend on no input and no parameter, such as rotary tables and causal masks.
+def computes_in_float32(graph: OpGraph) -> bool:
+    """Whether forward casts to float32 where gradients flow, whatever the precision of the plan."""
+    gradients = gradient_values(graph.ops, graph.parameters)
+    before_loss = (op for op in graph.ops if op.module_path != LOSS_PATH)
+    return any(op.name in gradients and op.outputs[0].dtype == "float32" for op in before_loss)
 
-    A pipeline stage computes them again instead of receiving them.
+
+def invariant_values(graph: OpGraph) -> frozenset[str]:
+    """Names of the values that depend on no input and on nothing that training changes: rotary tables, causal masks.
+
+    A pipeline stage computes them again instead of receiving them; it holds the buffers that this takes.
     """
+    changing = {name for op in graph.ops if op.target in WRITES for name in op.input_names()}
+    constant = {p.name for p in graph.parameters if p.is_buffer and p.name not in changing}
     found: set[str] = set()
     for op in graph.ops:
-        if all(name in found for name in op.input_names()):
+        if all(name in found or name in constant for name in op.input_names()):
             found.add(op.name)
     return frozenset(found)
 

@@ -1,8 +1,8 @@
 """Traced graphs on disk: tracing takes seconds, reading the graph again milliseconds.
 
-An entry belongs to the text of the model file, the `--set` values, the version of torch, and the text of the modules
-that trace. It also lists every other file of the user's that the trace imported, with its hash; if one has changed,
-the entry is stale.
+An entry belongs to the text of the model file, the `--set` values, the versions of torch and transformers, and the
+text of the modules that trace. It also lists every other file of the user's that the trace imported, with its hash; if
+one has changed, the entry is stale.
 
     <user cache>/autoplan/graphs/<key>.json      {"files": {path: sha256}, "graph_sha256": ..., "graph": text}
 """
@@ -25,15 +25,26 @@ from platformdirs import user_cache_dir
 
 from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
-TRACERS = ("trace.py", "segments.py", "graph.py", "graph_cache.py")
+TRACERS = (
+    "trace.py",
+    "module_level.py",
+    "segments.py",
+    "graph.py",
+    "graph_cache.py",
+    "dissolved.py",
+    "effects.py",
+    "source_names.py",
+)
 
 
-def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph]) -> OpGraph:
+def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph], *, way: str = "") -> OpGraph:
     """The graph of a model file, from the cache or traced now. A damaged or stale entry is replaced.
+
+    `way` tells graphs apart that are made of one file in different ways.
 
     A cache folder that cannot be written only costs the next trace.
     """
-    entry = Path(user_cache_dir("autoplan")) / "graphs" / f"{_key(path, overrides)}.json"
+    entry = Path(user_cache_dir("autoplan")) / "graphs" / f"{_key(path, overrides, way)}.json"
     found = _read(entry)
     if found is not None:
         return found
@@ -43,8 +54,13 @@ def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], O
     return graph
 
 
-def _key(path: Path, overrides: Mapping[str, Any]) -> str:
-    parts = [_version("torch"), *(_sha256(Path(__file__).parent / name) for name in TRACERS)]
+def _key(path: Path, overrides: Mapping[str, Any], way: str) -> str:
+    parts = [
+        way,
+        _version("torch"),
+        _version("transformers"),
+        *(_sha256(Path(__file__).parent / name) for name in TRACERS),
+    ]
     parts += [str(path.resolve()), _sha256(path)]
     parts += [f"{name}={value!r}" for name, value in sorted(overrides.items())]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

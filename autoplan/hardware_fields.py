@@ -57,7 +57,7 @@ def _percent(example: str, purpose: str) -> Quantity:
 
 PEAK = Quantity(
     units.FLOP_RATE_UNITS,
-    0.1 * units.TFLOP,
+    0.001 * units.TFLOP,
     10**5 * units.TFLOP,
     "312 TFLOP/s",
     "dense peak rate, never the sparsity figure",
@@ -71,7 +71,7 @@ BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
 DEVICE_FIELDS: Mapping[str, Quantity] = {
     "memory": Quantity(units.BYTE_UNITS, units.GiB, 2 * units.TiB, "80 GiB", "memory that the driver offers"),
     "memory_bandwidth": Quantity(
-        units.BYTE_RATE_UNITS, 10 * units.GB, 100 * units.TB, "2039 GB/s", "data-sheet memory bandwidth"
+        units.BYTE_RATE_UNITS, units.GB, 100 * units.TB, "2039 GB/s", "data-sheet memory bandwidth"
     ),
     "matmul_efficiency": _percent("87 %", "best achieved fraction of the bf16 (else fp16) peak"),
     "memory_efficiency": _percent("90 %", "best achieved fraction of the memory bandwidth"),

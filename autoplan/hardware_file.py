@@ -290,10 +290,16 @@ def _ports_per_device(table: Table, label: str, n_devices_per_host: int) -> floa
     return int(count) / n_devices_per_host if scope == "per host" else float(count)
 
 
+def link_kind_rate(kind: str) -> float | None:
+    """Bytes/s of one device's link of this kind, one direction; None for a kind that has no rate of its own."""
+    entry = _shared()["link_kind"][kind].get("rate_per_device_one_direction")
+    return units.parse_bytes_per_s(entry["value"]) if entry else None
+
+
 def _check_known_rate(rate: float, kind: str, label: str) -> None:
     """A link cannot be faster than its kind; exactly twice is the sum of both directions."""
-    known = units.parse_bytes_per_s(_shared()["link_kind"][kind]["rate_per_device_one_direction"]["value"])
-    if rate <= 1.05 * known:
+    known = link_kind_rate(kind)
+    if known is None or rate <= 1.05 * known:
         return
     is_duplex = 1.9 <= rate / known <= 2.1
     raise InputError.of(

@@ -4,10 +4,19 @@
     V           varying gradient: every rank holds the value; the gradients sum to the whole one
     S(d)        sharded: each rank holds one contiguous part of dim d, of value and gradient alike
     S(d/k)      sharded in k blocks: dim d consists of k equal blocks, each sharded (fused QKV: k = 3)
+    S(d+)       sharded and padded: dim d does not divide, each rank holds ceil(extent / ranks) of it, and what lies
+                beyond the end (on the last ranks) is padding
+    E           expert rows: each rank holds all rows (dim 0), of which only those of its own experts mean something
     P           partial: the values sum to the whole; every rank will hold the whole gradient
 
 Each conversion is one autograd function of `runtime.collectives`, so one table prices forward and backward together.
 A value without gradient never is V: its R serves for both.
+
+Padding never reaches a result. It holds finite numbers that mean nothing (zeros in a parameter), and its gradient is
+exactly zero: conversions cut it off, and give it zeros on the way back. So an op may run on padded shards if it
+neither contracts nor reduces the padded dim and is finite for finite operands (`OpRule.finite_in`). Norms of
+gradients, weight decay and optimizers see only zeros there. Rows of other experts are the same: they hold finite
+numbers that nobody reads, with zero gradient. Which rows are whose depends on the data, so E has no conversions.
 """
 
 from __future__ import annotations
@@ -20,19 +29,21 @@ from autoplan.graph import PerSample, TensorSpec
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """One of R, V, S, P; `dim` and `blocks` only mean something for S."""
+    """One of R, V, S, E, P; `dim`, `blocks` and `is_padded` only mean something for S."""
 
     kind: str
     dim: int = 0
     blocks: int = 1
+    is_padded: bool = False
 
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
-        return f"S({self.dim})" if self.blocks == 1 else f"S({self.dim}/{self.blocks})"
+        blocks = "" if self.blocks == 1 else f"/{self.blocks}"
+        return f"S({self.dim}{'+' if self.is_padded else ''}{blocks})"
 
 
-R, V, P = Layout("R"), Layout("V"), Layout("P")
+R, V, E, P = Layout("R"), Layout("V"), Layout("E"), Layout("P")
 
 
 def sharded(dim: int, blocks: int = 1) -> Layout:
@@ -40,21 +51,34 @@ def sharded(dim: int, blocks: int = 1) -> Layout:
     return Layout("S", dim, blocks)
 
 
+def padded(dim: int) -> Layout:
+    """The layout S(dim+)."""
+    return Layout("S", dim, is_padded=True)
+
+
 def parse_layout(text: str) -> Layout:
     """The layout that prints as `text`."""
-    match = re.fullmatch(r"([RVP])|S\((\d+)(?:/(\d+))?\)", text)
+    match = re.fullmatch(r"([RVEP])|S\((\d+)(?:(\+)|/(\d+))?\)", text)
     assert match is not None, f"not a layout: {text}"
-    return Layout(match[1]) if match[1] else sharded(int(match[2]), int(match[3] or 1))
+    return Layout(match[1]) if match[1] else Layout("S", int(match[2]), int(match[4] or 1), bool(match[3]))
 
 
 def can_shard(spec: TensorSpec, layout: Layout, degree: int) -> bool:
-    """Whether the tensor has that dim and it divides evenly; the batch belongs to data parallelism and does not."""
+    """Whether the tensor has that dim and it divides evenly; the batch belongs to data parallelism and does not.
+
+    Padded, it must not divide, so that a tensor has one way only to be split along a dim, and give each rank more
+    than one.
+    """
     if layout.kind != "S":
         return True
     if layout.dim >= len(spec.shape):
         return False
     extent = spec.shape[layout.dim]
-    return not isinstance(extent, PerSample) and extent > 0 and extent % (degree * layout.blocks) == 0
+    if isinstance(extent, PerSample):
+        return False
+    if layout.is_padded:
+        return extent > degree and extent % degree != 0
+    return extent > 0 and extent % (degree * layout.blocks) == 0
 
 
 def local_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
@@ -63,8 +87,8 @@ def local_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
         return spec
     shape = list(spec.shape)
     extent = shape[layout.dim]
-    assert isinstance(extent, int) and extent % (degree * layout.blocks) == 0, (spec, layout, degree)
-    shape[layout.dim] = extent // degree
+    assert isinstance(extent, int) and (layout.is_padded or extent % (degree * layout.blocks) == 0), (spec, layout)
+    shape[layout.dim] = -(-extent // degree)
     return TensorSpec(tuple(shape), spec.dtype)
 
 
@@ -107,7 +131,15 @@ def conversion(source: Layout, target: Layout, *, has_gradient: bool) -> Convers
     """
     if source == target:
         return NOTHING
-    if source.kind == target.kind == "S" and not (source.blocks == target.blocks == 1 and source.dim != target.dim):
+    if source.kind == target.kind == "S" and not _can_exchange(source, target):
         return None
-    found = _CONVERSIONS[source.kind, target.kind]
+    found = _CONVERSIONS.get((source.kind, target.kind))
+    if found is None:
+        return None
     return found if has_gradient else Conversion(found.function, found.forward, "")
+
+
+def _can_exchange(source: Layout, target: Layout) -> bool:
+    """Whether one all-to-all turns a split along one dim into a split along another."""
+    is_plain = source.blocks == target.blocks == 1 and not (source.is_padded or target.is_padded)
+    return is_plain and source.dim != target.dim

@@ -5,7 +5,9 @@ module --trace--> OpGraph --plan on rank 0--> Plan --generate--> parallel_model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoplan.runtime import ParallelModel
+    from autoplan.trace import ModelSource
 
 
 def parallelize(
@@ -50,7 +53,8 @@ def parallelize(
 
     chosen = checked(Options(**options))
     profile = load_profile(hw, n_hosts=hosts)
-    graph = trace_model(module_source(module, example_batch, loss_fn))
+    source = module_source(module, example_batch, loss_fn)
+    graph = _run_modules(source, module) if chosen.module_level else trace_model(source)
     runtime.join_process_group(device_type)
     n_processes = runtime.world_size()
     if plan is None:
@@ -60,8 +64,8 @@ def parallelize(
             f"the plan is for {plan.mesh.n_devices} processes, {n_processes} are running\n"
             "  fix: start as many processes as the plan has devices, or let parallelize() plan"
         )
-    check_plan(plan, graph, profile)
-    config, parallel_model = live_program(graph, plan)
+    check_plan(plan, graph, profile, rule_files=chosen.rules)
+    config, parallel_model = live_program(graph, plan, rule_files=chosen.rules)
     given = {"loss_fn": loss_fn, "build_optimizer": build_optimizer}
     functions = {name: function for name, function in given.items() if function is not None}
     model_file = SimpleNamespace(build_model=lambda: module, **functions)
@@ -69,7 +73,7 @@ def parallelize(
     return runtime.ParallelModel(config, model_file, parallel_model, mesh=mesh)
 
 
-def live_program(graph: OpGraph, plan: Plan) -> tuple[Any, ModuleType | None]:
+def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) -> tuple[Any, ModuleType | None]:
     """The runtime's Config of a plan, and its generated module (None when the user's classes are used as they are)."""
     from autoplan import runtime
     from autoplan.codegen import config_values
@@ -79,11 +83,18 @@ def live_program(graph: OpGraph, plan: Plan) -> tuple[Any, ModuleType | None]:
     config = runtime.Config(**config_values(graph, plan))
     if plan.mesh.tp == plan.mesh.pp == 1:
         return config, None
-    text = parallel_model_text(graph, plan, rules=load_rules())
+    text = parallel_model_text(graph, plan, rules=load_rules(rule_files))
     generated = ModuleType("parallel_model")
     code = compile(text.replace("from runtime.", "from autoplan.runtime."), "<parallel_model.py>", "exec")
     exec(code, vars(generated))
     return config, generated
+
+
+def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
+    """The graph of whole modules, from a run of a copy, so that buffers of `module` stay as they are."""
+    from autoplan.module_level import trace_modules
+
+    return trace_modules(replace(source, build_model=lambda: copy.deepcopy(module).cpu()))
 
 
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoplan.errors import UsageError
-from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, OBJECTIVES, PRECISIONS, Options
 
 _RECOMPUTE = ("none", "full", "selective")
 _SWITCH = ("on", "off")
@@ -24,6 +24,8 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "schedule": (),
     "recompute": _RECOMPUTE,
     "compile": _SWITCH,
+    "batch_norm": BATCH_NORMS,
+    "loss_average": LOSS_AVERAGES,
 }
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 DEFAULT_MICRO_BATCH_SIZE = 8  # per device, when no global batch is given
 OBJECTIVES = ("time", "cost")
+BATCH_NORMS = ("local", "synchronized")  # the first is the default, here and below
+LOSS_AVERAGES = ("micro_batch", "global_batch")
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so
 # large a space is slower takes minutes.
 DEFAULT_TIME_LIMIT_S = 5.0
@@ -19,11 +21,14 @@ class Options:
     Attributes:
         global_batch: samples of one optimizer step; None takes DEFAULT_MICRO_BATCH_SIZE per device.
         fix: (name, value) pairs that the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute,
-            compile.
+            compile, batch_norm, loss_average.
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.
         max_micro_batch_size: largest micro-batch considered.
         top: how many alternatives the result keeps.
+        rules: files with op rules of one's own, in addition to those of `cost_models/`.
+        profile: file of measurements of `autoplan profile`; None prices by the hardware profile alone.
+        module_level: run the model instead of tracing it, and plan whole modules; for forwards that branch on data.
     """
 
     global_batch: int | None = None
@@ -35,3 +40,6 @@ class Options:
     max_micro_batch_size: int = 64
     top: int = 5
     strict: bool = False
+    rules: tuple[str, ...] = ()
+    profile: str | None = None
+    module_level: bool = False

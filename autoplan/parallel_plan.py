@@ -19,7 +19,7 @@ class Mesh:
         zero_shard_degree: over how many of the `dp` ranks that state is sharded; 1 exactly when `zero_stage` is 0.
             A smaller degree than `dp` replicates the shards (hybrid sharding).
         micro_batch_size: samples of one micro-batch on one data-parallel rank.
-        n_chunks: pipeline stages per rank; above 1 only with an interleaved schedule.
+        n_chunks: pipeline stages per rank; above 1 with "interleaved" and "zero_bubble_v" only.
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
     """
 
@@ -41,7 +41,7 @@ class Mesh:
 
     @property
     def n_stages(self) -> int:
-        """Pipeline stages; stage i lives on pipeline rank i modulo `pp`."""
+        """Pipeline stages; on which rank each lives, `schedules.stage_ranks` says."""
         return self.pp * self.n_chunks
 
     @property
@@ -87,6 +87,9 @@ class Plan:
             optimizer state and reductions stay in fp32 (fp64 under fp64).
         shardings: one entry per segment kind; empty when `tp` is 1.
         recompute: "none", "selective", or "full" when every block is recomputed; the stages say which.
+        batch_norm: "local" or "synchronized" over the data-parallel ranks.
+        loss_average: over which targets a loss that leaves some out is averaged: those of each "micro_batch", and then
+            over micro-batches, or all those of the "global_batch".
     """
 
     mesh: Mesh
@@ -98,6 +101,8 @@ class Plan:
     hardware: str = ""
     n_hosts: int = 1
     recompute: str = "none"
+    batch_norm: str = "local"
+    loss_average: str = "micro_batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ class Estimate:
         reserved_bytes: per pipeline rank, `allocated_bytes` with allocator rounding, fragmentation, the device
             context and communication buffers; this is what must not exceed `memory_limit_bytes`.
         memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `reserved_bytes`.
+        segment_sources: per segment, whether its times are "measured", "scaled" or "calibrated"; empty without a
+            measured profile.
     """
 
     step_s: float
@@ -149,6 +156,7 @@ class Estimate:
     reserved_bytes: tuple[int, ...]
     memory_parts_bytes: tuple[tuple[tuple[str, int], ...], ...]
     memory_limit_bytes: int
+    segment_sources: tuple[str, ...] = ()
     timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
 
     @property

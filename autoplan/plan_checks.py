@@ -5,7 +5,7 @@ A plan.json is only data, and somebody may have edited it: each number, name and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from autoplan.cost.price import legal_cuts
@@ -13,11 +13,13 @@ from autoplan.errors import InputError, PlanMismatchError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import can_shard, conversion, parse_layout
-from autoplan.options import PRECISIONS
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, PRECISIONS
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
-from autoplan.rules import operand_names
-from autoplan.schedules import build_schedule
+from autoplan.rules import OpRule, operand_names
+from autoplan.schedules import build_schedule, splits_backward
+from autoplan.search.meshes import MAX_SPLIT_ZERO_STAGE
+from autoplan.semantics import check_loss_average
 from autoplan.sharding import read_sharding
 from autoplan.space import load_rules
 
@@ -25,7 +27,7 @@ COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_ba
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile) -> None:
+def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile, *, rule_files: Sequence[str] = ()) -> None:
     """Return when `plan` is a plan for this model that this cluster has the devices for.
 
     Raises: PlanMismatchError when it belongs to another model or needs more devices; InputError naming the field that
@@ -44,10 +46,16 @@ def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile) -> None:
         )
     if plan.precision not in PRECISIONS:
         _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
+    if plan.batch_norm not in BATCH_NORMS:
+        _refuse("batch_norm", plan.batch_norm, f"one of {', '.join(BATCH_NORMS)}")
+    if plan.loss_average not in LOSS_AVERAGES:
+        _refuse("loss_average", plan.loss_average, f"one of {', '.join(LOSS_AVERAGES)}")
+    check_loss_average(graph, plan.loss_average)
     if plan.compile:
         _refuse("compile", plan.compile, "false; compiling is not available in this version")
     _check_stages(plan.stages, plan.mesh, graph)
-    _check_shardings(plan, graph)
+    _check_split_backward(plan)
+    _check_shardings(plan, graph, load_rules(rule_files))
 
 
 def _check_mesh(mesh: Mesh) -> None:
@@ -91,7 +99,21 @@ def _check_stages(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> 
         _refuse(f"stages[{len(stages) - 1}].stop", start, f"{n_segments}, the end of the model")
 
 
-def _check_shardings(plan: Plan, graph: OpGraph) -> None:
+def _check_split_backward(plan: Plan) -> None:
+    mesh = plan.mesh
+    if not splits_backward(mesh.schedule) or mesh.pp == 1:
+        return
+    reason = f'with schedule "{mesh.schedule}", whose backward pass is split'
+    if mesh.zero_stage > MAX_SPLIT_ZERO_STAGE:
+        _refuse("mesh.zero_stage", mesh.zero_stage, f"0 to {MAX_SPLIT_ZERO_STAGE} {reason}")
+    for index, stage in enumerate(plan.stages):
+        if stage.recomputed:
+            _refuse(f"stages[{index}].recomputed", stage.recomputed, f"nothing {reason}")
+
+
+def _check_shardings(plan: Plan, graph: OpGraph, rules: Mapping[str, OpRule]) -> None:
+    if graph.is_module_level and plan.mesh.tp > 1:
+        _refuse("mesh.tp", plan.mesh.tp, "1, since whole modules are planned, and nothing inside them is split")
     if plan.mesh.tp == 1:
         if plan.shardings or plan.mesh.sharding:
             _refuse("shardings", plan.mesh.sharding or "some", "none, since tp is 1")
@@ -103,11 +125,17 @@ def _check_shardings(plan: Plan, graph: OpGraph) -> None:
     if sorted(kinds) != sorted(first):
         _refuse("shardings", f"kinds {kinds}", f"one for each segment kind: {sorted(first)}")
     for assignment in plan.shardings:
-        _check_assignment(assignment, graph, facts, first[assignment.kind], degree=plan.mesh.tp)
+        _check_assignment(assignment, graph, facts, first[assignment.kind], degree=plan.mesh.tp, rules=rules)
 
 
 def _check_assignment(
-    assignment: SegmentSharding, graph: OpGraph, facts: GraphFacts, segment: Segment, *, degree: int
+    assignment: SegmentSharding,
+    graph: OpGraph,
+    facts: GraphFacts,
+    segment: Segment,
+    *,
+    degree: int,
+    rules: Mapping[str, OpRule],
 ) -> None:
     where = f"shardings of {segment.name}"
     ops = {op.name: op for op in graph.ops_of(segment)}
@@ -130,7 +158,7 @@ def _check_assignment(
         if not (is_possible and can_shard(facts.specs[read], wanted, degree)):
             _refuse(f"{where}: {op}, {argument}", text, f"a layout that {read}, {produced}, can be turned into")
     try:
-        read_sharding(graph, segment, assignment, degree=degree, rules=load_rules(), facts=facts)
+        read_sharding(graph, segment, assignment, degree=degree, rules=rules, facts=facts)
     except StopIteration:
         _refuse(where, "layouts that no rule allows together", "for each op a strategy of its rule")
 
@@ -149,7 +177,7 @@ def _check_layout(where: str, text: str) -> None:
     except AssertionError:
         layout = None
     if layout is None or layout.blocks < 1:
-        _refuse(where, text, "a layout: R, V, P, S(0), S(1), or S(0/3)")
+        _refuse(where, text, "a layout: R, V, P, S(0), S(1), S(0+), or S(0/3)")
 
 
 def _refuse(where: str, found: object, expected: str) -> NoReturn:

@@ -10,7 +10,15 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
-from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
+from autoplan.answer import (
+    Answer,
+    mfu,
+    samples_per_s,
+    segment_sources_text,
+    step_interval_s,
+    tokens_per_s,
+    trust,
+)
 from autoplan.hardware import HardwareProfile
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
 from autoplan.search import GOOD_ENOUGH, PATIENCE
@@ -48,12 +56,12 @@ _STOPPED = {  # why a search ended before its proof; see `SearchResult.stopped_b
 
 def plan_report(answer: Answer) -> str:
     """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
-    parts = [_heading(answer), _status_line(answer), _without_rule(answer)]
+    parts = [_heading(answer), _status_line(answer), _limits(answer), _without_rule(answer)]
     if answer.result.best is None:
         parts += [_nearest_fix(answer), _rejections(answer.result.rejected)]
     else:
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
-        parts += [memory_table(answer.best.estimate)]
+        parts += [memory_table(answer.best.estimate), notes_text(answer)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -61,14 +69,22 @@ def explain_report(answer: Answer) -> str:
     """Why this plan: where its time goes, what each alternative and each plain recipe would cost instead."""
     if answer.result.best is None:
         return plan_report(answer)
-    lines = [_heading(answer), _status_line(answer), _without_rule(answer), "Why this plan", _reasons(answer)]
+    lines = [
+        _heading(answer),
+        _status_line(answer),
+        _limits(answer),
+        _without_rule(answer),
+        "Why this plan",
+        _reasons(answer),
+    ]
     for candidate in answer.result.alternatives[:1]:
         title = "Why not the next best"
         lines += [title, _describe_plan(candidate.plan), _difference(answer.best, candidate)]
     if answer.result.baselines:
         lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
     lines += [breakdown_table(answer.best.estimate.breakdown)]
-    lines += [memory_table(answer.best.estimate), _rejections(answer.result.rejected), _sources(answer)]
+    lines += [memory_table(answer.best.estimate), notes_text(answer)]
+    lines += [_rejections(answer.result.rejected), _sources(answer)]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
@@ -86,6 +102,7 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
             "",
             f"Estimate: {format_seconds(estimate.step_s)} a step, {rate_text(samples_per_s(answer.best))} samples/s, "
             f"{peak:.1f} GiB of {estimate.memory_limit_bytes / GiB:.1f} GiB.",
+            *(["", notes_text(answer)] if answer.notes else []),
         ]
     )
 
@@ -174,6 +191,14 @@ def memory_table(estimate: Estimate) -> str:
         )
     header = ("rank", "allocated GiB", "reserved GiB", "share", f"of {limit_bytes / GiB:.1f} GiB")
     return text_table(header, rows, right=frozenset({0, 1, 2, 3}))
+
+
+def notes_text(answer: Answer) -> str:
+    """What the plan changes in the meaning of the model; nothing when it changes nothing."""
+    if not answer.notes:
+        return ""
+    notes = [textwrap.fill(f"- {note}", WIDTH, subsequent_indent="  ") for note in answer.notes]
+    return "\n".join(["Not as in one process", *notes])
 
 
 def describe_mesh(mesh: Mesh) -> str:
@@ -284,11 +309,17 @@ def _word(answer: Answer, of_time: str, of_cost: str) -> str:
     return of_time if answer.workload.objective == "time" else of_cost
 
 
+def _limits(answer: Answer) -> str:
+    return "\n".join(textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ") for text in answer.workload.limits)
+
+
 def _without_rule(answer: Answer) -> str:
     names = answer.workload.ops_without_rule
     if not names:
         return ""
-    return textwrap.fill(f"priced by bytes and never split, no rule: {', '.join(names)}", WIDTH)
+    text = f"priced by bytes and never split, no rule: {', '.join(names)}"
+    way = "to add one: `autoplan rule MODEL > my_rules.py` finds what can be split, `--rules my_rules.py` uses it"
+    return "\n".join(textwrap.fill(line, WIDTH) for line in (text, way))
 
 
 def _speed(answer: Answer) -> str:
@@ -301,8 +332,9 @@ def _speed(answer: Answer) -> str:
     n_idle = answer.workload.n_devices - candidate.plan.mesh.n_devices
     lines = [
         f"step {format_seconds(candidate.estimate.step_s)} "
-        f"(uncalibrated: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
+        f"({trust(candidate.estimate)}: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
         _describe_plan(candidate.plan),
+        *filter(None, [segment_sources_text(candidate.estimate)]),
     ]
     if n_idle:
         is_proved = answer.result.status == "optimal" and answer.workload.objective == "time"

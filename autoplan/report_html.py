@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from autoplan.answer import UNCALIBRATED_INTERVAL_SOURCE, Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
+from autoplan.answer import (
+    Answer,
+    interval_source,
+    mfu,
+    samples_per_s,
+    segment_sources_text,
+    step_interval_s,
+    tokens_per_s,
+)
 from autoplan.parallel_plan import Breakdown, Estimate, TimelineEvent
 from autoplan.report import BREAKDOWN_LABELS, describe_mesh, plan_rows, rate_text, recompute_text
 from autoplan.search.result import Candidate, Rejection
@@ -21,7 +29,7 @@ CHART_WIDTH = 960
 ROW_HEIGHT = 22
 MAX_EVENTS = 4000
 MAX_REJECTIONS = 200
-_ACTION = re.compile(r"\d+([FB])(\d+)")
+_ACTION = re.compile(r"\d+([FBIW])(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,8 @@ def html_report(answer: Answer) -> str:
     return template.render(
         workload=answer.workload,
         result=answer.result,
+        limits=answer.workload.limits,
+        notes=answer.notes,
         chosen=None if best is None else _chosen(answer, best),
         candidates=_candidate_rows(answer),
         rejections=[_rejection_row(item) for item in answer.result.rejected[:MAX_REJECTIONS]],
@@ -103,7 +113,8 @@ def _chosen(answer: Answer, best: Candidate) -> dict[str, object]:
     return {
         "step": format_seconds(best.estimate.step_s),
         "interval": f"{format_seconds(low_s)} to {format_seconds(high_s)}",
-        "interval_source": UNCALIBRATED_INTERVAL_SOURCE,
+        "interval_source": interval_source(best.estimate),
+        "segment_sources": segment_sources_text(best.estimate),
         "samples": f"{rate_text(samples_per_s(best))} samples/s",
         "tokens": "" if tokens is None else f"{rate_text(tokens)} tokens/s",
         "mfu": "unknown" if share is None else f"{share:.1%}",

@@ -14,6 +14,7 @@ partial sums it must itself be partial. From this follow all legal layouts of th
     letter k split   operands with k: S, `~` ones: P -> P
     linear ops       one operand P, the others V     -> P
 
+and each "letter n split" a second time with padded shards, where the extent of n does not divide (`finite_in`).
 Operands that lack the split letter are V, not R: each rank computes only part of their gradient.
 """
 
@@ -21,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from autoplan.graph import Argument, Op, Ref, TensorSpec, extent_at
-from autoplan.layout import Layout, P, R, V, can_shard, sharded
+from autoplan.graph import Argument, Extent, Op, Ref, TensorSpec, extent_at
+from autoplan.layout import E, Layout, P, R, V, can_shard, padded, sharded
 
 Specs = tuple[TensorSpec, ...]
 
@@ -61,9 +63,13 @@ class OpRule:
         saves: operands kept for backward, by position; -1 is the result.
         extra_saved_bytes: what is kept besides (dropout mask, statistics), from the op and its local operand specs.
         flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
+        moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
+        n_calls: how often the op stands for its kernels; None for once.
         is_view: no kernel, no memory: the result shares its operand's storage.
         is_product: an operand is kept only for the gradient of the others.
         linear_in: operands in which the op is linear, so that a partial value may pass through.
+        finite_in: operands that may hold any finite number: result and gradients are finite then. Only these may be
+            padded, in the equation's letters that are not contracted.
         efficiency: "matmul" (limited by matrix units) or "memory".
         rate_fraction, backward_rate_fraction: achieved rate / that of a large matrix product (or copy).
         strategies: replaces the equation where an equation is not enough; yields what it allows beside all-R and all-V.
@@ -78,9 +84,12 @@ class OpRule:
     saves: tuple[int, ...] = ()
     extra_saved_bytes: Callable[[Op, Specs, int, str], int] | None = None
     flops: Callable[[Op, Specs, int], int] | None = None
+    moved_bytes: Callable[[Op, int, str], int] | None = None
+    n_calls: Callable[[Op], int] | None = None
     is_view: bool = False
     is_product: bool = False
     linear_in: tuple[int, ...] = ()
+    finite_in: tuple[int, ...] = ()
     efficiency: str = "memory"
     rate_fraction: float = 1.0
     backward_rate_fraction: float = 1.0
@@ -137,24 +146,42 @@ def equation_of(rule: OpRule, op: Op, operands: Specs) -> str | None:
 
 
 def all_strategies(
-    rule: OpRule | None, op: Op, *, operands: Specs, degree: int, blocks: tuple[int, ...] = (1,)
+    rule: OpRule | None,
+    op: Op,
+    *,
+    operands: Specs,
+    degree: int,
+    blocks: tuple[int, ...] = (1,),
+    padded_extents: frozenset[Extent] = frozenset(),
+    has_expert_rows: bool = False,
 ) -> tuple[Strategy, ...]:
     """Every legal strategy of an op on an axis of `degree` ranks; an op without a rule is replicated.
 
-    `blocks` are the block counts in which dims may be split (`sharding.block_counts`).
+    `blocks` are the block counts in which dims may be split, `padded_extents` the extents that may be padded
+    (`sharding.block_counts`, `sharding.padded_extents`); `has_expert_rows` asks for layout E.
     """
     n = len(operands)
     found = [Strategy((R,) * n, R), Strategy((V,) * n, V)]
     if rule is not None:
         found += _equation_strategies(rule, op, operands, blocks)
+        found += _expert_row_strategies(rule, op, operands) if has_expert_rows else []
         if rule.strategies is not None:
             found += rule.strategies(op, operands, op.outputs[0], degree)
-    return tuple(s for s in dict.fromkeys(found) if _is_legal(s, operands, op.outputs[0], degree))
+    legal = (s for s in dict.fromkeys(found) if _is_legal(s, operands, op.outputs[0], degree))
+    return tuple(s for s in legal if padded_dims(s, operands, op.outputs[0]) <= padded_extents)
+
+
+def padded_dims(strategy: Strategy, operands: Specs, result: TensorSpec) -> frozenset[Extent]:
+    """The extents of the dims that a strategy pads."""
+    pairs = zip((*operands, result), (*strategy.operands, strategy.result), strict=True)
+    return frozenset(spec.shape[layout.dim] for spec, layout in pairs if layout.is_padded)
 
 
 def _is_legal(strategy: Strategy, operands: Specs, result: TensorSpec, degree: int) -> bool:
     pairs = zip(operands, strategy.operands, strict=True)
-    return all(can_shard(spec, layout, degree) for spec, layout in pairs) and can_shard(result, strategy.result, degree)
+    if not all(can_shard(spec, layout, degree) for spec, layout in pairs):
+        return False
+    return can_shard(result, strategy.result, degree) and len(padded_dims(strategy, operands, result)) <= 1
 
 
 def _equation_strategies(rule: OpRule, op: Op, operands: Specs, blocks: tuple[int, ...]) -> list[Strategy]:
@@ -165,26 +192,48 @@ def _equation_strategies(rule: OpRule, op: Op, operands: Specs, blocks: tuple[in
     assert len(terms) == len(operands), f"{op.target}: {equation} has {len(terms)} operands, the call {len(operands)}"
     whole = frozenset().union(*(term.whole for term in (*terms, result)))
     letters = dict.fromkeys(letter for term in terms for letter in term.letters if letter not in whole)
-    found = [_split(terms, result, letter, count) for letter in letters for count in blocks]
-    for linear in rule.linear_in:
+    found = [_split(terms, result, letter, partial(sharded, blocks=n)) for letter in letters for n in blocks]
+    found += [_split(terms, result, letter, padded) for letter in letters if _may_be_padded(rule, terms, letter)]
+    for linear in (index for index in rule.linear_in if index < len(terms)):
         others = [P if term.is_added or index == linear else V for index, term in enumerate(terms)]
         found.append(Strategy(tuple(others), P))
     return [strategy for strategy in found if strategy is not None]
 
 
-def _split(terms: tuple[Term, ...], result: Term, letter: str, blocks: int) -> Strategy | None:
+def _expert_row_strategies(rule: OpRule, op: Op, operands: Specs) -> list[Strategy]:
+    """Rows of other experts pass through as padding does, where every operand that has the rows has them as dim 0."""
+    equation = equation_of(rule, op, operands)
+    if equation is None:
+        return []
+    terms, result = parse_equation(equation)
+    row = result.letters[0] if result.letters else ""
+    having = [term for term in terms if row in term.letters]
+    if not having or any(term.letters[0] != row or row in term.whole for term in (*having, result)):
+        return []
+    n_rows = {spec.shape[0] for term, spec in zip(terms, operands, strict=True) if row in term.letters}
+    if n_rows != {op.outputs[0].shape[0]} or not _may_be_padded(rule, terms, row):
+        return []
+    return [Strategy(tuple(E if row in term.letters else V for term in terms), E)]
+
+
+def _may_be_padded(rule: OpRule, terms: tuple[Term, ...], letter: str) -> bool:
+    """Whether every operand with the letter may hold anything finite beyond its end, and none sums over it."""
+    having = [index for index, term in enumerate(terms) if letter in term.letters]
+    return set(having) <= set(rule.finite_in) and not any(letter in term.contracted for term in terms)
+
+
+def _split(terms: tuple[Term, ...], result: Term, letter: str, part_of: Callable[[int], Layout]) -> Strategy | None:
+    """The strategy that splits one letter; `part_of` gives the layout of a tensor by the dim that has the letter."""
     is_contracted = any(letter in term.contracted for term in terms)
     if letter not in result.letters and not is_contracted:
         return None
     layouts = []
     for term in terms:
         if letter in term.letters:
-            layouts.append(sharded(term.letters.index(letter), blocks))
+            layouts.append(part_of(term.letters.index(letter)))
         else:
             layouts.append(P if is_contracted and term.is_added else V)
-    return Strategy(
-        tuple(layouts), P if is_contracted else sharded(result.letters.index(letter), blocks), is_split=True
-    )
+    return Strategy(tuple(layouts), P if is_contracted else part_of(result.letters.index(letter)), is_split=True)
 
 
 def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_gradient: bool) -> Strategy:

@@ -1,26 +1,45 @@
 """Ops -> segments: consecutive ops of one repeated block, folded by proof of equality.
 
-A block is an element of a container: the part of the module path up to its first number (`transformer.h.3`). Ops
-outside any block form segments of their own. Two segments are of one kind when their ops are equal after names are
-replaced by positions, parameter names by their names inside the block, and gradients flow through the same values.
+A block is an element of a container: the part of the module path up to its first number (`transformer.h.3`), and on to
+the next one where elements are containers themselves (`groups.0.2`). Ops outside any block form segments of their own.
+Two segments are of one kind when their ops are equal after names are replaced by positions, parameter names by their
+names inside the block, and gradients flow through the same values.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 from autoplan.graph import Argument, Op, Parameter, Ref, Segment, gradient_values
 
 
-def block_path(module_path: str) -> str | None:
-    """The path of the outermost container element around a module; None outside of containers."""
+def block_path(module_path: str, nested: frozenset[str] = frozenset()) -> str | None:
+    """The path of the container element around a module; None outside of containers.
+
+    `nested` are elements that are containers themselves (`nested_containers`).
+    """
     parts = module_path.split(".")
     for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
+        path = ".".join(parts[: index + 1])
+        if part.isdigit() and path not in nested:
+            return path
     return None
+
+
+def nested_containers(module_paths: Iterable[str]) -> frozenset[str]:
+    """Container elements that only run numbered children with modules of their own, such as a Sequential of blocks."""
+    children: dict[str, dict[str, bool]] = defaultdict(dict)
+    for module_path in set(module_paths):
+        parts = [*module_path.split("."), ""]
+        for index, part in enumerate(parts[:-1]):
+            if part.isdigit():
+                path, child, has_modules = ".".join(parts[: index + 1]), parts[index + 1], len(parts) > index + 3
+                children[path][child] = children[path].get(child, False) or has_modules
+    return frozenset(
+        path for path, table in children.items() if all(name.isdigit() and deep for name, deep in table.items())
+    )
 
 
 def split_segments(
@@ -63,7 +82,8 @@ def split_segments(
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[tuple[str | None, int, int]]:
     start = 0
-    for path, group in groupby(ops, key=lambda op: block_path(op.module_path)):
+    nested = nested_containers(op.module_path for op in ops)
+    for path, group in groupby(ops, key=lambda op: block_path(op.module_path, nested)):
         stop = start + sum(1 for _ in group)
         yield path, start, stop
         start = stop

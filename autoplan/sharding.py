@@ -27,10 +27,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autoplan.graph import GraphFacts, Op, OpGraph, Segment, TensorSpec
-from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, parse_layout, sharded
+from autoplan.graph import Extent, GraphFacts, Op, OpGraph, Segment, TensorSpec
+from autoplan.layout import NOTHING, Conversion, E, Layout, R, can_shard, conversion, padded, parse_layout, sharded
 from autoplan.parallel_plan import SegmentSharding
-from autoplan.rules import OpRule, Strategy, all_strategies, normalize, operand_names
+from autoplan.rules import OpRule, Strategy, all_strategies, normalize, operand_names, padded_dims
 from autoplan.search.linear_model import LinearModel, Solution
 
 MICROSECONDS = 1e6  # the unit of the objective: solvers want numbers near 1
@@ -130,12 +130,22 @@ def legal_strategies(
 ) -> dict[Op, tuple[Strategy, ...]]:
     """The strategies of each op of a segment, with V only where there is a gradient that could vary."""
     blocks = block_counts(ops, specs, degree, rules)
+    extents = padded_extents(ops, specs, degree, rules)
+    has_expert_rows = any(s.result == E for op in ops for s in _own_strategies(op, specs, degree, rules))
     found = {}
     for op in ops:
         names = operand_names(op)
         flags = tuple(name in gradients for name in names)
         operands = tuple(specs[name] for name in names)
-        candidates = all_strategies(rules.get(op.target), op, operands=operands, degree=degree, blocks=blocks[op.name])
+        candidates = all_strategies(
+            rules.get(op.target),
+            op,
+            operands=operands,
+            degree=degree,
+            blocks=blocks[op.name],
+            padded_extents=extents,
+            has_expert_rows=has_expert_rows,
+        )
         normal = (normalize(s, flags, result_has_gradient=op.name in gradients) for s in candidates)
         found[op] = tuple(dict.fromkeys(normal))
     return found
@@ -151,13 +161,10 @@ def block_counts(
     """
     asked: dict[str, set[int]] = {name: set() for op in ops for name in (op.name, *operand_names(op))}
     for op in ops:
-        rule = rules.get(op.target)
-        if rule is not None and rule.strategies is not None:
-            operands = tuple(specs[name] for name in operand_names(op))
-            for strategy in rule.strategies(op, operands, op.outputs[0], degree):
-                asked[op.name].add(strategy.result.blocks)
-                for name, layout in zip(operand_names(op), strategy.operands, strict=True):
-                    asked[name].add(layout.blocks)
+        for strategy in _own_strategies(op, specs, degree, rules):
+            asked[op.name].add(strategy.result.blocks)
+            for name, layout in zip(operand_names(op), strategy.operands, strict=True):
+                asked[name].add(layout.blocks)
     elementwise = [op for op in ops if (rule := rules.get(op.target)) and rule.equation and rule.efficiency != "matmul"]
     for op in (*elementwise, *reversed(elementwise)):
         spread = set().union(*(asked[name] for name in (op.name, *operand_names(op))))
@@ -168,9 +175,37 @@ def block_counts(
     }
 
 
+def padded_extents(
+    ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
+) -> frozenset[Extent]:
+    """The extents that are worth padding: those at which an op has a function that knows where the padding begins.
+
+    A vocabulary, which the embedding and the loss can split, is; the other ops in between pass the padding on.
+    """
+    found: set[Extent] = set()
+    for op in ops:
+        operands = tuple(specs[name] for name in operand_names(op))
+        for strategy in _own_strategies(op, specs, degree, rules):
+            if strategy.function:
+                found |= padded_dims(strategy, operands, op.outputs[0])
+    return frozenset(found)
+
+
+def _own_strategies(
+    op: Op, specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
+) -> tuple[Strategy, ...]:
+    """What the rule of an op allows beside its equation."""
+    rule = rules.get(op.target)
+    if rule is None or rule.strategies is None:
+        return ()
+    operands = tuple(specs[name] for name in operand_names(op))
+    return tuple(rule.strategies(op, operands, op.outputs[0], degree))
+
+
 def _storage_layouts(graph: OpGraph, name: str, degree: int) -> tuple[Layout, ...]:
     parameter = next(p for p in graph.parameters if p.name == name)
-    splits = () if parameter.is_buffer else tuple(sharded(dim) for dim in range(len(parameter.spec.shape)))
+    dims = () if parameter.is_buffer else tuple(range(len(parameter.spec.shape)))
+    splits = [split(dim) for dim in dims for split in (sharded, padded)]
     return (R, *(layout for layout in splits if can_shard(parameter.spec, layout, degree)))
 
 

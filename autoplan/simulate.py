@@ -13,6 +13,8 @@ data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline p
   the rank does next; the optimizer waits for it.
 - While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
 - Tensor-parallel communication, recomputation and launch time are serial with compute.
+- A backward pass in two halves: the one for weights takes `weight_backward_s` and makes the gradients that are reduced,
+  the one for inputs takes the rest. The first stage, whose inputs need no gradient, does all in the pass for weights.
 
 **One step** (`_replay_step`): an action starts when its rank is free and its input has arrived. Sends do not block the
 sender; a rank sends its activations one after the other, and so its gradients. Left out: that sends slow compute, and
@@ -30,6 +32,7 @@ The first and the last line of any rank are together a lower bound on the step t
 
     state + gathered parameters + unreduced gradients + working bytes of the running stage's largest segment
           + (saved activations + received input) x micro-batches in flight, the running one included
+          + gradients pending x micro-batches between their pass for inputs and their pass for weights
 
 Left out: the gradient received by the one running backward pass, and activations whose send is not done.
 """
@@ -43,10 +46,19 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import pairwise
 
-from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, forward_s
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.schedules import KEPT_SCHEDULES, Action, Schedule, build_schedule, dependency, replay_order
+from autoplan.schedules import (
+    GRADIENT_KINDS,
+    KEPT_SCHEDULES,
+    Action,
+    Schedule,
+    build_schedule,
+    dependency,
+    replay_order,
+    stage_ranks,
+)
 
 # ---------------------------------------------------------------------------------------------- one pass of a stage
 
@@ -160,10 +172,7 @@ class _Stage:
 
     rank: int
     costs: tuple[SegmentCost, ...]
-    first_forward: tuple[SegmentWork, ...]
-    forward: tuple[SegmentWork, ...]
-    backward: tuple[SegmentWork, ...]
-    last_backward: tuple[SegmentWork, ...]
+    passes: dict[tuple[str, bool], tuple[SegmentWork, ...]]  # by kind, and whether it is at the edge of the step
     send_activation_s: float
     send_gradient_s: float
     state_bytes: int
@@ -171,61 +180,59 @@ class _Stage:
     gradient_bytes: int
     saved_bytes: int
     received_bytes: int
+    pending_bytes: int
     working_bytes: int
 
 
-def _stage(table: CostTable, stage: StagePlan, *, index: int) -> _Stage:
+def _stage(table: CostTable, stage: StagePlan, *, index: int, ranks: tuple[int, ...]) -> _Stage:
     recomputed = frozenset(stage.recomputed)
     priced = tuple(
         (segment, table.cost_of(segment, recomputed=segment in recomputed))
         for segment in range(stage.start, stage.stop)
     )
     costs = tuple(cost for _, cost in priced)
-    gathers, reduces = table.gathers_per_micro_batch, table.reduces_per_micro_batch
     return _Stage(
-        rank=index % table.mesh.pp,
+        rank=ranks[index],
         costs=costs,
-        first_forward=_forward(priced, gathers=True),
-        forward=_forward(priced, gathers=gathers),
-        backward=_backward(priced, gathers=gathers, reduces=reduces),
-        last_backward=_backward(priced, gathers=gathers, reduces=True),
-        send_activation_s=_cut_s(table, stage.stop),
-        send_gradient_s=_cut_s(table, stage.start),
+        passes=_passes(table, priced),
+        send_activation_s=_send_s(table, stage.stop, between=ranks[index : index + 2]),
+        send_gradient_s=_send_s(table, stage.start, between=ranks[max(0, index - 1) : index + 1]),
         state_bytes=sum(cost.state_bytes for cost in costs),
         gathered_bytes=_held_bytes((cost.gathered_bytes for cost in costs), all_of_them=table.keeps_gathered),
         gradient_bytes=_held_bytes((cost.gradient_bytes for cost in costs), all_of_them=_accumulates(table)),
         saved_bytes=sum(cost.saved_bytes for cost in costs),
         received_bytes=table.cut_bytes[stage.start - 1] if stage.start > 0 else 0,
+        pending_bytes=sum(cost.pending_bytes for cost in costs),
         working_bytes=max(cost.working_bytes for cost in costs),
     )
 
 
-def _forward(priced: tuple[tuple[int, SegmentCost], ...], *, gathers: bool) -> tuple[SegmentWork, ...]:
-    return tuple(
-        SegmentWork(
-            segment,
-            busy_s=cost.forward_s + cost.launch_forward_s + cost.tp_forward_s,
-            gather_s=cost.gather_s if gathers else 0.0,
-        )
-        for segment, cost in priced
-    )
+def _passes(
+    table: CostTable, priced: tuple[tuple[int, SegmentCost], ...]
+) -> dict[tuple[str, bool], tuple[SegmentWork, ...]]:
+    """The work of each kind of pass of a stage; the first forward and the last backward pass are at the edge."""
+    is_first = priced[0][0] == 0
+    backward = tuple(reversed(priced))
+    found = {}
+    for is_edge in (False, True):
+        gathers, reduces = table.gathers_per_micro_batch, table.reduces_per_micro_batch or is_edge
+        found["F", is_edge] = tuple(_work(s, c, forward_s(c), gathers=gathers or is_edge) for s, c in priced)
+        for kind, has_gradients in (("B", True), ("I", False), ("W", True)):
+            busy = [backward_part_s(cost, kind, is_first=is_first) for _, cost in backward]
+            found[kind, is_edge] = tuple(
+                _work(segment, cost, busy_s, gathers=gathers, reduces=reduces and has_gradients)
+                for (segment, cost), busy_s in zip(backward, busy, strict=True)
+            )
+    return found
 
 
-def _backward(priced: tuple[tuple[int, SegmentCost], ...], *, gathers: bool, reduces: bool) -> tuple[SegmentWork, ...]:
-    return tuple(
-        SegmentWork(
-            segment,
-            busy_s=cost.recompute_s + cost.backward_s + cost.launch_backward_s + cost.tp_backward_s,
-            gather_s=cost.gather_s if gathers else 0.0,
-            reduce_s=cost.reduce_s if reduces else 0.0,
-        )
-        for segment, cost in reversed(priced)
-    )
+def _work(segment: int, cost: SegmentCost, busy_s: float, *, gathers: bool, reduces: bool = False) -> SegmentWork:
+    return SegmentWork(segment, busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
 
 
-def _cut_s(table: CostTable, segment: int) -> float:
+def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> float:
     """Time of a transfer over the boundary before `segment`; 0 at both ends of the model and within a rank."""
-    if table.mesh.pp == 1 or segment in (0, len(table.kinds)):
+    if len(set(between)) == 1:
         return 0.0
     cut_s = table.cut_s[segment - 1]
     assert cut_s is not None
@@ -312,12 +319,12 @@ def _replay_step(
         stage = stages[action.stage]
         clock = clocks[stage.rank]
         needed = dependency(action, len(stages))
-        start_s = _wait(clock, None if needed is None else runs[needed])
+        start_s = _wait(clock, None if needed is None else runs[needed], rank=stage.rank)
         n_runs[action.stage, action.kind] += 1
         is_edge = n_runs[action.stage, action.kind] == (1 if action.kind == "F" else table.mesh.n_micro_batches)
         key = (action.stage, action.kind, is_edge, clock.left_s)
         if key not in known:
-            work = _work_of(stage, action.kind, is_edge=is_edge)
+            work = stage.passes[action.kind, is_edge]
             known[key] = replay_pass(work, slowdown=table.overlap_slowdown, left_s=clock.left_s)
         runs[action] = _run(action, stage, clock=clock, start_s=start_s, times=known[key])
     for clock in clocks:
@@ -325,17 +332,15 @@ def _replay_step(
     return clocks, tuple(runs.values())
 
 
-def _work_of(stage: _Stage, kind: str, *, is_edge: bool) -> tuple[SegmentWork, ...]:
-    """What a pass does; the first forward and the last backward pass of a stage are the edges of the step."""
-    if kind == "F":
-        return stage.first_forward if is_edge else stage.forward
-    return stage.last_backward if is_edge else stage.backward
+def _wait(clock: _RankClock, needed: _Run | None, *, rank: int) -> float:
+    """When the rank starts its next action; books what it waits for and lets pending communication go on.
 
-
-def _wait(clock: _RankClock, needed: _Run | None) -> float:
-    """When the rank starts its next action; books what it waits for and lets pending communication go on."""
-    start_s = clock.free_s if needed is None else max(clock.free_s, needed.arrived_s)
-    if needed is not None and start_s > clock.free_s:
+    What it did itself is there.
+    """
+    if needed is None or needed.rank == rank:
+        return clock.free_s
+    start_s = max(clock.free_s, needed.arrived_s)
+    if start_s > clock.free_s:
         idle_s = start_s - clock.free_s
         transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
         clock.exposed_pp_s += transfer_s
@@ -345,10 +350,13 @@ def _wait(clock: _RankClock, needed: _Run | None) -> float:
 
 
 def _run(action: Action, stage: _Stage, *, clock: _RankClock, start_s: float, times: PassTimes) -> _Run:
-    """Run the action on its rank's clock and send its result."""
+    """Run the action on its rank's clock and send its result, if another rank needs it."""
     stop_s = start_s + times.elapsed_s
     clock.free_s, clock.left_s = stop_s, times.left_s
     clock.exposed_dp_s += times.exposed_s
+    send_s = {"F": stage.send_activation_s, "W": 0.0}.get(action.kind, stage.send_gradient_s)
+    if send_s == 0.0:
+        return _Run(action, stage.rank, start_s, stop_s, times, sent_s=stop_s, arrived_s=stop_s)
     if action.kind == "F":
         sent_s = max(stop_s, clock.activation_link_free_s)
         arrived_s = clock.activation_link_free_s = sent_s + stage.send_activation_s
@@ -386,6 +394,7 @@ class _Memory:
     unreduced_gradients: int
     saved_activations: int
     received_inputs: int
+    pending_gradients: int
     working: int
 
     @property
@@ -396,6 +405,7 @@ class _Memory:
             + self.unreduced_gradients
             + self.saved_activations
             + self.received_inputs
+            + self.pending_gradients
             + self.working
         )
 
@@ -412,23 +422,26 @@ def _memory_steps(
     state = sum(stage.state_bytes for stage in own.values())
     kept = sum(stage.gathered_bytes for stage in own.values()) if table.keeps_gathered else 0
     accumulating: set[int] = set()
-    accumulated = saved = received = 0
+    accumulated = saved = received = pending = 0
     steps = []
     for action in actions:
-        stage, is_backward = own[action.stage], action.kind == "B"
-        if not is_backward:
+        stage, makes_gradients = own[action.stage], action.kind in GRADIENT_KINDS
+        if action.kind == "F":
             saved += stage.saved_bytes
             received += stage.received_bytes
+        elif action.kind == "I":
+            pending += stage.pending_bytes
         elif _accumulates(table) and action.stage not in accumulating:
             accumulating.add(action.stage)
             accumulated += stage.gradient_bytes
         gathered = kept if table.keeps_gathered else stage.gathered_bytes
-        unreduced = stage.gradient_bytes if is_backward and not _accumulates(table) else accumulated
-        running = _Memory(state, gathered, unreduced, saved, received, stage.working_bytes)
-        if is_backward:
+        unreduced = stage.gradient_bytes if makes_gradients and not _accumulates(table) else accumulated
+        running = _Memory(state, gathered, unreduced, saved, received, pending, stage.working_bytes)
+        if makes_gradients:
             saved -= stage.saved_bytes
             received -= stage.received_bytes
-        steps.append((running, _Memory(state, kept, accumulated, saved, received, 0)))
+            pending -= stage.pending_bytes if action.kind == "W" else 0
+        steps.append((running, _Memory(state, kept, accumulated, saved, received, pending, 0)))
     return tuple(steps)
 
 
@@ -451,7 +464,7 @@ class _Replay:
     runs: tuple[_Run, ...]
 
     def stages_of(self, rank: int) -> tuple[_Stage, ...]:
-        return self.stages[rank :: len(self.clocks)]
+        return tuple(stage for stage in self.stages if stage.rank == rank)
 
 
 @lru_cache(maxsize=KEPT_SCHEDULES)
@@ -465,7 +478,8 @@ def _replay(table: CostTable, stages: tuple[StagePlan, ...]) -> _Replay:
     _check_stages(table, stages)
     mesh = table.mesh
     schedule, order = _schedule_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
-    priced = tuple(_stage(table, stage, index=index) for index, stage in enumerate(stages))
+    ranks = stage_ranks(schedule)
+    priced = tuple(_stage(table, stage, index=index, ranks=ranks) for index, stage in enumerate(stages))
     clocks, runs = _replay_step(table, priced, order=order)
     return _Replay(priced, schedule, clocks, runs)
 
@@ -495,6 +509,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
         reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
         memory_limit_bytes=table.memory_limit_bytes,
+        segment_sources=tuple(table.sources[kind] for kind in table.kinds) if table.sources else (),
         timeline=_timeline(replay, optimizer_s=tuple(b.optimizer_s for b in breakdowns)) if with_timeline else (),
     )
 

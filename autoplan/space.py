@@ -5,21 +5,23 @@ OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autoplan.cost.price import Shardings, legal_cuts, make_pricer, sharding_prices
 from autoplan.cost.table import CostTable
-from autoplan.errors import UsageError
+from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.options import Options
+from autoplan.measured_profile import MeasuredProfile
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
-from autoplan.search.meshes import SearchSpace, divisors, fixed_int
+from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
 from autoplan.search.solve import solve
+from autoplan.semantics import check_loss_average
 from autoplan.sharding import shard_graph
 
 BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
@@ -34,20 +36,36 @@ class PricedSpace:
     make_plan: Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 
-def load_rules() -> dict[str, OpRule]:
-    """The rule of every operator, from the tables of `cost_models/`."""
-    return load_table("autoplan.cost_models", "RULES")
+def load_rules(files: Sequence[str] = ()) -> dict[str, OpRule]:
+    """The rule of every operator, from the tables of `cost_models/` and of these files (`Options.rules`).
+
+    Raises: InputError when two tables have the same operator, or an entry is no rule.
+    """
+    rules = load_table("autoplan.cost_models", "RULES", files)
+    for target, rule in rules.items():
+        if not isinstance(rule, OpRule):
+            raise InputError.of(
+                f"RULES[{target!r}]", found=type(rule).__name__, expected="an OpRule", fix='write OpRule("a b -> a b")'
+            )
+    return rules
 
 
 def priced_space(
-    graph: OpGraph, profile: HardwareProfile, options: Options, *, global_batch: int, n_devices: int | None = None
+    graph: OpGraph,
+    profile: HardwareProfile,
+    options: Options,
+    *,
+    global_batch: int,
+    n_devices: int | None = None,
+    measured: MeasuredProfile | None = None,
 ) -> PricedSpace:
     """Solve the tensor-parallel programs of every degree, and offer everything to the search.
 
     With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
     """
-    rules = load_rules()
-    shardings = _all_shardings(graph, profile, options, rules)
+    check_loss_average(graph, fixed(options, "loss_average"))
+    rules = load_rules(options.rules)
+    shardings = {} if graph.is_module_level else all_shardings(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in shardings:
         keys.setdefault(degree, []).append(key)
@@ -60,23 +78,40 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
     )
-    price = make_pricer(graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules)
+    price = make_pricer(
+        graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules, measured=measured
+    )
     make_plan = partial(
-        _make_plan, graph, shardings, options.precision, (profile.name, profile.n_hosts), graph.content_hash()
+        _make_plan,
+        graph,
+        shardings,
+        options,
+        (profile.name, profile.n_hosts),
+        graph.content_hash(),
     )
     return PricedSpace(space, price, make_plan)
 
 
-def price_plan(graph: OpGraph, profile: HardwareProfile, plan: Plan) -> CostTable:
+def price_plan(
+    graph: OpGraph,
+    profile: HardwareProfile,
+    plan: Plan,
+    *,
+    rule_files: Sequence[str] = (),
+    measured: MeasuredProfile | None = None,
+) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
     shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
-    pricer = make_pricer(graph, profile=profile, precision=plan.precision, shardings=shardings, rules=load_rules())
+    rules = load_rules(rule_files)
+    pricer = make_pricer(
+        graph, profile=profile, precision=plan.precision, shardings=shardings, rules=rules, measured=measured
+    )
     return pricer(plan.mesh)
 
 
-def flops_per_sample(graph: OpGraph) -> int:
+def flops_per_sample(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> int:
     """Model FLOPs of one sample, forward and backward: matrix products and attention, nothing recomputed."""
-    rules, specs = load_rules(), graph.specs()
+    rules, specs = load_rules(rule_files), graph.specs()
     total = 0
     for op in graph.ops:
         rule = rules.get(op.target)
@@ -86,20 +121,20 @@ def flops_per_sample(graph: OpGraph) -> int:
     return total * (1 + BACKWARD_OVER_FORWARD)
 
 
-def ops_without_rule(graph: OpGraph) -> tuple[str, ...]:
+def ops_without_rule(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> tuple[str, ...]:
     """Operators that are priced by their bytes and never split, because no rule knows them."""
-    rules = load_rules()
+    rules = load_rules(rule_files)
     return tuple(dict.fromkeys(op.target for op in graph.ops if op.target not in rules))
 
 
-def _all_shardings(
-    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
-) -> Shardings:
+def all_shardings(graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]) -> Shardings:
     """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing."""
     wanted = fixed_int(options, "tp")
     degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
     micro_batch_size = fixed_int(options, "micro_batch") or 1
     found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
+    if wanted is not None:
+        _check_degree(wanted, profile)
     for degree in degrees:
         if degree == 1 or degree > profile.n_devices:
             continue
@@ -111,19 +146,31 @@ def _all_shardings(
             degree=degree,
             batch_size=micro_batch_size,
         )
-        _check_degree(degree, profile, is_fixed=wanted is not None)
         best = shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
         found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
+    if wanted not in (None, 1) and not found:
+        free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
+        legal = sorted({1, *(degree for degree, _ in all_shardings(graph, profile, free, rules))})
+        raise UsageError.of(
+            f"--fix tp={wanted}",
+            found=f"nothing in the model that gains by being split over {wanted} devices",
+            expected=f"one of {', '.join(map(str, legal))}",
+            fix="use one of these, or leave tp out",
+        )
     return found
 
 
-def _check_degree(degree: int, profile: HardwareProfile, *, is_fixed: bool) -> None:
-    if is_fixed and profile.n_devices_per_host % degree and degree % profile.n_devices_per_host:
+def _check_degree(degree: int, profile: HardwareProfile) -> None:
+    """Refuse a degree that the cluster has no place for, and name the nearest that it has."""
+    host = profile.n_devices_per_host
+    multiples = tuple(host * k for k in range(2, profile.n_hosts + 1))
+    legal = sorted((*divisors(host), *multiples), key=lambda other: (abs(other - degree), other))
+    if degree not in legal:
         raise UsageError.of(
             f"--fix tp={degree}",
-            found=f"{degree}, on hosts of {profile.n_devices_per_host} devices",
+            found=f"{degree}, on {profile.n_hosts} x {host} devices",
             expected="a divisor or a multiple of the devices of a host",
-            fix="use tp=" + " or ".join(str(d) for d in divisors(profile.n_devices_per_host)),
+            fix=f"use tp={' or tp='.join(map(str, sorted(legal[:2])))}",
         )
 
 
@@ -134,7 +181,7 @@ def _splits_something(assignments: tuple[SegmentSharding, ...]) -> bool:
 def _make_plan(
     graph: OpGraph,
     shardings: Shardings,
-    precision: str,
+    options: Options,
     hardware: tuple[str, int],
     graph_hash: str,
     mesh: Mesh,
@@ -147,12 +194,14 @@ def _make_plan(
     return Plan(
         mesh=mesh,
         stages=kept,
-        precision=precision,
+        precision=options.precision,
         shardings=shardings.get((mesh.tp, mesh.sharding), ()),
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],
         recompute=_recompute_name(graph, kept),
+        batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
+        loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
     )
 
 

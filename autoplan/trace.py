@@ -1,13 +1,14 @@
 """Model file -> OpGraph, by `torch.export` on meta tensors: no weight is ever allocated.
 
-The model is traced twice, with another batch size and another dtype, and the two graphs are laid over each other:
+The model is traced in bfloat16 with two batch sizes, and the two graphs are laid over each other:
 
-    trace A: batch 2, bfloat16      trace B: batch 3, float64
+    batch 2                         batch 3
     view(x, [2, 256, 6, 64])   +    view(x, [3, 256, 6, 64])   =   view(x, [PerSample(1), 256, 6, 64])
-    to(cos, bfloat16)          +    to(cos, float64)           =   to(cos, compute)
+    to(cos, bfloat16)          +    to(cos, bfloat16)          =   to(cos, compute)
 
-So the graph is exact for every batch size and precision, and what depends on the batch in another way is found and
-refused instead of guessed.
+So the graph is exact for every batch size, and what depends on the batch in another way is found and refused instead
+of guessed. Whatever is bfloat16 becomes the compute precision; a forward that branches on its dtype (T5 does) is
+planned as it runs in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoplan.dissolved import watch_dissolved
+from autoplan.effects import COPY, restore_effects
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import (
     COMPUTE,
@@ -48,10 +51,11 @@ from autoplan.graph import (
     TensorSpec,
 )
 from autoplan.segments import split_segments
+from autoplan.source_names import with_labels
 
 BATCH_A, BATCH_B = 2, 3
-DTYPE_A, DTYPE_B = torch.bfloat16, torch.float64
-_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py")
+DTYPE = torch.bfloat16
+_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py", "/autoplan/module_level.py")
 _DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
 _DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
@@ -141,7 +145,7 @@ def trace_model(source: ModelSource) -> OpGraph:
 
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
-    first, second = _trace(source, BATCH_A, DTYPE_A), _trace(source, BATCH_B, DTYPE_B)
+    first, second = _trace(source, BATCH_A), _trace(source, BATCH_B)
     return _overlay(source, first, second)
 
 
@@ -157,13 +161,14 @@ class _WithLoss(nn.Module):
         self.loss_fn = loss_fn
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        outputs = _call(self.model, inputs)
+        outputs = call_model(self.model, inputs)
         if self.loss_fn is None:
             return outputs, ()
         return self.loss_fn(outputs, targets), outputs
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """The model on its inputs: a tensor, a tuple of arguments, or a dict of named ones."""
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
@@ -174,28 +179,39 @@ class _Trace:
     program: torch.export.ExportedProgram
     model: nn.Module
     batch: tuple[Any, Any]
+    dissolved: tuple[str, ...]
 
 
-def _trace(source: ModelSource, batch_size: int, dtype: torch.dtype) -> _Trace:
+def _trace(source: ModelSource, batch_size: int) -> _Trace:
     with torch.device("meta"):
         model = source.build_model()
     if not isinstance(model, nn.Module):
         raise InputError.of(
             f"{source.where}: build_model", found=type(model).__name__, expected="an nn.Module", fix="return the model"
         )
-    model = model.to(dtype).train()
-    batch = _meta_batch(source, batch_size, dtype)
+    model = model.to(DTYPE).train()
+    batch = meta_batch(source, batch_size)
     with _quiet():
         try:
-            program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
+            with watch_dissolved() as dissolved:
+                program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             if _needs_functionalization(program):
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(_trace_failure(source.where, error)) from error
-    return _Trace(program, model, batch)
+    return _Trace(program, model, batch, tuple(sorted(dissolved)))
 
 
-def _meta_batch(source: ModelSource, batch_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
+    """A batch with its values, as the model file makes it once a model is built."""
+    with torch.device("meta"):
+        source.build_model()
+    inputs, targets = source.make_batch(batch_size)
+    return inputs, targets
+
+
+def meta_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
+    """A checked batch of the model file, on the meta device."""
     batch = source.make_batch(batch_size)
     where = f"{source.where}: make_batch({batch_size})"
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -211,7 +227,7 @@ def _meta_batch(source: ModelSource, batch_size: int, dtype: torch.dtype) -> tup
                 expected=f"first dim = batch size {batch_size}",
                 fix="put the batch dim first in every tensor of the batch",
             )
-        return torch.empty_like(value, device="meta", dtype=dtype if value.is_floating_point() else value.dtype)
+        return torch.empty_like(value, device="meta", dtype=DTYPE if value.is_floating_point() else value.dtype)
 
     inputs, targets = pytree.tree_map(to_meta, tuple(batch))
     return inputs, targets
@@ -250,27 +266,39 @@ def _overlay(source: ModelSource, first: _Trace, second: _Trace) -> OpGraph:
     nodes_b = _kept_nodes(second.program)
     if [(n.op, str(n.target)) for n in nodes_a] != [(n.op, str(n.target)) for n in nodes_b]:
         raise TraceError(
-            f"{where}: the model runs other operators at batch {BATCH_A} in bfloat16"
-            f" than at batch {BATCH_B} in float64\n"
-            "  expected: the same operators for every batch size and dtype\n"
-            "  fix: remove the branch on batch size or dtype from forward, or plan with a fixed wrapper module"
+            f"{where}: the model runs other operators at batch {BATCH_A} than at batch {BATCH_B}\n"
+            "  expected: the same operators for every batch size\n"
+            "  fix: remove the branch on the batch size from forward"
         )
     value_names = _value_names(first, nodes_a)
     ops = tuple(
         _overlay_op(a, b, value_names) for a, b in zip(nodes_a, nodes_b, strict=True) if a.op == "call_function"
     )
-    outputs_a = next(n for n in first.program.graph.nodes if n.op == "output").args[0]
-    output_names = [value_names[node] for node in outputs_a if isinstance(node, torch.fx.Node)]
+    output_names, written = _outputs(first, value_names)
+    ops = restore_effects(ops, written=written)
     loss, *model_outputs = output_names
     output_names = output_names if has_loss_fn else [loss]
-    ops = _live_ops(ops, set(output_names))
+    ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
+    ops = with_labels(ops, {node.name: node.meta.get("stack_trace") or "" for node in nodes_a})
     _check_loss(where, loss, ops)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)
-    parameters = _graph_parameters(first.model, second.model, ops)
+    parameters = graph_parameters(first.model, second.model, ops)
     class_names = {path: type(module).__name__ for path, module in first.model.named_modules()}
     segments = split_segments(ops, parameters=parameters, kept=tuple(output_names), class_names=class_names)
-    return OpGraph(source.name, inputs, parameters, ops, segments, tuple(dict.fromkeys(model_outputs)), loss)
+    outputs = tuple(dict.fromkeys(model_outputs))
+    return OpGraph(source.name, inputs, parameters, ops, segments, outputs, loss, first.dissolved)
+
+
+def _outputs(trace: _Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], dict[str, str]]:
+    """Names of what the model and its loss return, and which value each written buffer takes."""
+    signature = trace.program.graph_signature
+    output = next(node for node in trace.program.graph.nodes if node.op == "output")
+    nodes = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
+    written = signature.buffers_to_mutate
+    returned = [names[node] for node in nodes if node.name not in written]
+    buffers = {names[node]: written[node.name].removeprefix("model.") for node in nodes if node.name in written}
+    return returned, buffers
 
 
 def _kept_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
@@ -329,7 +357,7 @@ def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: st
     if isinstance(a, list | tuple):
         return tuple(_overlay_argument(x, y, names, where) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.dtype):
-        return Symbol("dtype:" + _overlay_dtype(a, b))
+        return Symbol("dtype:" + _dtype_name(a))
     if isinstance(a, torch.device):
         return Symbol("device")
     if isinstance(a, bool) or a is None or isinstance(a, str):
@@ -345,8 +373,8 @@ def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: st
     return Symbol(str(a))
 
 
-def _overlay_dtype(a: torch.dtype, b: torch.dtype) -> str:
-    return COMPUTE if a != b else str(a).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return COMPUTE if dtype == DTYPE else str(dtype).removeprefix("torch.")
 
 
 def _overlay_extent(a: int, b: int, where: str) -> Extent:
@@ -364,7 +392,7 @@ def _overlay_extent(a: int, b: int, where: str) -> Extent:
 def _overlay_specs(a: Any, b: Any, where: str) -> tuple[TensorSpec, ...]:
     if isinstance(a, torch.Tensor):
         shape = tuple(_overlay_extent(int(x), int(y), where) for x, y in zip(a.shape, b.shape, strict=True))
-        return (TensorSpec(shape, _overlay_dtype(a.dtype, b.dtype)),)
+        return (TensorSpec(shape, _dtype_name(a.dtype)),)
     return tuple(spec for x, y in zip(a, b, strict=True) for spec in _overlay_specs(x, y, where))
 
 
@@ -415,17 +443,19 @@ def _graph_inputs(first: _Trace, second: _Trace, names: dict[torch.fx.Node, str]
     inputs = []
     for node, (path, a), b in zip(nodes, leaves_a, leaves_b, strict=True):
         if isinstance(a, torch.Tensor):
-            keys = tuple(_path_key(key) for key in path)
+            keys = tuple(path_key(key) for key in path)
             role = ("inputs", "targets")[int(keys[0])]
             inputs.append(Input(names[node], _overlay_specs(a, b, node.name)[0], (role, *keys[1:])))
     return tuple(inputs)
 
 
-def _path_key(key: Any) -> str | int:
+def path_key(key: Any) -> str | int:
+    """One step of a path into a structure: an index or a name."""
     return key.idx if hasattr(key, "idx") else key.key
 
 
-def _graph_parameters(model_a: nn.Module, model_b: nn.Module, ops: tuple[Op, ...]) -> tuple[Parameter, ...]:
+def graph_parameters(model_a: nn.Module, model_b: nn.Module, ops: tuple[Op, ...]) -> tuple[Parameter, ...]:
+    """Parameters and buffers of the model, each once, with the shapes that two builds of it agree on."""
     parameters_a, parameters_b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
     tensors_a = {**parameters_a, **dict(model_a.named_buffers())}
     tensors_b = {**parameters_b, **dict(model_b.named_buffers())}
@@ -474,17 +504,25 @@ def _user_frame(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
-def _trace_failure(name: str, error: BaseException) -> str:
+def users_place(error: BaseException) -> str:
+    """` at FILE:LINE: TEXT`, the innermost line of the user's code that an error came through."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<") and not any(part in frame.filename for part in _NOT_THE_USERS)
     ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _trace_failure(name: str, error: BaseException) -> str:
+    where = users_place(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT):
         expected = "a forward whose operators do not depend on the values of tensors"
-        fix = "replace a branch on data by torch.where or torch.cond, or move it out of forward"
+        fix = (
+            "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
+            " or use --module-level, which plans without tensor and pipeline parallelism"
+        )
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"

@@ -1,7 +1,11 @@
 """Fused attention. Flash attention: no score matrix in memory, backward recomputes it (5 products instead of 2)."""
 
-from autoplan.graph import Op, extent_at
-from autoplan.rules import OpRule, Specs
+from collections.abc import Iterator
+
+from autoplan.equations import Marks, argument, broadcast_marks, dim_names, write_equation
+from autoplan.graph import Extent, Op, TensorSpec, extent_at
+from autoplan.layout import V, sharded
+from autoplan.rules import OpRule, Specs, Strategy
 
 _STATISTICS_BYTES = 4
 # Achieved / rate of a large matrix product. H200, torch 2.11, bf16, causal, 4096 tokens, head dims 64 and 128: 369
@@ -11,22 +15,47 @@ _BACKWARD_FRACTION = 0.46
 
 
 def _attention(op: Op, operands: Specs) -> str:
-    """q, k, v [, mask]. With grouped queries k and v have fewer heads; both head counts are then split alike."""
-    if any(len(spec.shape) != 4 for spec in operands[:3]):
-        return ", ".join(" ".join(f"x{i}{j}^" for j in range(len(s.shape))) for i, s in enumerate(operands)) + " -> "
-    terms = ["b h s^ e^", "b h t^ e^", "b h t^ v^"]
-    if len(operands) == 4:
-        shape, mask = (*operands[0].shape[:3], operands[1].shape[2]), operands[3].shape
-        names = ("b", "h", "s^", "t^")[4 - len(mask) :]
-        full = shape[4 - len(mask) :]
-        terms.append(
-            " ".join(n if a == b else f"one{i}^" for i, (n, a, b) in enumerate(zip(names, mask, full, strict=True)))
-        )
-    return ", ".join(terms) + " -> b h s^ v^"
+    """q, k, v [, mask]. With grouped queries k and v have fewer heads; both head counts are then split alike.
+
+    Queries may be split too (the scores of one need no other), unless a causal mask counts their positions.
+    """
+    q, k, v = (spec.shape for spec in operands[:3])
+    leading, rows = dim_names(len(q) - 2), "s^" if _is_causal(op) else "s"
+    full, names = (*q[:-1], k[-2]), (*leading, rows, "t^")
+    terms = [
+        (*leading, rows, "e^"),
+        (*_shared(k, leading, "k"), "t^", "e^"),
+        (*_shared(v, leading, "v"), "t^", "f^"),
+        *(broadcast_marks(spec.shape, full, names, "one") for spec in operands[3:]),
+    ]
+    return write_equation(terms, (*leading, rows, "f^"))
+
+
+def _shared(shape: tuple[Extent, ...], leading: Marks, prefix: str) -> Marks:
+    """The letters of the leading dims of k or v; a dim of size 1 is broadcast."""
+    offset = len(leading) - len(shape) + 2
+    return tuple(leading[offset + i] if extent != 1 else f"{prefix}{i}^" for i, extent in enumerate(shape[:-2]))
+
+
+def _few_key_heads(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    """Fewer key than query heads, on more ranks than key heads: k and v whole, of which each rank takes what its
+    query heads read. These must be whole groups of queries, or share one key head.
+    """
+    if not argument(op, 7, "enable_gqa", False) or len(result.shape) != 4:
+        return
+    n_heads, n_key_heads = operands[0].shape[1], operands[1].shape[1]
+    n_local, n_per_key_head = n_heads // degree, n_heads // n_key_heads
+    if n_heads % degree == 0 and (n_local % n_per_key_head == 0 or n_per_key_head % n_local == 0):
+        mask = [sharded(1) if _has_heads(spec, n_heads) else V for spec in operands[3:]]
+        yield Strategy((sharded(1), V, V, *mask), sharded(1), is_split=True, function="grouped_attention_of_rank")
+
+
+def _has_heads(mask: TensorSpec, n_heads: int) -> bool:
+    return len(mask.shape) == 4 and mask.shape[1] == n_heads
 
 
 def _is_causal(op: Op) -> bool:
-    return bool(dict(op.kwargs).get("is_causal", op.args[5] if len(op.args) > 5 else False))
+    return bool(argument(op, 5, "is_causal", False))
 
 
 def _flops(op: Op, operands: Specs, batch_size: int) -> int:
@@ -47,6 +76,7 @@ def _statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int
 RULES = {
     "aten.scaled_dot_product_attention.default": OpRule(
         equation=_attention,
+        strategies=_few_key_heads,
         flops=_flops,
         backward_flops_ratio=2.5,
         backward_bytes_ratio=2.0,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from autoplan.graph import Op, TensorSpec
-from autoplan.layout import P, R, sharded
+from autoplan.layout import P, R, padded, sharded
 from autoplan.rules import OpRule, Specs, Strategy
 
 
@@ -13,8 +13,10 @@ def _embedding(op: Op, operands: Specs) -> str:
 
 
 def _split_vocabulary(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
-    if len(op.args) == 2 and not op.kwargs:
-        yield Strategy((sharded(0), R), P, function="vocab_parallel_embedding")
+    """`padding_idx` is known to the function; gradients scaled by frequency, or sparse, are not."""
+    if not any(op.args[3:]) and not op.kwargs:
+        for rows in (sharded(0), padded(0)):
+            yield Strategy((rows, R), P, function="vocab_parallel_embedding")
 
 
 def _copy_flops(op: Op, operands: Specs, batch_size: int) -> int:

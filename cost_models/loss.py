@@ -1,29 +1,61 @@
-"""Losses. Cross-entropy splits over the classes: three small all-reduces instead of gathering the logits."""
+"""Losses. Cross-entropy splits over the classes: three small all-reduces instead of gathering the logits.
 
-from collections.abc import Iterator
+Rows may be split where the loss is their sum, or one number per row. A mean is never split: its divisor is the number
+of rows that count in the whole batch, and a mean of the means of parts with unlike numbers of ignored rows is another
+number.
+"""
 
+from collections.abc import Callable, Iterator
+
+from autoplan.equations import all_whole, argument, broadcast_marks, dim_names, marked, write_equation
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op, TensorSpec, extent_at
-from autoplan.layout import R, sharded
+from autoplan.layout import R, padded, sharded
 from autoplan.rules import OpRule, Specs, Strategy
 
+_NONE, _SUM = 0, 2  # reductions, as ATen numbers them
 
-def _whole(op: Op, operands: Specs) -> str:
-    terms = [" ".join(f"x{i}{j}^" for j in range(len(spec.shape))) for i, spec in enumerate(operands)]
-    return ", ".join(terms) + " ->" + "".join(f" y{j}^" for j in range(len(op.outputs[0].shape)))
+
+def _elementwise(position: int) -> Callable[[Op, Specs], str]:
+    """A loss of two tensors (and weights) element by element, with its reduction at this position."""
+
+    def equation(op: Op, operands: Specs) -> str:
+        reduction = argument(op, position, "reduction", 1)
+        if reduction not in (_NONE, _SUM):
+            return all_whole(op, operands)
+        shape = operands[0].shape
+        names = marked(dim_names(len(shape)), range(len(shape)) if reduction == _SUM else (), "+")
+        terms = [broadcast_marks(spec.shape, shape, names, f"one{i}_") for i, spec in enumerate(operands)]
+        return write_equation(terms, names if reduction == _NONE else ())
+
+    return equation
+
+
+def _classes(op: Op, operands: Specs) -> str:
+    """x: [row, class, *place] or [class]; the target has a class or a number per class for each row and place."""
+    reduction = argument(op, 3, "reduction", 1)
+    if reduction not in (_NONE, _SUM):
+        return all_whole(op, operands)
+    x, target, *weight = operands
+    class_dim = min(1, len(x.shape) - 1)
+    rows = marked(dim_names(len(x.shape)), range(len(x.shape)) if reduction == _SUM else (), "+")
+    x_term = (*rows[:class_dim], "class^", *rows[class_dim + 1 :])
+    row_term = (*rows[:class_dim], *rows[class_dim + 1 :])
+    target_term = row_term if target.dtype == "int64" else x_term
+    return write_equation([x_term, target_term, *(("class^",) for _ in weight)], row_term if reduction == _NONE else ())
 
 
 def _split_classes(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
     """Row maximum, sum of exponentials and the target's logit: 3 numbers per row."""
-    is_plain = len(op.args) <= 2 or op.args[2] is None
-    if is_plain and len(operands) == 2 and len(operands[0].shape) == 2 and operands[1].dtype == "int64":
+    if len(operands) == 2 and len(operands[0].shape) == 2 and operands[1].dtype == "int64":
         n_rows_per_sample = extent_at(operands[0].shape[0], 1)
-        yield Strategy(
-            (sharded(1), R),
-            R,
-            is_split=True,
-            function="vocab_parallel_cross_entropy",
-            all_reduce_elements=3 * n_rows_per_sample,
-        )
+        for classes in (sharded(1), padded(1)):
+            yield Strategy(
+                (classes, R),
+                R,
+                is_split=True,
+                function="vocab_parallel_cross_entropy",
+                all_reduce_elements=3 * n_rows_per_sample,
+            )
 
 
 def _points(op: Op, operands: Specs, batch_size: int) -> int:
@@ -35,11 +67,15 @@ def _log_probabilities(op: Op, operands: Specs, batch_size: int, precision: str)
     return operands[0].n_elements(batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[precision]]
 
 
-_REGRESSION = OpRule(_whole, flops=_points, saves=(0, 1))
+def _of_elements(position: int) -> OpRule:
+    return OpRule(_elementwise(position), flops=_points, saves=(0, 1))
+
+
+_JOINT = OpRule(all_whole, flops=_points, saves=(0, 1))
 
 RULES = {
     "aten.cross_entropy_loss.default": OpRule(
-        _whole,
+        _classes,
         flops=_points,
         backward_bytes_ratio=2.0,
         n_kernels=2,
@@ -47,7 +83,15 @@ RULES = {
         extra_saved_bytes=_log_probabilities,
         strategies=_split_classes,
     ),
-    "aten.mse_loss.default": _REGRESSION,
-    "aten.l1_loss.default": _REGRESSION,
-    "aten.binary_cross_entropy_with_logits.default": _REGRESSION,
+    "aten.nll_loss.default": OpRule(_classes, saves=(1,)),
+    "aten.nll_loss_nd.default": OpRule(_classes, saves=(1,)),
+    **{
+        f"aten.{name}.default": _of_elements(2)
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss")
+    },
+    "aten.binary_cross_entropy.default": _of_elements(3),
+    "aten.binary_cross_entropy_with_logits.default": _of_elements(4),
+    "aten.cosine_embedding_loss.default": _JOINT,
+    "aten.triplet_margin_loss.default": _JOINT,
+    "aten.margin_ranking_loss.default": _JOINT,
 }

@@ -1,5 +1,6 @@
 """Matrix products. A multiply-add is 2 FLOPs; backward is two products of the same size."""
 
+from autoplan.equations import Marks, added, broadcast_marks, dim_names, write_equation
 from autoplan.graph import Op
 from autoplan.rules import OpRule, Specs
 
@@ -17,14 +18,75 @@ def _addmm(op: Op, operands: Specs) -> str:
     return f"{bias}, m k+, k+ n -> m n"
 
 
-def _matmul(op: Op, operands: Specs) -> str | None:
-    """Equal leading dims (or none on the right); other broadcasts have no equation and stay replicated."""
+def _matmul(op: Op, operands: Specs) -> str:
+    """Matrices or vectors, their leading dims broadcast."""
     left, right = operands[0].shape, operands[1].shape
-    if len(left) < 2 or len(right) < 2 or (len(right) > 2 and left[:-2] != right[:-2]):
-        return None
-    leading = " ".join(_LEADING[: len(left) - 2])
-    shared = leading if len(right) > 2 else ""
-    return f"{leading} m k+, {shared} k+ n -> {leading} m n"
+    rows, columns = ("m",) * (len(left) > 1), ("n",) * (len(right) > 1)
+    leading = op.outputs[0].shape[: len(op.outputs[0].shape) - len(rows) - len(columns)]
+    names = dim_names(len(leading))
+    terms = [
+        (*broadcast_marks(left[:-2], leading, names, "l"), *rows, "k+"),
+        (*broadcast_marks(right[:-2], leading, names, "r"), "k+", *columns),
+    ]
+    return write_equation(terms, (*names, *rows, *columns))
+
+
+def _baddbmm(op: Op, operands: Specs) -> str:
+    """The added matrices may be broadcast."""
+    bias = broadcast_marks(operands[0].shape, op.outputs[0].shape, ("a", "m", "n"), "one")
+    return write_equation([added(bias), ("a", "m", "k+"), ("a", "k+", "n")], ("a", "m", "n"))
+
+
+def _bilinear(op: Op, operands: Specs) -> str:
+    leading = dim_names(len(operands[0].shape) - 1)
+    terms = [(*leading, "i+"), (*leading, "j+"), ("n", "i+", "j+"), *(added(("n",)) for _ in operands[3:])]
+    return write_equation(terms, (*leading, "n"))
+
+
+def _tensordot(op: Op, operands: Specs) -> str:
+    """The listed dims of both are contracted with each other."""
+    left, right = list(dim_names(len(operands[0].shape), "l")), list(dim_names(len(operands[1].shape), "r"))
+    kept = [
+        *(name for i, name in enumerate(left) if i not in {dim % len(left) for dim in op.args[2]}),
+        *(name for i, name in enumerate(right) if i not in {dim % len(right) for dim in op.args[3]}),
+    ]
+    for number, (i, j) in enumerate(zip(op.args[2], op.args[3], strict=True)):
+        left[i] = right[j] = f"k{number}+"
+    return write_equation([left, right], kept)
+
+
+def _einsum(op: Op, operands: Specs) -> str:
+    """Its own equation, with an ellipsis written out. A dim of size 1 that is broadcast has a letter of its own."""
+    left, _, right = op.args[0].replace(" ", "").partition("->")
+    n_dots = max(
+        len(spec.shape) - len(text.replace("...", "")) if "..." in text else 0
+        for text, spec in zip(left.split(","), operands, strict=True)
+    )
+    terms = [_spelled(text, len(spec.shape), n_dots) for text, spec in zip(left.split(","), operands, strict=True)]
+    letters = [letter for term in terms for letter in term]
+    if not right and "->" not in op.args[0]:
+        once = sorted(letter for letter in set(letters) if letters.count(letter) == 1 and len(letter) == 1)
+        right = ("..." if n_dots else "") + "".join(once)
+    result = _spelled(right, len(right.replace("...", "")) + (n_dots if "..." in right else 0), n_dots)
+    extents = dict.fromkeys(letters, 1)
+    for term, spec in zip(terms, operands, strict=True):
+        extents.update({name: x for name, x in zip(term, spec.shape, strict=True) if x != 1})
+    marks = {
+        letter: letter + ("^" if any(term.count(letter) > 1 for term in terms) else "+" if letter not in result else "")
+        for letter in letters
+    }
+    named = [
+        tuple(marks[name] if x == extents[name] else f"one{i}{name}^" for name, x in zip(term, spec.shape, strict=True))
+        for i, (term, spec) in enumerate(zip(terms, operands, strict=True))
+    ]
+    return write_equation(named, [marks[name] for name in result])
+
+
+def _spelled(text: str, rank: int, n_dots: int) -> Marks:
+    """The letters of one term; an ellipsis stands for as many dims as the rank leaves, aligned from the right."""
+    before, dots, after = text.partition("...")
+    count = rank - len(before) - len(after) if dots else 0
+    return (*before, *(f"dots{i}" for i in range(n_dots - count, n_dots)), *after)
 
 
 def _product(equation: object, *, saves: tuple[int, ...], linear_in: tuple[int, ...] = ()) -> OpRule:
@@ -38,6 +100,7 @@ def _product(equation: object, *, saves: tuple[int, ...], linear_in: tuple[int, 
         is_product=True,
         efficiency="matmul",
         linear_in=linear_in,
+        finite_in=(0, 1, 2),
     )
 
 
@@ -47,4 +110,12 @@ RULES = {
     "aten.mm.default": _product("m k+, k+ n -> m n", saves=(0, 1), linear_in=(0, 1)),
     "aten.bmm.default": _product("a m k+, a k+ n -> a m n", saves=(0, 1), linear_in=(0, 1)),
     "aten.matmul.default": _product(_matmul, saves=(0, 1), linear_in=(0, 1)),
+    "aten.baddbmm.default": _product(_baddbmm, saves=(1, 2), linear_in=(1, 2)),
+    "aten.outer.default": OpRule("a, b -> a b", saves=(0, 1), is_product=True, linear_in=(0, 1)),
+    "aten.mv.default": _product("m k+, k+ -> m", saves=(0, 1), linear_in=(0, 1)),
+    "aten.dot.default": _product("k+, k+ ->", saves=(0, 1), linear_in=(0, 1)),
+    "aten.addmv.default": _product("~m, m k+, k+ -> m", saves=(1, 2), linear_in=(1, 2)),
+    "aten.einsum.default": _product(_einsum, saves=(0, 1, 2), linear_in=(0, 1, 2)),
+    "aten.tensordot.default": _product(_tensordot, saves=(0, 1), linear_in=(0, 1)),
+    "aten.bilinear.default": _product(_bilinear, saves=(0, 1, 2), linear_in=(0, 1, 2)),
 }

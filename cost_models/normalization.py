@@ -1,7 +1,15 @@
-"""Normalizations and softmax: the normalized dims stay whole; scale and shift see a share of the rows."""
+"""Normalizations and softmax: the normalized dims stay whole; scale and shift see a share of the rows.
 
-from autoplan.graph import Op, extent_at
-from autoplan.rules import OpRule, Specs, whole_dims_equation
+Over images, a channel (batch norm, instance norm) or a group of channels (group norm) is normalized by itself, and may
+be split off with its scale, shift and running statistics.
+"""
+
+from collections.abc import Iterator
+
+from autoplan.equations import dim_names, marked, write_equation
+from autoplan.graph import Op, TensorSpec, extent_at
+from autoplan.layout import sharded
+from autoplan.rules import OpRule, Specs, Strategy, whole_dims_equation
 
 _STATISTICS_BYTES = 4
 # Achieved / rate of a copy. H200, torch 2.11, bf16, rows of 1536 to 4096: layer norm 1.7 TB/s forward and 1.05
@@ -33,6 +41,48 @@ def _deviation(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
     return _STATISTICS_BYTES * _n_rows(op, operands, batch_size)
 
 
+def _by_channel(*, whole_batch: bool) -> object:
+    """x: [batch, channel, *space], and vectors of one number per channel."""
+
+    def equation(op: Op, operands: Specs) -> str:
+        names = dim_names(len(operands[0].shape))
+        names = marked(names, set(range(2, len(names))) | ({0} if whole_batch else set()), "^")
+        return write_equation([names, *((names[1],) for _ in operands[1:])], names)
+
+    return equation
+
+
+def _by_group(op: Op, operands: Specs) -> str:
+    """group_norm(x, n_groups): the batch may be split; `_split_groups` splits the channels."""
+    names = dim_names(len(operands[0].shape))
+    names = marked(names, range(1, len(names)), "^")
+    return write_equation([names, *((names[1],) for _ in operands[1:])], names)
+
+
+def _split_groups(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    if op.args[1] % degree == 0:
+        yield Strategy((sharded(1), *(sharded(0) for _ in operands[1:])), sharded(1), is_split=True)
+
+
+def _group_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    """Mean and deviation of each group of each sample."""
+    return 2 * _STATISTICS_BYTES * extent_at(operands[0].shape[0], batch_size) * op.args[1]
+
+
+def _channel_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    return 2 * _STATISTICS_BYTES * extent_at(operands[0].shape[1], 1)
+
+
+def _sample_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    return extent_at(operands[0].shape[0], batch_size) * _channel_statistics(op, operands, batch_size, precision)
+
+
+_IMAGE_NORM = {
+    "flops_per_point": 8.0,
+    "backward_flops_ratio": 2.0,
+    "n_backward_kernels": 2,
+    "saves": (0, 1),
+}
 _SOFTMAX = OpRule(whole_dims_equation(_softmax_dim), flops_per_point=8.0, saves=(-1,))
 
 RULES = {
@@ -54,7 +104,18 @@ RULES = {
         extra_saved_bytes=_deviation,
         **_RMS_NORM_FRACTIONS,
     ),
+    "aten.group_norm.default": OpRule(
+        _by_group, strategies=_split_groups, extra_saved_bytes=_group_statistics, **_IMAGE_NORM
+    ),
+    "aten.batch_norm.default": OpRule(
+        _by_channel(whole_batch=True), extra_saved_bytes=_channel_statistics, **_IMAGE_NORM
+    ),
+    "aten.instance_norm.default": OpRule(
+        _by_channel(whole_batch=False), extra_saved_bytes=_sample_statistics, **_IMAGE_NORM
+    ),
     "aten.softmax.int": _SOFTMAX,
     "aten._softmax.default": _SOFTMAX,
+    "aten._safe_softmax.default": _SOFTMAX,
     "aten.log_softmax.int": _SOFTMAX,
+    "aten._log_softmax.default": _SOFTMAX,
 }

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import TypeGuard
 
+from autoplan.equations import argument, broadcast_marks, changed_dims_equation, dim_names, marked, write_equation
 from autoplan.graph import Extent, Op, TensorSpec, extent_at
-from autoplan.layout import sharded
+from autoplan.layout import P, sharded
 from autoplan.rules import OpRule, Specs, Strategy, broadcast_equation, whole_dims_equation
 
 _LETTERS = "abcdefgh"
@@ -40,6 +41,24 @@ def _unsqueeze(op: Op, operands: Specs) -> str:
     return f"{' '.join(letters)} -> {' '.join(result)}"
 
 
+def _movedim(op: Op, operands: Specs) -> str:
+    """The moved dims take their places, the others fill the rest in order."""
+    rank = len(operands[0].shape)
+    sources, places = ([dim % rank for dim in _as_tuple(dims)] for dims in op.args[1:3])
+    moved = dict(zip(places, sources, strict=True))
+    others = iter(dim for dim in range(rank) if dim not in sources)
+    return _permuted(tuple(moved[place] if place in moved else next(others) for place in range(rank)))
+
+
+def _swap_last(op: Op, operands: Specs) -> str:
+    order = list(range(len(operands[0].shape)))
+    return _permuted((*order[:-2], order[-1], order[-2]))
+
+
+def _as_tuple(dims: int | tuple[int, ...]) -> tuple[int, ...]:
+    return dims if isinstance(dims, tuple) else (dims,)
+
+
 def _select(op: Op, operands: Specs) -> str:
     letters = list(_LETTERS[: len(operands[0].shape)])
     dim = op.args[1] % len(letters)
@@ -47,9 +66,123 @@ def _select(op: Op, operands: Specs) -> str:
     return f"{' '.join(marked)} -> {' '.join(letters[:dim] + letters[dim + 1 :])}"
 
 
+def _matrices(op: Op, operands: Specs) -> str:
+    """The last two dims stay whole."""
+    names = dim_names(len(operands[0].shape))
+    names = marked(names, range(len(names) - 2, len(names)), "^")
+    return write_equation([names], names)
+
+
+def _unbind(op: Op, operands: Specs) -> str:
+    names, dim = dim_names(len(operands[0].shape)), argument(op, 1, "dim", 0)
+    dim %= len(names)
+    return write_equation([marked(names, {dim}, "^")], (*names[:dim], *names[dim + 1 :]))
+
+
+def _stack(op: Op, operands: Specs) -> str:
+    names, dim = dim_names(len(operands[0].shape)), argument(op, 1, "dim", 0)
+    dim %= len(names) + 1
+    return write_equation([names] * len(operands), (*names[:dim], "new^", *names[dim:]))
+
+
+def _write_slice(op: Op, operands: Specs) -> str:
+    """slice_scatter(x, source, dim): the dim stays whole."""
+    names = dim_names(len(operands[0].shape))
+    names = marked(names, {argument(op, 2, "dim", 0) % len(names)}, "^")
+    return write_equation([names, names], names)
+
+
+def _write_select(op: Op, operands: Specs) -> str:
+    """select_scatter(x, source, dim, index): the source lacks the dim."""
+    names = dim_names(len(operands[0].shape))
+    dim = op.args[2] % len(names)
+    names = marked(names, {dim}, "^")
+    return write_equation([names, (*names[:dim], *names[dim + 1 :])], names)
+
+
+def _windows(op: Op, operands: Specs) -> str:
+    """unfold(x, dim, size, step): the dim becomes positions, and a new last dim holds the windows."""
+    names = dim_names(len(operands[0].shape))
+    names = marked(names, {op.args[1] % len(names)}, "^")
+    return write_equation([names], (*names, "new^"))
+
+
+def _diagonal(op: Op, operands: Specs) -> str:
+    rank = len(operands[0].shape)
+    dims = {argument(op, 2, "dim1", 0) % rank, argument(op, 3, "dim2", 1) % rank}
+    names = marked(dim_names(rank), dims, "^")
+    return write_equation([names], (*(name for i, name in enumerate(names) if i not in dims), "new^"))
+
+
+def _repeated(op: Op, operands: Specs) -> str:
+    """repeat(x, counts): dims repeated once are as before, the others stay whole; new dims come first."""
+    rank, n_result = len(operands[0].shape), len(op.outputs[0].shape)
+    counts = (*(1,) * (n_result - len(op.args[1])), *op.args[1])
+    names = marked(dim_names(n_result), {i for i, count in enumerate(counts) if count != 1}, "^")
+    return write_equation([names[n_result - rank :]], names)
+
+
+def _repeat_each(op: Op, operands: Specs) -> str:
+    """repeat_interleave(x, n, dim): each element n times in place, so that parts stay parts."""
+    names = dim_names(len(operands[0].shape))
+    if argument(op, 2, "dim") is None:
+        return write_equation([marked(names, range(len(names)), "^")], ("all^",))
+    return write_equation([names], names)
+
+
+def _expand_as(op: Op, operands: Specs) -> str:
+    """Of the second operand only the shape is read."""
+    names = dim_names(len(op.outputs[0].shape))
+    terms = [broadcast_marks(spec.shape, op.outputs[0].shape, names, f"one{i}_") for i, spec in enumerate(operands)]
+    return write_equation(terms, names)
+
+
+def _piece(op: Op, operands: Specs) -> str:
+    """getitem: one of several results, which lie alike; only the first one's shape is known here."""
+    before, after = operands[0].shape, op.outputs[0].shape
+    if len(before) != len(after):
+        return write_equation(
+            [marked(dim_names(len(before), "x"), range(len(before)), "^")], dim_names(len(after), "y")
+        )
+    return broadcast_equation(op, operands)
+
+
+def _padded_dims(op: Op, operands: Specs) -> str:
+    """pad(x, (left, right of the last dim, left, right of the one before, ...)): dims with an amount stay whole."""
+    names, amounts = dim_names(len(operands[0].shape)), op.args[1]
+    padded = {len(names) - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
+    names = marked(names, padded, "^")
+    return write_equation([names], names)
+
+
+def _halves(op: Op, operands: Specs) -> str:
+    """glu(x, dim): the first half times the sigmoid of the second."""
+    names = dim_names(len(operands[0].shape))
+    names = marked(names, {argument(op, 1, "dim", -1) % len(names)}, "^")
+    return write_equation([names], names)
+
+
+def _split_halves(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    dim = argument(op, 1, "dim", -1) % len(result.shape)
+    yield Strategy((sharded(dim, 2),), sharded(dim), is_split=True)
+
+
+def _weight_norm(op: Op, operands: Specs) -> str:
+    """V * g / norm(v): one norm per position of the dim."""
+    names = dim_names(len(operands[0].shape))
+    dim = argument(op, 2, "dim", 0) % len(names)
+    names = marked(names, set(range(len(names))) - {dim}, "^")
+    return write_equation([names, names], names)
+
+
+def _all_partial(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    """Moving partial sums about leaves partial sums, when all operands are."""
+    yield Strategy((P,) * len(operands), P)
+
+
 def _dim_argument(op: Op, operands: Specs) -> frozenset[int]:
     """The dim an op works along: its argument after the tensors and sizes, or `dim=`; 0 when left out."""
-    position = {"aten.slice.Tensor": 1, "aten.cat.default": 1}.get(op.target, 2)
+    position = {"aten.cat.default": 1}.get(op.target, 2)
     return frozenset({dict(op.kwargs).get("dim", op.args[position] if len(op.args) > position else 0)})
 
 
@@ -59,6 +192,7 @@ def _split_blocks(op: Op, operands: Specs, result: TensorSpec, degree: int) -> I
     if len({spec.shape for spec in op.outputs}) == 1:
         dim %= len(operands[0].shape)
         yield Strategy((sharded(dim, len(op.outputs)),), sharded(dim))
+    yield from _all_partial(op, operands, result, degree)
 
 
 def _cat_equation(op: Op, operands: Specs) -> str:
@@ -73,12 +207,24 @@ def _cat_blocks(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Ite
     if len({spec.shape for spec in operands}) == 1:
         dim %= len(operands[0].shape)
         yield Strategy((sharded(dim),) * len(operands), sharded(dim, len(operands)))
+    yield from _all_partial(op, operands, result, degree)
+
+
+def _kept_dims(op: Op, operands: Specs) -> str:
+    """The letters of the dims that a reshape leaves alone; `_reshape` splits the others."""
+    before, after = operands[0].shape, op.outputs[0].shape
+    kept = {i[0]: j[0] for i, j in _dim_groups(before, after) if len(i) == len(j) == 1}
+    names = marked(dim_names(len(before)), set(range(len(before))) - set(kept), "^")
+    result = list(dim_names(len(after), "y"))
+    for i, j in kept.items():
+        result[j] = names[i]
+    return write_equation([names], result)
 
 
 def _reshape(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
     """Dims fall into groups of equal product; the leading dim of a group may be split on both sides."""
     for before, after in _dim_groups(operands[0].shape, result.shape):
-        if not before or not after:
+        if len(before) == len(after) == 1:
             continue
         yield Strategy((sharded(before[0]),), sharded(after[0]))
         if len(before) == 1 and len(after) > 1 and _is_block_count(blocks := result.shape[after[0]]):
@@ -116,9 +262,17 @@ def _dim_groups(
         yield tuple(group_left), tuple(group_right)
 
 
-_VIEW = OpRule(None, is_view=True, n_kernels=0, n_backward_kernels=0, strategies=_reshape, linear_in=())
-_COPY = OpRule(broadcast_equation, backward_bytes_ratio=1.0, linear_in=(0,))
-_CAST = OpRule(broadcast_equation, backward_bytes_ratio=1.0)  # not linear: a cast may round
+_VIEW = OpRule(
+    _kept_dims,
+    is_view=True,
+    n_kernels=0,
+    n_backward_kernels=0,
+    strategies=_reshape,
+    linear_in=(0,),
+    finite_in=(0,),
+)
+_COPY = OpRule(broadcast_equation, backward_bytes_ratio=1.0, linear_in=(0,), finite_in=(0,))
+_CAST = OpRule(broadcast_equation, backward_bytes_ratio=1.0, finite_in=(0,))  # not linear: a cast may round
 
 
 def _renamed(equation: object, *, is_view: bool = True) -> OpRule:
@@ -129,37 +283,80 @@ def _renamed(equation: object, *, is_view: bool = True) -> OpRule:
         n_kernels=n_kernels,
         n_backward_kernels=n_kernels,
         linear_in=(0,),
+        finite_in=(0,),
     )
 
 
 _SPLIT = OpRule(
-    whole_dims_equation(_dim_argument), is_view=True, n_kernels=0, n_backward_kernels=1, strategies=_split_blocks
+    whole_dims_equation(_dim_argument),
+    is_view=True,
+    n_kernels=0,
+    n_backward_kernels=1,
+    finite_in=(0,),
+    strategies=_split_blocks,
+)
+_EXPAND_LIKE = OpRule(_expand_as, is_view=True, n_kernels=0, linear_in=(0,), backward_bytes_ratio=1.0)
+_MOVE = OpRule(_repeated, backward_bytes_ratio=1.0, linear_in=(0,))
+_TRIANGLE = OpRule(_matrices, backward_bytes_ratio=1.0, linear_in=(0,))
+_WRITE = {"backward_bytes_ratio": 1.0, "strategies": _all_partial}
+
+_VIEWS = (
+    "view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int ravel.default squeeze.default"
+    " squeeze.dim squeeze.dims"
 )
 
 RULES = {
-    "aten.view.default": _VIEW,
-    "aten.reshape.default": _VIEW,
-    "aten._unsafe_view.default": _VIEW,
-    "aten.flatten.using_ints": _VIEW,
-    "aten.unflatten.int": _VIEW,
-    "aten.squeeze.dim": _VIEW,
+    **{f"aten.{name}": _VIEW for name in _VIEWS.split()},
     "aten.unsqueeze.default": _renamed(_unsqueeze),
     "aten.transpose.int": _renamed(_transpose),
+    "aten.swapaxes.default": _renamed(_transpose),
+    "aten.swapdims.default": _renamed(_transpose),
     "aten.permute.default": _renamed(_permute),
+    "aten.movedim.int": _renamed(_movedim),
+    "aten.movedim.intlist": _renamed(_movedim),
+    "aten.moveaxis.int": _renamed(_movedim),
     "aten.t.default": _renamed(_t),
+    "aten.numpy_T.default": _renamed(_t),
+    "aten.mT.default": _renamed(_swap_last),
     "aten.select.int": _renamed(_select),
-    "aten.slice.Tensor": _renamed(whole_dims_equation(_dim_argument)),
+    "aten.slice.Tensor": _renamed(changed_dims_equation),
+    "aten.narrow.default": _renamed(changed_dims_equation),
+    "aten.unfold.default": _renamed(_windows),
+    "aten.diagonal.default": _renamed(_diagonal),
     "aten.expand.default": _renamed(broadcast_equation),
+    "aten.broadcast_to.default": _renamed(broadcast_equation),
+    "aten.expand_as.default": _EXPAND_LIKE,
+    "aten.broadcast_tensors.default": OpRule(
+        broadcast_equation, is_view=True, n_kernels=0, backward_bytes_ratio=1.0, strategies=_all_partial
+    ),
+    "aten.unbind.int": OpRule(
+        _unbind, is_view=True, n_kernels=0, linear_in=(0,), backward_bytes_ratio=1.0, finite_in=(0,)
+    ),
     "aten.split.Tensor": _SPLIT,
     "aten.split_with_sizes.default": _SPLIT,
     "aten.chunk.default": _SPLIT,
-    "getitem": _renamed(broadcast_equation),
+    "aten.tensor_split.sections": _SPLIT,
+    "getitem": _renamed(_piece),
     "aten.contiguous.default": _COPY,
     "aten.clone.default": _COPY,
     "aten.alias.default": _renamed(broadcast_equation),
     "aten.detach.default": _renamed(broadcast_equation),
     "aten.to.dtype": _CAST,
+    "aten.to.dtype_layout": _CAST,
+    "aten.to.device": _CAST,
     "aten._to_copy.default": _CAST,
     "aten.type_as.default": OpRule(broadcast_equation),
+    "aten.repeat.default": _MOVE,
+    "aten.tile.default": _MOVE,
+    "aten.repeat_interleave.self_int": OpRule(_repeat_each, backward_bytes_ratio=1.0, linear_in=(0,)),
+    "aten.pad.default": OpRule(_padded_dims, backward_bytes_ratio=1.0),
+    "aten.constant_pad_nd.default": OpRule(_padded_dims, backward_bytes_ratio=1.0),
     "aten.cat.default": OpRule(_cat_equation, backward_bytes_ratio=1.0, strategies=_cat_blocks),
+    "aten.stack.default": OpRule(_stack, backward_bytes_ratio=1.0, strategies=_all_partial),
+    "aten.tril.default": _TRIANGLE,
+    "aten.triu.default": _TRIANGLE,
+    "aten.slice_scatter.default": OpRule(_write_slice, **_WRITE),
+    "aten.select_scatter.default": OpRule(_write_select, **_WRITE),
+    "aten.glu.default": OpRule(_halves, flops_per_point=6.0, saves=(0,), strategies=_split_halves),
+    "aten._weight_norm.default": OpRule(_weight_norm, flops_per_point=4.0, saves=(0, 1), backward_bytes_ratio=2.0),
 }

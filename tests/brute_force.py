@@ -13,6 +13,7 @@ from itertools import combinations, groupby, product
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.options import Options
 from autoplan.parallel_plan import Estimate, Mesh, Plan, StagePlan
+from autoplan.schedules import splits_backward
 from autoplan.search import SearchSpace
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.simulate import simulate
@@ -39,12 +40,13 @@ class Toy:
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
-        pairs = tuple(tuple(self._cost(cost, mesh, again) for again in (False, True)) for cost in self.kind_costs)
+        choices = ("none",) if splits_backward(mesh.schedule) else ("none", "full")
+        pairs = tuple(tuple(self._cost(cost, mesh, name == "full") for name in choices) for cost in self.kind_costs)
         is_zero3 = mesh.zero_stage == 3
         return CostTable(
             mesh=mesh,
             kinds=self.space.kinds,
-            recompute_choices=("none", "full"),
+            recompute_choices=choices,
             costs=pairs,
             cut_s=tuple(
                 self.cut_s * self.comm_factor * mesh.micro_batch_size if ok else None for ok in self.space.cuts
@@ -82,6 +84,8 @@ class Toy:
             gradient_bytes=cost.gradient_bytes // tp if mesh.zero_stage >= 2 else 0,
             saved_bytes=cost.saved_bytes * size // tp // (8 if again else 1),
             working_bytes=cost.working_bytes * size // tp + (cost.saved_bytes * size // tp if again else 0),
+            weight_backward_s=cost.weight_backward_s * (0.3 + size) / tp,
+            pending_bytes=cost.pending_bytes * size // tp,
         )
 
 
@@ -118,9 +122,10 @@ def random_toy(
 
 
 def _random_cost(rng: random.Random) -> SegmentCost:
+    forward_s, backward_s = rng.uniform(0.05, 1.0), rng.uniform(0.1, 2.0)
     return SegmentCost(
-        forward_s=rng.uniform(0.05, 1.0),
-        backward_s=rng.uniform(0.1, 2.0),
+        forward_s=forward_s,
+        backward_s=backward_s,
         recompute_s=0.0,
         launch_forward_s=rng.choice([0.0, 0.05]),
         launch_backward_s=rng.choice([0.0, 0.05]),
@@ -134,12 +139,15 @@ def _random_cost(rng: random.Random) -> SegmentCost:
         gradient_bytes=rng.randint(5, 40) * MIB,
         saved_bytes=rng.randint(1, 60) * MIB,
         working_bytes=rng.randint(0, 40) * MIB,
+        weight_backward_s=rng.uniform(0.0, 0.9) * backward_s,
+        pending_bytes=rng.randint(0, 30) * MIB,
     )
 
 
-def all_stages(toy: Toy, n_stages: int) -> Iterator[tuple[StagePlan, ...]]:
+def all_stages(toy: Toy, n_stages: int, *, recomputes: bool = True) -> Iterator[tuple[StagePlan, ...]]:
     """Every way to cut the model into stages, and in each to recompute the first segments of each group.
 
+    Without `recomputes` nothing is recomputed.
     A group is what can be exchanged without any effect: the same place in equal neighbouring pieces.
     """
     space = toy.space
@@ -147,9 +155,10 @@ def all_stages(toy: Toy, n_stages: int) -> Iterator[tuple[StagePlan, ...]]:
     groups = _groups(space)
     for cuts in combinations(legal, n_stages - 1):
         edges = (0, *cuts, space.n_segments)
-        per_stage = [list(_choices(range(a, b), groups)) for a, b in zip(edges, edges[1:], strict=False)]
+        pairs = list(zip(edges, edges[1:], strict=False))
+        per_stage = [list(_choices(range(a, b), groups)) if recomputes else [()] for a, b in pairs]
         for chosen in product(*per_stage):
-            yield tuple(StagePlan(a, b, recomputed) for a, b, recomputed in zip(edges, edges[1:], chosen, strict=False))
+            yield tuple(StagePlan(a, b, recomputed) for (a, b), recomputed in zip(pairs, chosen, strict=True))
 
 
 def _groups(space: SearchSpace) -> tuple[int, ...]:
@@ -183,7 +192,7 @@ def best_by_trying(
     best: float | None = None
     for mesh in enumerate_meshes(toy.space, options):
         table = toy.price(mesh)
-        for stages in all_stages(toy, mesh.n_stages):
+        for stages in all_stages(toy, mesh.n_stages, recomputes=len(table.recompute_choices) > 1):
             estimate: Estimate = simulate(table, stages)
             if estimate.fits and keep(stages):
                 score = estimate.step_s * weight(mesh)

@@ -16,7 +16,17 @@ from autoplan.registry import load_table
 CHECKOUT = Path(__file__).parent.parent
 PACKAGE = CHECKOUT / "autoplan"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py")])
-TORCH_PLACES = ("autoplan/trace.py", "autoplan/measure.py", "autoplan/runtime/")
+TORCH_PLACES = (
+    "autoplan/trace.py",
+    "autoplan/module_level.py",
+    "autoplan/dissolved.py",
+    "autoplan/measure.py",
+    "autoplan/measure_device.py",
+    "autoplan/measure_hardware.py",
+    "autoplan/measure_links.py",
+    "autoplan/rule_discovery.py",
+    "autoplan/runtime/",
+)
 SOLVER_PLACES = ("autoplan/search/solve.py",)
 PRINTING_PLACES = ("autoplan/cli.py", "autoplan/runtime/")
 # Readers of hardware files and plans, the writer of the output folder, what starts a program and reads its answer,
@@ -26,7 +36,9 @@ FILE_PLACES = (
     "autoplan/codegen/",
     "autoplan/graph_cache.py",
     "autoplan/hardware_file.py",
+    "autoplan/hugging_face.py",  # reads a configuration, writes the model file that stands for it
     "autoplan/measure.py",
+    "autoplan/measure_hardware.py",  # NCCL's log, and the profile
     "autoplan/output_folder.py",
     "autoplan/runtime/",
     "autoplan/search/solve.py",  # the null device, which takes what the solver prints

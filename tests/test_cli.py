@@ -162,7 +162,7 @@ def test_debug_shows_the_traceback_of_a_bug(asked, capsys) -> None:
         ["whatif", "toy.py", "--hw", "a", "--tokens", "-5"],
         ["profile", "toy.py", "--hw", "a"],
         ["recommend", "toy.py"],
-        ["hw", "measure"],
+        ["hw", "measure"],  # without --out
     ],
 )
 def test_wrong_command_lines_exit_2(arguments: list[str]) -> None:

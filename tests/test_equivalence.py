@@ -2,7 +2,7 @@
 
 import pytest
 from distributed.launch import run_ranks
-from distributed.programs import check_programs, make_plan, write_programs
+from distributed.programs import check_programs, make_plan, shardings_of, write_programs
 
 TOLERANCE = 1e-9
 N_STEPS = 3
@@ -37,6 +37,22 @@ def two_rank_cases(model):
     return {f"{model}_{name}": (model, plan) for name, plan in cases.items()}
 
 
+ZERO_BUBBLE_V = {"schedule": "zero_bubble_v", "n_chunks": 2}
+
+
+def zero_bubble_cases(model):
+    """On four ranks: data parallel under each ZeRO stage that goes with a split backward pass, tensor parallel."""
+    cases = {
+        f"zero{stage}": make_plan(
+            model, pp=2, dp=2, n_micro_batches=4, zero_stage=stage, zero_shard_degree=2 if stage else 1, **ZERO_BUBBLE_V
+        )
+        for stage in (0, 1, 2)
+    }
+    for boundary, name in BOUNDARIES.items():
+        cases[f"tp2_{name}"] = make_plan(model, pp=2, tp=2, sharding=boundary, n_micro_batches=3, **ZERO_BUBBLE_V)
+    return {f"{model}_zero_bubble_{name}": (model, plan) for name, plan in cases.items()}
+
+
 def four_rank_cases(model):
     cases = {
         "hsdp": make_plan(model, dp=4, zero_stage=3, zero_shard_degree=2),
@@ -61,6 +77,21 @@ def test_programs_on_two_ranks_equal_one_process(tmp_path):
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
 
 
+def test_a_split_backward_pass_on_two_ranks_equals_one_process(tmp_path):
+    cases = {
+        f"{model}_{n_micro_batches}": (model, make_plan(model, pp=2, n_micro_batches=n_micro_batches, **ZERO_BUBBLE_V))
+        for model in ("gpt", "llama", "mlp", "own_loss")
+        for n_micro_batches in (2, 5)
+    }
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
+def test_a_split_backward_pass_on_four_ranks_equals_one_process(tmp_path):
+    cases = {**zero_bubble_cases("gpt"), **zero_bubble_cases("llama")}
+    cases["llama_deep_pp4"] = ("llama_deep", make_plan("llama_deep", pp=4, n_micro_batches=8, **ZERO_BUBBLE_V))
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=4)
+
+
 def test_programs_on_four_ranks_equal_one_process(tmp_path):
     cases = {**four_rank_cases("gpt"), **four_rank_cases("llama")}
     for model in ("gpt_deep", "llama_deep"):
@@ -77,6 +108,29 @@ def test_pipeline_tensor_zero_and_recompute_together_on_eight_ranks_equal_one_pr
         for boundary, name in BOUNDARIES.items()
     }
     assert_equal_to_one_process(tmp_path, cases, n_ranks=8)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n_ranks):
+    cases = {
+        f"{model}_{boundary[0]}_{seed}": (
+            model,
+            make_plan(model, seed=seed, tp=n_ranks, sharding=boundary, micro_batch_size=2, recompute="full"),
+        )
+        for model in ("gpt_odd", "llama_odd")
+        for seed in (None, 0, 2)
+        for boundary in shardings_of(model, n_ranks, seed)
+    }
+    meshes = {
+        "zero3": {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2},
+        "pp2": {"pp": 2, "n_micro_batches": 2},
+    }
+    if n_ranks == 4:
+        for model, boundary in (("gpt_odd", "S(1)"), ("llama_odd", "R")):
+            for name, mesh in meshes.items():
+                cases[f"{model}_tp2_{name}"] = (model, make_plan(model, tp=2, sharding=boundary, **mesh))
+    assert any("+" in layout for _, plan in cases.values() for a in plan.shardings for _, layout in a.values)
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=n_ranks)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])

@@ -53,6 +53,17 @@ ALONG_DIM = {
 }
 
 
+def _expected(movement, xs, rank, n, dim, blocks, size=None):
+    """What a rank must hold; with `size` whole dims grow by zeros before, or lose what is beyond `size` after."""
+    if size is None:
+        return EXPECTED[movement](xs, rank, n, dim, blocks)
+    n_missing = -size % n
+    if movement in ("slice", "reduce_scatter"):
+        zeros = torch.zeros_like(xs[0].narrow(dim, 0, n_missing))
+        return EXPECTED[movement]([torch.cat([x, zeros], dim) for x in xs], rank, n, dim, blocks)
+    return EXPECTED[movement](xs, rank, n, dim, blocks).narrow(dim, 0, size)
+
+
 def _tensors(n_ranks, shape, seed):
     """Transposed, so that no input or gradient is contiguous."""
     generator = torch.Generator().manual_seed(seed)
@@ -61,13 +72,14 @@ def _tensors(n_ranks, shape, seed):
     ]
 
 
-def _check(function, xs, gradients_of, forward, backward, rank, n, dim, blocks):
+def _check(function, xs, gradients_of, forward, backward, rank, n, dim, blocks, size=None):
     x = xs[rank].detach().requires_grad_()
     y = function(x)
-    torch.testing.assert_close(y, EXPECTED[forward](xs, rank, n, dim, blocks), rtol=0, atol=1e-12)
+    torch.testing.assert_close(y, _expected(forward, xs, rank, n, dim, blocks, size), rtol=0, atol=1e-12)
     gradients = gradients_of(y.shape)
     (gradient,) = torch.autograd.grad(y, x, gradients[rank])
-    torch.testing.assert_close(gradient, EXPECTED[backward](gradients, rank, n, dim, blocks), rtol=0, atol=1e-12)
+    expected = _expected(backward, gradients, rank, n, dim, blocks, size)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
 
 
 def _check_conversions(tp):
@@ -81,6 +93,52 @@ def _check_conversions(tp):
         for dim, blocks in ((0, 1), (1, 1), (-1, 1), (1, 2), (-1, 3), (0, 3)):
             function = functools.partial(getattr(collectives, name), dim=dim, tp=tp, blocks=blocks)
             _check(function, xs, gradients_of, forward, backward, rank, n, dim % 3, blocks)
+
+
+def _check_padded_conversions(tp):
+    """Dims of 13 and 5: of 4 ranks the last one holds one element of the 13, and only padding of the 5."""
+    rank, n = tp.rank(), tp.size()
+    gradients_of = lambda shape: _tensors(n, tuple(shape), seed=9)
+    for size in (13, 5):
+        for name, (forward, backward) in ALONG_DIM.items():
+            for dim in (0, 1, -1):
+                shape = [3, 4, 2]
+                is_whole = forward in ("slice", "reduce_scatter")
+                shape[dim] = size if is_whole else -(-size // n)
+                function = functools.partial(getattr(collectives, name), dim=dim, tp=tp, size=size)
+                xs = _tensors(n, tuple(shape), seed=8)
+                _check(function, xs, gradients_of, forward, backward, rank, n, dim % 3, 1, size)
+
+
+def _check_padded_vocabulary(tp):
+    """23 and 5 classes: padding, whatever it holds, changes no loss, and gets a gradient of exactly zero."""
+    rank, n = tp.rank(), tp.size()
+    for n_classes in (23, 5):
+        n_local = -(-n_classes // n)
+        n_real = min(max(n_classes - rank * n_local, 0), n_local)
+        logits, table = (t[:, :, 0] for t in _tensors(2, (14, n_classes, 1), seed=10))
+        targets = torch.arange(14) * 7 % n_classes
+        targets[3] = -100
+        garbage = torch.full((14, n * n_local - n_classes), 50.0, dtype=torch.float64)
+        for label_smoothing in (0.0, 0.1):
+            whole = logits.clone().requires_grad_()
+            expected = F.cross_entropy(whole, targets, label_smoothing=label_smoothing)
+            (expected_gradient,) = torch.autograd.grad(expected, whole)
+            local = _part(torch.cat([logits, garbage], 1), rank, n, 1, 1).requires_grad_()
+            found = collectives.vocab_parallel_cross_entropy(
+                local, targets, tp, label_smoothing=label_smoothing, n_classes=n_classes
+            )
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+            (gradient,) = torch.autograd.grad(found, local)
+            expected_part = expected_gradient[:, rank * n_local : rank * n_local + n_real]
+            torch.testing.assert_close(gradient[:, :n_real], expected_part, rtol=0, atol=1e-12)
+            assert (gradient[:, n_real:] == 0).all()
+        ids = torch.arange(n_classes).flip(0)
+        rows = _part(torch.cat([table, garbage], 1), rank, n, 1, 1).T.contiguous().requires_grad_()
+        embedded = collectives.all_reduce(collectives.vocab_parallel_embedding(ids, rows, tp), tp)
+        torch.testing.assert_close(embedded, table.T[ids], rtol=0, atol=0)
+        (gradient,) = torch.autograd.grad(embedded.sum(), rows)
+        assert (gradient[:n_real] != 0).all() and (gradient[n_real:] == 0).all()
 
 
 def _check_all_to_all(tp):
@@ -162,9 +220,13 @@ def _check_compiled(tp):
         yield collectives.all_to_all(2 * x, 1, 2, tp)
         for name in PLAIN:
             yield getattr(collectives, name)(2 * x, tp)
-        for name in ALONG_DIM:
+        padded_rows = rows[..., :5].reshape(-1, 5)
+        yield collectives.vocab_parallel_cross_entropy(padded_rows, ids.flatten() % 9, tp, n_classes=9)
+        for name, (forward, _) in ALONG_DIM.items():
             for dim, blocks in ((0, 1), (1, 1), (2, 3)):
                 yield getattr(collectives, name)(2 * x, dim, tp, blocks)
+            odd = 2 * x[:, :11] if forward in ("slice", "reduce_scatter") else 2 * x[:, :6]
+            yield getattr(collectives, name)(odd, 1, tp, size=11)
 
     def function(x):
         return [(3 * y).sin().square().sum() for y in every_conversion(x)]
@@ -183,6 +245,8 @@ def _worker():
         if dist.get_rank() < n_ranks:
             for check in (
                 _check_conversions,
+                _check_padded_conversions,
+                _check_padded_vocabulary,
                 _check_all_to_all,
                 _check_embedding,
                 _check_cross_entropy,

@@ -39,6 +39,21 @@ def test_join_shards_is_the_inverse_of_take_shard(shard):
     assert all(part.is_contiguous() for part in parts)
 
 
+@pytest.mark.parametrize(("n_rows", "tp_degree"), [(7, 2), (7, 3), (5, 4)])
+def test_padded_shards_are_equally_large_end_in_zeros_and_join_to_the_whole(n_rows, tp_degree):
+    tensor, shard = torch.rand(n_rows, 3) + 1.0, Shard(0, padded_from=n_rows)
+    parts = [take_shard(tensor, shard, rank, tp_degree) for rank in range(tp_degree)]
+    n_local = -(-n_rows // tp_degree)
+    assert {tuple(part.shape) for part in parts} == {(n_local, 3)}
+    assert (torch.cat(parts)[n_rows:] == 0).all()
+    assert torch.equal(join_shards(parts, shard), tensor)
+
+
+def test_shard_padded_for_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"dim 0 of shape \[7, 2\] cannot be divided into 2 equal parts"):
+        take_shard(torch.zeros(7, 2), Shard(0, padded_from=9), 0, 2)
+
+
 def test_shard_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"dim 0 of shape \[6, 2\] cannot be divided into 4 equal parts"):
         take_shard(torch.zeros(6, 2), Shard(0), 0, 4)

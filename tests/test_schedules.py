@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.errors import InputError, UsageError
+from autoplan.registry import load_table
+from autoplan.runtime import Config
 from autoplan.schedules import (
     Action,
     build_schedule,
@@ -16,26 +18,30 @@ from autoplan.schedules import (
     replay_order,
     schedule_from_text,
     schedule_to_text,
+    splits_backward,
+    stage_ranks,
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "schedules"
 
 
 def most_in_flight(actions):
-    """The most micro-batches x stages between their forward and backward pass at once."""
+    """The most micro-batches x stages between their forward pass and the gradients of their weights at once."""
     count = most = 0
     for action in actions:
-        count += 1 if action.kind == "F" else -1
+        count += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         most = max(most, count)
     return most
 
 
 @st.composite
 def schedules(draw):
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble_v"]))
     n_ranks = draw(st.integers(1, 5))
     if name == "interleaved":
         n_chunks, n_micro_batches = draw(st.integers(2, 4)), n_ranks * draw(st.integers(1, 3))
+    elif name == "zero_bubble_v":
+        n_chunks, n_micro_batches = 2, draw(st.integers(1, 12))
     else:
         n_chunks, n_micro_batches = 1, draw(st.integers(1, 9))
     return build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
@@ -43,7 +49,13 @@ def schedules(draw):
 
 @pytest.mark.parametrize(
     ("name", "n_ranks", "n_chunks", "n_micro_batches"),
-    [("gpipe", 2, 1, 3), ("1f1b", 4, 1, 8), ("interleaved", 2, 2, 4), ("interleaved", 4, 2, 8)],
+    [
+        ("gpipe", 2, 1, 3),
+        ("1f1b", 4, 1, 8),
+        ("interleaved", 2, 2, 4),
+        ("interleaved", 4, 2, 8),
+        ("zero_bubble_v", 2, 2, 4),
+    ],
 )
 def test_schedule_equals_its_golden_text(name, n_ranks, n_chunks, n_micro_batches):
     schedule = build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
@@ -87,6 +99,31 @@ def test_interleaved_holds_its_warm_up_and_one_more():
     # 4 ranks, 3 chunks: warm-up (3 - 1) x 4 + 2 x (3 - rank) = 14, 12, 10, 8 forward passes, then one more before B
     schedule = build_schedule("interleaved", n_ranks=4, n_chunks=3, n_micro_batches=8)
     assert [most_in_flight(actions) for actions in schedule] == [15, 13, 11, 9]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 20))
+def test_zero_bubble_v_holds_two_stages_of_at_most_as_many_micro_batches_as_ranks(n_ranks, n_micro_batches):
+    # as much as 1F1B on its first rank, but on every rank: 2 n_ranks stages of half the size
+    schedule = build_schedule("zero_bubble_v", n_ranks=n_ranks, n_chunks=2, n_micro_batches=n_micro_batches)
+    assert max(map(most_in_flight, schedule)) <= 2 * n_ranks
+    if n_micro_batches >= 2 * n_ranks - 1:
+        assert max(map(most_in_flight, schedule)) == 2 * n_ranks
+
+
+def test_zero_bubble_v_goes_down_the_ranks_and_up_again():
+    schedule = build_schedule("zero_bubble_v", n_ranks=3, n_chunks=2, n_micro_batches=5)
+    assert stage_ranks(schedule) == (0, 1, 2, 2, 1, 0)
+
+
+@pytest.mark.parametrize("name", load_table("autoplan.schedules", "SCHEDULES"))
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_the_runtime_has_each_stage_on_the_rank_of_the_schedule(name, n_ranks):
+    n_chunks = 1 if name in ("gpipe", "1f1b") else 2
+    schedule = build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=2 * n_ranks)
+    config = Config(pp=n_ranks, n_chunks=n_chunks, schedule=name)
+    assert tuple(map(config.rank_of_stage, range(config.n_stages))) == stage_ranks(schedule)
+    assert config.splits_backward == splits_backward(name) == any(action.kind == "W" for action in schedule[0])
 
 
 class RecordingStage:
@@ -156,13 +193,27 @@ def test_interleaved_order_is_that_of_torch(n_ranks, n_chunks, n_micro_batches):
         assert " ".join(map(str, actions)) == " ".join(str(a) for a in calculate(theirs, rank) if a is not None)
 
 
+@pytest.mark.parametrize(("n_ranks", "n_micro_batches"), [(1, 3), (2, 1), (2, 4), (3, 5), (4, 3), (4, 12)])
+def test_zero_bubble_v_order_is_that_of_torch(n_ranks, n_micro_batches):
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = SimpleNamespace(pp_group_size=n_ranks, num_stages=2 * n_ranks, _n_microbatches=n_micro_batches)
+    calculate = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations
+    schedule = build_schedule("zero_bubble_v", n_ranks=n_ranks, n_chunks=2, n_micro_batches=n_micro_batches)
+    for rank, actions in enumerate(schedule):
+        assert " ".join(map(str, actions)) == " ".join(str(a) for a in calculate(theirs, rank) if a is not None)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rank 0: 0F0 0F0 0B0\n", r"rank 0: found '0F0 2 times'"),
-        ("rank 0: 0F0 0B0 0B1\n", r"rank 0: found '0F1 0 times'"),
+        ("rank 0: 0F0 0F0 0B0\n", r"schedule: found '0F0 2 times'"),
+        ("rank 0: 0F0 0B0 0B1\n", r"schedule: found '0F1 0 times'"),
+        ("rank 0: 0F0 0I0\n", r"schedule: found '0W0 0 times'"),
+        ("rank 0: 0F0 0W0 0I0\n", r"rank 0, action 1: found '0W0'\n  expected: 0I0 to run before it"),
+        ("rank 0: 0F0 0I0 0W0 0F1 0B1\n", r"rank 0, action 4: found '0B1'\n  expected: F or I or W"),
+        ("rank 0: 0F0 1F0 0B0 1B0\nrank 1:\n", r"rank 0: found '2 stages'\n  expected: 1,"),
         ("rank 0: 0B0 0F0\n", r"rank 0, action 0: found '0B0'\n  expected: 0F0 to run before it"),
-        ("rank 0: 0F0 1F0 0B0\nrank 1: 1B0\n", r"rank 0, action 1: found '1F0'\n  expected: rank 1 to run it"),
+        ("rank 0: 0F0 1F0 0B0\nrank 1: 1B0\n", r"rank 1, action 0: found '1B0'\n  expected: rank 0 to run it"),
         ("rank 0: 0F0 0B0 2F0\nrank 1: 1F0 1B0\n", r"rank 0, action 2: found '2F0'\n  expected: stage 0 to 1"),
         # rank 0 wants the gradient of micro-batch 1 first, rank 1 has not got its activation: both wait for ever
         (
@@ -196,7 +247,7 @@ def test_text_that_is_no_schedule_names_the_line(text, message):
 
 
 def test_unknown_name_lists_the_valid_ones():
-    with pytest.raises(UsageError, match="one of 1f1b, gpipe, interleaved"):
+    with pytest.raises(UsageError, match="one of 1f1b, gpipe, interleaved, zero_bubble_v"):
         build_schedule("zigzag", n_ranks=2, n_micro_batches=2)
 
 
@@ -206,6 +257,7 @@ def test_unknown_name_lists_the_valid_ones():
         ("1f1b", 2, 2, 4, "n_chunks: found 2"),
         ("gpipe", 2, 2, 4, "n_chunks: found 2"),
         ("interleaved", 2, 1, 4, "n_chunks: found 1"),
+        ("zero_bubble_v", 2, 1, 4, "n_chunks: found 1\n  expected: 2"),
         ("interleaved", 4, 2, 6, "n_micro_batches: found 6\n  expected: a multiple of pp = 4"),
         ("1f1b", 0, 1, 4, "pp: found 0"),
         ("1f1b", 2, 1, 0, "n_micro_batches: found 0"),

@@ -22,7 +22,10 @@ from autoplan.search.paths import (
     CUT,
     FIRST_FORWARD,
     FORWARD,
+    INPUTS,
     LAST_BACKWARD,
+    LAST_WEIGHTS,
+    WEIGHTS,
     critical_paths,
     initial_paths,
     shape_of,
@@ -39,7 +42,8 @@ def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tu
     toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
     meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
     for mesh in rng.sample(meshes, min(count, len(meshes))):
-        yield toy.price(mesh), rng.choice(list(all_stages(toy, mesh.n_stages)))
+        table = toy.price(mesh)
+        yield table, rng.choice(list(all_stages(toy, mesh.n_stages, recomputes=len(table.recompute_choices) > 1)))
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -83,17 +87,33 @@ def test_a_shortfall_is_proof_that_no_plan_fits() -> None:
             if short_bytes == 0:
                 continue
             n_proofs += 1
-            for stages in all_stages(toy, mesh.n_stages):
+            for stages in all_stages(toy, mesh.n_stages, recomputes=len(table.recompute_choices) > 1):
                 assert max(simulate(table, stages).reserved_bytes) >= table.memory_limit_bytes + short_bytes
     assert n_proofs > 50
 
 
+def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_rank() -> None:
+    # interleaved, 2 ranks, 2 micro-batches; stages 0 and 1 have gradients of 8, stages 2 and 3 keep 4 per micro-batch.
+    # Each rank peaks at 2 x 4 before its first backward pass, and at 8 in its last ones, never at 4 + 8.
+    mesh = Mesh(pp=2, schedule="interleaved", n_chunks=2, n_micro_batches=2)
+    plain = replace(_plain_table(mesh).costs[0][0], state_bytes=0, gathered_bytes=0, working_bytes=0)
+    early = replace(plain, saved_bytes=0, gradient_bytes=8)
+    late = replace(plain, saved_bytes=4, gradient_bytes=0)
+    table = replace(
+        _plain_table(mesh), kinds=(0, 0, 1, 1), costs=((early, early), (late, late)), cut_s=(0.0,) * 3,
+        cut_bytes=(0,) * 3, reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
+        memory_limit_bytes=8,
+    )  # fmt: skip
+    assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).reserved_bytes == (8, 8)
+    assert shortfall_bytes(table) == 0
+
+
 def _plain_table(mesh: Mesh) -> CostTable:
-    """Eight equal segments of 1 s forward and 2 s backward; 0.25 s per transfer; nothing else."""
+    """Eight equal segments of 1 s forward and 2 s backward, 0.5 s of it for weights; 0.25 s per transfer; no more."""
     toy = random_toy(0)
     cost = replace(
         toy.kind_costs[0], forward_s=1.0, backward_s=2.0, launch_forward_s=0.0, launch_backward_s=0.0,
-        tp_forward_s=0.0, gather_s=0.0, reduce_s=0.0, optimizer_s=0.0,
+        tp_forward_s=0.0, gather_s=0.0, reduce_s=0.0, optimizer_s=0.0, weight_backward_s=0.5,
     )  # fmt: skip
     return replace(
         toy.price(mesh), kinds=(0,) * 8, costs=((cost, cost),), cut_s=(0.25,) * 7, cut_bytes=(0,) * 7, per_step_s=0.0
@@ -101,7 +121,8 @@ def _plain_table(mesh: Mesh) -> CostTable:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "n_chunks", "n_micro_batches"), [("1f1b", 1, 6), ("gpipe", 1, 3), ("interleaved", 2, 8)]
+    ("schedule", "n_chunks", "n_micro_batches"),
+    [("1f1b", 1, 6), ("gpipe", 1, 3), ("interleaved", 2, 8), ("zero_bubble_v", 2, 9)],
 )
 def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks: int, n_micro_batches: int) -> None:
     mesh = Mesh(pp=4, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
@@ -110,8 +131,10 @@ def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks
     stages = tuple(StagePlan(index * size, (index + 1) * size) for index in range(mesh.n_stages))
     estimate = simulate(table, stages, with_timeline=True)
     times = {FIRST_FORWARD: size, FORWARD: size, BACKWARD: 2 * size, LAST_BACKWARD: 2 * size, CUT: 0.25}
+    times |= {INPUTS: 1.5 * size, WEIGHTS: 0.5 * size, LAST_WEIGHTS: 0.5 * size}
+    of_first_stage = {(INPUTS, 0): 0.0, (WEIGHTS, 0): 2 * size, (LAST_WEIGHTS, 0): 2 * size}
     lengths = [
-        sum(times.get(what, 0.0) * count for (what, _), count in path.counts)
+        sum(of_first_stage.get((what, s), times.get(what, 0.0)) * count for (what, s), count in path.counts)
         for path in critical_paths(mesh, estimate.timeline)
     ]
     assert max(lengths) == pytest.approx(estimate.step_s)

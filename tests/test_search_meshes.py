@@ -37,7 +37,7 @@ def test_every_mesh_is_in_canonical_form() -> None:
         assert (mesh.zero_stage == 0) == (mesh.zero_shard_degree == 1)
         assert mesh.dp > 1 or mesh.zero_stage == 0
         assert mesh.pp > 1 or (mesh.schedule, mesh.n_chunks) == ("1f1b", 1)
-        assert (mesh.n_chunks > 1) == (mesh.schedule == "interleaved")
+        assert (mesh.n_chunks > 1) == (mesh.schedule in ("interleaved", "zero_bubble_v"))
         assert (mesh.tp == 1) == (mesh.sharding == "")
 
 
@@ -45,6 +45,14 @@ def test_schedules_exist_only_for_the_micro_batches_they_need() -> None:
     for mesh in meshes():
         assert mesh.schedule != "1f1b" or mesh.n_micro_batches >= mesh.pp
         assert mesh.schedule != "interleaved" or mesh.n_micro_batches % mesh.pp == 0
+        assert mesh.schedule != "zero_bubble_v" or (mesh.n_micro_batches >= mesh.pp and mesh.n_chunks == 2)
+
+
+def test_a_split_backward_pass_goes_without_zero_3_and_recomputation() -> None:
+    assert {mesh.zero_stage for mesh in meshes() if mesh.schedule == "zero_bubble_v"} == {0, 1, 2}
+    for recompute in ("full", "selective"):
+        assert "zero_bubble_v" not in {mesh.schedule for mesh in meshes(fix=(("recompute", recompute),))}
+    assert "zero_bubble_v" in {mesh.schedule for mesh in meshes(fix=(("recompute", "none"),))}
 
 
 def test_each_sharding_of_a_degree_is_tried() -> None:
@@ -85,6 +93,26 @@ def test_nothing_that_divides_names_the_legal_degrees() -> None:
     odd = replace(SPACE, global_batch=10)
     with pytest.raises(InfeasibleError, match=r"legal dp \(divides the global batch\): 1, 2, 5\n"):
         meshes(odd, fix=(("dp", "4"),))
+
+
+@pytest.mark.parametrize(
+    ("fix", "global_batch", "line"),
+    [
+        ("dp=3", 16, "instead of dp=3, with the rest as it is: 1, 2, 4, 8\n"),
+        ("dp=3", 16, "or a global batch that dp x micro-batch = 3 divides: 15 or 18\n"),
+        # 2 micro-batches of 8 are too few for 4 stages under 1f1b, and enough under gpipe
+        ("pp=4,schedule=1f1b,micro_batch=8", 16, "instead of micro_batch=8, with the rest as it is: 1, 2, 4\n"),
+        ("pp=4,schedule=1f1b,micro_batch=8", 16, "instead of schedule=1f1b, with the rest as it is: gpipe\n"),
+        ("pp=2,schedule=zero_bubble_v,zero=3", 16, "instead of zero=3, with the rest as it is: 0, 1, 2\n"),
+        ("pp=2,schedule=zero_bubble_v,recompute=full", 16, "instead of recompute=full, with the rest as it is: none\n"),
+        ("pp=7", 16, "instead of pp=7, with the rest as it is: 1, 2, 4\n"),  # 6 pieces, on 8 devices
+    ],
+)
+def test_nothing_legal_names_the_nearest_legal_values_of_what_is_fixed(fix: str, global_batch: int, line: str) -> None:
+    pairs = tuple(tuple(part.split("=")) for part in fix.split(","))
+    with pytest.raises(InfeasibleError) as caught:
+        meshes(replace(SPACE, global_batch=global_batch), fix=pairs)
+    assert line in str(caught.value)
 
 
 def test_a_fix_that_is_no_number_is_an_input_error() -> None:

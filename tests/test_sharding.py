@@ -50,12 +50,11 @@ def test_loss_is_split_over_the_vocabulary_and_the_tied_weight_has_one_layout():
     assert layouts[0].produced["tokens.weight"].kind == "S"
 
 
-def test_attention_with_fewer_key_heads_than_ranks_is_not_split():
-    # llama has 4 key heads: 8 ranks cannot share them
-    strategies = layouts_of("llama", 8, "R")[1].strategies
-    assert strategies["scaled_dot_product_attention"].result.kind != "S" or (
-        strategies["scaled_dot_product_attention"].result != sharded(1)
-    )
+def test_attention_with_fewer_key_heads_than_ranks_is_split_over_the_query_heads():
+    # llama has 8 heads and 4 key heads: each of 8 ranks reads half of what one key head is for
+    attention = layouts_of("llama", 8, "R")[1].strategies["scaled_dot_product_attention"]
+    assert attention.function == "grouped_attention_of_rank"
+    assert attention.operands == (sharded(1), V, V) and attention.result == sharded(1)
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "mlp"])

@@ -233,6 +233,43 @@ def test_interleaving_divides_the_bubble_by_the_chunks(n_chunks):
     assert estimate.step_s == 8 * 12 + 36 / n_chunks
 
 
+@pytest.mark.parametrize("n_micro_batches", [7, 8, 12])
+def test_zero_bubble_v_bubble_is_one_pass_per_rank_but_one(n_micro_batches):
+    # 4 ranks, 8 stages; forward, input gradient and weight gradient 1 s each: the bubble is 4 - 1 passes
+    cost = segment(forward_s=1, backward_s=2, weight_backward_s=1)
+    mesh = pipeline(4, n_micro_batches, schedule="zero_bubble_v", n_chunks=2)
+    estimate = simulate(table_of([cost] * 8, mesh=mesh), one_each(8))
+    assert estimate.breakdown.bubble_s == 3
+    assert estimate.step_s == n_micro_batches * 6 + 3
+
+
+def test_the_halves_of_a_backward_pass_take_their_parts_and_the_first_stage_has_one():
+    # 2 ranks, 1 micro-batch, F 1 s, I 2 s, W 3 s; transfers of 0.5 s, none at the turn of the V.
+    # 0F [0, 1], 1F [1.5, 2.5], 2F [2.5, 3.5], 3F [4, 5], 3I [5, 7], 3W [7, 10]; 2I [7.5, 9.5], 2W [9.5, 12.5],
+    # 1I [12.5, 14.5], 1W [14.5, 17.5]; from 15 on stage 0, which has nothing to do for its inputs and 5 s for weights
+    cost = segment(forward_s=1, backward_s=5, weight_backward_s=3)
+    mesh = pipeline(2, 1, schedule="zero_bubble_v", n_chunks=2)
+    estimate = simulate(table_of([cost] * 4, mesh=mesh, cut_s=0.5), one_each(4), with_timeline=True)
+    boxes = {event.name: (event.start_s, event.stop_s) for event in estimate.timeline if event.stream == "compute"}
+    expected = {"1F0": (1.5, 2.5), "2F0": (2.5, 3.5), "3I0": (5, 7), "3W0": (7, 10), "2I0": (7.5, 9.5)}
+    expected |= {"2W0": (9.5, 12.5), "1I0": (12.5, 14.5), "1W0": (14.5, 17.5), "0I0": (15, 15), "0W0": (15, 20)}
+    assert {name: boxes[name] for name in expected} == expected
+    assert estimate.step_s == 20
+
+
+def test_a_split_backward_pass_keeps_activations_and_pending_gradients_until_the_half_for_weights():
+    # one rank with both stages, 1 micro-batch: 0F 1F 1I 1W 0I 0W. While 1W runs: state 100 + 200, saved 10 + 20,
+    # pending 5, its gradients 4, working 8 = 347; nothing of stage 1 is left in 0W: 300 + 10 + 3 + 2 + 7 = 322
+    costs = [
+        segment(state_bytes=100, saved_bytes=10, pending_bytes=3, gradient_bytes=2, working_bytes=7),
+        segment(state_bytes=200, saved_bytes=20, pending_bytes=5, gradient_bytes=4, working_bytes=8),
+    ]
+    table = table_of(costs, mesh=pipeline(1, 1, schedule="zero_bubble_v", n_chunks=2))
+    assert simulate(table, one_each(2)).allocated_bytes == (347,)
+    (curve,) = memory_over_time(table, one_each(2))
+    assert [n_bytes for _, n_bytes in curve][-2:] == [322, 300]
+
+
 def test_slowest_stage_sets_the_pace():
     # forward 1, 3, 1 s and backward 2, 6, 2 s, 4 micro-batches. Rank 1, from its first activation at 1 s on:
     # F0 [1, 4], F1 [4, 7], B0 [7, 13] (2B0 is done at 4 + 1 + 2 = 7), F2, B1, F3, B2, B3 without a pause: until
@@ -329,6 +366,7 @@ def test_peak_memory_of_two_stages_by_hand():
         "unreduced_gradients": 15,
         "saved_activations": 70,
         "received_inputs": 3,
+        "pending_gradients": 0,
         "working": 9,
         "fragmentation": 200,
         "fixed": 50,
@@ -400,14 +438,20 @@ def test_memory_over_time_rises_and_falls_with_the_actions():
 
 quarters = st.integers(0, 12).map(lambda n: n / 4)
 few_bytes = st.integers(0, 50)
-segment_costs = st.builds(SegmentCost, *[quarters] * 10, *[few_bytes] * 5)
+segment_costs = st.builds(
+    lambda *values: SegmentCost(*values[:15], weight_backward_s=values[1] * values[15], pending_bytes=values[16]),
+    *[quarters] * 10,
+    *[few_bytes] * 5,
+    st.sampled_from([0.0, 0.25, 1.0]),
+    few_bytes,
+)
 
 
 @st.composite
 def plans(draw, max_pp=3):
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble_v"]))
     pp = draw(st.integers(1, max_pp))
-    n_chunks = draw(st.integers(2, 3)) if schedule == "interleaved" else 1
+    n_chunks = {"interleaved": draw(st.integers(2, 3)), "zero_bubble_v": 2}.get(schedule, 1)
     n_micro_batches = pp * draw(st.integers(1, 2)) if schedule == "interleaved" else draw(st.integers(1, 4))
     sizes = [draw(st.integers(1, 2)) for _ in range(pp * n_chunks)]
     costs = [(draw(segment_costs), draw(segment_costs)) for _ in range(sum(sizes))]

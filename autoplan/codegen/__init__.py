@@ -15,9 +15,10 @@ from typing import Any
 
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
-from autoplan.graph import OpGraph
+from autoplan.graph import OpGraph, computes_in_float32
 from autoplan.parallel_plan import Plan
 from autoplan.rules import OpRule
+from autoplan.semantics import ignored_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +53,21 @@ def generate(
     }
     if is_rewritten:
         found["parallel_model.py"] = parallel_model_text(graph, plan, rules=rules)
-    for path in sorted(files("autoplan.runtime").iterdir(), key=lambda item: item.name):
-        if path.name.endswith(".py"):
-            found[f"runtime/{path.name}"] = path.read_text()
-    return Program(tuple(found.items()))
+    return Program((*found.items(), *runtime_files().items()))
+
+
+def runtime_files() -> dict[str, str]:
+    """The runtime as every folder holds it, by relative path."""
+    paths = sorted(files("autoplan.runtime").iterdir(), key=lambda item: item.name)
+    return {f"runtime/{path.name}": path.read_text() for path in paths if path.name.endswith(".py")}
 
 
 def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
     """The fields of `runtime.config.Config` for a plan."""
     mesh = plan.mesh
     recomputed = [graph.segments[i].module_path for stage in plan.stages for i in stage.recomputed]
-    blocks = [segment.module_path for segment in graph.segments if segment.is_block]
+    # Where forward branches on data, ranks may call different blocks: then all parameters are one group.
+    blocks = [s.module_path for s in graph.segments if s.is_block and not graph.is_module_level]
     return {
         "dp": mesh.dp,
         "tp": mesh.tp,
@@ -75,6 +80,10 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "n_chunks": mesh.n_chunks,
         "precision": plan.precision,
         "compile": plan.compile,
+        "batch_norm": plan.batch_norm,
+        "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": tuple(dict.fromkeys(recomputed)),
         "blocks": tuple(dict.fromkeys(blocks)),
+        **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
+        **({"is_module_level": True} if graph.is_module_level else {}),
     }

@@ -1,315 +1,204 @@
 """One op -> one Python expression, as a person would write it: `F.linear(x, weight)`, `a + b`, `x.reshape(...)`.
 
 `EXPRESSIONS` maps an operator to a function of its call; an operator without an entry is called by its ATen name.
-Sizes are those of one rank: views take the local shape of their result, a split its local piece.
+`FUNCTIONS` does the same for the functions of `runtime.collectives` that run instead of an op.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from autoplan.graph import COMPUTE, Argument, Op, PerSample, Ref, Symbol, TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One op to print.
-
-    Attributes:
-        operands: the expression of each tensor operand, in order of appearance.
-        result: the local spec of its (first) result.
-        dtype_like, device_like: expressions of a tensor in the compute precision, and of any tensor on the device.
-        batch: the expression of the batch size.
-    """
-
-    op: Op
-    operands: tuple[str, ...]
-    result: TensorSpec
-    dtype_like: str
-    device_like: str
-    batch: str = "batch"
-
-    def text(self, argument: Argument) -> str:
-        """An argument as Python."""
-        return _text(self, argument, iter(self.operands))
-
-    def arguments(self) -> list[str]:
-        """All positional arguments as Python."""
-        operands = iter(self.operands)
-        return [_text(self, argument, operands) for argument in self.op.args]
-
-    def keywords(self) -> list[str]:
-        """All keyword arguments as Python; None and torch's allocation details are left out."""
-        operands = iter(self.operands[self._n_positional() :])
-        skipped = ("pin_memory", "layout", "memory_format")
-        return [
-            f"{key}={_text(self, value, operands)}"
-            for key, value in self.op.kwargs
-            if value is not None and key not in skipped
-        ]
-
-    def _n_positional(self) -> int:
-        return sum(_n_refs(argument) for argument in self.op.args)
-
-
-def _n_refs(argument: Argument) -> int:
-    if isinstance(argument, tuple):
-        return sum(_n_refs(item) for item in argument)
-    return int(isinstance(argument, Ref))
-
-
-def _text(call: Call, argument: Argument, operands: object) -> str:
-    if isinstance(argument, Ref):
-        return next(operands)  # type: ignore[call-overload]
-    if isinstance(argument, tuple):
-        items = [_text(call, item, operands) for item in argument]
-        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    if isinstance(argument, PerSample):
-        return call.batch if argument.count == 1 else f"{call.batch} * {argument.count}"
-    if isinstance(argument, Symbol):
-        return _symbol_text(call, argument)
-    if isinstance(argument, float) and argument in (float("inf"), float("-inf")):
-        return f'float("{argument}")'
-    return repr(argument)
-
-
-def _symbol_text(call: Call, symbol: Symbol) -> str:
-    if symbol.text == f"dtype:{COMPUTE}":
-        return f"{call.dtype_like}.dtype"
-    if symbol.text.startswith("dtype:"):
-        return "torch." + symbol.text.removeprefix("dtype:")
-    if symbol.text == "device":
-        return f"{call.device_like}.device"
-    return symbol.text
+from autoplan.codegen import printers
+from autoplan.codegen.call import (
+    Call,
+    Printer,
+    attribute,
+    by_local_shape,
+    function,
+    infix,
+    keyworded,
+    local_shape,
+    method,
+    spread_method,
+)
 
 
 def expression(call: Call) -> str:
     """The Python expression of a call."""
-    printer = EXPRESSIONS.get(call.op.target, _aten)
+    printer = EXPRESSIONS.get(call.op.target, _by_name)
     return printer(call)
 
 
-Printer = Callable[[Call], str]
+def _by_name(call: Call) -> str:
+    name = call.op.target if call.op.target.startswith("aten.") else call.op.target.removesuffix(".default")
+    return f"torch.ops.{name}({', '.join(call.arguments() + call.keywords())})"
 
 
-def _aten(call: Call) -> str:
-    path = call.op.target.replace("aten.", "torch.ops.aten.", 1)
-    return f"{path}({', '.join(call.arguments() + call.keywords())})"
+# Operators of the same name and arguments in `torch`, in `torch.nn.functional`, and as methods.
+_TORCH = (
+    "abs acos acosh addmv asin asinh atan atanh bmm bitwise_not ceil clamp clamp_max clamp_min cos cosh digamma dot erf"
+    " erfc erfinv exp exp2 expm1 eye floor frac isfinite isinf isnan lgamma linspace log log10 log1p log2 logical_and"
+    " logical_not logical_or logical_xor logit matmul maximum minimum mm mv nan_to_num outer positive reciprocal round"
+    " rsqrt sgn sigmoid sign sin sinc sinh sqrt square tan tanh tril triu trunc addcdiv addcmul addmm atan2 baddbmm"
+    " bilinear empty_like empty_like full_like hypot logaddexp logaddexp2 ones_like scalar_tensor zeros_like arange"
+)
+_FUNCTIONAL = (
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d celu cosine_similarity gelu glu hardshrink hardsigmoid"
+    " hardswish hardtanh leaky_relu mish one_hot pixel_shuffle pixel_unshuffle prelu relu relu6 selu silu softplus"
+    " softshrink threshold"
+)
+_METHODS = (
+    "copy_ all amax amin any argmax argmin argsort clone contiguous cummax cummin cumprod cumsum detach diagonal"
+    " expand_as flip gather index_add index_copy index_select logcumsumexp logsumexp max mean min prod roll scatter"
+    " scatter_add sort sum swapaxes swapdims t take_along_dim topk type_as unsqueeze"
+)
+_OVERLOADED_METHODS = (
+    "all.dim all.dims any.dim any.dims argsort.stable flatten.using_ints masked_fill.Scalar masked_fill.Tensor max.dim"
+    " mean.dim median.dim min.dim moveaxis.int movedim.int movedim.intlist norm.Scalar norm.ScalarOpt_dim prod.dim_int"
+    " scatter.src scatter.value scatter_reduce.two select.int sort.stable squeeze.dim std.correction std.dim"
+    " sum.dim_IntList tensor_split.sections transpose.int unbind.int var.correction var.dim"
+)
+_OVERLOADED_TORCH = (
+    "arange.start arange.start_step bucketize.Tensor clamp.Tensor clamp_max.Tensor clamp_min.Tensor copysign.Tensor"
+    " div.Scalar_mode div.Tensor_mode eye.m fmod.Scalar fmod.Tensor lerp.Scalar lerp.Tensor max.other min.other"
+    " remainder.Scalar remainder.Tensor var_mean.correction var_mean.dim where.Scalar where.ScalarOther"
+    " where.ScalarSelf where.self xlogy.Tensor"
+)
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_divide": "//", "pow": "**", "eq": "==", "ne": "!=",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^",
+    "__and__": "&", "__or__": "|", "__xor__": "^",
+}  # fmt: skip
+_CONVOLVED = ("stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
+_POOLED = {"stride": (), "padding": 0, "ceil_mode": False, "count_include_pad": True, "divisor_override": None}
+_MAX_POOLED = {"stride": (), "padding": 0, "dilation": 1, "ceil_mode": False}
 
 
-def _function(name: str, *defaults: object) -> Printer:
-    """`name(args)`; trailing arguments equal to `defaults` (aligned at the end) are left out."""
+def _named(names: str) -> list[tuple[str, str]]:
+    """(operator, name) of a list of operators with their overloads."""
+    return [(f"aten.{item}", item.split(".")[0]) for item in names.split()]
 
-    def printer(call: Call) -> str:
-        arguments, rest = call.arguments(), list(call.op.args)
-        for default in reversed(defaults):
-            if len(rest) and rest[-1] == default and not isinstance(rest[-1], Ref):
-                rest.pop()
-                arguments.pop()
-        return f"{name}({', '.join(arguments + call.keywords())})"
-
-    return printer
-
-
-def _method(name: str) -> Printer:
-    def printer(call: Call) -> str:
-        operand, *arguments = call.arguments()
-        return f"{operand}.{name}({', '.join(arguments + call.keywords())})"
-
-    return printer
-
-
-def _spread_method(name: str) -> Printer:
-    """A method whose sizes or dims are separate arguments: x.permute(0, 2, 1)."""
-
-    def printer(call: Call) -> str:
-        return f"{call.operands[0]}.{name}({', '.join(call.text(item) for item in call.op.args[1])})"
-
-    return printer
-
-
-def _infix(symbol: str) -> Printer:
-    def printer(call: Call) -> str:
-        left, right, *_ = call.arguments()
-        scale = dict(call.op.kwargs).get("alpha", 1)
-        return f"{left} {symbol} {right}" if scale == 1 else f"{left} {symbol} {scale!r} * {right}"
-
-    return printer
-
-
-def _local_shape(name: str) -> Printer:
-    """A view, by the shape one rank holds."""
-
-    def printer(call: Call) -> str:
-        return f"{call.operands[0]}.{name}({', '.join(call.text(extent) for extent in call.result.shape)})"
-
-    return printer
-
-
-def _split(call: Call) -> str:
-    """Pieces of the local size; along a dim that is not split that is the global one."""
-    dim = call.op.args[2] if len(call.op.args) > 2 else dict(call.op.kwargs).get("dim", 0)
-    size = call.op.args[1]
-    is_even = len({spec.shape for spec in call.op.outputs}) == 1
-    piece = call.text(call.result.shape[dim]) if is_even else call.text(size)
-    return f"{call.operands[0]}.split({piece}, dim={dim})"
-
-
-def _chunk(call: Call) -> str:
-    dim = call.op.args[2] if len(call.op.args) > 2 else dict(call.op.kwargs).get("dim", 0)
-    return f"{call.operands[0]}.chunk({call.op.args[1]}, dim={dim})"
-
-
-def _cast(call: Call) -> str:
-    return f"{call.operands[0]}.to({call.text(call.op.args[1])})"
-
-
-def _to_copy(call: Call) -> str:
-    keywords = [text for text in call.keywords() if text.startswith(("dtype=", "device="))]
-    return f"{call.operands[0]}.to({', '.join(keywords)})"
-
-
-def _embedding(call: Call) -> str:
-    table, ids, *_ = call.operands
-    padding = call.op.args[2] if len(call.op.args) > 2 else -1
-    return f"F.embedding({ids}, {table}{f', padding_idx={padding}' if padding != -1 else ''})"
-
-
-def _attention(call: Call) -> str:
-    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    values = dict(zip(names, call.op.args[3:], strict=False)) | dict(call.op.kwargs)
-    texts = [*call.operands[:3]]
-    if isinstance(values.pop("attn_mask", None), Ref):
-        texts.append(f"attn_mask={call.operands[3]}")
-    defaults = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    texts += [f"{key}={value!r}" for key, value in values.items() if value != defaults[key]]
-    return f"F.scaled_dot_product_attention({', '.join(texts)})"
-
-
-def _norm(name: str) -> Printer:
-    def printer(call: Call) -> str:
-        arguments = call.arguments()[:5]
-        return f"F.{name}({', '.join(arguments)})"
-
-    return printer
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-
-
-def _loss(name: str, *keywords: str) -> Printer:
-    """Losses take their reduction as a number in ATen and as a word in `F`."""
-
-    def printer(call: Call) -> str:
-        values = dict(zip(keywords, call.op.args[2:], strict=False)) | dict(call.op.kwargs)
-        if isinstance(values.get("reduction"), int):
-            values["reduction"] = _REDUCTIONS[values["reduction"]]
-        defaults = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "weight": None}
-        operands = iter(call.operands[2:])
-        texts = [*call.operands[:2]]
-        for key, value in values.items():
-            if value != defaults.get(key):
-                texts.append(f"{key}={next(operands) if isinstance(value, Ref) else repr(value)}")
-        return f"{name}({', '.join(texts)})"
-
-    return printer
-
-
-def _dropout(call: Call) -> str:
-    return f"F.dropout({call.operands[0]}, {call.op.args[1]!r}, self.training)"
-
-
-_TORCH_FUNCTIONS = [
-    "exp",
-    "log",
-    "sqrt",
-    "rsqrt",
-    "sin",
-    "cos",
-    "abs",
-    "square",
-    "tanh",
-    "sigmoid",
-    "outer",
-    "where",
-    "tril",
-    "triu",
-    "clamp",
-    "reciprocal",
-    "bmm",
-    "mm",
-    "matmul",
-]
 
 EXPRESSIONS: dict[str, Printer] = {
-    **{f"aten.{name}.default": _function(f"torch.{name}") for name in _TORCH_FUNCTIONS},
-    "aten.where.self": _function("torch.where"),
-    "aten.pow.Tensor_Scalar": _infix("**"),
-    "aten.pow.Scalar": _infix("**"),
-    "aten.add.Tensor": _infix("+"),
-    "aten.sub.Tensor": _infix("-"),
-    "aten.mul.Tensor": _infix("*"),
-    "aten.div.Tensor": _infix("/"),
-    "aten.eq.Tensor": _infix("=="),
-    "aten.eq.Scalar": _infix("=="),
-    "aten.ne.Scalar": _infix("!="),
-    "aten.lt.Tensor": _infix("<"),
-    "aten.le.Tensor": _infix("<="),
-    "aten.gt.Tensor": _infix(">"),
-    "aten.ge.Tensor": _infix(">="),
-    "aten.lt.Scalar": _infix("<"),
-    "aten.gt.Scalar": _infix(">"),
+    **{f"aten.{name}.default": function(f"torch.{name}") for name in _TORCH.split()},
+    **{f"aten.{name}.default": function(f"F.{name}") for name in _FUNCTIONAL.split()},
+    **{f"aten.{name}.default": method(name) for name in _METHODS.split()},
+    **{operator: method(name) for operator, name in _named(_OVERLOADED_METHODS)},
+    **{operator: function(f"torch.{name}") for operator, name in _named(_OVERLOADED_TORCH)},
+    **{
+        f"aten.{name}.{overload}": infix(symbol)
+        for name, symbol in _INFIX.items()
+        for overload in ("Tensor", "Scalar", "Tensor_Scalar", "Tensor_Tensor", "default")
+    },
+    **{f"aten.conv{n}d.default": printers.convolution(f"F.conv{n}d", *_CONVOLVED) for n in (1, 2, 3)},
+    **{f"aten.conv{n}d.padding": printers.convolution(f"F.conv{n}d", *_CONVOLVED) for n in (1, 2, 3)},
+    "aten.conv_transpose1d.default": printers.convolution("F.conv_transpose1d", *_TRANSPOSED),
+    "aten.conv_transpose2d.input": printers.convolution("F.conv_transpose2d", *_TRANSPOSED),
+    "aten.conv_transpose3d.input": printers.convolution("F.conv_transpose3d", *_TRANSPOSED),
+    "aten.convolution.default": printers.any_convolution,
+    **{f"aten.max_pool{n}d.default": keyworded(f"F.max_pool{n}d", 2, **_MAX_POOLED) for n in (1, 2, 3)},
+    **{
+        f"aten.max_pool{n}d_with_indices.default": keyworded(f"F.max_pool{n}d_with_indices", 2, **_MAX_POOLED)
+        for n in (2, 3)
+    },
+    **{f"aten.avg_pool{n}d.default": keyworded(f"F.avg_pool{n}d", 2, **_POOLED) for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": function(f"F.adaptive_max_pool{n}d_with_indices") for n in (1, 2, 3)},
+    "aten._adaptive_avg_pool2d.default": function("F.adaptive_avg_pool2d"),
+    "aten._adaptive_avg_pool3d.default": function("F.adaptive_avg_pool3d"),
+    **{f"aten.upsample_nearest{n}d.vec": printers.resize("nearest") for n in (1, 2, 3)},
+    "aten.upsample_linear1d.vec": printers.resize("linear", aligns=True),
+    "aten.upsample_bilinear2d.vec": printers.resize("bilinear", aligns=True),
+    "aten.upsample_bicubic2d.vec": printers.resize("bicubic", aligns=True),
+    "aten.upsample_trilinear3d.vec": printers.resize("trilinear", aligns=True),
+    "aten._upsample_bilinear2d_aa.vec": printers.resize("bilinear", aligns=True, antialias=True),
+    "aten._upsample_bicubic2d_aa.vec": printers.resize("bicubic", aligns=True, antialias=True),
+    "aten.im2col.default": function("F.unfold"),
+    "aten.col2im.default": function("F.fold"),
+    **{f"aten.{name}.input": printers.recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "aten.rsub.Scalar": printers.reversed_difference,
     "aten.neg.default": lambda call: f"-{call.operands[0]}",
-    "aten.linear.default": _function("F.linear", None),
-    "aten.addmm.default": _function("torch.addmm"),
-    "aten.gelu.default": _function("F.gelu"),
-    "aten.silu.default": _function("F.silu"),
-    "aten.relu.default": _function("F.relu"),
-    "aten.softplus.default": _function("F.softplus"),
-    "aten.layer_norm.default": _norm("layer_norm"),
-    "aten.rms_norm.default": _norm("rms_norm"),
-    "aten.softmax.int": _function("torch.softmax", None),
-    "aten.log_softmax.int": _function("torch.log_softmax", None),
-    "aten.embedding.default": _embedding,
-    "aten.scaled_dot_product_attention.default": _attention,
-    "aten.cross_entropy_loss.default": _loss(
+    "aten.linear.default": function("F.linear", None),
+    "aten.bilinear.default": function("F.bilinear", None),
+    "aten.einsum.default": printers.einsum,
+    "aten.tensordot.default": printers.tensordot,
+    "aten.elu.default": keyworded("F.elu", 1, alpha=1, scale=1, input_scale=1),
+    "aten.log_sigmoid.default": function("F.logsigmoid"),
+    "aten.layer_norm.default": printers.norm("layer_norm"),
+    "aten.rms_norm.default": printers.norm("rms_norm"),
+    "aten.group_norm.default": printers.group_norm,
+    "aten.batch_norm.default": printers.batch_norm,
+    "aten.instance_norm.default": printers.instance_norm,
+    "aten.softmax.int": function("torch.softmax", None),
+    "aten.log_softmax.int": function("torch.log_softmax", None),
+    "aten.embedding.default": printers.embedding,
+    "aten.scaled_dot_product_attention.default": printers.attention,
+    "aten.cross_entropy_loss.default": printers.loss(
         "F.cross_entropy", "weight", "reduction", "ignore_index", "label_smoothing"
     ),
-    "aten.mse_loss.default": _loss("F.mse_loss", "reduction"),
-    "aten.l1_loss.default": _loss("F.l1_loss", "reduction"),
-    "aten.dropout.default": _dropout,
-    "aten.view.default": _local_shape("reshape"),
-    "aten.reshape.default": _local_shape("reshape"),
-    "aten._unsafe_view.default": _local_shape("reshape"),
-    "aten.unflatten.int": _local_shape("reshape"),
-    "aten.flatten.using_ints": _method("flatten"),
-    "aten.expand.default": _local_shape("expand"),
-    "aten.unsqueeze.default": _method("unsqueeze"),
-    "aten.squeeze.dim": _method("squeeze"),
-    "aten.transpose.int": _method("transpose"),
-    "aten.permute.default": _spread_method("permute"),
-    "aten.t.default": _method("t"),
-    "aten.contiguous.default": _method("contiguous"),
-    "aten.clone.default": _method("clone"),
-    "aten.detach.default": _method("detach"),
-    "aten.select.int": _method("select"),
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.chunk.default": _chunk,
-    "aten.cat.default": _function("torch.cat"),
-    "aten.to.dtype": _cast,
-    "aten._to_copy.default": _to_copy,
-    "aten.sum.default": _method("sum"),
-    "aten.sum.dim_IntList": _method("sum"),
-    "aten.mean.default": _method("mean"),
-    "aten.mean.dim": _method("mean"),
-    "aten.arange.default": _function("torch.arange"),
-    "aten.arange.start": _function("torch.arange"),
-    "aten.arange.start_step": _function("torch.arange"),
-    "aten.zeros.default": _function("torch.zeros"),
-    "aten.ones.default": _function("torch.ones"),
-    "aten.full.default": _function("torch.full"),
-    "aten.scalar_tensor.default": _function("torch.scalar_tensor"),
+    "aten.nll_loss.default": printers.loss("F.nll_loss", "weight", "reduction", "ignore_index"),
+    "aten.nll_loss_nd.default": printers.loss("F.nll_loss", "weight", "reduction", "ignore_index"),
+    "aten.mse_loss.default": printers.loss("F.mse_loss", "reduction"),
+    "aten.l1_loss.default": printers.loss("F.l1_loss", "reduction"),
+    "aten.smooth_l1_loss.default": printers.loss("F.smooth_l1_loss", "reduction", "beta"),
+    "aten.huber_loss.default": printers.loss("F.huber_loss", "reduction", "delta"),
+    "aten.kl_div.default": printers.loss("F.kl_div", "reduction"),
+    "aten.binary_cross_entropy.default": printers.loss("F.binary_cross_entropy", "weight", "reduction"),
+    "aten.binary_cross_entropy_with_logits.default": printers.loss(
+        "F.binary_cross_entropy_with_logits", "weight", "pos_weight", "reduction"
+    ),
+    "aten.dropout.default": printers.dropout,
+    "aten.view.default": local_shape("reshape"),
+    "aten.reshape.default": local_shape("reshape"),
+    "aten._unsafe_view.default": local_shape("reshape"),
+    "aten.unflatten.int": local_shape("reshape"),
+    "aten.ravel.default": local_shape("reshape"),
+    "aten.squeeze.default": local_shape("reshape"),
+    "aten.squeeze.dims": local_shape("reshape"),
+    "aten.expand.default": local_shape("expand"),
+    "aten.broadcast_to.default": local_shape("expand"),
+    "aten.broadcast_tensors.default": lambda call: f"torch.broadcast_tensors({', '.join(call.operands)})",
+    "aten.permute.default": spread_method("permute"),
+    "aten.numpy_T.default": attribute("T"),
+    "aten.mT.default": attribute("mT"),
+    "aten.slice.Tensor": printers.slice_,
+    "aten.narrow.default": printers.narrow,
+    "aten.unfold.default": method("unfold"),
+    "aten.index.Tensor": printers.index,
+    "aten.index_put.default": printers.index_put,
+    "aten.repeat.default": spread_method("repeat"),
+    "aten.tile.default": spread_method("tile"),
+    "aten.repeat_interleave.self_int": printers.repeat_interleave,
+    "aten.pad.default": printers.pad,
+    "aten.constant_pad_nd.default": printers.pad,
+    "aten.split.Tensor": printers.split,
+    "aten.split_with_sizes.default": printers.split,
+    "aten.chunk.default": printers.chunk,
+    "aten.cat.default": function("torch.cat"),
+    "aten.stack.default": function("torch.stack"),
+    "aten.slice_scatter.default": function("torch.slice_scatter"),
+    "aten.select_scatter.default": function("torch.select_scatter"),
+    "aten.diff.default": function("torch.diff"),
+    "aten.linalg_vector_norm.default": function("torch.linalg.vector_norm"),
+    "aten.to.dtype": printers.cast,
+    "aten.histc.default": printers.histogram,
+    "aten._grouped_mm.default": printers.grouped_product,
+    "aten.to.device": printers.to_device,
+    "aten.to.dtype_layout": printers.to_copy,
+    "aten._to_copy.default": printers.to_copy,
+    "aten.zeros.default": by_local_shape("torch.zeros"),
+    "aten.ones.default": by_local_shape("torch.ones"),
+    "aten.full.default": by_local_shape("torch.full"),
+    "aten.new_zeros.default": by_local_shape("new_zeros", n_operands=1),
+    "aten.new_ones.default": by_local_shape("new_ones", n_operands=1),
+    "aten.new_full.default": by_local_shape("new_full", n_operands=1),
     "getitem": lambda call: f"{call.operands[0]}[{call.op.args[1]}]",
 }
+
+FUNCTIONS: dict[str, Printer] = {
+    "vocab_parallel_embedding": printers.split_embedding,
+    "vocab_parallel_cross_entropy": printers.split_cross_entropy,
+    "grouped_attention_of_rank": printers.grouped_attention,
+    "own_experts_mm": printers.own_experts,
+}
+
+FUNCTION_MODULES = {"own_experts_mm": "experts"}
+"""The module of the runtime that holds a function of `FUNCTIONS`, where it is not `collectives`."""

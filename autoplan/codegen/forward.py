@@ -1,44 +1,36 @@
-"""Ops of a segment -> the statements of a forward function, with the conversions between layouts in their place."""
+"""Ops of a segment -> the lines of a forward function, with the conversions between layouts in their place."""
 
 from __future__ import annotations
 
-import keyword
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoplan.codegen.expressions import Call, expression
-from autoplan.graph import COMPUTE, GraphFacts, Op, OpGraph, PerSample, Ref
-from autoplan.layout import Layout, R, conversion, local_spec
-from autoplan.rules import OpRule, operand_names
+from autoplan.codegen.call import Call
+from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
+from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
+from autoplan.codegen.value_names import ValueNames
+from autoplan.graph import COMPUTE, GraphFacts, Op, OpGraph, PerSample, Ref, TensorSpec
+from autoplan.layout import Conversion, Layout, R, conversion, local_spec
+from autoplan.rules import OpRule, Strategy, operand_names
 from autoplan.sharding import SegmentLayouts
 
-RESERVED = frozenset({"torch", "nn", "F", "self", "batch", "tp", "block", "shard", "x", *keyword.kwlist})
 _SUFFIX = {"R": "whole", "V": "copied", "S": "part", "P": "partial"}
-_PURPOSE = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
+_FORWARD = {
+    "all_reduce": "all-reduce of the partial sums of {what}",
+    "all_gather": "all-gather of the parts of {what}",
+    "reduce_scatter": "reduce-scatter of the partial sums of {what}",
+    "all_to_all": "all-to-all of {what} to a split along another dim",
 }
-
-
-@dataclass(slots=True)
-class Names:
-    """The Python names of a function's values. Grows while the function is written."""
-
-    expressions: dict[str, str] = field(default_factory=dict)
-    converted: dict[tuple[str, Layout], str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=lambda: set(RESERVED))
-
-    def unique(self, wanted: str) -> str:
-        """A new Python name, as near to `wanted` as possible."""
-        base = wanted if wanted.isidentifier() else "value"
-        name, number = base, 1
-        while name in self.used:
-            number += 1
-            name = f"{base}_{number}"
-        self.used.add(name)
-        return name
+_BACKWARD = {
+    "all_reduce": ("all-reduce of", "to which every rank has a share"),
+    "all_gather": ("all-gather of", "of which every rank has a part"),
+    "reduce_scatter": ("reduce-scatter of", "to which every rank has a share"),
+    "all_to_all": ("all-to-all of", "split along another dim"),
+}
+_LIKE_DTYPE, _LIKE_DEVICE = "dtype_like", "device_like"  # stand-ins in a template until the line is whole
+_DRAWS = frozenset({"dropout", "native_dropout", "bernoulli", "rand_like", "randn_like", "rrelu"})
+_WRITES = frozenset({"batch_norm"})
+_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +39,9 @@ class ForwardContext:
 
     Attributes:
         facts: of the graph.
-        imports: functions of `runtime.collectives` that were used; grows while the functions are written.
+        names: what values would like to be called.
+        read: values that some op reads, or that leave the graph.
+        imports: (module of the runtime, name) of what was used; grows while the functions are written.
     """
 
     graph: OpGraph
@@ -55,149 +49,266 @@ class ForwardContext:
     degree: int
     precision: str
     facts: GraphFacts
-    imports: set[str]
+    names: ValueNames
+    read: frozenset[str]
+    imports: set[tuple[str, str]]
 
     @classmethod
     def of(cls, graph: OpGraph, *, rules: Mapping[str, OpRule], degree: int, precision: str) -> ForwardContext:
         """The context of one program."""
-        return cls(graph, rules, degree, precision, GraphFacts.of(graph), set())
+        read = frozenset(name for op in graph.ops for name in op.input_names()) | {*graph.model_outputs, graph.loss}
+        return cls(graph, rules, degree, precision, GraphFacts.of(graph), ValueNames.of(graph), read, set())
 
 
-def statements(
-    context: ForwardContext,
-    ops: tuple[Op, ...],
-    *,
-    layouts: SegmentLayouts,
-    names: Names,
-    tp: str,
-    leaving: Mapping[str, Layout],
-) -> list[str]:
-    """The lines that compute `ops`; `names` knows the inputs and learns the results.
+@dataclass(slots=True)
+class Body:
+    """The lines of one function while it is written.
 
-    `leaving` maps values to the layout they must have at the end; their expressions are updated to it.
+    Attributes:
+        tp: the expression of the tensor-parallel group.
+        held: the key under which a value is known now, where that is not the one it was made with.
     """
-    lines: list[str] = []
+
+    context: ForwardContext
+    tp: str
+    lines: list[Line] = field(default_factory=list)
+    held: dict[str, Key] = field(default_factory=dict)
+    made: set[Key] = field(default_factory=set)
+
+    def key(self, name: str) -> Key:
+        """The key of a value as it is now."""
+        return self.held.get(name, (name, ""))
+
+    def text(
+        self, *, arguments: Mapping[str, str], known: Mapping[str, str], results: Sequence[str], indent: int
+    ) -> list[str]:
+        """The function's body; `arguments` names its parameters, `known` has the expressions of weights."""
+        specs = self.context.facts.specs
+        return function_lines(
+            self.lines,
+            known={(name, ""): text for name, text in known.items()},
+            arguments={(name, ""): text for name, text in arguments.items()},
+            dtypes={name: spec.dtype for name, spec in specs.items()},
+            batch=_batch_expression({**arguments, **known}, specs),
+            results=[self.key(name) for name in results],
+            indent=indent,
+        )
+
+
+def add_ops(body: Body, ops: tuple[Op, ...], *, layouts: SegmentLayouts, leaving: Mapping[str, Layout]) -> None:
+    """Append the lines that compute `ops`; `leaving` maps values to the layout they have from there on."""
     pieces = _pieces(ops)
     for op in ops:
         if op.target == "getitem" and op.args[0].name in pieces:
             continue
+        strategy = layouts.strategies[op.name]
         operands = tuple(
-            _as_layout(context, name, layout, layouts=layouts, names=names, tp=tp, lines=lines)
-            for name, layout in zip(operand_names(op), layouts.strategies[op.name].operands, strict=True)
+            _as_layout(body, name, layout, layouts=layouts)
+            for name, layout in zip(operand_names(op), strategy.operands, strict=True)
         )
-        if op.target == "aten.dropout.default" and not op.args[1]:
-            names.expressions[op.name] = operands[0]
+        if _is_nothing(body.context, op):
+            body.held[op.name] = operands[0]
             continue
-        text = _op_text(context, op, operands=operands, layouts=layouts, names=names, tp=tp)
-        if op.name in pieces:
-            targets = [names.unique(_readable(item)) for item in pieces[op.name]]
-            names.expressions.update(zip((item.name for item in pieces[op.name]), targets, strict=True))
-            lines.append(f"{', '.join(targets)} = {text}")
-        else:
-            names.expressions[op.name] = names.unique(_readable(op))
-            lines.append(f"{names.expressions[op.name]} = {text}")
+        results = pieces.get(op.name, [op])
+        is_read = op.name in body.context.read
+        body.lines.append(_op_line(body.context, op, operands, strategy, results if is_read else [], body.tp))
+        if _operator(op) in _WRITES:
+            body.lines += _written_back(body, op, operands, strategy)
+        body.lines += _statistics_lines(body, op, strategy)
     for name, layout in leaving.items():
-        names.expressions[name] = _as_layout(context, name, layout, layouts=layouts, names=names, tp=tp, lines=lines)
+        body.held[name] = _as_layout(body, name, layout, layouts=layouts)
+
+
+def _statistics_lines(body: Body, op: Op, strategy: Strategy) -> list[Line]:
+    """After a batch norm of some channels, which updates its parts of the running statistics: the whole of them."""
+    if _operator(op) not in _WRITES:
+        return []
+    lines = []
+    for name, layout in zip(operand_names(op), strategy.operands, strict=True):
+        if layout.kind == "S" and Ref(name) in op.args[3:5]:  # running mean and variance
+            body.context.imports.add(("collectives", "all_gather"))
+            arguments = [placeholder(1), *_dims(layout, R), body.tp, *_blocks(layout, R)]
+            arguments += _true_extent("size", body.context.facts.specs[name], layout)
+            size = body.context.facts.specs[name].n_bytes(1, body.context.precision)
+            lines.append(
+                Line(
+                    template=f"{placeholder(0)}.copy_(all_gather({', '.join(arguments)}))",
+                    reads=(body.key(name), (name, str(layout))),
+                    comment=f"all-gather of the running statistics of all channels: {size:,} bytes",
+                    has_effect=True,
+                )
+            )
     return lines
+
+
+def _is_nothing(context: ForwardContext, op: Op) -> bool:
+    """Whether the result is the operand; a copy is, unless what it copies is a buffer, which may be written."""
+    is_copy = op.target == "aten.clone.default" and op.args[0].name not in context.facts.parameters
+    return is_copy or op.target == "aten.alias.default" or (op.target == "aten.dropout.default" and not op.args[1])
 
 
 def _pieces(ops: tuple[Op, ...]) -> dict[str, list[Op]]:
     """Ops with several results whose every piece is read exactly once: they unpack into names."""
-    found = {}
+    readers: dict[str, list[Op]] = {}
     for op in ops:
-        readers = [r for r in ops if r.target == "getitem" and r.args[0] == Ref(op.name)]
-        if len(op.outputs) > 1 and sorted(r.args[1] for r in readers) == list(range(len(op.outputs))):
-            found[op.name] = sorted(readers, key=lambda r: r.args[1])
-    return found
+        if op.target == "getitem":
+            readers.setdefault(op.args[0].name, []).append(op)
+    return {
+        op.name: sorted(readers[op.name], key=lambda r: r.args[1])
+        for op in ops
+        if op.name in readers and sorted(r.args[1] for r in readers[op.name]) == list(range(len(op.outputs)))
+    }
 
 
-def _readable(op: Op) -> str:
-    """The name of the leaf module that made the value (`qkv`, `norm_1`), else of the operator."""
-    last = op.module_path.split(".")[-1]
-    kind = op.target.split(".")[1] if "." in op.target else "piece"
-    is_leaf = kind in ("linear", "layer_norm", "rms_norm", "embedding", "addmm")
-    name = last if is_leaf and last.isidentifier() and not last.isdigit() else kind
-    return {"scaled_dot_product_attention": "attended", "cross_entropy_loss": "loss", "mse_loss": "loss"}.get(
-        name, name.strip("_")
+# ---------------------------------------------------------------- one op
+
+
+def _op_line(
+    context: ForwardContext, op: Op, operands: tuple[Key, ...], strategy: Strategy, results: list[Op], tp: str
+) -> Line:
+    template = _template(context, op, strategy, tp)
+    reads: list[Key | Like] = [*operands]
+    for stand_in, like in ((_LIKE_DTYPE, Like(COMPUTE)), (_LIKE_DEVICE, Like(None))):
+        if stand_in in names_in(template):
+            template = template.replace(f"{stand_in}.", f"{placeholder(len(reads))}.")
+            reads.append(like)
+    rule = context.rules.get(op.target)
+    is_view = rule is not None and rule.is_view
+    return Line(
+        template=template,
+        reads=tuple(reads),
+        makes=tuple((result.name, "") for result in results),
+        wishes=_wishes(context.names, results),
+        comment=_statistics_comment(context, strategy),
+        nests=_nests(context, op, rule, strategy, len(results)),
+        is_view=is_view,
+        has_effect=_has_effect(op),
     )
 
 
-def _op_text(
-    context: ForwardContext,
-    op: Op,
-    *,
-    operands: tuple[str, ...],
-    layouts: SegmentLayouts,
-    names: Names,
-    tp: str,
-) -> str:
-    strategy = layouts.strategies[op.name]
+def _wishes(names: ValueNames, results: list[Op]) -> tuple[Wish, ...]:
+    """A piece without a name of its own is called after what it is a piece of, with a number."""
+    if len(results) == 1:
+        return (names.wish(results[0]),)
+    return tuple(
+        Wish((piece.label,)) if piece.label else Wish(suffix=str(number), may_rebind=False)
+        for number, piece in enumerate(results, 1)
+    )
+
+
+def _nests(context: ForwardContext, op: Op, rule: OpRule | None, strategy: Strategy, n_results: int) -> str:
+    """What has a name, has an effect or communicates is a statement of its own."""
+    if n_results != 1 or op.label or strategy.function or _has_effect(op):
+        return ""
+    return "view" if context.names.is_module_result(op) or (rule and rule.efficiency == "matmul") else "any"
+
+
+def _has_effect(op: Op) -> bool:
+    """Whether an op draws random numbers or writes a buffer."""
+    operator = _operator(op)
+    return operator in _DRAWS or operator in _WRITES or operator.endswith("_") or _dropout_p(op) > 0
+
+
+def _operator(op: Op) -> str:
+    return op.target.split(".")[1] if "." in op.target else op.target
+
+
+def _dropout_p(op: Op) -> float:
+    """The dropout of an attention."""
+    if op.target != _ATTENTION:
+        return 0.0
+    values = dict(zip(("attn_mask", "dropout_p"), op.args[3:5], strict=False)) | dict(op.kwargs)
+    return float(values.get("dropout_p", 0.0))
+
+
+def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> str:
+    operands = tuple(placeholder(index) for index in range(len(operand_names(op))))
+    if op.target == "aten.dropout.default" and strategy.result.kind == "S":
+        context.imports.add(("random", "rank_dropout"))
+        return f"rank_dropout({operands[0]}, {op.args[1]!r}, self.training, {tp})"
+    call = Call(
+        op=op,
+        operands=operands,
+        result=local_spec(op.outputs[0], strategy.result, context.degree),
+        dtype_like=_LIKE_DTYPE,
+        device_like=_LIKE_DEVICE,
+        tp=tp,
+        n_unpadded=_n_unpadded(context, op, strategy),
+    )
     if strategy.function:
-        context.imports.add(strategy.function)
-        if strategy.function == "vocab_parallel_embedding":
-            return f"vocab_parallel_embedding({operands[1]}, {operands[0]}, {tp})"
-        keywords = _loss_keywords(op)
-        return f"{strategy.function}({', '.join([*operands, tp, *keywords])})"
-    return expression(
-        Call(
-            op=op,
-            operands=operands,
-            result=local_spec(op.outputs[0], strategy.result, context.degree),
-            dtype_like=_like(context, names, wanted=COMPUTE) or "self",
-            device_like=_like(context, names, wanted=None) or "self",
-        )
-    )
+        context.imports.add((FUNCTION_MODULES.get(strategy.function, "collectives"), strategy.function))
+        return FUNCTIONS[strategy.function](call)
+    text = expression(call)
+    if _dropout_p(op) > 0 and strategy.result.kind == "S":
+        context.imports.add(("random", "rank_attention"))
+        text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"
+    return text
 
 
-def _loss_keywords(op: Op) -> list[str]:
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    values = dict(zip(names, op.args[2:], strict=False)) | dict(op.kwargs)
-    texts = []
-    if values.get("reduction", 1) != 1:
-        texts.append(f"reduction={('none', 'mean', 'sum')[values['reduction']]!r}")
-    texts += [
-        f"{key}={values[key]!r}"
-        for key, default in (("ignore_index", -100), ("label_smoothing", 0.0))
-        if values.get(key, default) != default
-    ]
-    return texts
-
-
-def _like(context: ForwardContext, names: Names, *, wanted: str | None) -> str | None:
-    """The expression of some value that is already there, in the wanted dtype."""
-    for name, text in names.expressions.items():
-        spec = context.facts.specs.get(name)
-        if spec is not None and (wanted is None or spec.dtype == wanted):
-            return text
+def _n_unpadded(context: ForwardContext, op: Op, strategy: Strategy) -> int | None:
+    """The true extent of the dim of an operand that is padded."""
+    for name, layout in zip(operand_names(op), strategy.operands, strict=True):
+        if layout.is_padded:
+            extent = context.facts.specs[name].shape[layout.dim]
+            assert isinstance(extent, int)
+            return extent
     return None
 
 
-def _as_layout(
-    context: ForwardContext,
-    name: str,
-    layout: Layout,
-    *,
-    layouts: SegmentLayouts,
-    names: Names,
-    tp: str,
-    lines: list[str],
-) -> str:
-    """The expression of a value in a layout; writes the conversion the first time it is needed."""
+def _statistics_comment(context: ForwardContext, strategy: Strategy) -> str:
+    if not strategy.all_reduce_elements:
+        return ""
+    n_bytes = strategy.all_reduce_elements * (8 if context.precision == "fp64" else 4)
+    return f"all-reduce of the statistics of {{value}}: {n_bytes:,} bytes per sample forward"
+
+
+def _written_back(body: Body, op: Op, operands: tuple[Key, ...], strategy: Strategy) -> list[Line]:
+    """Lines that put the parts of buffers that an op has written together again: buffers are whole on every rank."""
+    context, buffers = body.context, {p.name for p in body.context.graph.parameters if p.is_buffer}
+    lines = []
+    for name, key, layout in zip(operand_names(op), operands, strategy.operands, strict=True):
+        if name in buffers and layout.kind == "S":
+            context.imports.add(("collectives", "all_gather"))
+            gathered = f"all_gather({placeholder(1)}, {layout.dim}, {body.tp})"
+            n_bytes = context.facts.specs[name].n_bytes(1, context.precision)
+            comment = f"all-gather of the parts of {{value}}, which are written: {n_bytes:,} bytes forward"
+            template = f"{placeholder(0)}.copy_({gathered})"
+            lines.append(Line(template, reads=(body.key(name), key), comment=comment, has_effect=True))
+    return lines
+
+
+# ---------------------------------------------------------------- conversions
+
+
+def _as_layout(body: Body, name: str, layout: Layout, *, layouts: SegmentLayouts) -> Key:
+    """The key of a value in a layout; adds the conversion the first time it is needed."""
     source = layouts.produced.get(name, R)
-    step = conversion(source, layout, has_gradient=name in context.facts.gradients)
+    step = conversion(source, layout, has_gradient=name in body.context.facts.gradients)
     assert step is not None, (name, source, layout)
-    plain = names.expressions[name]
     if not step.function:
-        return plain
-    if (name, layout) not in names.converted:
-        context.imports.add(step.function)
-        result = names.unique("_".join([*plain.split(".")[-2:], _SUFFIX[layout.kind]]))
-        arguments = [plain, *_dims(source, layout), tp, *_blocks(source, layout)]
-        for line in _comment(context, name, step.forward, step.backward):
-            lines.append(line)
-        lines.append(f"{result} = {step.function}({', '.join(arguments)})")
-        names.converted[name, layout] = result
-    return names.converted[name, layout]
+        return body.key(name)
+    key = (name, str(layout))
+    if key not in body.made:
+        body.made.add(key)
+        body.lines.append(_conversion_line(body, name, source, layout, step))
+    return key
+
+
+def _conversion_line(body: Body, name: str, source: Layout, target: Layout, step: Conversion) -> Line:
+    context = body.context
+    context.imports.add(("collectives", step.function))
+    arguments = [placeholder(0), *_dims(source, target), body.tp, *_blocks(source, target)]
+    for side in (source, target):
+        arguments += _true_extent("size", context.facts.specs[name], side)
+    is_communication = step.forward or step.backward
+    return Line(
+        template=f"{step.function}({', '.join(arguments)})",
+        reads=(body.key(name),),
+        makes=((name, str(target)),),
+        wishes=(Wish(suffix=_SUFFIX[target.kind]),),
+        comment=_comment(context, name, step) if is_communication else "",
+        nests="" if is_communication else "any",
+    )
 
 
 def _dims(source: Layout, target: Layout) -> list[str]:
@@ -209,37 +320,32 @@ def _blocks(source: Layout, target: Layout) -> list[str]:
     return [f"blocks={blocks}"] if blocks > 1 else []
 
 
-def _comment(context: ForwardContext, name: str, forward: str, backward: str) -> list[str]:
-    """What the conversion communicates, and how much of it per sample (or in all, for a parameter)."""
+def _true_extent(keyword: str, spec: TensorSpec, layout: Layout) -> list[str]:
+    """The argument that says where the padding of a padded dim begins."""
+    return [f"{keyword}={spec.shape[layout.dim]}"] if layout.is_padded else []
+
+
+def _comment(context: ForwardContext, name: str, step: Conversion) -> str:
+    """Why the conversion communicates, and how much of it per sample (or in all, for a parameter)."""
     spec = context.facts.specs[name]
     is_per_sample = any(isinstance(extent, PerSample) for extent in spec.shape)
     size = f"{spec.n_bytes(1, context.precision):,} bytes{' per sample' if is_per_sample else ''}"
-    directions = [
-        f"{direction}: {_PURPOSE[kind]}" for direction, kind in (("forward", forward), ("backward", backward)) if kind
-    ]
-    return [f"# {', '.join(directions)} of {size}"] if directions else []
+    what = context.names.module_of(name) or "{value}"
+    forward = _FORWARD[step.forward].format(what=what) if step.forward else ""
+    if not step.backward:
+        return f"{forward}: {size} forward"
+    action, share = _BACKWARD[step.backward]
+    if not forward:
+        return f"{action} the gradient of {what}, {share}: {size} backward"
+    return f"{forward}, {action} its gradient: {size} each way"
 
 
-def input_names(segment_inputs: tuple[str, ...], context: ForwardContext, names: Names) -> list[str]:
-    """Python names for the inputs of a function: `x` for the one that carries the gradient."""
-    with_gradient = [name for name in segment_inputs if name in context.facts.gradients]
-    found = []
-    for name in segment_inputs:
-        if [name] == with_gradient:
-            text = "x"
-        else:
-            text = names.unique(name if name.isidentifier() else "value")
-        names.expressions[name] = text
-        found.append(text)
-    return found
-
-
-def batch_statement(values: tuple[str, ...], context: ForwardContext, names: Names) -> str:
-    """`batch = x.shape[0]`, from the first value that has the batch as a dim; "" when none has."""
+def _batch_expression(values: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> str:
+    """`x.shape[0]`, from the first value that has the batch as a dim; "" when none has."""
     for wanted_exactly in (True, False):
-        for name in values:
-            for dim, extent in enumerate(context.facts.specs[name].shape):
+        for name, text in values.items():
+            for dim, extent in enumerate(specs[name].shape):
                 if isinstance(extent, PerSample) and (extent.count == 1 or not wanted_exactly):
                     divided = f" // {extent.count}" if extent.count > 1 else ""
-                    return f"batch = {names.expressions[name]}.shape[{dim}]{divided}"
+                    return f"{text}.shape[{dim}]{divided}"
     return ""

@@ -78,7 +78,11 @@ def op_time(
     if rule.is_view and not rule.n_backward_kernels:
         return OpTime(0.0, 0.0, 0, 0)
     flops = forward_flops(rule, op, operands=operands, batch_size=batch_size)
-    n_bytes = moved_bytes(op, operands=operands, results=results, batch_size=batch_size, precision=precision)
+    if rule.moved_bytes is not None:
+        n_bytes = rule.moved_bytes(op, batch_size, precision)
+    else:
+        n_bytes = moved_bytes(op, operands=operands, results=results, batch_size=batch_size, precision=precision)
+    n_calls = 1 if rule.n_calls is None else rule.n_calls(op)
     if rule.efficiency == "matmul":
         rate = peak_flops_per_s(device, precision) * device.matmul_efficiency * TYPICAL_MATMUL_FRACTION
     else:
@@ -87,13 +91,13 @@ def op_time(
     if is_strided and rule.efficiency == "memory":
         bandwidth *= STRIDED_FRACTION
     work_s = max(flops / rate, n_bytes / bandwidth) / rule.rate_fraction
-    forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels + work_s
+    forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
     if not has_gradient:
-        return OpTime(forward_s, 0.0, rule.n_kernels, 0)
+        return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0)
     work_s = max(rule.backward_flops_ratio * flops / rate, rule.backward_bytes_ratio * n_bytes / bandwidth)
     n_sums = _n_summed_gradients(rule, op, operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
-    n_kernels = rule.n_backward_kernels + n_sums
+    n_kernels = rule.n_backward_kernels * n_calls + n_sums
     backward_s = device.kernel_s * n_kernels + work_s / rule.backward_rate_fraction + n_sums * result_bytes / bandwidth
     return OpTime(forward_s, backward_s, rule.n_kernels, n_kernels)
 

@@ -21,16 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from autoplan.cost.collectives import Group, axis_group, collective_s, send_s
+from autoplan.cost.measured import Correction
 from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, SegmentWork, WorkContext, conversion_s, segment_work, timed
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
+from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.rules import OpRule, Strategy
+from autoplan.schedules import splits_backward
+from autoplan.segment_key import assignment_key, content_key
 from autoplan.sharding import ShardingPrices
 from autoplan.units import MiB
 
@@ -44,6 +48,11 @@ COMMUNICATOR_BYTES = 256 * MiB
 # (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl), and the caching allocator reserves 5 to 7 % more than is
 # allocated where memory is tight (A100 and B200; SimuMax docs/FULL_RESULTS.md).
 RESERVED_RATIO = 1.15
+
+
+# Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
+# 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core.
+WEIGHT_OP_HOST_S = 6e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +82,38 @@ def make_pricer(
     precision: str,
     shardings: Shardings,
     rules: Mapping[str, OpRule],
+    measured: MeasuredProfile | None = None,
 ) -> Callable[[Mesh], CostTable]:
-    """A function that prices one mesh; what several meshes share is computed once."""
+    """A function that prices one mesh; what several meshes share is computed once.
+
+    `measured` replaces computed times of segments and of the optimizer; see `cost.measured`.
+    """
     contexts = _contexts(graph, profile, precision, rules)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int) -> tuple[SegmentWork, ...]:
+    def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
         context = contexts(micro_batch_size, tp)
         by_kind = {assignment.kind: assignment for assignment in shardings.get((tp, sharding), ())}
-        return tuple(segment_work(context, s, by_kind.get(kind)) for kind, s in graph.first_of_kind().items())
+        return {kind: segment_work(context, s, by_kind.get(kind)) for kind, s in graph.first_of_kind().items()}
+
+    correction = None if measured is None else _correction(graph, shardings, measured, computed)
+
+    @cache
+    def works(tp: int, sharding: str, micro_batch_size: int) -> tuple[tuple[SegmentWork, str], ...]:
+        found = computed(tp, sharding, micro_batch_size)
+        if correction is None:
+            return tuple((work, "") for work in found.values())
+        return tuple(
+            correction.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
+            for kind, work in found.items()
+        )
+
+    optimizer_s = partial(
+        _optimizer_s,
+        element=_element_bytes(precision),
+        profile=profile,
+        measured_s=None if measured is None else measured.optimizer_element_s,
+    )
 
     cuts = _cut_values(graph)
 
@@ -90,11 +122,14 @@ def make_pricer(
     def price(mesh: Mesh) -> CostTable:
         """The cost table of one mesh."""
         groups, counted = _Groups.of(profile, mesh), owned[mesh.pp > 1]
+        choices = RECOMPUTE_CHOICES[:1] if splits_backward(mesh.schedule) else RECOMPUTE_CHOICES
+        segments = graph.first_of_kind().values()
+        found = works(mesh.tp, mesh.sharding, mesh.micro_batch_size)
         costs = tuple(
-            _segment_costs(work, mesh, groups, profile, precision, counted[segment.kind], segment.is_block)
-            for work, segment in zip(
-                works(mesh.tp, mesh.sharding, mesh.micro_batch_size), graph.first_of_kind().values(), strict=True
-            )
+            _segment_costs(
+                work, mesh, groups, profile, precision, counted[segment.kind], segment.is_block, optimizer_s
+            )[: len(choices)]
+            for (work, _), segment in zip(found, segments, strict=True)
         )
         cut_bytes = tuple(
             sum(_boundary_bytes(spec, mesh, precision) for spec in specs) if is_legal else None
@@ -103,7 +138,7 @@ def make_pricer(
         return CostTable(
             mesh=mesh,
             kinds=tuple(segment.kind for segment in graph.segments),
-            recompute_choices=RECOMPUTE_CHOICES,
+            recompute_choices=choices,
             costs=costs,
             cut_s=tuple(
                 None if n is None else send_s(n, crosses_hosts=groups.stages_cross_hosts, profile=profile)
@@ -118,9 +153,29 @@ def make_pricer(
             reserved_fixed_bytes=_fixed_bytes(mesh, max((n or 0 for n in cut_bytes), default=0)),
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
+            sources=() if measured is None else tuple(source for _, source in found),
         )
 
     return price
+
+
+def _correction(
+    graph: OpGraph,
+    shardings: Shardings,
+    measured: MeasuredProfile,
+    computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
+) -> Correction:
+    first, facts = graph.first_of_kind(), GraphFacts.of(graph)
+    assignments = {}
+    for split, found in {(1, ""): (), **shardings}.items():
+        by_kind = {assignment.kind: assignment for assignment in found}
+        assignments[split] = {kind: assignment_key(graph, s, by_kind.get(kind)) for kind, s in first.items()}
+    return Correction.of(
+        measured,
+        contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
+        assignments=assignments,
+        compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
+    )
 
 
 def sharding_prices(
@@ -143,7 +198,7 @@ def sharding_prices(
         return found.forward_s + found.backward_s + context.tp_collective_s("all_reduce", n_bytes)
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:
-        return _optimizer_s(local_spec(spec, layout, degree).n_elements(1), element, profile)
+        return _optimizer_s(local_spec(spec, layout, degree).n_elements(1), element=element, profile=profile)
 
     return ShardingPrices(
         op_s=op_s,
@@ -198,6 +253,7 @@ def _segment_costs(
     precision: str,
     counted: frozenset[str],
     is_block: bool,
+    optimizer_s: Callable[[int], float],
 ) -> tuple[SegmentCost, ...]:
     """The segment without and with recomputation; only blocks can be recomputed."""
     element, degree = _element_bytes(precision), mesh.zero_shard_degree
@@ -215,19 +271,20 @@ def _segment_costs(
     scatter_s, replicas_s = _reduce_s(element.reduced * n_elements, groups, profile)
     once_s = (0.0 if gathers_often else unpack_s) + (replicas_s if reduces_often else pack_s)
     held_bytes = (gathered_bytes + element.gathered * n_elements) if is_held else 0
-    launch_s = profile.device.launch_s
-    launch_forward_s = max(0.0, work.n_launches * launch_s - work.forward_s)
+    launch_forward_s = max(0.0, work.host_forward_s - work.forward_s)
+    launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s)
+    launch_weights_s *= splits_backward(mesh.schedule)
     plain = SegmentCost(
         forward_s=work.forward_s + (unpack_s if gathers_often else 0.0),
         backward_s=work.backward_s + (unpack_s if gathers_often else 0.0) + (pack_s if reduces_often else 0.0),
         recompute_s=0.0,
         launch_forward_s=launch_forward_s,
-        launch_backward_s=max(0.0, work.n_backward_launches * launch_s - work.backward_s),
+        launch_backward_s=max(0.0, work.host_backward_s - work.backward_s) + launch_weights_s,
         tp_forward_s=work.tp_forward_s,
         tp_backward_s=work.tp_backward_s,
         gather_s=collective_s("all_gather", element.gathered * n_elements, group=groups.shard, profile=profile),
         reduce_s=scatter_s if reduces_often else scatter_s + replicas_s,
-        optimizer_s=_optimizer_s(n_shard_elements, element, profile) + once_s,
+        optimizer_s=optimizer_s(n_shard_elements) + once_s,
         state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + work.fixed_bytes + held_bytes,
         gathered_bytes=0 if is_held else gathered_bytes,
         gradient_bytes=_gradient_bytes(element, accumulates=accumulates, is_held=is_held) * n_elements
@@ -235,6 +292,8 @@ def _segment_costs(
         else 0,
         saved_bytes=work.saved_bytes,
         working_bytes=work.working_bytes,
+        weight_backward_s=work.weight_backward_s + launch_weights_s,
+        pending_bytes=work.pending_bytes,
     )
     if not is_block:
         return plain, plain
@@ -271,8 +330,15 @@ def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> tuple[
     return scatter_s, collective_s("all_reduce", share, group=groups.replicate, profile=profile)
 
 
-def _optimizer_s(n_elements: int, element: _ElementBytes, profile: HardwareProfile) -> float:
-    """Read the gradient for the norm; read master, gradient and state; write master and state."""
+def _optimizer_s(
+    n_elements: int, *, element: _ElementBytes, profile: HardwareProfile, measured_s: float | None = None
+) -> float:
+    """Read the gradient for the norm; read master, gradient and state; write master and state.
+
+    `measured_s` is the measured time of one element.
+    """
+    if measured_s is not None:
+        return n_elements * measured_s
     n_bytes = n_elements * (4 * element.master + 2 * element.optimizer)
     return n_bytes / (profile.device.memory_bytes_per_s * profile.device.memory_efficiency)
 
@@ -293,14 +359,15 @@ def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[
 def _cut_values(graph: OpGraph) -> tuple[tuple[tuple[TensorSpec, ...], bool], ...]:
     """Per boundary: the values that cross it, and whether a cut is possible.
 
-    The model's outputs must come from the last stage, whose rank computes the loss.
+    The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
+    passes between them was not traced.
     """
     specs, invariant = graph.specs(), invariant_values(graph)
     own_outputs = set(graph.model_outputs) or {graph.loss}
     found = []
     for index, segment in enumerate(graph.segments[:-1]):
         crossing = tuple(specs[name] for name in crossing_values(graph, index + 1, invariant=invariant))
-        is_legal = own_outputs.isdisjoint(op.name for op in graph.ops[: segment.stop])
+        is_legal = not graph.is_module_level and own_outputs.isdisjoint(op.name for op in graph.ops[: segment.stop])
         found.append((crossing, is_legal))
     return tuple(found)
 

@@ -12,7 +12,7 @@ the loss in float32 at least, so under 16 bits the loss function sees tensors of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.op_time import OpTime, op_time
@@ -42,15 +42,17 @@ class SegmentWork:
     """One segment, one micro-batch, one rank; see `cost.table.SegmentCost` for the fields they share.
 
     Attributes:
+        host_forward_s, host_backward_s: what the host takes to launch it.
         weights: (parameter name, local elements) of the trainable parameters it reads.
         fixed_bytes: buffers and frozen parameters.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
+        n_weight_ops, weight_backward_s, pending_bytes: see `_weight_gradients`.
     """
 
     forward_s: float
     backward_s: float
-    n_launches: int
-    n_backward_launches: int
+    host_forward_s: float
+    host_backward_s: float
     tp_forward_s: float
     tp_backward_s: float
     weights: tuple[tuple[str, int], ...]
@@ -58,6 +60,9 @@ class SegmentWork:
     saved_bytes: int
     input_bytes: int
     working_bytes: int
+    n_weight_ops: int
+    weight_backward_s: float
+    pending_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,12 @@ def segment_work(context: WorkContext, segment: Segment, assignment: SegmentShar
     weights, fixed_bytes = _parameters(context, segment, layouts)
     n_additions, additions_s = _gradient_additions(context, segment, layouts, gradients)
     cast_s = _loss_cast_s(context, segment, layouts)
+    n_weight_ops, weight_backward_s, pending_bytes = _weight_gradients(context, segment, layouts, times)
     return SegmentWork(
         forward_s=sum(t.forward_s for t in times) + sum(_local_s(context.device, step) for _, step in steps) + cast_s,
         backward_s=sum(t.backward_s for t in times) + additions_s + cast_s,
-        n_launches=sum(t.n_launches for t in times),
-        n_backward_launches=sum(t.n_backward_launches for t in times) + n_additions,
+        host_forward_s=context.device.launch_s * sum(t.n_launches for t in times),
+        host_backward_s=context.device.launch_s * (sum(t.n_backward_launches for t in times) + n_additions),
         tp_forward_s=_communication_s(context, segment, layouts, steps, backward=False),
         tp_backward_s=_communication_s(context, segment, layouts, steps, backward=True),
         weights=weights,
@@ -117,6 +123,9 @@ def segment_work(context: WorkContext, segment: Segment, assignment: SegmentShar
             if name in gradients
         ),
         working_bytes=max(_working_bytes(context, op, layouts, gradients) for op in graph.ops_of(segment)),
+        n_weight_ops=n_weight_ops,
+        weight_backward_s=weight_backward_s,
+        pending_bytes=pending_bytes,
     )
 
 
@@ -184,6 +193,31 @@ def _gradient_additions(
         n_additions += count - 1
         total_s += (count - 1) * (context.device.kernel_s + 3 * n_bytes / bandwidth)
     return n_additions, total_s
+
+
+def _weight_gradients(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts, times: Sequence[OpTime]
+) -> tuple[int, float, int]:
+    """What a split backward pass does apart: for how many ops, its time, and the gradients that it keeps until then.
+
+    Half of the backward pass of a product with a weight is for the weight. Gradients of other parameters (a sum, a
+    scale) are counted with those of the inputs. Every op that reads a parameter keeps the gradient of its result.
+    """
+    facts = context.facts
+    trained = facts.parameters & facts.gradients
+    roots = storage_roots(context.graph, segment, context.rules)
+    n_ops, total_s, pending_bytes = 0, 0.0, 0
+    for op, time in zip(context.graph.ops_of(segment), times, strict=True):
+        reads = {roots.get(name, name) for name in operand_names(op)}
+        if op.name not in facts.gradients or roots[op.name] != op.name or reads.isdisjoint(trained):
+            continue
+        n_ops += 1
+        rule = context.rules.get(op.target)
+        total_s += time.backward_s / 2 if rule is not None and rule.efficiency == "matmul" else 0.0
+        for spec in op.outputs:
+            local = local_spec(spec, layouts.strategies[op.name].result, context.degree)
+            pending_bytes += local.n_bytes(context.batch_size, precision_of(context, op))
+    return n_ops, total_s, pending_bytes
 
 
 def _loss_cast_s(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> float:

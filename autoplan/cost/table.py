@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from autoplan.parallel_plan import Mesh
 
 RECOMPUTE_CHOICES = ("none", "full")
+# Where the times of a segment come from under a measured profile, the most trustworthy first; see `cost.measured`.
+SOURCES = MEASURED, SCALED, CALIBRATED = ("measured", "scaled", "calibrated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class SegmentCost:
         saved_bytes: activations one micro-batch keeps from forward to backward.
         working_bytes: the most that is alive during its forward or backward beyond saved activations
             (with recomputation: includes everything recomputed for the one segment).
+        weight_backward_s: the part of `backward_s` and `launch_backward_s` for gradients of weights; a pass of its own
+            where the schedule splits the backward pass.
+        pending_bytes: gradients that one micro-batch keeps from the pass for inputs to the pass for weights.
     """
 
     forward_s: float
@@ -49,6 +54,8 @@ class SegmentCost:
     gradient_bytes: int
     saved_bytes: int
     working_bytes: int
+    weight_backward_s: float = 0.0
+    pending_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class CostTable:
         reserved_fixed_bytes: device context, communication buffers, workspaces.
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.
+        sources: per kind, one of SOURCES; empty when nothing was measured.
     """
 
     mesh: Mesh
@@ -86,7 +94,27 @@ class CostTable:
     reserved_fixed_bytes: int
     reserved_ratio: float
     memory_limit_bytes: int
+    sources: tuple[str, ...] = ()
 
     def cost_of(self, segment: int, *, recomputed: bool) -> SegmentCost:
         """The cost of segment number `segment` with or without recomputation."""
         return self.costs[self.kinds[segment]][1 if recomputed else 0]
+
+
+def forward_s(cost: SegmentCost) -> float:
+    """Compute-stream time of one forward pass."""
+    return cost.forward_s + cost.launch_forward_s + cost.tp_forward_s
+
+
+def backward_s(cost: SegmentCost) -> float:
+    """Compute-stream time of one backward pass, recomputation included."""
+    return cost.recompute_s + cost.backward_s + cost.launch_backward_s + cost.tp_backward_s
+
+
+def backward_part_s(cost: SegmentCost, kind: str, *, is_first: bool) -> float:
+    """Compute-stream time of a whole backward pass ("B"), or of its half for inputs ("I") or for weights ("W").
+
+    `is_first`: in the first stage, whose inputs need no gradient; there the half for weights is all of it.
+    """
+    weights_s = backward_s(cost) if is_first else cost.weight_backward_s
+    return {"B": backward_s(cost), "I": backward_s(cost) - weights_s, "W": weights_s}[kind]

@@ -13,6 +13,11 @@ which of these it is; its backward pass converts the gradient the other way, so 
 `blocks=k` says that the dim consists of k equal blocks which are sharded one by one (a fused QKV weight has 3):
 
     dim    | q0 q1 | k0 k1 | v0 v1 |        shard of rank 0:  | q0 | k0 | v0 |
+
+`size=n` says that the dim has n elements, which do not divide: shards have ceil(n / ranks), and what lies beyond the
+end is padding. It is cut off where shards become whole, and zeros where they are made, of values and gradients alike:
+
+    dim    | a b c d e |                    shards of 2 ranks:  | a b c |  and  | d e 0 |
 """
 
 from __future__ import annotations
@@ -46,34 +51,44 @@ def all_reduce_both(x: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
     return _convert(x, _all_reduce, _all_reduce, tp)
 
 
-def all_gather(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
+) -> torch.Tensor:
     """The whole of a sharded dim; forward all-gather, backward slice."""
-    return _convert(x, _gather, _slice, tp, dim, blocks)
+    return _convert(x, _gather, _slice, tp, dim, blocks, size)
 
 
-def all_gather_reduce_grad(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+def all_gather_reduce_grad(
+    x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
+) -> torch.Tensor:
     """The whole of a sharded dim, to be used differently by each rank; forward all-gather, backward reduce-scatter."""
-    return _convert(x, _gather, _reduce_scatter, tp, dim, blocks)
+    return _convert(x, _gather, _reduce_scatter, tp, dim, blocks, size)
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+def reduce_scatter(
+    x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
+) -> torch.Tensor:
     """The rank's own shard of the sum of partial sums; forward reduce-scatter, backward all-gather."""
-    return _convert(x, _reduce_scatter, _gather, tp, dim, blocks)
+    return _convert(x, _reduce_scatter, _gather, tp, dim, blocks, size)
 
 
-def shard(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+def shard(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None) -> torch.Tensor:
     """The rank's own shard of a whole value; forward slice, backward all-gather."""
-    return _convert(x, _slice, _gather, tp, dim, blocks)
+    return _convert(x, _slice, _gather, tp, dim, blocks, size)
 
 
-def shard_partial_grad(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+def shard_partial_grad(
+    x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
+) -> torch.Tensor:
     """The rank's own shard of a value whose gradient is a partial sum; forward slice, backward zero-padding."""
-    return _convert(x, _slice, _pad, tp, dim, blocks)
+    return _convert(x, _slice, _pad, tp, dim, blocks, size)
 
 
-def pad_to_partial(x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1) -> torch.Tensor:
+def pad_to_partial(
+    x: torch.Tensor, dim: int, tp: ProcessGroup | None, blocks: int = 1, size: int | None = None
+) -> torch.Tensor:
     """A partial sum that holds this rank's shard and zeros elsewhere; forward zero-padding, backward slice."""
-    return _convert(x, _pad, _slice, tp, dim, blocks)
+    return _convert(x, _pad, _slice, tp, dim, blocks, size)
 
 
 def all_to_all(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup | None) -> torch.Tensor:
@@ -109,7 +124,7 @@ def vocab_parallel_embedding(
     """A partial sum of `embedding(ids, weight)`, where rank r holds rows [r * n, (r + 1) * n) of the weight.
 
     Ids of other ranks' rows give zeros; the caller all-reduces or reduce-scatters the result. The row of
-    `padding_idx` gets no gradient, as in `torch.nn.functional.embedding`.
+    `padding_idx` gets no gradient, as in `torch.nn.functional.embedding`. Rows that pad the weight belong to no id.
     """
     n_rows = weight_shard.shape[0]
     first_row = 0 if tp is None else tp.rank() * n_rows
@@ -129,12 +144,14 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    n_classes: int | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of logits sharded over their last dim; equal on all ranks, with no rank holding all logits.
 
         loss_i = lse_i - (1 - s) * logits_i[target_i] - s / V * sum_v logits_iv,     lse_i = log sum_v exp(logits_iv)
 
-    s is `label_smoothing`, V the whole vocabulary. `logits_shard: [..., V / tp]`, `targets: [...]`. Computed in
+    s is `label_smoothing`, V the whole vocabulary. `logits_shard: [..., V / tp]`, `targets: [...]`. `n_classes` is V
+    when it does not divide: the logits after it are padding, take no part, and get a gradient of zero. Computed in
     float32 (float64 for float64 logits). Saves the logits themselves and one number per row for backward.
     """
     if reduction not in ("mean", "sum", "none"):
@@ -142,13 +159,48 @@ def vocab_parallel_cross_entropy(
     rows = logits_shard.reshape(-1, logits_shard.shape[-1])
     flat_targets = targets.reshape(-1)
     losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, flat_targets, tp, ignore_index, label_smoothing
+        rows, flat_targets, tp, ignore_index, label_smoothing, n_classes
     )
     if reduction == "none":
         return losses.view(targets.shape)
     if reduction == "sum":
         return losses.sum()
     return losses.sum() / (flat_targets != ignore_index).sum()
+
+
+# ------------------------------------------------------------------ attention
+
+
+def grouped_attention_of_rank(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tp: ProcessGroup | None,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's query heads, which read the key and value heads of their groups.
+
+    query: [batch, heads / tp, ...], key, value: [batch, key heads, ...], whole on every rank. Query head h reads key
+    head h // (heads / key heads). The gradients of key and value are this rank's share of them.
+    """
+    n_ranks, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
+    n_local = query.shape[1]
+    n_per_key_head = n_local * n_ranks // key.shape[1]
+    first, last = rank * n_local // n_per_key_head, ((rank + 1) * n_local - 1) // n_per_key_head
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key[:, first : last + 1],
+        value[:, first : last + 1],
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=n_local > last + 1 - first,
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -162,31 +214,34 @@ class _CrossEntropy(torch.autograd.Function):
         tp: ProcessGroup | None,
         ignore_index: int,
         label_smoothing: float,
+        n_classes: int | None,
     ) -> torch.Tensor:
         n_columns = logits.shape[-1]
         first_column = 0 if tp is None else tp.rank() * n_columns
-        n_ranks = 1 if tp is None else tp.size()
+        vocabulary = n_classes or n_columns * (1 if tp is None else tp.size())
+        n_real_columns = min(max(vocabulary - first_column, 0), n_columns)
         is_here = (targets >= first_column) & (targets < first_column + n_columns)
         columns = (targets - first_column).masked_fill(~is_here, 0)
         precise = logits.to(_accumulation_dtype(logits.dtype))
+        real = precise.narrow(-1, 0, n_real_columns)
 
-        local_lse = torch.logsumexp(precise, dim=-1)
+        local_lse = torch.logsumexp(real, dim=-1)
         picked = precise.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0.0)
         highest = local_lse.clone()
         _reduce_in_place(highest, tp, dist.ReduceOp.MAX)
         terms = [torch.exp(local_lse - highest), picked]
         if label_smoothing > 0.0:
-            terms.append(precise.sum(dim=-1))
+            terms.append(real.sum(dim=-1))
         sums = torch.stack(terms)
         _reduce_in_place(sums, tp, dist.ReduceOp.SUM)
 
         lse = sums[0].log() + highest
         losses = lse - (1.0 - label_smoothing) * sums[1]
         if label_smoothing > 0.0:
-            losses = losses - label_smoothing / (n_columns * n_ranks) * sums[2]
+            losses = losses - label_smoothing / vocabulary * sums[2]
         is_ignored = targets == ignore_index
         ctx.save_for_backward(logits, lse, columns, is_here, is_ignored)
-        ctx.label_smoothing, ctx.vocabulary = label_smoothing, n_columns * n_ranks
+        ctx.label_smoothing, ctx.vocabulary, ctx.n_real_columns = label_smoothing, vocabulary, n_real_columns
         return losses.masked_fill(is_ignored, 0.0)
 
     @staticmethod
@@ -197,8 +252,9 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities = probabilities.scatter_add(-1, columns.unsqueeze(-1), picked)
         if ctx.label_smoothing > 0.0:
             probabilities = probabilities - ctx.label_smoothing / ctx.vocabulary
-        row_gradient = gradient.masked_fill(is_ignored, 0.0).unsqueeze(-1)
-        return (probabilities * row_gradient).to(logits.dtype), None, None, None, None
+        logits_gradient = probabilities * gradient.masked_fill(is_ignored, 0.0).unsqueeze(-1)
+        logits_gradient[..., ctx.n_real_columns :] = 0.0
+        return logits_gradient.to(logits.dtype), None, None, None, None, None
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -214,11 +270,12 @@ def _reduce_in_place(x: torch.Tensor, tp: ProcessGroup | None, op: Any) -> None:
 
 
 class _Layout(NamedTuple):
-    """Over which ranks, and which dim, a movement goes."""
+    """Over which ranks, and which dim, a movement goes; `size` is the dim's extent when shards are padded."""
 
     tp: ProcessGroup
     dim: int
     blocks: int
+    size: int | None
 
 
 Movement = Callable[[torch.Tensor, _Layout], torch.Tensor]
@@ -236,7 +293,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.backward_move(gradient, _Layout(*ctx.where)), None, None, None, None, None
+        return ctx.backward_move(gradient, _Layout(*ctx.where)), None, None, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -259,12 +316,13 @@ def _convert(
     tp: ProcessGroup | None,
     dim: int = 0,
     blocks: int = 1,
+    size: int | None = None,
 ) -> torch.Tensor:
     if _is_alone(tp):
         return x
     dim = dim % x.dim() if x.dim() else 0
     converted: torch.Tensor = _Convert.apply(  # type: ignore[no-untyped-call]
-        x, forward_move, backward_move, tp, dim, blocks
+        x, forward_move, backward_move, tp, dim, blocks, size
     )
     return converted
 
@@ -296,8 +354,15 @@ def _all_reduce(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
-    """`x` with its dim taken apart into (blocks, ranks, rest); a view."""
+    """`x` with its dim taken apart into (blocks, ranks, rest); zeros at its end make it divide, else it is a view."""
+    n_missing = 0 if layout.size is None else -layout.size % layout.tp.size()
+    if n_missing:
+        x = torch.cat([x, x.new_zeros((*x.shape[: layout.dim], n_missing, *x.shape[layout.dim + 1 :]))], layout.dim)
     return torch.unflatten(x, layout.dim, (layout.blocks, layout.tp.size(), -1))
+
+
+def _without_padding(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    return x if layout.size is None else x.narrow(layout.dim, 0, layout.size)
 
 
 def _gather(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
@@ -305,7 +370,7 @@ def _gather(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
     shards = x.new_empty((n_ranks * x.shape[0], *x.shape[1:]))
     _all_gather_tensor(shards, x.contiguous(), group=layout.tp)
     by_rank = torch.unflatten(shards.view(n_ranks, *x.shape), dim + 1, (layout.blocks, -1))
-    return by_rank.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+    return _without_padding(by_rank.movedim(0, dim + 1).flatten(dim, dim + 2), layout).contiguous()
 
 
 def _reduce_scatter(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
@@ -323,8 +388,9 @@ def _slice(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
 def _pad(x: torch.Tensor, layout: _Layout) -> torch.Tensor:
     dim = layout.dim
     whole = x.new_zeros((*x.shape[:dim], x.shape[dim] * layout.tp.size(), *x.shape[dim + 1 :]))
-    _split(whole, layout).select(dim + 1, layout.tp.rank()).copy_(torch.unflatten(x, dim, (layout.blocks, -1)))
-    return whole
+    by_rank = torch.unflatten(whole, dim, (layout.blocks, layout.tp.size(), -1))
+    by_rank.select(dim + 1, layout.tp.rank()).copy_(torch.unflatten(x, dim, (layout.blocks, -1)))
+    return _without_padding(whole, layout).contiguous()
 
 
 def _exchange(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> torch.Tensor:

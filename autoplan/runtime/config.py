@@ -9,6 +9,11 @@ import torch
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
+V_SCHEDULES = ("zero_bubble_v",)
+SPLIT_SCHEDULES = ("zero_bubble_v",)
+MAX_SPLIT_ZERO_STAGE = 2
+BATCH_NORMS = ("local", "synchronized")
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -18,11 +23,17 @@ class Config:
         zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         zero_shard_degree: over how many of the `dp` ranks that state is sharded; 1 exactly when `zero_stage` is 0.
         micro_batch_size: samples of one micro-batch on one data-parallel rank.
-        schedule: "gpipe", "1f1b" or "interleaved"; without effect when `pp` is 1.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble_v"; without effect when `pp` is 1.
         n_chunks: pipeline stages per rank.
         precision: "bf16", "fp16", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in float32.
+        batch_norm: "local" normalizes by the statistics of a rank's own micro-batch, "synchronized" by those of all
+            data-parallel ranks' micro-batches together.
+        ignored_target: when given, the loss is one mean over the targets of the global batch that are not this one;
+            otherwise it is the mean over micro-batches of their losses.
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
+        computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
+        is_module_level: forward branches on data, so each rank may use other parameters; see `unused`.
     """
 
     dp: int = 1
@@ -36,18 +47,29 @@ class Config:
     n_chunks: int = 1
     precision: str = "fp32"
     compile: bool = False
+    batch_norm: str = "local"
+    ignored_target: int | None = None
     recompute: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
+    computes_in_float32: bool = False
+    is_module_level: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in COMPUTE_DTYPES:
             raise ValueError(f"precision: found {self.precision!r}, expected one of {', '.join(COMPUTE_DTYPES)}")
+        if self.batch_norm not in BATCH_NORMS:
+            raise ValueError(f"batch_norm: found {self.batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage: found {self.zero_stage}, expected 0, 1, 2 or 3")
         if self.dp % self.zero_shard_degree:
             raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected a divisor of dp = {self.dp}")
         if self.zero_stage == 0 and self.zero_shard_degree != 1:
             raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected 1 because zero_stage is 0")
+        if self.splits_backward and self.zero_stage > MAX_SPLIT_ZERO_STAGE:
+            raise ValueError(f"zero_stage: found {self.zero_stage}, expected 0, 1 or 2 with schedule {self.schedule!r}")
+        if self.splits_backward and (self.recompute or self.compile):
+            found = f"recompute: found {self.recompute}" if self.recompute else "compile: found True"
+            raise ValueError(f"{found}, expected none with schedule {self.schedule!r}, whose backward pass is split")
 
     @property
     def n_ranks(self) -> int:
@@ -56,8 +78,22 @@ class Config:
 
     @property
     def n_stages(self) -> int:
-        """Pipeline stages; stage i lives on pipeline rank i modulo `pp`."""
+        """Pipeline stages; `rank_of_stage` says where each lives."""
         return self.pp * self.n_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed in passes of their own."""
+        return self.pp > 1 and self.schedule in SPLIT_SCHEDULES
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank of a stage: around the ranks again and again, or down and up again."""
+        turn, place = divmod(stage, self.pp)
+        return self.pp - 1 - place if self.schedule in V_SCHEDULES and turn % 2 else place
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, ascending."""
+        return tuple(stage for stage in range(self.n_stages) if self.rank_of_stage(stage) == pp_rank)
 
     @property
     def local_batch_size(self) -> int:

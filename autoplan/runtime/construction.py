@@ -72,7 +72,7 @@ def local_stages(
     if parallel_model is None:
         return [full]
     stages = []
-    for index in range(mesh.pp_rank, config.n_stages, config.pp):
+    for index in config.stages_of(mesh.pp_rank):
         with torch.device("meta"):
             stage = parallel_model.STAGES[index](mesh.tp_group)
         load_weights(stage, full, parallel_model.SHARDS, mesh.tp_rank, config.tp)

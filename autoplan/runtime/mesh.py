@@ -8,10 +8,14 @@ Ranks that differ only in `shard` share one sharded state; ranks that differ onl
 from __future__ import annotations
 
 import os
+import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .config import Config
 
 TIMEOUT_S = 600.0
+OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class WorldSizeError(SystemExit):
@@ -98,7 +105,8 @@ def start_process_group(device_type: str, config: Config, *, timeout_s: float = 
 def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the process group: gloo on CPU, NCCL on CUDA; a process started without torchrun is a group of one.
 
-    On CPU the cores of the host are divided among its processes.
+    On CPU the cores of the host are divided among its processes. From then on an exception that nobody catches ends
+    this process at once, see `_exit_at_once`.
     """
     # Every model whose last op is a linear layer is warned of; nothing here changes outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -112,9 +120,49 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
+        sys.excepthook = _exit_at_once(sys.excepthook)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _exit_at_once(report: ExceptHook) -> ExceptHook:
+    """A handler that reports an exception (torch's prints the rank before each line) and leaves without any clean-up.
+
+    The other ranks may be waiting inside a collective, and so would the clean-up of the process group. torchrun stops
+    them as soon as it sees this process fail.
+    """
+
+    def report_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        report(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    return report_and_exit
+
+
+@contextmanager
+def failing_after_others() -> Iterator[None]:
+    """Hold back the error of a collective for `OTHERS_FIRST_S`.
+
+    Most often another rank has died. On the same host torchrun ends this one in the meantime, so that the other rank
+    is the one that is reported; on another host it fails then, which ends that host's part of the job too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_of_a_collective(error):
+            time.sleep(OTHERS_FIRST_S)
+        raise
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether the error, or one that it was raised from, comes from the backend; gloo's have no type of their own."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    return any(isinstance(cause, dist.DistError) or "gloo" in str(cause) for cause in causes)
 
 
 def stop_process_group() -> None:

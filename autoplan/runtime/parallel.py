@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .batch_norm import data_parallel_groups, synchronize_batch_norm
 from .collectives import all_gather, all_reduce
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
+from .experts import use_float64_grouped_products
 from .gradients import (
     NamedParameter,
     TiedWeight,
@@ -25,11 +27,13 @@ from .gradients import (
     squared_norm_share,
     sum_tied_gradients,
 )
-from .mesh import RankMesh, group_over_pipeline_ranks
+from .loss_average import mean_count, weigh
+from .mesh import RankMesh, failing_after_others, group_over_pipeline_ranks
 from .pipeline import Pipeline
 from .recompute import apply_recompute
+from .unused import UnusedParameters
 from .weights import Shard, join_shards
-from .zero import apply_zero, prepare_backward, whole
+from .zero import apply_zero, finish_weights, prepare_backward, whole
 
 LEARNING_RATE = 3e-4
 FIRST_LOSS_SCALE = 2.0**16
@@ -67,13 +71,15 @@ class ParallelModel(nn.Module):
         if parallel_model is None and config.tp * config.n_stages > 1:
             raise ValueError("tensor and pipeline parallelism need the generated parallel_model")
         self.config, self.mesh = config, mesh
+        if config.precision == "fp64" and mesh.device.type == "cpu":
+            use_float64_grouped_products()
         self._parallel_model = parallel_model
         self._max_grad_norm = max_grad_norm
         self._loss_fn = _loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
 
-        # stages -> tensor-parallel weights, with ties -> compile -> recompute -> ZeRO -> optimizer -> pipeline.
-        # Recompute goes around compile: the other way round, each block would be compiled anew.
+        # stages -> tensor-parallel weights, with ties -> compile -> BatchNorm -> recompute -> ZeRO -> optimizer
+        # -> pipeline. Recompute goes around compile: the other way round, each block would be compiled anew.
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
         with one_process_at_a_time(self.full_build_device != mesh.device):
             stages = self._build_stages(build_model, seed)
@@ -81,6 +87,8 @@ class ParallelModel(nn.Module):
                 blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
                 if config.compile:
                     _compile_blocks(stage, blocks)
+                if config.batch_norm == "synchronized" and config.dp > 1:
+                    synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
                 apply_recompute(stage, config.recompute)
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
@@ -91,14 +99,19 @@ class ParallelModel(nn.Module):
         self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)
         self._pipeline = self._build_pipeline() if config.pp > 1 else None
 
+        self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
         self._loss_scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
         self._n_good_steps = 0
+        self._mean_count = torch.ones((), device=mesh.device)
         self.grad_norm = torch.zeros((), device=mesh.device)
         # Dropout draws differently on each data-parallel rank and stage, and alike on tensor-parallel ranks.
         torch.manual_seed(seed + 1 + mesh.dp_rank * config.pp + mesh.pp_rank)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The model's outputs for this rank's inputs; without pipeline parallelism only."""
+        """The model's outputs for this rank's inputs; without pipeline parallelism only.
+
+        Synchronized BatchNorm in training mode needs all data-parallel ranks to call it.
+        """
         if self._pipeline is not None:
             raise RuntimeError("a pipeline has no forward pass of its own; call step(batch)")
         if self._parallel_model is None:
@@ -110,17 +123,20 @@ class ParallelModel(nn.Module):
 
     def _whole_output(self, value: torch.Tensor, layout: Shard | str) -> torch.Tensor:
         if isinstance(layout, Shard):
-            return all_gather(value, layout.dim, self.mesh.tp_group, layout.blocks)
+            return all_gather(value, layout.dim, self.mesh.tp_group, layout.blocks, layout.padded_from)
         return all_reduce(value, self.mesh.tp_group) if layout == "partial" else value
 
+    @failing_after_others()
     def step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's samples; the mean loss of the global batch, on every rank.
 
-        The loss of a step is the mean over micro-batches of the mean over their samples. Gradients stay readable until
-        the next step. Under fp16 a step whose gradients overflow changes no parameter.
+        The loss of a step is the mean over micro-batches of their losses, or, with `config.ignored_target`, the mean
+        over all targets of the global batch that count. Gradients stay readable until the next step. Under fp16 a step
+        whose gradients overflow changes no parameter.
         """
         batches = micro_batches(map_tensors(self._to_device, batch), self.config)
         self.optimizer.zero_grad(set_to_none=True)
+        self._count_targets(batches)
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
         sum_tied_gradients(self._tied)
         loss = self._reduce_loss_and_norm(local_loss)
@@ -143,6 +159,12 @@ class ParallelModel(nn.Module):
                 entry.name,
                 self._whole(entry.name, torch.zeros_like(entry.parameter) if gradient is None else gradient),
             )
+
+    def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `full_parameters`, of buffers such as running statistics; each data-parallel rank has its own."""
+        for stage in self.stages:
+            for name, buffer in stage.named_buffers():
+                yield name, self._whole(name, buffer)
 
     # -------------------------------------------------------------- construction
 
@@ -175,7 +197,7 @@ class ParallelModel(nn.Module):
             if len(owners) < 2:
                 continue
             first_stage_of.update(dict.fromkeys(group, owners[0]))
-            pp_ranks = {index % self.config.pp for index in owners}
+            pp_ranks = {self.config.rank_of_stage(index) for index in owners}
             process_group = group_over_pipeline_ranks(self.config, pp_ranks) if len(pp_ranks) > 1 else None
             copies = tuple(self._copies_of(group))
             if copies and copies[0].requires_grad:
@@ -188,8 +210,8 @@ class ParallelModel(nn.Module):
             found = [parameters[name] for name in names if name in parameters]
             yield from found[:1]
 
-    def _stage_indices(self) -> range:
-        return range(self.mesh.pp_rank, self.config.n_stages, self.config.pp)
+    def _stage_indices(self) -> tuple[int, ...]:
+        return self.config.stages_of(self.mesh.pp_rank)
 
     def _build_pipeline(self) -> Pipeline:
         assert self.mesh.pp_group is not None and self._parallel_model is not None
@@ -202,6 +224,7 @@ class ParallelModel(nn.Module):
             device=self.mesh.device,
             loss=self._loss,
             prepare_backward=self._prepare_backward,
+            finish_weights=self._finish_weights,
         )
 
     # -------------------------------------------------------------- one step
@@ -210,16 +233,30 @@ class ParallelModel(nn.Module):
         dtype = self.config.parameter_dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device=self.mesh.device, dtype=dtype, non_blocking=True)
 
+    def _count_targets(self, batches: list[Batch]) -> None:
+        """Learn the mean number of targets that count, over the micro-batches of all data-parallel ranks."""
+        if self.config.ignored_target is not None:
+            self._mean_count = mean_count([targets for _, targets in batches], ignored=self.config.ignored_target)
+            if self.config.n_ranks > 1:
+                dist.all_reduce(self._mean_count)  # ranks of one data-parallel rank have the same targets
+                self._mean_count /= self.config.n_ranks
+
     def _run_micro_batches(self, batches: list[Batch]) -> torch.Tensor:
         """Forward and backward passes without a pipeline; this rank's mean loss."""
         stage = self.stages[0]
+        if self._unused is not None:
+            self._unused.start_step()
         total = torch.zeros((), dtype=self.config.parameter_dtype, device=self.mesh.device)
         for index, (inputs, targets) in enumerate(batches):
             outputs = call_model(stage, inputs) if self._parallel_model is None else stage(*flatten_tensors(inputs))
             loss = self._loss(outputs, targets) / len(batches)
+            if self._unused is not None:
+                loss = self._unused.complete(loss)
             self._prepare_backward(stage, index == len(batches) - 1)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        if self._unused is not None:
+            self._unused.drop_gradients([entry.parameter for entry in self._parameters_of_rank], self.mesh.device)
         return total
 
     def _run_pipeline(self, batches: list[Batch]) -> torch.Tensor:
@@ -233,8 +270,13 @@ class ParallelModel(nn.Module):
     def _prepare_backward(self, stage: nn.Module, is_last_micro_batch: bool) -> None:
         prepare_backward(stage, zero_stage=self.config.zero_stage, is_last_micro_batch=is_last_micro_batch)
 
+    def _finish_weights(self, stage: nn.Module, is_last_micro_batch: bool) -> None:
+        finish_weights(stage, zero_stage=self.config.zero_stage, is_last_micro_batch=is_last_micro_batch)
+
     def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         loss = self._loss_fn(outputs, targets).to(self.config.parameter_dtype)
+        if self.config.ignored_target is not None:
+            loss = weigh(loss, targets, ignored=self.config.ignored_target, mean=self._mean_count)
         return loss * self._loss_scale if self._loss_scale != 1.0 else loss
 
     def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,18 @@
 
 Every rank trains the whole model beside its own part, and compares what it owns; the largest differences over all
 ranks are the result. Dropout draws differently in every process, so parity needs a model built without it.
+
+One process means: the micro-batches of all data-parallel ranks one after the other, each with its own forward pass and
+its own loss, gradients averaged. Where BatchNorm is synchronized, micro-batches i of all ranks go through one forward
+pass together, and each still has its own loss; a model that returns its loss gives one for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,16 +23,23 @@ from torch import nn
 from .config import Config
 from .construction import build_whole_model
 from .data import Batch, batch_slice, map_tensors
+from .loss_average import mean_count, weigh
 from .parallel import LEARNING_RATE, ParallelModel, build_optimizer_of, call_model, loss_of
+from .recompute import unchanged_buffers
 
 # Largest accepted difference of the loss (relative, above 1) and of gradients (relative to the largest gradient). In
 # float64 only the order of additions differs. In float32 the same, at its precision. In 16 bits the program rounds
 # every activation and the reference, in float32, does not.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}
+FLOAT32_INSIDE_TOLERANCE = 1e-5  # in float64, for a model that computes in float32 by itself
 
 
 class PlainTraining:
-    """The user's model trained in one process, micro-batch by micro-batch, with one optimizer step per global batch."""
+    """The user's model trained in one process, micro-batch by micro-batch, with one optimizer step per global batch.
+
+    Attributes:
+        written_buffers: names of the buffers that the last step changed, such as running statistics.
+    """
 
     def __init__(
         self,
@@ -51,22 +64,63 @@ class PlainTraining:
         ).to(device)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer_of(model_file, trainable, learning_rate)
+        self.written_buffers: frozenset[str] = frozenset()
+        self._mean_count = torch.ones((), device=device)
 
-    def step(self, batch: Batch) -> float:
-        """One optimizer step on a global batch; its mean loss."""
+    def step(self, batch: Batch, *, dp_rank: int = 0) -> float:
+        """One optimizer step on a global batch; its mean loss. Buffers become those of one data-parallel rank."""
         self.optimizer.zero_grad(set_to_none=True)
-        n_micro_batches = self._config.dp * self._config.n_micro_batches
-        size = self._config.micro_batch_size
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        is_joint = self._config.batch_norm == "synchronized" and self._has_batch_norm()
+        if self._config.ignored_target is not None:
+            self._mean_count = mean_count([batch[1]], ignored=self._config.ignored_target).to(self._device)
+            self._mean_count /= self._config.dp * self._config.n_micro_batches
         total = 0.0
-        for index in range(n_micro_batches):
-            inputs, targets = map_tensors(self._to_device, batch_slice(batch, index * size, (index + 1) * size))
-            loss = loss_of(self._loss_fn, call_model(self.model, inputs), targets) / n_micro_batches
+        for loss in self._joint_losses(batch) if is_joint else self._single_losses(batch, dp_rank):
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
+        self.written_buffers = frozenset(
+            name for name, buffer in self.model.named_buffers() if not torch.equal(buffer, buffers[name])
+        )
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
         return total
+
+    def _single_losses(self, batch: Batch, dp_rank: int) -> Iterator[torch.Tensor]:
+        """Each micro-batch's share of the loss, by itself; the passes of other ranks leave the buffers as they are."""
+        n_micro_batches, size = self._config.dp * self._config.n_micro_batches, self._config.micro_batch_size
+        for index in range(n_micro_batches):
+            inputs, targets = map_tensors(self._to_device, batch_slice(batch, index * size, (index + 1) * size))
+            is_own = index // self._config.n_micro_batches == dp_rank
+            with nullcontext() if is_own else unchanged_buffers(self.model):
+                yield self._loss(call_model(self.model, inputs), targets) / n_micro_batches
+
+    def _joint_losses(self, batch: Batch) -> Iterator[torch.Tensor]:
+        """The share of the loss of micro-batch i of all ranks, which go through the model together."""
+        config, size = self._config, self._config.micro_batch_size
+        for index in range(config.n_micro_batches):
+            starts = [rank * config.local_batch_size + index * size for rank in range(config.dp)]
+            samples = torch.cat([torch.arange(start, start + size) for start in starts])
+            inputs, targets = map_tensors(self._to_device, map_tensors(itemgetter(samples), batch))
+            outputs = call_model(self.model, inputs)
+            parts = range(config.dp) if self._loss_fn is not None else ()
+            losses = [self._loss(*self._part((outputs, targets), rank)) for rank in parts]
+            loss = torch.stack(losses).mean() if losses else self._loss(outputs, targets)
+            yield loss / config.n_micro_batches
+
+    def _part(self, joint: tuple[Any, Any], rank: int) -> tuple[Any, Any]:
+        """What belongs to one data-parallel rank's samples; a tensor without a batch dim belongs to all."""
+        size, n_samples = self._config.micro_batch_size, self._config.micro_batch_size * self._config.dp
+        own = slice(rank * size, (rank + 1) * size)
+        outputs, targets = map_tensors(lambda t: t[own] if t.dim() and t.shape[0] == n_samples else t, joint)
+        return outputs, targets
+
+    def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        loss = loss_of(self._loss_fn, outputs, targets)
+        if self._config.ignored_target is None:
+            return loss
+        return weigh(loss, targets, ignored=self._config.ignored_target, mean=self._mean_count)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._config.parameter_dtype if tensor.is_floating_point() else tensor.dtype
@@ -76,6 +130,9 @@ class PlainTraining:
     def learning_rate(self) -> float:
         """Of the optimizer's first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def _has_batch_norm(self) -> bool:
+        return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
 
     def has_dropout(self) -> bool:
         """Whether a module of the model drops activations at random."""
@@ -90,11 +147,13 @@ class Differences:
         loss: relative to the loss where it is above 1.
         gradient: relative to the largest gradient where that is above 1 (float64), or always (other precisions).
         parameter: absolute.
+        buffer: of the buffers that plain training changed, each relative to its largest element where that is above 1.
     """
 
     loss: float
     gradient: float
     parameter: float
+    buffer: float
 
     def exceeds(self, config: Config, *, step: int, learning_rate: float) -> bool:
         """Whether a difference is above the tolerance of the precision.
@@ -103,23 +162,39 @@ class Differences:
         zero in the other direction, so parameters may differ by two updates per step.
         """
         tolerance = TOLERANCES[config.precision]
+        if config.computes_in_float32:
+            tolerance = max(tolerance, FLOAT32_INSIDE_TOLERANCE)
         parameter_tolerance = tolerance if config.precision == "fp64" else tolerance + 2.0 * learning_rate * (step + 1)
         within = self.loss <= tolerance and self.gradient <= tolerance and self.parameter <= parameter_tolerance
-        return not within  # also true for NaN
+        return not (within and self.buffer <= tolerance)  # also true for NaN
 
 
 def compare(model: ParallelModel, plain: PlainTraining, *, loss: float, plain_loss: float) -> Differences:
-    """Loss, gradients and parameters of both after the same step; all ranks must call it."""
+    """Loss, gradients, parameters and written buffers of both after the same step; all ranks must call it.
+
+    `plain.step` must have been given this rank's `dp_rank`.
+    """
     reference = dict(plain.model.named_parameters(remove_duplicate=False))
     gradients = [p.grad.abs().max() for p in plain.model.parameters() if p.grad is not None]
     largest = float(torch.stack(gradients).max())
     scale = max(1.0, largest) if model.config.precision == "fp64" else max(largest, 1e-30)
     gradient = max([_distance(found, reference[name].grad) for name, found in model.full_gradients()], default=0.0)
     parameter = max([_distance(found, reference[name].data) for name, found in model.full_parameters()], default=0.0)
-    figures = [abs(loss - plain_loss) / max(1.0, abs(plain_loss)), gradient / scale, parameter]
+    buffer = _buffer_difference(model, plain)
+    figures = [abs(loss - plain_loss) / max(1.0, abs(plain_loss)), gradient / scale, parameter, buffer]
     worst = torch.tensor(figures, dtype=torch.float64, device=model.mesh.device).nan_to_num(nan=torch.inf)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return Differences(*worst.tolist())
+
+
+def _buffer_difference(model: ParallelModel, plain: PlainTraining) -> float:
+    reference = dict(plain.model.named_buffers(remove_duplicate=False))
+    largest = 0.0
+    for name, found in model.full_buffers():
+        if name in plain.written_buffers:
+            expected = reference[name]
+            largest = max(largest, _distance(found, expected) / max(1.0, float(expected.abs().max())))
+    return largest
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor | None) -> float:
@@ -127,5 +202,6 @@ def _distance(found: torch.Tensor, expected: torch.Tensor | None) -> float:
     expected = torch.zeros_like(found) if expected is None else expected
     if found.shape != expected.shape:
         return torch.inf
-    difference = (found.to(expected.dtype) - expected).abs().nan_to_num(nan=torch.inf)
+    dtype = torch.promote_types(expected.dtype, torch.float32)  # counts are integers
+    difference = (found.to(dtype) - expected.to(dtype)).abs().nan_to_num(nan=torch.inf)
     return float(difference.max()) if found.numel() else 0.0

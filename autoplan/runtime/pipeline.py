@@ -13,6 +13,14 @@ What crosses a cut is declared (`Boundary`), so no metadata is exchanged and no 
   backward passes are done, which keeps gradients and gathered parameters whole under every ZeRO stage, and would
   then reduce with no computation beside it. Instead the shell prepares each backward pass, as without a pipeline.
 
+**A split backward pass** (zero-bubble V) is torch's: one half by `autograd.grad` for the inputs of a stage, which keeps
+the graph, one from the kept gradients for its weights. It sets off the hooks of `fully_shard` in the first half only,
+so there nothing may be reduced or freed; `_SplitStage` has that done after the second. Three things follow:
+- ZeRO 3 is refused: the graph holds the gathered parameters of the forward pass, which it has freed by then.
+- Recomputation is refused: every weight's part of the second half would compute its whole block again.
+- What a stage returns must not be a view: torch detaches it in place, and what is not detached keeps its graph, with
+  all that was saved for it, until the end of the step.
+
 `PipelineStage` allocates the tensors it receives into (activations, and the gradients of what it sent) for all
 micro-batches of a step and keeps them; memory at the cuts is n_micro_batches x boundary, in either direction.
 """
@@ -24,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
@@ -32,9 +41,11 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 
 from .config import Config
+from .zero import hold_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +84,15 @@ _CARRIER = torch.float32
 # (outputs of the model, targets) -> mean loss of a micro-batch, in the dtype of the parameters
 Loss = Callable[[Any, Any], torch.Tensor]
 PrepareBackward = Callable[[nn.Module, bool], None]
+FinishWeights = Callable[[nn.Module, bool], None]
 
 
 class Pipeline:
     """A rank's part of the pipeline.
 
-    `stages` are the modules of this rank: stage `pp_rank`, `pp_rank + pp`, ... `boundaries` has one entry per cut of
-    the model. `prepare_backward(stage, is_last_micro_batch)` is called before each backward pass of a stage.
+    `stages` are the modules of this rank: those of `config.stages_of(pp_rank)`. `boundaries` has one entry per cut of
+    the model. `prepare_backward(stage, is_last_micro_batch)` is called before each backward pass of a stage;
+    `finish_weights(stage, is_last_micro_batch)`, where the backward pass is split, after each half for weights instead.
     """
 
     def __init__(
@@ -93,10 +106,11 @@ class Pipeline:
         device: torch.device,
         loss: Loss,
         prepare_backward: PrepareBackward,
+        finish_weights: FinishWeights,
     ) -> None:
         self._config, self._boundaries = config, boundaries
         self._group, self._device = group, device
-        self._indices = [pp_rank + chunk * config.pp for chunk in range(config.n_chunks)]
+        self._indices = config.stages_of(pp_rank)
         self._shells = [
             _StageShell(
                 stage,
@@ -104,7 +118,8 @@ class Pipeline:
                 inputs=_examples(boundaries[index - 1], config) if index > 0 else (),
                 outputs=_examples(boundaries[index], config) if index < config.n_stages - 1 else (),
                 loss=loss,
-                prepare_backward=prepare_backward,
+                prepare_backward=_hold_gradients if config.splits_backward else prepare_backward,
+                finish_weights=finish_weights,
             )
             for stage, index in zip(stages, self._indices, strict=True)
         ]
@@ -132,7 +147,7 @@ class Pipeline:
         stages = [self._pipeline_stage(shell, index, inputs) for shell, index in shells]
         options: dict[str, Any] = {
             "n_microbatches": config.n_micro_batches,
-            "loss_fn": lambda output, target: output.squeeze(0),
+            "loss_fn": lambda output, target: output.sum(),  # of one element; not a view, see the module docstring
             "scale_grads": False,
         }
         if config.n_chunks == 1:
@@ -152,7 +167,8 @@ class Pipeline:
             if index == config.n_stages - 1
             else [boundary.sent(config) for boundary in self._boundaries[index]]
         )
-        return PipelineStage(
+        kind = _SplitStage if config.splits_backward else PipelineStage
+        return kind(
             shell,
             stage_index=index,
             num_stages=config.n_stages,
@@ -164,7 +180,30 @@ class Pipeline:
 
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_LOOPED: dict[str, Any] = {"gpipe": ScheduleLoopedBFS, "interleaved": ScheduleInterleaved1F1B}
+_LOOPED: dict[str, Any] = {
+    "gpipe": ScheduleLoopedBFS,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble_v": ScheduleZBVZeroBubble,
+}
+
+
+def _hold_gradients(stage: nn.Module, is_last_micro_batch: bool) -> None:
+    hold_gradients(stage)
+
+
+class _SplitStage(PipelineStage):
+    """A pipeline stage whose shell is told of the end of each half for weights.
+
+    torch 2.11 sends a first message between all neighbouring stages; where both are on one rank, gloo cannot.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
+        super().backward_weight_one_chunk(*args, **options)
+        shell: Any = self.submod
+        shell.end_weights()
 
 
 class _StageShell(nn.Module):
@@ -183,6 +222,7 @@ class _StageShell(nn.Module):
         outputs: tuple[torch.Tensor, ...],
         loss: Loss,
         prepare_backward: PrepareBackward,
+        finish_weights: FinishWeights,
     ) -> None:
         super().__init__()
         self.stage = stage
@@ -190,14 +230,15 @@ class _StageShell(nn.Module):
         self._n_micro_batches = n_micro_batches
         self._inputs, self._outputs = inputs, outputs
         self._loss = loss
-        self._prepare_backward = prepare_backward
+        self._prepare_backward, self._finish_weights = prepare_backward, finish_weights
         self._targets: Sequence[Any] = ()
-        self._n_backward = 0
+        self._n_backward = self._n_weights = 0
 
     def start_step(self, targets: Sequence[Any]) -> None:
         """Forget the previous step."""
         self.losses = []
-        self._targets, self._n_backward = targets, 0
+        self._targets = targets
+        self._n_backward = self._n_weights = 0
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         if self._inputs:
@@ -208,7 +249,7 @@ class _StageShell(nn.Module):
             return self._send(self._outputs, sent)
         loss = self._loss(outputs, self._targets[len(self.losses)]) / self._n_micro_batches
         self.losses.append(loss.detach())
-        return self._send((loss,), (loss,))[0].view(1)
+        return self._send((loss,), (loss.view(1),))[0]
 
     def _send(self, examples: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         declared = (tensor.to(example.dtype) for example, tensor in zip(examples, tensors, strict=True))
@@ -222,6 +263,11 @@ class _StageShell(nn.Module):
         self._n_backward += 1
         self._prepare_backward(self.stage, self._n_backward == self._n_micro_batches)
 
+    def end_weights(self) -> None:
+        """The half for weights of a split backward pass is done."""
+        self._n_weights += 1
+        self._finish_weights(self.stage, self._n_weights == self._n_micro_batches)
+
 
 class _Send(torch.autograd.Function):
     """What crosses a cut as it is sent; calls `start_backward` before anything else of the backward pass runs."""
@@ -232,7 +278,7 @@ class _Send(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.has_gradient, ctx.start_backward = has_gradient, start_backward
         pairs = zip(has_gradient, tensors, strict=True)
-        return tuple(tensor.contiguous() if is_trained else _as_floats(tensor) for is_trained, tensor in pairs)
+        return tuple(tensor.contiguous().detach() if is_trained else _as_floats(tensor) for is_trained, tensor in pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

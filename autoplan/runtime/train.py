@@ -52,6 +52,7 @@ class StepRecord:
         if self.differences is not None:
             d = self.differences
             text += f"  max difference: loss {d.loss:.1e} gradient {d.gradient:.1e} parameter {d.parameter:.1e}"
+            text += f" buffer {d.buffer:.1e}"
             text += "  DIFFERS from one process" if self.is_wrong else ""
         return text
 
@@ -77,7 +78,7 @@ def check_steps(
     for step in range(n_steps):
         batch = global_batch(model_file.make_batch, batch_size=config.global_batch_size, seed=seed, step=step)
         record = timed_step(model, local_batch(batch, config=config, dp_rank=dp_rank), step)
-        differences = compare(model, plain, loss=record.loss, plain_loss=plain.step(batch))
+        differences = compare(model, plain, loss=record.loss, plain_loss=plain.step(batch, dp_rank=dp_rank))
         is_wrong = differences.exceeds(config, step=step, learning_rate=plain.learning_rate)
         yield replace(record, differences=differences, is_wrong=is_wrong)
         if is_wrong:

@@ -17,10 +17,15 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A dim that is divided over the tensor-parallel ranks; with `blocks` = k each of k equal blocks is divided."""
+    """A dim that is divided over the tensor-parallel ranks; with `blocks` = k each of k equal blocks is divided.
+
+    A dim of n elements that does not divide is `padded_from` n: zeros after its end make all parts equally large.
+    They stay zeros, since their gradient is zero.
+    """
 
     dim: int
     blocks: int = 1
+    padded_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,12 @@ def take_shard(tensor: torch.Tensor, shard: Shard | None, tp_rank: int, tp_degre
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     dim = shard.dim % tensor.dim()
     n_parts = shard.blocks * tp_degree
-    if tensor.shape[dim] % n_parts:
+    n_missing = -tensor.shape[dim] % n_parts
+    if n_missing and shard.padded_from != tensor.shape[dim]:
         raise ValueError(f"dim {dim} of shape {list(tensor.shape)} cannot be divided into {n_parts} equal parts")
-    own = torch.unflatten(tensor.detach(), dim, (shard.blocks, tp_degree, -1)).select(dim + 1, tp_rank)
+    zeros = tensor.new_zeros((*tensor.shape[:dim], n_missing, *tensor.shape[dim + 1 :]))
+    divisible = torch.cat([tensor.detach(), zeros], dim) if n_missing else tensor.detach()
+    own = torch.unflatten(divisible, dim, (shard.blocks, tp_degree, -1)).select(dim + 1, tp_rank)
     return own.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
@@ -72,7 +80,8 @@ def join_shards(parts: list[torch.Tensor], shard: Shard) -> torch.Tensor:
     """The whole tensor from the parts of all tensor-parallel ranks, in rank order: the inverse of `take_shard`."""
     dim = shard.dim % parts[0].dim()
     by_rank = torch.stack([torch.unflatten(part, dim, (shard.blocks, -1)) for part in parts], dim=dim + 1)
-    return by_rank.flatten(dim, dim + 2)
+    whole = by_rank.flatten(dim, dim + 2)
+    return whole if shard.padded_from is None else whole.narrow(dim, 0, shard.padded_from)
 
 
 def load_weights(stage: nn.Module, full: nn.Module, shards: dict[str, Shard], tp_rank: int, tp_degree: int) -> None:

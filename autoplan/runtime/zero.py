@@ -62,6 +62,25 @@ def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: b
     root.set_reshard_after_backward(zero_stage == 3 or is_last_micro_batch)
 
 
+def hold_gradients(root: nn.Module) -> None:
+    """Say, before the first half of a split backward pass of `root`, that nothing is reduced or freed yet."""
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(False)
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(False)
+
+
+def finish_weights(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
+    """After the half for weights of a split backward pass: accumulate or reduce gradients, free gathered parameters.
+
+    That half is no backward pass to `fully_shard`, whose hooks it does not set off; so its end is called by hand, as
+    torch's own pipeline stages do.
+    """
+    if isinstance(root, FSDPModule):
+        prepare_backward(root, zero_stage=zero_stage, is_last_micro_batch=is_last_micro_batch)
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that this rank holds of a parameter or gradient; shares its memory."""
     return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -7,7 +7,7 @@ Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using 
 
 from __future__ import annotations
 
-from autoplan.schedules import Action, Schedule, require_one_chunk
+from autoplan.schedules import Action, Schedule, ScheduleKind, require_one_chunk
 
 
 def gpipe(n_ranks: int, n_chunks: int, n_micro_batches: int) -> Schedule:
@@ -19,4 +19,4 @@ def gpipe(n_ranks: int, n_chunks: int, n_micro_batches: int) -> Schedule:
     )
 
 
-SCHEDULES = {"gpipe": gpipe}
+SCHEDULES = {"gpipe": ScheduleKind(gpipe)}

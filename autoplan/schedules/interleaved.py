@@ -15,7 +15,7 @@ SC 2021, section 2.2.2.
 from __future__ import annotations
 
 from autoplan.errors import InputError
-from autoplan.schedules import Action, Schedule
+from autoplan.schedules import Action, Schedule, ScheduleKind
 from autoplan.schedules.one_f_one_b import warm_up_then_alternate
 
 
@@ -58,4 +58,4 @@ def _check_counts(n_ranks: int, n_chunks: int, n_micro_batches: int) -> None:
         )
 
 
-SCHEDULES = {"interleaved": interleaved}
+SCHEDULES = {"interleaved": ScheduleKind(interleaved)}

@@ -11,7 +11,7 @@ flush at the end of the step, "Memory-Efficient Pipeline-Parallel DNN Training",
 
 from __future__ import annotations
 
-from autoplan.schedules import Action, Schedule, require_one_chunk
+from autoplan.schedules import Action, Schedule, ScheduleKind, require_one_chunk
 
 
 def one_f_one_b(n_ranks: int, n_chunks: int, n_micro_batches: int) -> Schedule:
@@ -36,4 +36,4 @@ def warm_up_then_alternate(
     return (*forwards[:n_warm_up], *(action for pair in pairs for action in pair), *backwards[n_pairs:])
 
 
-SCHEDULES = {"1f1b": one_f_one_b}
+SCHEDULES = {"1f1b": ScheduleKind(one_f_one_b)}

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.schedules import splits_backward
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
 from autoplan.search.linear_model import INFINITY
@@ -204,7 +205,7 @@ def _prove(state: _Search) -> None:
 def _difficulty(mesh: Mesh) -> int:
     if mesh.pp == 1:
         return 0
-    return 1 if mesh.n_chunks == 1 else 2
+    return 1 if mesh.n_chunks == 1 or splits_backward(mesh.schedule) else 2  # a split pass leaves nothing to recompute
 
 
 def _prove_tier(state: _Search) -> None:

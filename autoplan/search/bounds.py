@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
-from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
 from autoplan.parallel_plan import Mesh
-from autoplan.search.paths import backward_s, forward_s
+from autoplan.schedules import build_schedule, splits_backward, stage_ranks
 
 BISECTIONS = 30
 
@@ -51,14 +53,19 @@ def _whole_bound_s(table: CostTable, *, communication_s: float) -> float:
 
 
 def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
-    """The average rank does 1 / pp of everything; each other path ends with the optimizer of the first stage."""
+    """The average rank does 1 / pp of everything; each other path ends with the optimizer of the first stage.
+
+    Where the backward pass is split, only the passes for inputs lead from the busiest rank back to the first stage.
+    """
     mesh = table.mesh
     n, pp = mesh.n_micro_batches, mesh.pp
     forward, backward = sum(_least(table, forward_s)), sum(_least(table, backward_s))
-    cut_s = 2 * (mesh.n_stages - 1) * min((s for s in table.cut_s if s is not None), default=0.0)
+    is_split = splits_backward(mesh.schedule)
+    back_s = sum(_least(table, _input_backward_s)) if is_split else backward
+    cut_s = 2 * _n_sends(mesh) * min((s for s in table.cut_s if s is not None), default=0.0)
     busiest_s = _busiest_rank_s(table)
-    there_and_back_s = forward + backward + cut_s
-    paths_s = [n * busiest_s, there_and_back_s]
+    there_and_back_s = forward + back_s + cut_s
+    paths_s = [there_and_back_s] if is_split else [n * busiest_s, there_and_back_s]
     if mesh.schedule == "gpipe":
         paths_s.append(there_and_back_s + (n - 1) * busiest_s)
     elif mesh.schedule == "1f1b" and n >= pp:
@@ -66,7 +73,13 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
         paths_s.append(there_and_back_s + (n - pp) * busiest_s)
     optimizers_s = _least(table, _optimizer_s)
     average_s = (max(n * (forward + backward), communication_s) + sum(optimizers_s)) / pp
-    return max(average_s, max(paths_s) + optimizers_s[0])
+    return max(average_s, n * busiest_s, max(paths_s) + optimizers_s[0])
+
+
+def _n_sends(mesh: Mesh) -> int:
+    """How often an activation goes from one rank to another on its way through the stages."""
+    schedule = build_schedule(mesh.schedule, n_ranks=mesh.pp, n_chunks=mesh.n_chunks, n_micro_batches=mesh.pp)
+    return sum(one != other for one, other in pairwise(stage_ranks(schedule)))
 
 
 def _busiest_rank_s(table: CostTable) -> float:
@@ -117,6 +130,10 @@ def _gather_s(cost: SegmentCost) -> float:
     return cost.gather_s
 
 
+def _input_backward_s(cost: SegmentCost) -> float:
+    return backward_part_s(cost, "I", is_first=False)
+
+
 def _reduce_s(cost: SegmentCost) -> float:
     return cost.reduce_s
 
@@ -137,19 +154,24 @@ def memory_room_bytes(table: CostTable) -> float:
 
 
 def shortfall_bytes(table: CostTable) -> int:
-    """How many bytes some rank lacks at the least, whatever the plan; 0 when that is not proved by this."""
+    """How many bytes some rank lacks at the least, whatever the plan; 0 when that is not proved by this.
+
+    With several stages per rank not all need accumulate gradients while all have a micro-batch in flight.
+    """
     mesh = table.mesh
     in_flight = mesh.n_micro_batches if mesh.schedule == "gpipe" else 1
     accumulates = not table.reduces_per_micro_batch and mesh.n_micro_batches > 1
 
-    def needed(cost: SegmentCost) -> float:
+    def needed(cost: SegmentCost, *, with_gradients: bool) -> float:
         held = cost.state_bytes + in_flight * cost.saved_bytes
         held += cost.gathered_bytes if table.keeps_gathered else 0
-        return held + (cost.gradient_bytes if accumulates else 0)
+        return held + (cost.gradient_bytes if with_gradients else 0)
 
-    needs, alone = _least(table, needed), _least(table, _alone(table))
-    largest = max(map(sum, zip(needs, alone, strict=True)))
-    average = sum(needs) / mesh.pp + (max(alone) if mesh.pp == 1 else 0)
+    alone = _least(table, _alone(table))
+    running = _least(table, partial(needed, with_gradients=accumulates))
+    resting = _least(table, partial(needed, with_gradients=accumulates and mesh.n_chunks == 1))
+    largest = max(map(sum, zip(running, alone, strict=True)))
+    average = sum(resting) / mesh.pp + (max(alone) if mesh.pp == 1 else 0)
     reserved = max(average, largest) * table.reserved_ratio + table.reserved_fixed_bytes
     return max(0, math.floor(reserved) - table.memory_limit_bytes)
 

@@ -26,13 +26,13 @@ been judged.
 
 from __future__ import annotations
 
-from autoplan.cost.table import CostTable
+from autoplan.cost.table import CostTable, backward_s, forward_s
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.memory_rows import add_memory
 from autoplan.search.pass_times import add_cuts, add_leftovers, add_pass_times, left_symbol
-from autoplan.search.paths import LAST_BACKWARD, Path, Shape, backward_s, forward_s
+from autoplan.search.paths import LAST_BACKWARD, Path, Shape, last_pass
 from autoplan.search.plans import repeated_segments, runs_of, staged
 from autoplan.search.terms import Formulation, Terms, Values, cost_values, integer_column, negative, sum_of, time_of
 
@@ -47,7 +47,7 @@ def formulate(
     `recompute` is "none", "full" or "selective" when the user fixed it. With `measures_shortfall` memory may be
     exceeded, and the objective is by how many MiB.
     """
-    form = Formulation(table, runs_of(table), unit_s=max(step_bound_s(table), 1e-12) / UNITS_PER_BOUND)
+    form = Formulation(table, runs_of(table), shape.ranks, unit_s=max(step_bound_s(table), 1e-12) / UNITS_PER_BOUND)
     form.one = form.model.add_column("one", lower=1.0, upper=1.0)
     form.total = form.model.add_column("T", cost=0.0 if measures_shortfall else 1.0, upper=INFINITY)
     if measures_shortfall:
@@ -139,14 +139,14 @@ def _add_totals(form: Formulation) -> None:
 def add_path(form: Formulation, path: Path) -> None:
     """The step takes at least as long as this path."""
     terms = [(time_of(form, symbol, stage), float(count)) for (symbol, stage), count in path.counts]
-    terms.append((time_of(form, left_symbol(LAST_BACKWARD), path.last_stage), 1.0))
-    _add_step_row(form, "path", terms, rank=path.last_stage % form.table.mesh.pp)
+    terms.append((time_of(form, left_symbol(last_pass(form.table.mesh)), path.last_stage), 1.0))
+    _add_step_row(form, "path", terms, rank=form.ranks[path.last_stage])
 
 
 def _add_step_row(form: Formulation, name: str, terms: Terms, *, rank: int) -> None:
     """T >= terms + the optimizer of the rank's stages + per_step_s."""
     optimizer = cost_values(form, lambda cost: cost.optimizer_s, scale=form.unit_s)
-    for stage in range(rank, form.n_stages, form.table.mesh.pp):
+    for stage in form.stages_of(rank):
         terms = [*terms, *sum_of(form, stage, optimizer)]
     terms = [(form.total, 1.0), *negative(terms)]
     form.model.add_row(f"step {len(form.model.rows)} {name}", terms, lower=form.table.per_step_s / form.unit_s)

@@ -1,6 +1,6 @@
 """Rows that keep the memory of each rank within its room, at each moment of its schedule that may be the peak.
 
-    state + gathered + gradients + (saved + received) x in flight + working <= room
+    state + gathered + gradients + (saved + received) x in flight + pending x between halves + working <= room
 
 in MiB, as exact fractions: rounding each coefficient up would refuse plans that fit.
 """
@@ -39,15 +39,17 @@ def add_memory(form: Formulation, shape: Shape) -> None:
     state = cost_values(form, lambda cost: _resident_bytes(table, cost), scale=MiB)
     gradients = cost_values(form, lambda cost: cost.gradient_bytes, scale=MiB)
     saved = cost_values(form, lambda cost: cost.saved_bytes, scale=MiB)
+    pending = cost_values(form, lambda cost: cost.pending_bytes, scale=MiB)
     room = memory_room_bytes(table) / MiB + ROOM_SLACK_MIB
     for rank in range(table.mesh.pp):
-        own = range(rank, form.n_stages, table.mesh.pp)
-        always = [term for stage in own for term in sum_of(form, stage, state)]
+        always = [term for stage in form.stages_of(rank) for term in sum_of(form, stage, state)]
         for moment in shape.moments[rank]:
             terms = [*always, *held[moment.stage]]
-            terms += unreduced[moment.stage] if moment.is_backward else []
+            terms += unreduced[moment.stage] if moment.makes_gradients else []
             for stage, n_in_flight in moment.in_flight:
                 terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved) + _received(form, stage)]
+            for stage, n_pending in moment.pending if any(pending.values()) else ():
+                terms += [(c, n_pending * v) for c, v in sum_of(form, stage, pending)]
             for stage in moment.accumulating if accumulates(table) else ():
                 terms += sum_of(form, stage, gradients)
             if form.shortfall is not None:

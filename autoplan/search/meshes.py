@@ -7,6 +7,7 @@ A mesh is in the space when all of this holds:
     tp within one host                                          unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
+    zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed
 
 and each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has
 zero_stage 0; pp = 1 has schedule "1f1b" and one chunk.
@@ -19,17 +20,19 @@ contains that of the smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NoReturn
 
 from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
+from autoplan.schedules import splits_backward
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
 ZERO_STAGES = (0, 1, 2, 3)
+MAX_SPLIT_ZERO_STAGE = 2  # of a split backward pass: its halves need the parameters that the forward pass gathered
 MAX_SIGNIFICANT_BITS = 4
 
 
@@ -42,7 +45,7 @@ class SearchSpace:
         cuts: per boundary between neighbouring segments, whether the pipeline may be cut there.
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
         max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
-        max_interleaved_stages: most stages of an interleaved schedule in all.
+        max_interleaved_stages: most stages in all of a schedule with several stages per rank.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -117,10 +120,13 @@ def enumerate_meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
 
     Raises: InfeasibleError, naming the numbers that would work, if there is none.
     """
+    return _meshes(space, options) or _explain_nothing(space, options)
+
+
+def _meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
     counts = device_counts(space)
     degrees = sorted({degrees for count in counts for degrees in _degrees(space, options, n_devices=count)})
-    meshes = tuple(mesh for tp, pp, dp in degrees for mesh in _meshes_of(space, options, tp=tp, pp=pp, dp=dp))
-    return meshes or _explain_nothing(space, options)
+    return tuple(mesh for tp, pp, dp in degrees for mesh in _meshes_of(space, options, tp=tp, pp=pp, dp=dp))
 
 
 def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
@@ -149,6 +155,8 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
     for sharding, micro_batch_size, (zero_stage, shard_degree) in product(keys, batches, zeros):
         n_micro_batches = space.global_batch // dp // micro_batch_size
         for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
+            if not is_possible(schedule, zero_stage=zero_stage, recompute=fixed(options, "recompute")):
+                continue
             yield Mesh(
                 pp=pp,
                 dp=dp,
@@ -161,6 +169,15 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
                 n_chunks=n_chunks,
                 sharding=sharding,
             )
+
+
+def is_possible(schedule: str, *, zero_stage: int, recompute: str | None) -> bool:
+    """Whether a schedule goes with a ZeRO stage and the recomputation the user fixed.
+
+    A split backward pass would recompute every block once for the inputs and again for each of its weights, and
+    the gradients of weights belong to the gathered parameters, which ZeRO 3 has freed by then.
+    """
+    return not splits_backward(schedule) or (zero_stage <= MAX_SPLIT_ZERO_STAGE and recompute in (None, "none"))
 
 
 def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:
@@ -194,25 +211,61 @@ def _schedule_choices(
     choices.append(("gpipe", 1))
     if n_micro_batches % pp == 0:
         choices.extend(("interleaved", c) for c in chunks)
+    if n_micro_batches >= pp and 2 in chunks:
+        choices.append(("zero_bubble_v", 2))
     wanted = fixed(options, "schedule")
     return tuple((name, c) for name, c in choices if name in space.schedules and wanted in (None, name))
 
 
 def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
-    """Raise an error that names the legal numbers of each degree."""
+    """Raise an error that names the legal numbers: next to each fixed one, and of each degree."""
     legal_dp = [d for d in divisors(space.global_batch) if d <= space.n_devices]
-    legal_tp = [tp for tp, _ in space.shardings if tp == 1 or space.n_devices_per_host % tp == 0]
+    legal_tp = legal_tensor_degrees(space, replace(options, fix=()))
+    tp_line = f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
-        f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
-        f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
-        f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), 1f1b needs as many micro-batches\n"
+        + "".join(f"  {line}\n" for line in _near_lines(space, options))
+        + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
+        + (tp_line if fixed(options, "tp") is None else "")
+        + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
         f"  legal micro-batch: divisors of global batch / dp up to {options.max_micro_batch_size}\n"
         "  legal zero: 0 when dp = 1\n"
         f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     )
 
 
-def _listed(numbers: list[int]) -> str:
+# What each name of `--fix` means in a mesh. Of the others only recompute decides which meshes there are.
+MESH_FIELDS = {
+    "dp": "dp", "tp": "tp", "pp": "pp", "zero": "zero_stage", "shard": "zero_shard_degree",
+    "micro_batch": "micro_batch_size", "schedule": "schedule",
+}  # fmt: skip
+N_NEAR = 4  # legal values shown next to a fixed one
+
+
+def _near_lines(space: SearchSpace, options: Options) -> Iterator[str]:
+    """Per change of one thing that is enough: which values it may have. Of tp only the fixed one is in the space."""
+    for name, value in options.fix:
+        if name == "tp":
+            continue
+        freed = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != name))
+        field = MESH_FIELDS.get(name)
+        legal = {"none" if field is None else str(getattr(mesh, field)) for mesh in _meshes(space, freed)}
+        if legal:
+            yield f"instead of {name}={value}, with the rest as it is: {_nearest_text(legal, value)}"
+    per_step = (fixed_int(options, "dp") or 1) * (fixed_int(options, "micro_batch") or 1)
+    below = space.global_batch // per_step * per_step
+    if below != space.global_batch:
+        sizes = [str(size) for size in (below, below + per_step) if size > 0]
+        yield f"or a global batch that dp x micro-batch = {per_step} divides: {' or '.join(sizes)}"
+
+
+def _nearest_text(legal: set[str], wanted: str) -> str:
+    if not all(value.isdecimal() for value in (*legal, wanted)):
+        return ", ".join(sorted(legal))
+    numbers = sorted(map(int, legal), key=lambda number: (abs(number - int(wanted)), number))
+    return ", ".join(map(str, sorted(numbers[:N_NEAR])))
+
+
+def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

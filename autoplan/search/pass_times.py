@@ -13,18 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
+from autoplan.schedules import splits_backward
 from autoplan.search.paths import (
     BACKWARD,
     CARRY,
     CUT,
     FIRST_FORWARD,
     FORWARD,
+    INPUTS,
     LAST_BACKWARD,
     LAST_CARRY,
-    backward_s,
-    forward_s,
+    LAST_WEIGHTS,
+    WEIGHTS,
 )
 from autoplan.search.terms import (
     Formulation,
@@ -60,24 +63,43 @@ class _Pass:
     reduces: bool
 
 
-def _passes(table: CostTable) -> tuple[_Pass, ...]:
+def _passes(table: CostTable, *, is_first: bool) -> tuple[_Pass, ...]:
+    """The passes of the first stage, or of any other one."""
     always, every = table.gathers_per_micro_batch, table.reduces_per_micro_batch
-    return (
+    forward = (
         _Pass(FIRST_FORWARD, forward_s, True, gathers=True, reduces=False),
         _Pass(FORWARD, forward_s, True, gathers=always, reduces=False),
-        _Pass(BACKWARD, backward_s, False, gathers=always, reduces=every),
-        _Pass(LAST_BACKWARD, backward_s, False, gathers=always, reduces=True),
     )
+    if not splits_backward(table.mesh.schedule):
+        return (
+            *forward,
+            _Pass(BACKWARD, backward_s, False, gathers=always, reduces=every),
+            _Pass(LAST_BACKWARD, backward_s, False, gathers=always, reduces=True),
+        )
+    inputs, weights = (partial(backward_part_s, kind=kind, is_first=is_first) for kind in "IW")
+    return (
+        *forward,
+        _Pass(INPUTS, inputs, False, gathers=always, reduces=False),
+        _Pass(WEIGHTS, weights, False, gathers=always, reduces=every),
+        _Pass(LAST_WEIGHTS, weights, False, gathers=always, reduces=True),
+    )
+
+
+def _stages_alike(form: Formulation) -> tuple[tuple[range, tuple[_Pass, ...]], ...]:
+    """The first stage and the other ones, with their passes."""
+    stages = (range(1), range(1, form.n_stages))
+    return tuple((alike, _passes(form.table, is_first=0 in alike)) for alike in stages)
 
 
 def add_pass_times(form: Formulation) -> None:
     """Every pass of every stage takes its compute and the communication that it must wait for."""
-    for kind in _passes(form.table):
-        extra = _extra_values(form, kind)
-        for stage in range(form.n_stages):
-            _add_hidden_row(form, kind, stage)
-            if kind.gathers or kind.reduces:
-                _add_neighbour_row(form, kind, stage, extra=extra)
+    for stages, passes in _stages_alike(form):
+        for kind in passes if stages else ():
+            extra = _extra_values(form, kind)
+            for stage in stages:
+                _add_hidden_row(form, kind, stage)
+                if kind.gathers or kind.reduces:
+                    _add_neighbour_row(form, kind, stage, extra=extra)
 
 
 def left_symbol(symbol: str) -> str:
@@ -184,10 +206,9 @@ def _lonely_loss(form: Formulation, kind: _Pass, extra: Values) -> float:
 
 def add_leftovers(form: Formulation) -> None:
     """Reductions that cannot be hidden: that of the last segment reduced, and those that outlast compute."""
-    for kind in _passes(form.table):
-        if not kind.reduces:
-            continue
-        for stage in range(form.n_stages):
+    pairs = [(stage, kind) for stages, passes in _stages_alike(form) for kind in passes for stage in stages]
+    for stage, kind in pairs:
+        if kind.reduces:
             column = time_of(form, left_symbol(kind.symbol), stage)
             first = at_start(form, stage, lambda cost: cost.reduce_s / form.unit_s)
             form.model.add_row(
@@ -216,6 +237,8 @@ def _carried_s(table: CostTable, cost: SegmentCost) -> float:
     everything = [cost for choices in table.costs for cost in choices]
     if table.gathers_per_micro_batch and min(cost.gather_s for cost in everything) > 0.0:
         return cost.reduce_s
+    if splits_backward(table.mesh.schedule):
+        return 0.0  # the pass of the first stage for inputs does nothing
     shortest_s = min(min(forward_s(cost), backward_s(cost)) for cost in everything)
     return (min(table.overlap_slowdown, 2.0) - 1.0) * min(cost.reduce_s, shortest_s)
 

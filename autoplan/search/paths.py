@@ -8,8 +8,8 @@ stages; the longest path *is* the step. With M micro-batches on pp stages, for e
     1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
     GPipe       sum_t (f_t + b_t + 2 cut_t) + (M - 1) (b_s + f_s)
 
-and at the end of a path what is left of its last gradient reduction, and the optimizer of its last rank.
-
+and at the end of a path what is left of its last gradient reduction, and the optimizer of its last rank. Where the
+backward pass is split, the path goes back by the passes for inputs, and ends with one for weights.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoplan.cost.table import SegmentCost
 from autoplan.parallel_plan import Mesh, TimelineEvent
-from autoplan.schedules import Action, Schedule, build_schedule, dependency
+from autoplan.schedules import (
+    GRADIENT_KINDS,
+    Action,
+    Schedule,
+    build_schedule,
+    dependency,
+    read_action,
+    splits_backward,
+    stage_ranks,
+)
 
 FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "backward", "last backward"
+INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "last backward for weights"
 CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
 CUT = "cut"  # one transfer over the boundary after a stage
@@ -32,7 +41,7 @@ CUT = "cut"  # one transfer over the boundary after a stage
 class Path:
     """A chain of passes and transfers, each after the one before: ((what, stage), how often), ... .
 
-    It ends with the last backward pass of `last_stage`.
+    It ends with the last backward pass (for weights) of `last_stage`, or before it.
     """
 
     counts: tuple[tuple[tuple[str, int], int], ...]
@@ -43,24 +52,15 @@ def _path(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
     return Path(tuple(sorted((key, count) for key, count in counts.items() if count)), last_stage)
 
 
-def forward_s(cost: SegmentCost) -> float:
-    """Compute-stream time of one forward pass."""
-    return cost.forward_s + cost.launch_forward_s + cost.tp_forward_s
-
-
-def backward_s(cost: SegmentCost) -> float:
-    """Compute-stream time of one backward pass, recomputation included."""
-    return cost.recompute_s + cost.backward_s + cost.launch_backward_s + cost.tp_backward_s
-
-
 def initial_paths(mesh: Mesh, schedule: Schedule) -> tuple[Path, ...]:
     """The paths that bound any plan of the mesh well; `critical_paths` adds what a given plan needs."""
+    ranks = stage_ranks(schedule)
     chains = [_through(schedule, rank) for rank in range(mesh.pp)]
     chains += [_around(mesh, schedule, rank, is_fill=is_fill) for rank in range(mesh.pp) for is_fill in (True, False)]
     if mesh.schedule == "gpipe":
         chains += [_gpipe_chain(mesh, rank) for rank in range(mesh.pp)]
     whole = [chain + _tail(chain[-1]) for chain in chains]
-    return tuple(dict.fromkeys(path_of(mesh, chain) for chain in (*whole, *chains)))
+    return tuple(dict.fromkeys(path_of(mesh, ranks, chain) for chain in (*whole, *chains)))
 
 
 def _head(action: Action) -> list[Action]:
@@ -69,8 +69,11 @@ def _head(action: Action) -> list[Action]:
 
 
 def _tail(action: Action) -> list[Action]:
-    """The backward passes through the stages before, for the same micro-batch."""
-    return [Action(stage, "B", action.micro_batch) for stage in reversed(range(action.stage))]
+    """The backward passes through the stages before, for the same micro-batch; none waits for one for weights."""
+    if action.kind == "W":
+        return []
+    back = [Action(stage, action.kind, action.micro_batch) for stage in reversed(range(action.stage))]
+    return [*back, Action(0, "W", action.micro_batch)] if action.kind == "I" else back
 
 
 def _through(schedule: Schedule, rank: int) -> list[Action]:
@@ -84,14 +87,15 @@ def _around(mesh: Mesh, schedule: Schedule, rank: int, *, is_fill: bool) -> list
     Otherwise drain: all a rank does up to its last forward pass, which then goes to the end of the pipeline and back.
     """
     actions, last = schedule[rank], mesh.n_stages - 1
+    kind = "I" if splits_backward(mesh.schedule) else "B"
     if is_fill:
-        place = next(index for index, action in enumerate(actions) if action.kind == "B")
+        place = next(index for index, action in enumerate(actions) if action.kind == kind)
         turn = Action(last, "F", actions[place].micro_batch)
-        back = [Action(stage, "B", turn.micro_batch) for stage in range(last, actions[place].stage, -1)]
+        back = [Action(stage, kind, turn.micro_batch) for stage in range(last, actions[place].stage, -1)]
         return [*_head(turn), turn, *back, *actions[place:]]
     place = max(index for index, action in enumerate(actions) if action.kind == "F")
     onward = [Action(s, "F", actions[place].micro_batch) for s in range(actions[place].stage + 1, mesh.n_stages)]
-    return [*_through(schedule, rank)[: rank + place + 1], *onward, Action(last, "B", actions[place].micro_batch)]
+    return [*_through(schedule, rank)[: rank + place + 1], *onward, Action(last, kind, actions[place].micro_batch)]
 
 
 def _gpipe_chain(mesh: Mesh, rank: int) -> list[Action]:
@@ -103,17 +107,20 @@ def _gpipe_chain(mesh: Mesh, rank: int) -> list[Action]:
     return [*forwards, *onward, *back, *(Action(rank, "B", m) for m in range(n))]
 
 
-def path_of(mesh: Mesh, chain: list[Action]) -> Path:
-    """The times along a chain of actions, each of which waits for the one before: by data, or by rank."""
+def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action]) -> Path:
+    """The times along a chain of actions, each of which waits for the one before: by data, or by rank.
+
+    `ranks`: of each stage.
+    """
     counts: Counter[tuple[str, int]] = Counter()
     for action, following in zip(chain, (*chain[1:], None), strict=True):
         symbol = _symbol(mesh, action)
         counts[symbol, action.stage] += 1
         if following is None:
             continue
-        if following.stage % mesh.pp == action.stage % mesh.pp:
-            if action.kind == "B":
-                counts[CARRY if symbol == BACKWARD else LAST_CARRY, action.stage] += 1
+        if ranks[following.stage] == ranks[action.stage]:
+            if action.kind in GRADIENT_KINDS:
+                counts[_carry(symbol), action.stage] += 1
         elif following.stage != action.stage:
             counts[CUT, min(action.stage, following.stage)] += 1
     return _path(counts, last_stage=chain[-1].stage)
@@ -122,7 +129,21 @@ def path_of(mesh: Mesh, chain: list[Action]) -> Path:
 def _symbol(mesh: Mesh, action: Action) -> str:
     if action.kind == "F":
         return FIRST_FORWARD if action.micro_batch == 0 else FORWARD
-    return LAST_BACKWARD if action.micro_batch == mesh.n_micro_batches - 1 else BACKWARD
+    is_last = action.micro_batch == mesh.n_micro_batches - 1
+    if action.kind == "B":
+        return LAST_BACKWARD if is_last else BACKWARD
+    if action.kind == "W":
+        return LAST_WEIGHTS if is_last else WEIGHTS
+    return INPUTS
+
+
+def last_pass(mesh: Mesh) -> str:
+    """The pass of a stage after which nothing follows but what is left of its reductions."""
+    return LAST_WEIGHTS if splits_backward(mesh.schedule) else LAST_BACKWARD
+
+
+def _carry(symbol: str) -> str:
+    return CARRY if symbol in (BACKWARD, WEIGHTS) else LAST_CARRY
 
 
 def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Path, ...]:
@@ -148,9 +169,9 @@ def _path_to(mesh: Mesh, trace: _Trace, name: str) -> Path:
 
 def _parse(name: str) -> Action:
     """The action that prints as "2F0"."""
-    kind = "F" if "F" in name else "B"
-    stage, micro_batch = name.split(kind)
-    return Action(int(stage), kind, int(micro_batch))
+    action = read_action(name)
+    assert action is not None, name
+    return action
 
 
 class _Trace:
@@ -175,9 +196,8 @@ class _Trace:
         previous = self._previous[name]
         if previous is not None and self._passes[previous].stop_s >= self._passes[name].start_s:
             action = _parse(previous)
-            if action.kind == "B":
-                symbol = CARRY if _symbol(mesh, action) == BACKWARD else LAST_CARRY
-                counts[symbol, action.stage] += 1
+            if action.kind in GRADIENT_KINDS:
+                counts[_carry(_symbol(mesh, action)), action.stage] += 1
             return previous
         source = _source(name, n_stages=mesh.n_stages)
         return None if source is None else self._behind_link(source, counts)
@@ -218,33 +238,41 @@ class Moment:
     """A moment at which the memory of a rank may peak: a pass of `stage` runs.
 
     Attributes:
+        makes_gradients: the pass does, of weights.
         in_flight: (stage, micro-batches in flight) of the rank's stages, the running one included.
-        accumulating: its stages that have begun a backward pass.
+        pending: (stage, micro-batches whose pass for inputs has begun and whose pass for weights is not done).
+        accumulating: its stages that have begun to make gradients.
     """
 
     stage: int
-    is_backward: bool
+    makes_gradients: bool
     in_flight: tuple[tuple[int, int], ...]
+    pending: tuple[tuple[int, int], ...]
     accumulating: frozenset[int]
 
 
 def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """The moments of a rank that no other moment with the same running stage exceeds."""
     in_flight: dict[int, int] = {action.stage: 0 for action in schedule[rank]}
+    pending = dict(in_flight)
     begun: set[int] = set()
     found: dict[Moment, None] = {}
     for action in schedule[rank]:
-        is_backward = action.kind == "B"
-        in_flight[action.stage] += not is_backward
-        begun |= {action.stage} if is_backward else set()
-        found[Moment(action.stage, is_backward, tuple(sorted(in_flight.items())), frozenset(begun))] = None
-        in_flight[action.stage] -= is_backward
+        makes_gradients = action.kind in GRADIENT_KINDS
+        in_flight[action.stage] += action.kind == "F"
+        pending[action.stage] += action.kind == "I"
+        begun |= {action.stage} if makes_gradients else set()
+        numbers = (tuple(sorted(in_flight.items())), tuple(sorted(pending.items())))
+        found[Moment(action.stage, makes_gradients, *numbers, frozenset(begun))] = None
+        in_flight[action.stage] -= makes_gradients
+        pending[action.stage] -= action.kind == "W"
     return tuple(m for m in found if not any(_exceeds(other, m) for other in found if other is not m))
 
 
 def _exceeds(one: Moment, other: Moment) -> bool:
-    same = one.stage == other.stage and one.is_backward >= other.is_backward and one.accumulating >= other.accumulating
-    return same and all(a >= b for (_, a), (_, b) in zip(one.in_flight, other.in_flight, strict=True))
+    makes = one.makes_gradients >= other.makes_gradients and one.accumulating >= other.accumulating
+    counts = zip(one.in_flight + one.pending, other.in_flight + other.pending, strict=True)
+    return one.stage == other.stage and makes and all(a >= b for (_, a), (_, b) in counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +280,11 @@ class Shape:
     """What a program needs to know of a schedule; the same for all meshes of equal pp, chunks and micro-batches.
 
     Attributes:
+        ranks: of each stage.
         moments: per rank.
     """
 
+    ranks: tuple[int, ...]
     paths: tuple[Path, ...]
     moments: tuple[tuple[Moment, ...], ...]
 
@@ -264,4 +294,5 @@ def shape_of(mesh: Mesh) -> Shape:
     schedule = build_schedule(
         mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks
     )
-    return Shape(initial_paths(mesh, schedule), tuple(moments_of(schedule, rank) for rank in range(mesh.pp)))
+    moments = tuple(moments_of(schedule, rank) for rank in range(mesh.pp))
+    return Shape(stage_ranks(schedule), initial_paths(mesh, schedule), moments)

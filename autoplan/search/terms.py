@@ -15,10 +15,14 @@ Values = dict[tuple[int, int, bool], float]  # (run, slot in the piece, recomput
 
 @dataclass(slots=True)
 class Formulation:
-    """A linear model with the meaning of its columns. Column lists are indexed [stage][run] (and [slot])."""
+    """A linear model with the meaning of its columns. Column lists are indexed [stage][run] (and [slot]).
+
+    `ranks`: of each stage.
+    """
 
     table: CostTable
     runs: tuple[Run, ...]
+    ranks: tuple[int, ...]
     unit_s: float
     model: LinearModel = field(default_factory=LinearModel)
     one: int = 0
@@ -34,6 +38,10 @@ class Formulation:
     def n_stages(self) -> int:
         """Stages of the mesh."""
         return self.table.mesh.n_stages
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages on a rank."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
 def integer_column(form: Formulation, name: str, *, lower: float = 0.0, upper: float = 1.0) -> int:

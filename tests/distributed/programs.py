@@ -36,18 +36,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama.py",
         {"n_layers": 7, "n_heads": 4, "n_kv_heads": 2, "width": 32, "hidden": 48, "vocabulary": 64, "context": 16},
     ),
+    # a vocabulary, and below it every size, that no degree divides
+    "gpt_odd": ("gpt.py", {"n_layers": 2, "n_heads": 4, "width": 32, "context": 16, "vocabulary": 131}),
+    "llama_odd": (
+        "llama.py",
+        {"n_layers": 2, "n_heads": 5, "n_kv_heads": 5, "width": 30, "hidden": 45, "vocabulary": 65, "context": 15},
+    ),
     "mlp": ("mlp.py", {"width": 32, "depth": 4}),
     "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
+    "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
+    "unet": ("../tests/families/unet.py", {}),
+    "resnet": ("../tests/families/resnet.py", {"depths": (2, 2)}),
+    "data_dependent": ("../tests/families/data_dependent.py", {}),
 }
+MODULE_LEVEL = {"data_dependent"}
+
+
+Row = tuple[str, dict[str, Any], dict[str, Any], bool]  # name, overrides, fields of Config, has a parallel model
 
 
 @cache
 def graph_of(model: str) -> OpGraph:
     """The traced graph of a small model of `MODELS`."""
+    from autoplan.module_level import trace_modules
     from autoplan.trace import model_source, trace_model
 
     file, overrides = MODELS[model]
-    return trace_model(model_source(EXAMPLES / file, overrides))
+    trace = trace_modules if model in MODULE_LEVEL else trace_model
+    return trace(model_source(EXAMPLES / file, overrides))
 
 
 def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingPrices:
@@ -96,7 +112,7 @@ def make_plan(model: str, *, seed: int | None = None, recompute: str = "none", *
     return Plan(mesh, tuple(stages), precision="fp64", shardings=shardings)
 
 
-def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[tuple[str, str, dict[str, Any], bool]]:
+def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[Row]:
     """Each case as modules `model_<name>` and `parallel_<name>` beside one `runtime/`; what `check_programs` needs."""
     rows = []
     for name, (model, plan) in cases.items():
@@ -117,22 +133,22 @@ def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[tuple
         (root / f"model_{name}.py").write_text(texts["model.py"])
         if "parallel_model.py" in texts:
             (root / f"parallel_{name}.py").write_text(texts["parallel_model.py"])
-        rows.append((name, model, config_values(graph_of(model), plan), "parallel_model.py" in texts))
+        rows.append((name, overrides, config_values(graph_of(model), plan), "parallel_model.py" in texts))
     return rows
 
 
-def check_programs(root: str, rows: list[tuple[str, str, dict[str, Any], bool]], n_steps: int) -> dict[str, list[Any]]:
+def check_programs(root: str, rows: list[Row], n_steps: int) -> dict[str, list[Any]]:
     """On one rank: the largest differences from one process, per program and step."""
     sys.path.insert(0, root)
     sys.modules["autoplan.trace"] = None  # type: ignore[assignment]
     runtime = importlib.import_module("runtime")
     found = {}
-    for name, model, config_fields, is_rewritten in rows:
+    for name, overrides, config_fields, is_rewritten in rows:
         config = runtime.Config(**config_fields)
         model_file = importlib.import_module(f"model_{name}")
         parallel = importlib.import_module(f"parallel_{name}") if is_rewritten else None
         mesh = runtime.build_rank_mesh(config, "cpu")
-        options = {"overrides": MODELS[model][1], "seed": 0, "learning_rate": 1e-3, "max_grad_norm": 1.0}
+        options = {"overrides": overrides, "seed": 0, "learning_rate": 1e-3, "max_grad_norm": 1.0}
         program = runtime.ParallelModel(config, model_file, parallel, mesh=mesh, **options)
         device = program.full_build_device
         plain = runtime.PlainTraining(config, model_file, build_device=device, device=mesh.device, **options)

@@ -51,48 +51,42 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch = x.shape[0]
-        # backward: all-gather of 4,096 bytes per sample
-        x_part = shard(x, 1, self.tp)
-        # backward: all-reduce of 256 bytes
-        norm_1_weight_copied = copy_to_tp(self.norm_1.weight, self.tp)
-        # backward: all-reduce of 256 bytes
-        norm_1_bias_copied = copy_to_tp(self.norm_1.bias, self.tp)
-        norm_1 = F.layer_norm(x_part, (32,), norm_1_weight_copied, norm_1_bias_copied, 1e-05)
-        # forward: all-gather, backward: reduce-scatter of 4,096 bytes per sample
-        norm_1_copied = all_gather_reduce_grad(norm_1, 1, self.tp)
-        qkv = F.linear(norm_1_copied, self.attention.qkv.weight, self.attention.qkv.bias)
-        piece, piece_2, piece_3 = qkv.split(16, dim=2)
-        view = piece.reshape(batch, 16, 2, 8)
-        transpose = view.transpose(1, 2)
-        view_2 = piece_2.reshape(batch, 16, 2, 8)
-        transpose_2 = view_2.transpose(1, 2)
-        view_3 = piece_3.reshape(batch, 16, 2, 8)
-        transpose_3 = view_3.transpose(1, 2)
-        attended = F.scaled_dot_product_attention(transpose, transpose_2, transpose_3, is_causal=True)
-        transpose_4 = attended.transpose(1, 2)
-        reshape = transpose_4.reshape(batch, 16, 16)
-        out_bias_partial = pad_to_partial(self.attention.out.bias, 0, self.tp, blocks=4)
-        out = F.linear(reshape, self.attention.out.weight, out_bias_partial)
-        # forward: reduce-scatter, backward: all-gather of 4,096 bytes per sample
-        out_part = reduce_scatter(out, 1, self.tp)
-        add = x_part + out_part
-        # backward: all-reduce of 256 bytes
-        norm_2_weight_copied = copy_to_tp(self.norm_2.weight, self.tp)
-        # backward: all-reduce of 256 bytes
-        norm_2_bias_copied = copy_to_tp(self.norm_2.bias, self.tp)
-        norm_2 = F.layer_norm(add, (32,), norm_2_weight_copied, norm_2_bias_copied, 1e-05)
-        # forward: all-gather, backward: reduce-scatter of 4,096 bytes per sample
-        norm_2_copied = all_gather_reduce_grad(norm_2, 1, self.tp)
-        up = F.linear(norm_2_copied, self.up.weight, self.up.bias)
-        gelu = F.gelu(up)
-        down_bias_partial = pad_to_partial(self.down.bias, 0, self.tp)
-        down = F.linear(gelu, self.down.weight, down_bias_partial)
-        # forward: reduce-scatter, backward: all-gather of 4,096 bytes per sample
-        down_part = reduce_scatter(down, 1, self.tp)
-        add_2 = add + down_part
-        # forward: all-gather of 4,096 bytes per sample
-        add_2_whole = all_gather(add_2, 1, self.tp)
-        return add_2_whole
+        # all-gather of the gradient of x, of which every rank has a part: 4,096 bytes per sample backward
+        x = shard(x, 1, self.tp)
+        # all-reduce of the gradient of norm_1.weight, to which every rank has a share: 256 bytes backward
+        norm_1_weight = copy_to_tp(self.norm_1.weight, self.tp)
+        # all-reduce of the gradient of norm_1.bias, to which every rank has a share: 256 bytes backward
+        norm_1_bias = copy_to_tp(self.norm_1.bias, self.tp)
+        norm_1 = F.layer_norm(x, (32,), norm_1_weight, norm_1_bias, 1e-05)
+        # all-gather of the parts of norm_1, reduce-scatter of its gradient: 4,096 bytes per sample each way
+        norm_1 = all_gather_reduce_grad(norm_1, 1, self.tp)
+        q, k, v = F.linear(norm_1, self.attention.qkv.weight, self.attention.qkv.bias).split(16, dim=2)
+        q = q.reshape(batch, 16, 2, 8).transpose(1, 2)
+        k = k.reshape(batch, 16, 2, 8).transpose(1, 2)
+        v = v.reshape(batch, 16, 2, 8).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        transpose = y.transpose(1, 2)
+        out_bias = pad_to_partial(self.attention.out.bias, 0, self.tp, blocks=4)
+        out = F.linear(transpose.reshape(batch, 16, 16), self.attention.out.weight, out_bias)
+        # reduce-scatter of the partial sums of attention.out, all-gather of its gradient: 4,096 bytes per sample each
+        # way
+        out = reduce_scatter(out, 1, self.tp)
+        x = x + out
+        # all-reduce of the gradient of norm_2.weight, to which every rank has a share: 256 bytes backward
+        norm_2_weight = copy_to_tp(self.norm_2.weight, self.tp)
+        # all-reduce of the gradient of norm_2.bias, to which every rank has a share: 256 bytes backward
+        norm_2_bias = copy_to_tp(self.norm_2.bias, self.tp)
+        norm_2 = F.layer_norm(x, (32,), norm_2_weight, norm_2_bias, 1e-05)
+        # all-gather of the parts of norm_2, reduce-scatter of its gradient: 4,096 bytes per sample each way
+        norm_2 = all_gather_reduce_grad(norm_2, 1, self.tp)
+        up = F.linear(norm_2, self.up.weight, self.up.bias)
+        down = F.linear(F.gelu(up), self.down.weight, pad_to_partial(self.down.bias, 0, self.tp))
+        # reduce-scatter of the partial sums of down, all-gather of its gradient: 4,096 bytes per sample each way
+        down = reduce_scatter(down, 1, self.tp)
+        x = x + down
+        # all-gather of the parts of x: 4,096 bytes per sample forward
+        x = all_gather(x, 1, self.tp)
+        return x
 
 
 class Stage0(nn.Module):
@@ -103,18 +97,19 @@ class Stage0(nn.Module):
     def __init__(self, tp: ProcessGroup | None) -> None:
         super().__init__()
         self.tp = tp
-        self.tokens = Weights(weight=(128, 16))
+        self.tokens = Weights(weight=(64, 32))
         self.positions = Weights(weight=(16, 16))
-        self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(0, 2)})
+        self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(2)})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        arange = torch.arange(16, device=inputs.device)
-        tokens = F.embedding(inputs, self.tokens.weight)
-        positions = F.embedding(arange, self.positions.weight)
-        add = tokens + positions
-        # forward: all-gather of 4,096 bytes per sample
-        add_whole = all_gather(add, 2, self.tp)
-        x = add_whole
+        positions = torch.arange(16, device=inputs.device)
+        # all-to-all of tokens.weight to a split along another dim, all-to-all of its gradient: 32,768 bytes each way
+        tokens_weight = all_to_all(self.tokens.weight, 0, 1, self.tp)
+        tokens = F.embedding(inputs, tokens_weight)
+        positions_2 = F.embedding(positions, self.positions.weight)
+        x = tokens + positions_2
+        # all-gather of the parts of x: 4,096 bytes per sample forward
+        x = all_gather(x, 2, self.tp)
         for block in self.blocks.values():
             x = block(x)
         return x
@@ -129,44 +124,41 @@ class Stage1(nn.Module):
         super().__init__()
         self.tp = tp
         self.norm = Weights(weight=(32,), bias=(32,))
-        self.tokens = Weights(weight=(128, 16))
+        self.tokens = Weights(weight=(64, 32))
         self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(2, 4)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks.values():
             x = block(x)
-        # backward: all-gather of 4,096 bytes per sample
-        x_part = shard(x, 1, self.tp)
-        # backward: all-reduce of 256 bytes
-        norm_weight_copied = copy_to_tp(self.norm.weight, self.tp)
-        # backward: all-reduce of 256 bytes
-        norm_bias_copied = copy_to_tp(self.norm.bias, self.tp)
-        norm = F.layer_norm(x_part, (32,), norm_weight_copied, norm_bias_copied, 1e-05)
-        # forward: all-gather, backward: reduce-scatter of 4,096 bytes per sample
-        norm_copied = all_gather_reduce_grad(norm, 1, self.tp)
-        # forward: all-to-all, backward: all-to-all of 32,768 bytes
-        tokens_weight_part = all_to_all(self.tokens.weight, 1, 0, self.tp)
-        head = F.linear(norm_copied, tokens_weight_part)
-        return head
+        # all-gather of the gradient of x, of which every rank has a part: 4,096 bytes per sample backward
+        x = shard(x, 1, self.tp)
+        # all-reduce of the gradient of norm.weight, to which every rank has a share: 256 bytes backward
+        norm_weight = copy_to_tp(self.norm.weight, self.tp)
+        # all-reduce of the gradient of norm.bias, to which every rank has a share: 256 bytes backward
+        norm_bias = copy_to_tp(self.norm.bias, self.tp)
+        norm = F.layer_norm(x, (32,), norm_weight, norm_bias, 1e-05)
+        # all-gather of the parts of norm, reduce-scatter of its gradient: 4,096 bytes per sample each way
+        norm = all_gather_reduce_grad(norm, 1, self.tp)
+        outputs = F.linear(norm, self.tokens.weight)
+        return outputs
 
 
 def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
     """The loss of one micro-batch, the same on every tensor-parallel rank."""
     flatten = outputs.flatten(0, 1)
     flatten_2 = targets.flatten()
+    # all-reduce of the statistics of flatten: 384 bytes per sample forward
     loss = vocab_parallel_cross_entropy(flatten, flatten_2, tp)
     return loss
 
 
 STAGES = (Stage0, Stage1)
-BOUNDARIES: tuple[tuple[Boundary, ...], ...] = (
-    (Boundary((PerSample(1), 16, 32)),),
-)
+BOUNDARIES: tuple[tuple[Boundary, ...], ...] = ((Boundary((PerSample(1), 16, 32)),),)
 OUTPUTS: tuple[Shard | str, ...] = (Shard(2),)
 SHARDS: dict[str, Shard] = {
-    "tokens.weight": Shard(1),
-    "head.weight": Shard(1),
+    "tokens.weight": Shard(0),
+    "head.weight": Shard(0),
     "positions.weight": Shard(1),
-    **{f"blocks.{i}.{name}": part for i in range(0, 4) for name, part in Block.SHARDS.items()},
+    **{f"blocks.{i}.{name}": part for i in range(4) for name, part in Block.SHARDS.items()},
 }
 TIED: tuple[tuple[str, ...], ...] = (("tokens.weight", "head.weight"),)

@@ -1,0 +1,117 @@
+"""Statements of `__init__` that create weights and the plain modules that hold them, under the user's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autoplan.codegen.layout_text import statement
+from autoplan.codegen.text import access, quoted, range_text
+from autoplan.codegen.writer import Writer
+from autoplan.graph import COMPUTE, Segment
+from autoplan.layout import R, local_spec
+from autoplan.sharding import SegmentLayouts
+
+
+def weights_tree(names: Mapping[str, str], writer: Writer, layouts: SegmentLayouts) -> list[str]:
+    """Statements that create containers and weights; `names` maps a path below `self` to the graph's name.
+
+    A module whose children have numbers is a ModuleDict, which keeps their names. A module that has both weights and
+    children is created with its weights, before its children.
+    """
+    owners: dict[str, dict[str, str]] = {}
+    holders = {path.rpartition(".")[0] for path in names}
+    for path, name in names.items():
+        owner, _, leaf = path.rpartition(".")
+        for level in levels(owner):
+            if level in holders:
+                owners.setdefault(level, {})
+        owners.setdefault(owner, {})[leaf] = name
+    lines: list[str] = []
+    created: set[str] = set()
+    for owner, leaves in _parents_first(owners).items():
+        shapes = ", ".join(f"{leaf}={_weight_text(writer, layouts, name)}" for leaf, name in leaves.items())
+        if not owner:
+            lines += [_own_tensor_text(writer, layouts, leaf, name) for leaf, name in leaves.items()]
+            continue
+        lines += containers(owner, created)
+        lines += statement(f"{access(owner)} = Weights({shapes})", 2)
+        created.add(owner)
+    return lines
+
+
+def _parents_first(owners: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The same entries, a module with weights of its own before the modules inside it."""
+    found = {}
+    for owner in owners:
+        parts = owner.split(".")
+        for index in range(len(parts)):
+            level = ".".join(parts[: index + 1])
+            if level in owners:
+                found[level] = owners[level]
+    return found
+
+
+def containers(path: str, created: set[str]) -> list[str]:
+    """Plain modules for the levels above `path` that do not exist yet."""
+    lines = []
+    for level in levels(path):
+        if level not in created:
+            created.add(level)
+            has_numbers = path.removeprefix(f"{level}.").split(".")[0].isdigit()
+            lines.append(f"{access(level)} = {'nn.ModuleDict()' if has_numbers else 'nn.Module()'}")
+    return lines
+
+
+def levels(path: str) -> list[str]:
+    """The modules above a path, outermost first: `a`, `a.b` above `a.b.c`."""
+    parts = path.split(".")
+    return [".".join(parts[:index]) for index in range(1, len(parts))]
+
+
+def block_members(writer: Writer, segments: Sequence[Segment], held: Iterable[str]) -> list[str]:
+    """Statements that create the blocks of a stage beside the weights it holds, equal neighbours in one statement."""
+    created = {level for name in held for level in levels(name)}
+    groups: dict[str, dict[str, Segment]] = {}
+    for segment in segments:
+        if segment.is_block:
+            groups.setdefault(segment.module_path.rpartition(".")[0], {}).setdefault(segment.module_path, segment)
+    lines: list[str] = []
+    for parent, members in groups.items():
+        entries = {path.rpartition(".")[2]: writer.class_names[s.kind] for path, s in members.items()}
+        if not parent or parent in created:
+            owner = access(parent) if parent else "self"
+            lines += [f"{owner}.add_module({quoted(number)}, {name}(tp))" for number, name in entries.items()]
+            continue
+        lines += containers(parent, created)
+        created.add(parent)
+        lines += statement(f"{access(parent)} = nn.ModuleDict({_entries_text(entries)})", 2)
+    return lines
+
+
+def _entries_text(entries: Mapping[str, str]) -> str:
+    """Numbers and the classes of the blocks of these numbers, as a dict."""
+    names, numbers = set(entries.values()), [int(number) for number in entries]
+    if len(numbers) > 1 and len(names) == 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{str(i): {names.pop()}(tp) for i in {range_text(numbers[0], numbers[-1] + 1)}}}"
+    return "{" + ", ".join(f"{quoted(number)}: {name}(tp)" for number, name in entries.items()) + "}"
+
+
+def _weight_text(writer: Writer, layouts: SegmentLayouts, name: str) -> str:
+    parameter = writer.parameters[name]
+    shape = local_spec(parameter.spec, layouts.produced.get(name, R), writer.context.degree).at(1)
+    if not parameter.is_buffer:
+        return repr(shape)
+    dtype = parameter.spec.dtype if parameter.spec.dtype != COMPUTE else "float32"
+    persistent = "" if parameter.is_persistent else ", persistent=False"
+    return f"Buffer({shape!r}, {quoted(dtype)}{persistent})"
+
+
+def _own_tensor_text(writer: Writer, layouts: SegmentLayouts, leaf: str, name: str) -> str:
+    """The statement that gives a class a parameter or buffer of its own."""
+    parameter = writer.parameters[name]
+    shape = local_spec(parameter.spec, layouts.produced.get(name, R), writer.context.degree).at(1)
+    if not parameter.is_buffer:
+        return f"self.{leaf} = nn.Parameter(torch.empty({shape!r}))"
+    dtype = parameter.spec.dtype if parameter.spec.dtype != COMPUTE else "float32"
+    persistent = "" if parameter.is_persistent else ", persistent=False"
+    return f"self.register_buffer({quoted(leaf)}, torch.empty({shape!r}, dtype=torch.{dtype}){persistent})"

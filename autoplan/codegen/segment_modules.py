@@ -1,0 +1,100 @@
+"""One class per kind of segment, alone: what `autoplan profile` measures.
+
+class Block              as in parallel_model.py
+class Outer0, Outer1     what stands between blocks, with the weights it reads
+loss_fn                  as in parallel_model.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from autoplan.codegen.blocks import block_class
+from autoplan.codegen.containers import weights_tree
+from autoplan.codegen.forward import Body
+from autoplan.codegen.loss import loss_function
+from autoplan.codegen.parallel_model import opening
+from autoplan.codegen.stages import add_outer
+from autoplan.codegen.text import INDENT, access, indented
+from autoplan.codegen.writer import Writer, different_names, foreign_parameters, forward_head, writer_of
+from autoplan.graph import LOSS_PATH, OpGraph, Segment
+from autoplan.layout import Layout, R
+from autoplan.parallel_plan import Plan
+from autoplan.rules import OpRule
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentClass:
+    """How to call the class of one kind of segment.
+
+    Attributes:
+        arguments: (value, its layout) of each parameter of `forward`.
+        results: the values it returns.
+        has_loss: whether `loss_fn` belongs to it, on its results.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, Layout], ...]
+    results: tuple[str, ...]
+    has_loss: bool
+
+
+def segment_modules(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) -> tuple[str, dict[int, SegmentClass]]:
+    """The text of the classes, and per kind how to call its class; `plan` has one stage."""
+    writer = writer_of(graph, plan, rules)
+    first = graph.first_of_kind()
+    described = {kind: _described(writer, segment) for kind, segment in first.items()}
+    texts = [
+        block_class(writer, segment) if segment.is_block else _outer_class(writer, segment, described[kind])
+        for kind, segment in first.items()
+    ]
+    if any(found.has_loss for found in described.values()):
+        texts.append(loss_function(writer))
+    body = "\n\n\n".join(texts)
+    return f"{opening(writer, body)}\n\n\n{body}\n", described
+
+
+def measuring_script() -> str:
+    """The program that measures the classes; it stands beside them, and needs torch only."""
+    return files("autoplan").joinpath("measure.py").read_text()
+
+
+def _described(writer: Writer, segment: Segment) -> SegmentClass:
+    graph, layouts = writer.graph, writer.layouts_of(segment).produced
+    ops = graph.ops_of(segment)
+    own = [op for op in ops if op.module_path != LOSS_PATH]
+    has_loss = len(own) < len(ops)
+    results = graph.model_outputs if has_loss else segment.outputs
+    read = {name for op in own for name in op.input_names()} | set(results)
+    arguments = tuple(name for name in segment.inputs if name in read)
+    if segment.is_block:
+        name, arguments = writer.class_names[segment.kind], (*segment.inputs, *foreign_parameters(segment))
+    else:
+        name = f"Outer{segment.kind}"
+    return SegmentClass(name, tuple((value, layouts.get(value, R)) for value in arguments), results, has_loss)
+
+
+def _outer_class(writer: Writer, segment: Segment, described: SegmentClass) -> str:
+    values = [name for name, _ in described.arguments]
+    names = different_names([writer.context.names.argument([name]) for name in values])
+    arguments = dict(zip(values, names, strict=True))
+    held = {name: name for name in segment.parameters}
+    body = Body(writer.context, writer.tp)
+    add_outer(writer, segment, body)
+    known = {name: access(name) for name in held}
+    return "\n".join(
+        [
+            f"class {described.name}(nn.Module):",
+            f'{INDENT}"""`{segment.name}`."""',
+            "",
+            f"{INDENT}def __init__(self, tp: ProcessGroup | None) -> None:",
+            f"{INDENT * 2}super().__init__()",
+            f"{INDENT * 2}self.tp = tp",
+            *indented(weights_tree(held, writer, writer.layouts_of(segment)), 2),
+            "",
+            *indented(forward_head(arguments.values(), len(described.results)), 1),
+            *indented(body.text(arguments=arguments, known=known, results=described.results, indent=2), 2),
+        ]
+    )

@@ -1,0 +1,153 @@
+"""Measured times in place of computed ones: the work of a segment, corrected by what was measured.
+
+    measured      the same content, assignment and micro-batch: the measured seconds and bytes
+    scaled        the same content and degree, another micro-batch or assignment: computed x measured / computed there,
+                  at the nearest micro-batch
+    calibrated    not measured: computed x the median of measured / computed over this kind of segment, else over all
+
+Computed is the roofline of `segment_work`. Bytes are only scaled, never calibrated: they are counted, not rated.
+A measured backward pass includes that of the weights, which is taken to be as large a part of it as computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from autoplan.cost.segment_work import SegmentWork
+from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
+from autoplan.measured_profile import MeasuredProfile, SegmentTime
+
+Compute = Callable[[int, str, int, int], SegmentWork]  # (tp, sharding, micro-batch size, kind) -> computed work
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratio:
+    """Measured over computed, of one measurement that can be computed here."""
+
+    row: SegmentTime
+    forward: float
+    backward: float
+    host_forward: float
+    host_backward: float
+    saved: float
+    working: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Replaces computed work by measured work; `Correction.of` reads what was measured.
+
+    Attributes:
+        contents: content key of each kind.
+        assignments: (tp, sharding) -> assignment key of each kind.
+    """
+
+    contents: dict[int, str]
+    assignments: dict[tuple[int, str], dict[int, str]]
+    ratios: tuple[_Ratio, ...]
+
+    @classmethod
+    def of(
+        cls,
+        measured: MeasuredProfile,
+        *,
+        contents: dict[int, str],
+        assignments: dict[tuple[int, str], dict[int, str]],
+        compute: Compute,
+    ) -> Correction:
+        """What these measurements say about these kinds and assignments."""
+        places = {
+            (content, assignments[split][kind], split[0]): (*split, kind)
+            for split in assignments
+            for kind, content in contents.items()
+        }
+        ratios = []
+        for row in measured.segments:
+            place = places.get((row.content, row.assignment, row.tp))
+            if place is not None:
+                tp, sharding, kind = place
+                ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind)))
+        return cls(contents, assignments, tuple(ratios))
+
+    def corrected(
+        self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
+    ) -> tuple[SegmentWork, str]:
+        """The work as measured, or as close to that as the measurements come, and which of these it is."""
+        assignment = self.assignments[tp, sharding][kind]
+        same = [r for r in self.ratios if r.row.content == self.contents[kind] and r.row.tp == tp]
+        same = [r for r in same if r.row.assignment == assignment] or same
+        if same:
+            nearest = min(same, key=lambda r: _distance(r.row.micro_batch_size, micro_batch_size))
+            is_exact = nearest.row.micro_batch_size == micro_batch_size and nearest.row.assignment == assignment
+            return (_as_measured(work, nearest.row), MEASURED) if is_exact else (_scaled(work, nearest), SCALED)
+        alike = [r for r in self.ratios if r.row.content == self.contents[kind]] or self.ratios
+        return _calibrated(work, alike), CALIBRATED
+
+
+def _distance(found: int, wanted: int) -> tuple[float, int]:
+    """How many times larger or smaller; of two equally near the larger micro-batch."""
+    return max(found / wanted, wanted / found), -found
+
+
+def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
+    working = None if row.working_bytes is None else _over(row.working_bytes, computed.working_bytes)
+    return _Ratio(
+        row=row,
+        forward=_over(row.forward_s, computed.forward_s),
+        backward=_over(row.backward_s, computed.backward_s),
+        host_forward=_over(row.host_forward_s, computed.host_forward_s),
+        host_backward=_over(row.host_backward_s, computed.host_backward_s),
+        saved=_over(row.saved_bytes, computed.saved_bytes),
+        working=working,
+    )
+
+
+def _over(measured: float, computed: float) -> float:
+    """Nothing computed is nothing to correct."""
+    return measured / computed if computed > 0 else 1.0
+
+
+def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
+    return replace(
+        work,
+        forward_s=row.forward_s,
+        backward_s=row.backward_s,
+        host_forward_s=row.host_forward_s,
+        host_backward_s=row.host_backward_s,
+        weight_backward_s=work.weight_backward_s * _over(row.backward_s, work.backward_s),
+        saved_bytes=row.saved_bytes,
+        working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes,
+    )
+
+
+def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
+    """The host's time does not depend on the micro-batch."""
+    return replace(
+        _timed(work, forward=ratio.forward, backward=ratio.backward),
+        host_forward_s=work.host_forward_s * ratio.host_forward,
+        host_backward_s=work.host_backward_s * ratio.host_backward,
+        saved_bytes=round(work.saved_bytes * ratio.saved),
+        working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
+    )
+
+
+def _calibrated(work: SegmentWork, ratios: Sequence[_Ratio]) -> SegmentWork:
+    if not ratios:
+        return work
+    found = _timed(work, forward=median(r.forward for r in ratios), backward=median(r.backward for r in ratios))
+    return replace(
+        found,
+        host_forward_s=work.host_forward_s * median(r.host_forward for r in ratios),
+        host_backward_s=work.host_backward_s * median(r.host_backward for r in ratios),
+    )
+
+
+def _timed(work: SegmentWork, *, forward: float, backward: float) -> SegmentWork:
+    return replace(
+        work,
+        forward_s=work.forward_s * forward,
+        backward_s=work.backward_s * backward,
+        weight_backward_s=work.weight_backward_s * backward,
+    )

@@ -1,0 +1,61 @@
+"""What a traced forward does besides returning values: it writes buffers.
+
+The functional graph of `torch.export` returns the new contents of each buffer as an extra output. Here they become
+ops again, where a reader of the model expects them:
+
+    batch norm                 one `batch_norm`, which updates its running statistics by itself
+    any other buffer           `copy_(buffer, new value)`, right after the op that computed the new value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoplan.graph import Argument, Op, Ref
+
+COPY = "aten.copy_.default"
+_FUNCTIONAL_NORM = "aten._native_batch_norm_legit_functional.default"
+
+
+def restore_effects(ops: tuple[Op, ...], *, written: Mapping[str, str]) -> tuple[Op, ...]:
+    """The ops with their effects as ops; `written` maps the value that a buffer takes to the buffer's name."""
+    norms = {op.name for op in ops if op.target == _FUNCTIONAL_NORM}
+    statistics = _computed_only_from(ops, norms)
+    renamed = {
+        op.name: op.args[0].name for op in ops if op.target == "getitem" and op.args[0].name in norms and not op.args[1]
+    }
+    found: list[Op] = []
+    for op in ops:
+        if op.name in renamed or op.name in statistics:
+            continue
+        op = replace(op, args=_with_names(op.args, renamed), kwargs=_with_names(op.kwargs, renamed))
+        found.append(_batch_norm(op) if op.name in norms else op)
+        if op.name in written:
+            buffer = written[op.name]
+            write = replace(op, name=f"write_{op.name}", target=COPY, args=(Ref(buffer), Ref(op.name)), kwargs=())
+            found.append(write)
+    return tuple(found)
+
+
+def _computed_only_from(ops: tuple[Op, ...], norms: set[str]) -> set[str]:
+    """Statistics that batch norms return, and casts of them."""
+    found: set[str] = set()
+    for op in ops:
+        is_statistic = op.target == "getitem" and op.args[0].name in norms and op.args[1] > 0
+        is_cast = op.target == "aten._to_copy.default" and op.args[0].name in found
+        if is_statistic or is_cast:
+            found.add(op.name)
+    return found
+
+
+def _batch_norm(op: Op) -> Op:
+    return replace(op, target="aten.batch_norm.default", args=(*op.args, True), outputs=op.outputs[:1])
+
+
+def _with_names(argument: Argument, names: Mapping[str, str]) -> Argument:
+    if isinstance(argument, Ref):
+        return Ref(names.get(argument.name, argument.name))
+    if isinstance(argument, tuple):
+        return tuple(_with_names(item, names) for item in argument)
+    return argument

@@ -1,0 +1,429 @@
+"""`hf:PATH/config.json` -> a model file: a Hugging Face model built from its configuration, without weights.
+
+    config.json + `--set` values --> text with build_model, make_batch and loss_fn --> a file in the user's cache
+
+From there on it is a model file like any other: it is traced, cached, and copied into the output folder, where a reader
+can change it. It needs torch and transformers. Nothing is downloaded, and code beside the configuration never runs.
+
+What is predicted follows from the class in `architectures`, which transformers itself lists under a task; `TASKS` has
+the text of each task that can be trained here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from platformdirs import user_cache_dir
+
+from autoplan.errors import InputError
+from autoplan.option_checks import nearest
+
+PREFIX = "hf:"
+# Samples of this length at most, unless `--set context=...` says otherwise: a model may allow far more than is trained.
+DEFAULT_CONTEXT = 2048
+CONTEXT_MULTIPLE = 8  # positions that a model keeps for itself (514 = 512 + 2) are left out by rounding down
+DEFAULT_IMAGE_SIZE = 224  # for models that take any size
+_LINE_LENGTH = 120
+_WRITTEN_BY_SAVING = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+_VALID_CONFIG = "the config.json of a model of transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One kind of training.
+
+    Attributes:
+        table: where transformers lists the classes of this task, by model type.
+        constants: (configuration, context or None) -> the constants of the file.
+        functions: the text of make_batch and loss_fn.
+    """
+
+    table: str
+    constants: Callable[[_Source, Any], dict[str, int]]
+    functions: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A configuration as given: where it stands, its values with every `--set`, and the asked length of a sample."""
+
+    path: Path
+    values: dict[str, Any]
+    context: Any
+
+
+def is_hugging_face(model: str | Path) -> bool:
+    """Whether a MODEL names a Hugging Face configuration instead of a model file."""
+    return str(model).startswith(PREFIX)
+
+
+def write_model_file(model: str | Path, overrides: Mapping[str, Any]) -> Path:
+    """The model file for `hf:PATH`, written to the user's cache; its name holds the hash of its text.
+
+    `overrides` are fields of the configuration, or `context`, the tokens of a sample.
+
+    Raises: InputError naming the file and field that cannot be used, or how to install transformers.
+    """
+    name, text = model_file_text(Path(str(model).removeprefix(PREFIX)), overrides)
+    folder = Path(user_cache_dir("autoplan")) / "models" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    try:
+        return _write(folder, name, text)
+    except OSError:  # a cache that cannot be written
+        return _write(Path(tempfile.mkdtemp(prefix="autoplan-")), name, text)
+
+
+def model_file_text(path: Path, overrides: Mapping[str, Any]) -> tuple[str, str]:
+    """(file name, text) of the model file for a configuration."""
+    path = path / "config.json" if path.is_dir() else path
+    values = _read(path)
+    transformers = _transformers(path)
+    config_class = _config_class(transformers, path, values)
+    values, context = _with_overrides(config_class, path, values, overrides)
+    config = _configuration(config_class, path, values)
+    class_name, task = _class_and_task(path, values)
+    source = _Source(path, _kept(config, values), context)
+    constants = task.constants(source, config)
+    return f"{values['model_type'].replace('-', '_')}.py", _text(source, config_class, class_name, task, constants)
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError.of(
+            f"{PREFIX}{path}", found=error.strerror, expected="a readable config.json", fix="check the path"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError.of(
+            f"{PREFIX}{path}", found=f"no JSON: {error}", expected=_VALID_CONFIG, fix="use the file as it was published"
+        ) from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise InputError.of(
+            f"{PREFIX}{path}: model_type", found=found, expected=_VALID_CONFIG, fix='add "model_type", such as "llama"'
+        )
+    if "quantization_config" in values:
+        raise InputError.of(
+            f"{PREFIX}{path}: quantization_config",
+            found=values["quantization_config"],
+            expected="a model that is trained in the precision of the plan",
+            fix="remove the field from a copy of the file",
+        )
+    return values
+
+
+def _transformers(path: Path) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError.of(
+            f"{PREFIX}{path}",
+            found=f"no transformers on this machine ({error})",
+            expected="the package transformers, which holds the model's code",
+            fix="pip install 'autoplan[hugging-face]', or pip install transformers",
+        ) from error
+
+
+def _config_class(transformers: Any, path: Path, values: dict[str, Any]) -> Any:
+    model_type = values["model_type"]
+    try:
+        found = transformers.CONFIG_MAPPING[model_type]
+    except KeyError as error:
+        hint = nearest(model_type, transformers.CONFIG_MAPPING.keys())
+        fix = "upgrade transformers, or write a model file; code that comes with a configuration is never run"
+        raise InputError.of(
+            f"{PREFIX}{path}: model_type",
+            found=model_type,
+            expected=f"a model type of transformers {transformers.__version__}{hint}",
+            fix=fix,
+        ) from error
+    return found
+
+
+def _with_overrides(
+    config_class: Any, path: Path, values: dict[str, Any], overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """The configuration's values with those of `--set`, under the names that its class uses, and `context`."""
+    known = _configuration(config_class, path, values)
+    found, context = dict(values), overrides.get("context")
+    for name, value in overrides.items():
+        if name == "context":
+            continue
+        if not hasattr(known, name):
+            names = ", ".join(sorted(key for key in known.to_dict() if not key.startswith("_")))
+            raise InputError.of(
+                f"{PREFIX}{path}: --set {name}",
+                found=f"{name}={value}",
+                expected=f"context, or a field of {config_class.__name__}: {names}",
+                fix=f"use one of these names{nearest(name, known.to_dict())}",
+            )
+        if name == "num_labels":
+            found.pop("id2label", None)
+            found.pop("label2id", None)
+        found[config_class.attribute_map.get(name, name)] = value
+    layers = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return _with_layer_types(found, layers, n_layers=getattr(known, layers, None)), context
+
+
+def _with_layer_types(values: dict[str, Any], layers: str, *, n_layers: Any) -> dict[str, Any]:
+    """Lists with an entry per layer, cut to a changed number of layers; left to the class when there are more."""
+    changed = values.get(layers, n_layers)
+    if not isinstance(changed, int) or changed == n_layers:
+        return values
+    kept = {}
+    for name, value in values.items():
+        is_per_layer = name.endswith("layer_types") and isinstance(value, list) and len(value) == n_layers
+        if not is_per_layer:
+            kept[name] = value
+        elif changed < len(value):
+            kept[name] = value[:changed]
+    return kept
+
+
+def _configuration(config_class: Any, path: Path, values: dict[str, Any]) -> Any:
+    try:
+        return config_class.from_dict(values)
+    except Exception as error:  # each class checks its own fields, in its own way
+        lines = " ".join(line.strip() for line in str(error).splitlines())
+        raise InputError.of(
+            f"{PREFIX}{path}",
+            found=lines,
+            expected=f"fields that {config_class.__name__} accepts",
+            fix="correct the field, or leave its --set out",
+        ) from error
+
+
+def _kept(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """What the model is built from: no cache of keys, labels by their number, nothing that saving wrote."""
+    kept = {name: value for name, value in values.items() if name not in _WRITTEN_BY_SAVING}
+    if "id2label" in kept:
+        kept["num_labels"] = len(kept.pop("id2label"))
+        kept.pop("label2id", None)
+    if hasattr(config, "use_cache"):
+        kept["use_cache"] = False
+    return kept
+
+
+def _class_and_task(path: Path, values: dict[str, Any]) -> tuple[str, _Task]:
+    """The model's class and its task: the class that `architectures` names, else the causal language model."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    named = values.get("architectures") or []
+    if not named and values["model_type"] in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[values["model_type"]], TASKS[0]
+    for task in TASKS:
+        for entry in getattr(auto, task.table).values():
+            classes = (entry,) if isinstance(entry, str) else tuple(entry)
+            if named and named[0] in classes:
+                return named[0], task
+    offered = [getattr(auto, task.table).get(values["model_type"]) for task in TASKS]
+    names = ", ".join(str(name) for name in offered if name) or "none of them for this model type"
+    return _refuse(
+        path,
+        "architectures",
+        named,
+        f"a class for causal, masked or sequence-to-sequence language modelling, or for image or sequence"
+        f" classification: {names}",
+        "name such a class in a copy of the file, or write a model file",
+    )
+
+
+# ---------------------------------------------------------------- constants of the tasks
+
+
+def _text_constants(source: _Source, config: Any) -> dict[str, int]:
+    """Vocabulary, and tokens of a sample: what was asked for, else what the model allows, up to `DEFAULT_CONTEXT`."""
+    vocabulary = _number(source, config, "vocab_size")
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if source.context is None:
+        length = min(most if isinstance(most, int) and most > 0 else DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+        length -= length % CONTEXT_MULTIPLE if length > CONTEXT_MULTIPLE else 0
+        return {"VOCABULARY": vocabulary, "CONTEXT": length}
+    is_length = isinstance(source.context, int) and not isinstance(source.context, bool) and source.context > 0
+    if not is_length or (isinstance(most, int) and source.context > most > 0):
+        limit = f", at most max_position_embeddings = {most}" if isinstance(most, int) else ""
+        _refuse(
+            source.path, "--set context", source.context, f"a number of tokens above 0{limit}", "choose such a length"
+        )
+    return {"VOCABULARY": vocabulary, "CONTEXT": source.context}
+
+
+def _label_constants(source: _Source, config: Any) -> dict[str, int]:
+    n_labels = _number(source, config, "num_labels")
+    if n_labels < 2:
+        _refuse(source.path, "num_labels", n_labels, "at least 2 classes", "use --set num_labels=2")
+    return {"N_LABELS": n_labels}
+
+
+def _sequence_constants(source: _Source, config: Any) -> dict[str, int]:
+    """A decoder reads its prediction at the last token that is no padding, so it must know the padding's number."""
+    if getattr(config, "pad_token_id", None) is None:
+        source.values["pad_token_id"] = 0
+    return {**_text_constants(source, config), **_label_constants(source, config)}
+
+
+def _image_constants(source: _Source, config: Any) -> dict[str, int]:
+    size = getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    n_channels = getattr(config, "num_channels", 3)
+    if source.context is not None:
+        _refuse(source.path, "--set context", source.context, "no context: this model reads images", "leave it out")
+    return {"N_CHANNELS": n_channels, "HEIGHT": height, "WIDTH": width, **_label_constants(source, config)}
+
+
+def _number(source: _Source, config: Any, name: str) -> int:
+    value = getattr(config.get_text_config(), name, None)
+    if not isinstance(value, int) or value < 1:
+        _refuse(source.path, name, value, "a whole number above 0", f"use --set {name}=...")
+    return value
+
+
+def _refuse(path: Path, field: str, found: object, expected: str, fix: str) -> NoReturn:
+    raise InputError.of(f"{PREFIX}{path}: {field}", found=found, expected=expected, fix=fix)
+
+
+# ---------------------------------------------------------------- the text
+
+
+def _text(source: _Source, config_class: Any, class_name: str, task: _Task, constants: dict[str, int]) -> str:
+    opening = _MODEL.format(
+        class_name=class_name,
+        config_class=config_class.__name__,
+        imports=", ".join(sorted({config_class.__name__, class_name})),
+        config=_literal(source.values, ""),
+        constants="\n".join(f"{name} = {value}" for name, value in constants.items()),
+    )
+    return f"{opening}\n\n{task.functions}"
+
+
+def _literal(value: Any, indent: str) -> str:
+    """A JSON value as a Python literal, an entry a line where it is long."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + "    "
+    if isinstance(value, dict) and value:
+        lines = [f"{inner}{json.dumps(str(key))}: {_literal(item, inner)},\n" for key, item in value.items()]
+        return "{\n" + "".join(lines) + indent + "}"
+    if isinstance(value, list | tuple) and value:
+        items = [_literal(item, inner) for item in value]
+        line = "[" + ", ".join(items) + "]"
+        if "\n" not in line and len(indent) + len(line) < _LINE_LENGTH - 40:
+            return line
+        return "[\n" + "".join(f"{inner}{item},\n" for item in items) + indent + "]"
+    return repr(value)
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
+    """Written beside and renamed, so that another process never reads half a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    if not (target.is_file() and target.read_text() == text):
+        descriptor, scratch = tempfile.mkstemp(dir=folder, suffix=".part")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(scratch, target)
+    return target
+
+
+_MODEL = '''\
+"""{class_name} of Hugging Face transformers, built from CONFIG with new weights."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import {imports}
+
+CONFIG = {config}
+{constants}
+
+
+def build_model() -> nn.Module:
+    model = {class_name}({config_class}.from_dict(copy.deepcopy(CONFIG)))
+    model.register_forward_hook(only_logits)
+    return model
+
+
+def only_logits(model: nn.Module, inputs: Any, outputs: Any) -> torch.Tensor:
+    """What leaves the model, of all that its class returns."""
+    return outputs.logits
+'''
+_CAUSAL = '''\
+def make_batch(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens; the target of each is the token after it."""
+    tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+'''
+_MASKED = '''\
+IGNORED = -100  # the target of a token that is not to be predicted
+MASK_EVERY = 7  # one token of seven is to be predicted, about 15 %
+
+
+def make_batch(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens, some of which are replaced and to be predicted; as many in each sample."""
+    tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT))
+    targets = torch.full_like(tokens, IGNORED)
+    targets[:, ::MASK_EVERY] = tokens[:, ::MASK_EVERY]
+    tokens[:, ::MASK_EVERY] = torch.randint(VOCABULARY, tokens[:, ::MASK_EVERY].shape)
+    return tokens, targets
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+'''
+_SEQ_TO_SEQ = '''\
+def make_batch(batch_size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random source and target tokens, equally many; the decoder predicts the token after each of its own."""
+    source = torch.randint(VOCABULARY, (batch_size, CONTEXT))
+    tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1))
+    return {"input_ids": source, "decoder_input_ids": tokens[:, :-1]}, tokens[:, 1:]
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+'''
+_IMAGE_CLASSES = '''\
+def make_batch(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images with random labels."""
+    return torch.randn(batch_size, N_CHANNELS, HEIGHT, WIDTH), torch.randint(N_LABELS, (batch_size,))
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets)
+'''
+_SEQUENCE_CLASSES = '''\
+def make_batch(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens with random labels."""
+    return torch.randint(VOCABULARY, (batch_size, CONTEXT)), torch.randint(N_LABELS, (batch_size,))
+
+
+def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets)
+'''
+TASKS = (
+    _Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _text_constants, _CAUSAL),
+    _Task("MODEL_FOR_MASKED_LM_MAPPING_NAMES", _text_constants, _MASKED),
+    _Task(
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        _text_constants,
+        _SEQ_TO_SEQ,
+    ),
+    _Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_constants, _IMAGE_CLASSES),
+    _Task("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", _sequence_constants, _SEQUENCE_CLASSES),
+)

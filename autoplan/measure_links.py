@@ -1,0 +1,200 @@
+"""Measures the links of a host: every collective by size and group, and what overlap costs computing and communicating.
+
+Groups of one size run side by side, as the groups of a mesh axis do. Sizes rise until a call gets slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoplan.link_fit import CollectiveTime
+from autoplan.measure_device import Call, head_start, product_call, time_calls
+from autoplan.measured_host import Overlap
+from autoplan.units import GiB, KiB, MiB
+
+GROWTH = 4
+LARGEST_BYTES = {"cuda": GiB, "cpu": 16 * MiB}
+SLOWEST_CALL_S = 0.4
+BATCH_S = 0.02
+N_BATCHES, MOST_CALLS = 3, 100
+OVERLAP_S = 0.2
+# What overlaps: products that fill the device, and a gradient bucket or parameter shard of common size.
+OVERLAP_LOADS = {"cuda": ("bf16", 4096, 64 * MiB), "cpu": ("fp32", 256, 4 * MiB)}
+# Newer names of torch, and those they replace.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A process among those of the host.
+
+    Attributes:
+        group_of_size: for each size of group, ascending up to `n_ranks`, the process group of torch that this rank is
+            in; its ranks are consecutive.
+    """
+
+    rank: int
+    n_ranks: int
+    device: torch.device
+    group_of_size: tuple[tuple[int, Any], ...]
+
+    def slowest(self, seconds: float) -> float:
+        """The largest value of all ranks; every rank must ask."""
+        if self.n_ranks == 1:
+            return seconds
+        value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value.item()
+
+
+# --- one collective at a time ----------------------------------------------------------------------------------
+
+
+def link_times(ranks: Ranks) -> tuple[CollectiveTime, ...]:
+    """Times of every collective, in every group size; every process must call it at the same time."""
+    times = []
+    for n_devices, group in ranks.group_of_size:
+        kinds = COLLECTIVE_CALLS if n_devices == 2 else {k: c for k, c in COLLECTIVE_CALLS.items() if k != "send"}
+        for kind in kinds:
+            times += _sweep(kind, n_devices, group, ranks)
+    return tuple(times)
+
+
+def _sweep(kind: str, n_devices: int, group: Any, ranks: Ranks) -> list[CollectiveTime]:
+    """One collective by size; the next size is left out when it would take longer than `SLOWEST_CALL_S`."""
+    times: list[CollectiveTime] = []
+    size_bytes = 64 * KiB
+    while size_bytes <= LARGEST_BYTES[ranks.device.type] and not (
+        times and times[-1].seconds * GROWTH > SLOWEST_CALL_S
+    ):
+        n_elements = size_bytes // 4 // n_devices**2 * n_devices**2
+        call = COLLECTIVE_CALLS[kind](n_elements, n_devices, group, ranks.device)
+        seconds, n_calls = time_collective(call, ranks)
+        times.append(CollectiveTime(kind, n_devices, n_elements * 4, seconds, n_calls))
+        size_bytes *= GROWTH
+    return times
+
+
+def time_collective(call: Call, ranks: Ranks) -> tuple[float, int]:
+    """(seconds of one call on the slowest rank, calls): the median of some batches."""
+    once_s = ranks.slowest(time_calls(call, n_calls=1, device=ranks.device))
+    n_calls = min(max(1, round(BATCH_S / once_s)), MOST_CALLS)
+    batches_s = [ranks.slowest(time_calls(call, n_calls=n_calls, device=ranks.device)) for _ in range(N_BATCHES)]
+    return median(batches_s), n_calls * N_BATCHES
+
+
+def _average() -> Any:
+    """Keeps a tensor of ones as it is, over and over; gloo has no average."""
+    return dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.MAX
+
+
+def _all_reduce(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    full, op = torch.ones(n_elements, device=device), _average()
+    return lambda: dist.all_reduce(full, op=op, group=group)
+
+
+def _all_gather(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    full = torch.ones(n_elements, device=device)
+    part = torch.ones(n_elements // n_devices, device=device)
+    return lambda: _all_gather_tensor(full, part, group=group)
+
+
+def _reduce_scatter(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    full, op = torch.ones(n_elements, device=device), _average()
+    part = torch.ones(n_elements // n_devices, device=device)
+    return lambda: _reduce_scatter_tensor(part, full, op=op, group=group)
+
+
+def _all_to_all(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    source, target = (torch.ones(n_elements // n_devices, device=device) for _ in range(2))
+    return lambda: dist.all_to_all_single(target, source, group=group)
+
+
+def _send(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    """From the first rank of the pair to the second."""
+    tensor = torch.ones(n_elements, device=device)
+    if dist.get_rank(group) == 0:
+        return lambda: dist.send(tensor, group=group, group_dst=1)
+    return lambda: dist.recv(tensor, group=group, group_src=0)
+
+
+COLLECTIVE_CALLS: dict[str, Callable[[int, int, Any, torch.device], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "send": _send,
+}
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------
+
+
+def overlap_times(ranks: Ranks) -> Overlap:
+    """Products and all-reduces over the whole host, alone and together, for `OVERLAP_S` each."""
+    precision, size, n_bytes = OVERLAP_LOADS[ranks.device.type]
+    product = product_call(precision, size, ranks.device)
+    buffer = torch.ones(n_bytes // 4, device=ranks.device)
+    run = _run_on_cpu if ranks.device.type == "cpu" else _run_on_cuda
+
+    def run_slowest(n_products: int, n_reduces: int) -> tuple[float, float]:
+        runs = [run(product, n_products, buffer, n_reduces) for _ in range(N_BATCHES)]
+        compute_s, communication_s = (median(times) for times in zip(*runs, strict=True))
+        return ranks.slowest(compute_s), ranks.slowest(communication_s)
+
+    run_slowest(3, 2)  # warm
+    n_reduces = max(2, round(OVERLAP_S / (run_slowest(0, 4)[1] / 4)))
+    communication_s = run_slowest(0, n_reduces)[1]
+    n_products = max(2, round(communication_s / (run_slowest(20, 0)[0] / 20)))
+    compute_s = run_slowest(n_products, 0)[0]
+    under_compute_s = None if ranks.device.type == "cpu" else run_slowest(3 * n_products, n_reduces)[1]
+    return Overlap(
+        compute_s=compute_s,
+        communication_s=communication_s,
+        together_s=max(run_slowest(n_products, n_reduces)),
+        compute_under_communication_s=run_slowest(n_products, 3 * n_reduces)[0],
+        communication_under_compute_s=under_compute_s,
+    )
+
+
+def _run_on_cuda(product: Call, n_products: int, buffer: torch.Tensor, n_reduces: int) -> tuple[float, float]:
+    """(end of the products, end of the all-reduces) after a common start; the all-reduces run on NCCL's own stream."""
+    start, computed, communicated = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    head_start((n_products + n_reduces + 2) * 1e-4)
+    dist.all_reduce(buffer, op=dist.ReduceOp.AVG)  # the ranks meet
+    start.record()
+    works = [dist.all_reduce(buffer, op=dist.ReduceOp.AVG, async_op=True) for _ in range(n_reduces)]
+    for _ in range(n_products):
+        product()
+    computed.record()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        _wait(works)
+        communicated.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(computed) * 1e-3, start.elapsed_time(communicated) * 1e-3 if works else 0.0
+
+
+def _run_on_cpu(product: Call, n_products: int, buffer: torch.Tensor, n_reduces: int) -> tuple[float, float]:
+    """(end of the products, end of both) after a common start; the all-reduces run on gloo's own threads."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    works = [dist.all_reduce(buffer, op=dist.ReduceOp.MAX, async_op=True) for _ in range(n_reduces)]
+    for _ in range(n_products):
+        product()
+    computed_s = time.perf_counter() - start_s
+    _wait(works)
+    return computed_s, time.perf_counter() - start_s
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()

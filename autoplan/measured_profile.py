@@ -1,0 +1,167 @@
+"""Measured profile: what `autoplan profile` found out, read back and checked against the question at hand.
+
+    measured.json    one JSON object per line; each names model, device, torch, driver and precision of its own
+
+so results of several models, precisions and devices may stand in one file. Lines of other devices and precisions are
+left out; a file none of whose lines belongs to this device, precision and model is an error that says which of them is
+wrong. Of two lines for one thing the later one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.errors import InputError
+
+SCHEMA_VERSION = 1
+MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"
+_SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "content": str,
+    "assignment": str,
+    "tp": int,
+    "micro_batch_size": int,
+}
+_TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTime:
+    """One segment, measured.
+
+    Attributes:
+        content, assignment: keys of `segment_key`.
+        forward_s, backward_s: on the device; communication left out.
+        host_forward_s, host_backward_s: what the host takes to launch it.
+        saved_bytes: distinct tensors that it keeps from forward to backward.
+        working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
+    """
+
+    content: str
+    assignment: str
+    tp: int
+    micro_batch_size: int
+    forward_s: float
+    backward_s: float
+    host_forward_s: float
+    host_backward_s: float
+    saved_bytes: int
+    working_bytes: int | None
+    is_noisy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredProfile:
+    """The measurements that belong to one model, device and precision.
+
+    Attributes:
+        optimizer_element_s: gradient norm and one AdamW step, per element; None when not measured.
+        source: file, device, and versions, for reports.
+    """
+
+    segments: tuple[SegmentTime, ...]
+    optimizer_element_s: float | None
+    source: str
+
+
+def parse_profile(
+    text: str, *, where: str, device: str, precision: str, contents: Collection[str], model: str
+) -> MeasuredProfile:
+    """The measurements in `text` for this device, precision and model, whose segments have these content keys.
+
+    Raises: InputError naming file, field, what was found and what was expected.
+    """
+    rows = [_parse_line(line, f"{where}:{number}") for number, line in enumerate(text.splitlines(), 1)]
+    _require(f"{where}: rows", bool(rows), "no line", "the results of `autoplan profile`", "profile again")
+    own = _matching(rows, where, "device", device, "measure on a device of --hw, or plan for the one measured")
+    own = _matching(own, where, "precision", precision, f"profile with --precision {precision}, or plan in that one")
+    segments = {row_key(row): row for row in own if row["what"] == "segment" and row["content"] in contents}
+    if not segments:
+        models = ", ".join(dict.fromkeys(str(row["model"]) for row in own))
+        fix = "profile this model, with the same --set values"
+        _require(f"{where}: model", False, models, f"{model}, with some segment in common", fix)
+    optimizer = [row["per_element_s"] for row in own if row["what"] == "optimizer" and row["status"] != OUT_OF_MEMORY]
+    versions = dict.fromkeys(f"torch {row['torch']}, driver {row['driver'] or 'unknown'}" for row in segments.values())
+    return MeasuredProfile(
+        segments=tuple(_segment_time(row) for row in segments.values() if row["status"] != OUT_OF_MEMORY),
+        optimizer_element_s=optimizer[-1] if optimizer else None,
+        source=f"{where}: {device}, {'; '.join(versions)}",
+    )
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a line is about."""
+    return tuple(row.get(name) for name in _SEGMENT_FIELDS)
+
+
+def _matching(rows: list[dict[str, Any]], where: str, field: str, wanted: str, fix: str) -> list[dict[str, Any]]:
+    found = [row for row in rows if row[field].lower() == wanted.lower()]
+    others = ", ".join(dict.fromkeys(row[field] for row in rows))
+    _require(f"{where}: {field}", bool(found), others, wanted, fix)
+    return found
+
+
+def _parse_line(line: str, where: str) -> dict[str, Any]:
+    again = "run autoplan profile again with the same --out: it repairs the end of the file and goes on"
+    try:
+        row = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InputError.of(where, found=str(error), expected="one JSON object per line", fix=again) from error
+    _require(where, isinstance(row, dict), type(row).__name__, "a JSON object", again)
+    version = row.get("schema_version")
+    _require(f"{where}: schema_version", version == SCHEMA_VERSION, version, str(SCHEMA_VERSION), "profile again")
+    for name in ("what", "model", "precision", "device", "torch", "driver", "status"):
+        _require(f"{where}: {name}", isinstance(row.get(name), str), row.get(name), "a text", "profile again")
+    _check_numbers(row, where)
+    return dict(row)
+
+
+def _check_numbers(row: Mapping[str, Any], where: str) -> None:
+    has_times = row["status"] in (MEASURED, NOISY)
+    is_known = row["what"] in ("segment", "optimizer") and (has_times or row["status"] == OUT_OF_MEMORY)
+    _require(
+        where, is_known, f"{row['what']}, {row['status']}", "a segment or the optimizer, measured", "profile again"
+    )
+    if row["what"] == "optimizer":
+        names: tuple[str, ...] = ("per_element_s",)
+    else:
+        names = (*_TIME_FIELDS, "saved_bytes")
+        for name, kind in _SEGMENT_FIELDS.items():
+            fits = isinstance(row.get(name), kind) and (kind is str or row[name] > 0)
+            _require(f"{where}: {name}", fits, row.get(name), "a text" if kind is str else "a count", "profile again")
+        working = row.get("working_bytes")
+        _require(f"{where}: working_bytes", working is None or _is_amount(working), working, "bytes", "profile again")
+    for name in names if has_times else ():
+        _require(f"{where}: {name}", _is_amount(row.get(name)), row.get(name), "0 or more", "profile again")
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _require(where: str, holds: bool, found: object, expected: str, fix: str) -> None:
+    if not holds:
+        raise InputError.of(where, found=found, expected=expected, fix=fix)
+
+
+def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
+    working = row["working_bytes"]
+    return SegmentTime(
+        content=row["content"],
+        assignment=row["assignment"],
+        tp=row["tp"],
+        micro_batch_size=row["micro_batch_size"],
+        forward_s=float(row["forward_s"]),
+        backward_s=float(row["backward_s"]),
+        host_forward_s=float(row["host_forward_s"]),
+        host_backward_s=float(row["host_backward_s"]),
+        saved_bytes=int(row["saved_bytes"]),
+        working_bytes=None if working is None else int(working),
+        is_noisy=row["status"] == NOISY,
+    )

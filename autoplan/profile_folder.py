@@ -1,0 +1,170 @@
+"""What to measure, as a folder that runs by itself: segment sources, `runtime/`, `measure.py`, `measurement.json`.
+
+    regions = unique kinds of segments x (tensor-parallel degree, boundary layout), each at several micro-batch sizes
+
+A region is left out when another one computes the same in the same layouts. Layouts are those that the tensor-parallel
+program finds at micro-batch 1, as in a search, and at each micro-batch size by itself, as with `--fix micro_batch`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.codegen import runtime_files
+from autoplan.codegen.segment_modules import SegmentClass, measuring_script, segment_modules
+from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, TensorSpec
+from autoplan.hardware import HardwareProfile
+from autoplan.layout import local_spec
+from autoplan.measured_profile import SCHEMA_VERSION
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.rules import OpRule
+from autoplan.segment_key import assignment_key, content_key
+from autoplan.space import all_shardings, load_rules
+
+Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
+MEASUREMENT = "measurement.json"
+RESULTS = "measured.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementRequest:
+    """What the user asks to be measured.
+
+    Attributes:
+        model: name of the model file.
+        ranges: values that integer inputs take.
+    """
+
+    graph: OpGraph
+    profile: HardwareProfile
+    options: Options
+    model: str
+    degrees: tuple[int, ...]
+    micro_batch_sizes: tuple[int, ...]
+    ranges: Ranges
+
+
+def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
+    """Every file of the folder, by relative path.
+
+    Raises: UsageError when a tensor-parallel degree is impossible.
+    """
+    rules = load_rules(request.options.rules)
+    found: dict[str, str | bytes] = {}
+    regions: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for (degree, boundary, assignments), sizes in _splits(request, rules).items():
+        name = f"segments_{len(found)}"
+        text, classes = segment_modules(request.graph, _plan(request, degree, boundary, assignments), rules=rules)
+        found[f"{name}.py"] = text
+        for region in _regions(request, classes, degree, boundary, assignments):
+            known = regions.setdefault(
+                (region["content"], region["assignment"], degree), region | {"module": name, "micro_batch_sizes": []}
+            )
+            known["micro_batch_sizes"] = sorted({*known["micro_batch_sizes"], *sizes})
+    found[MEASUREMENT] = json.dumps(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "model": request.model,
+            "precision": request.options.precision,
+            "device": request.profile.device.name,
+            "regions": list(regions.values()),
+        },
+        indent=1,
+    )
+    return {**found, "measure.py": measuring_script(), **runtime_files()}
+
+
+def value_ranges(batch: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], tuple[int, int]]:
+    """The least and largest value of each integer tensor of (inputs, targets), by its path in the graph."""
+    if not path:
+        inputs, targets = batch
+        return value_ranges(inputs, ("inputs",)) | value_ranges(targets, ("targets",))
+    if hasattr(batch, "is_floating_point"):
+        is_integer = "int" in str(batch.dtype) and batch.numel() > 0
+        return {path: (int(batch.min()), int(batch.max()))} if is_integer else {}
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
+    return {key: value for name, item in items for key, value in value_ranges(item, (*path, name)).items()}
+
+
+def _splits(
+    request: MeasurementRequest, rules: Mapping[str, OpRule]
+) -> dict[tuple[int, str, tuple[SegmentSharding, ...]], tuple[int, ...]]:
+    """(degree, boundary, assignment of each kind) -> the micro-batch sizes at which to measure it."""
+    found: dict[tuple[int, str, tuple[SegmentSharding, ...]], tuple[int, ...]] = {}
+    for degree in request.degrees:
+        if degree == 1:
+            found[1, "", ()] = request.micro_batch_sizes
+            continue
+        for planned, sizes in (
+            (1, request.micro_batch_sizes),
+            *((size, (size,)) for size in request.micro_batch_sizes),
+        ):
+            fix = (("tp", str(degree)), ("micro_batch", str(planned)))
+            options = replace(request.options, fix=fix)
+            for (_, boundary), assignments in all_shardings(request.graph, request.profile, options, rules).items():
+                key = (degree, boundary, assignments)
+                found[key] = tuple(sorted({*found.get(key, ()), *sizes}))
+    return found
+
+
+def _plan(request: MeasurementRequest, degree: int, boundary: str, assignments: tuple[SegmentSharding, ...]) -> Plan:
+    """The whole model as one stage."""
+    stage = StagePlan(0, len(request.graph.segments))
+    mesh = Mesh(tp=degree, sharding=boundary)
+    return Plan(mesh, (stage,), precision=request.options.precision, shardings=assignments)
+
+
+def _regions(
+    request: MeasurementRequest,
+    classes: Mapping[int, SegmentClass],
+    degree: int,
+    boundary: str,
+    assignments: Sequence[SegmentSharding],
+) -> list[dict[str, Any]]:
+    graph, facts = request.graph, GraphFacts.of(request.graph)
+    by_kind = {assignment.kind: assignment for assignment in assignments}
+    inputs = {item.name: item for item in graph.inputs}
+    frozen = {parameter.name for parameter in graph.parameters if not parameter.is_trainable}
+    found = []
+    for kind, segment in graph.first_of_kind().items():
+        called = classes[kind]
+        prefix = f"{segment.module_path}." if segment.is_block else ""
+        targets = [inputs[name] for name in segment.inputs if name in inputs and inputs[name].path[0] == "targets"]
+        found.append(
+            {
+                "segment": segment.name,
+                "content": content_key(graph, facts, segment),
+                "assignment": assignment_key(graph, segment, by_kind.get(kind)),
+                "tp": degree,
+                "boundary": boundary,
+                "class": called.name,
+                "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
+                "inputs": [
+                    _input(request, facts, name, local_spec(facts.specs[name], layout, degree), inputs.get(name))
+                    for name, layout in called.arguments
+                ],
+                "has_loss": called.has_loss,
+                "targets": [
+                    _input(request, facts, item.name, facts.specs[item.name], item) | {"path": list(item.path[1:])}
+                    for item in (targets if called.has_loss else ())
+                ],
+            }
+        )
+    return found
+
+
+def _input(
+    request: MeasurementRequest, facts: GraphFacts, name: str, spec: TensorSpec, item: Input | None
+) -> dict[str, Any]:
+    return {
+        "shape": [{"per_sample": x.count} if isinstance(x, PerSample) else x for x in spec.shape],
+        "dtype": spec.dtype,
+        "requires_grad": name in facts.gradients,
+        "is_weight": name in facts.parameters,
+        "is_kept_once": name in facts.invariant or name in facts.parameters,
+        "range": list(request.ranges.get(item.path, (0, 0)) if item is not None else (0, 0)),
+    }

@@ -1,0 +1,71 @@
+"""Measure a model's segments on this machine: write what to measure, run it in a process of its own, read the results.
+
+api.measurement_folder --> folder --> python measure.py --> measured.json, one line per result
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import MeasureError, OutputError
+from autoplan.measured_profile import MEASURED, NOISY, OUT_OF_MEMORY
+from autoplan.output_folder import read_text_file, write_folder
+from autoplan.report import text_table
+from autoplan.units import MiB, format_seconds
+
+Start = Callable[[Sequence[str]], int]
+_STATUSES = (MEASURED, NOISY, OUT_OF_MEMORY)
+
+
+def start_process(command: Sequence[str]) -> int:
+    """Run a command, its output going to stderr; returns its exit code."""
+    return subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode
+
+
+def run_measurements(
+    files: Mapping[str, str | bytes], *, out: Path, device: str, start: Start = start_process
+) -> list[dict[str, Any]]:
+    """Measure what the folder `files` lists, append to `out`, and return all lines of `out`.
+
+    Raises: MeasureError when the process fails; what it measured until then stays in `out`.
+    """
+    if not out.absolute().parent.is_dir():
+        raise OutputError(f"{out}: the folder {out.absolute().parent} does not exist\n  fix: create it first")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "measure"
+        write_folder(folder, files)
+        script = str(folder / "measure.py")
+        code = start([sys.executable, script, "--device", device, "--out", str(out.absolute())])
+    if code:
+        raise MeasureError(
+            f"profile: measuring ended with exit code {code}; the lines above say why\n"
+            f"  fix: mend that and profile again: what is in {out} is not measured again"
+        )
+    return [json.loads(line) for line in read_text_file(out).splitlines()]
+
+
+def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line per measured segment."""
+    header = ("segment", "tp", "micro", "forward", "backward", "host", "saved MiB", "")
+    return text_table(header, [_cells(row) for row in rows if row["what"] == "segment"], right=frozenset(range(1, 7)))
+
+
+def count_results(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many results of each status."""
+    return {f"n_{status.replace(' ', '_')}": sum(row["status"] == status for row in rows) for status in _STATUSES}
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    split = f"{row['tp']} {row['boundary']}".strip()
+    first = (row["segment"], split, str(row["micro_batch_size"]))
+    if row["status"] == OUT_OF_MEMORY:
+        return (*first, "-", "-", "-", "-", OUT_OF_MEMORY)
+    host_s = row["host_forward_s"] + row["host_backward_s"]
+    times = (format_seconds(row["forward_s"]), format_seconds(row["backward_s"]), format_seconds(host_s))
+    return (*first, *times, f"{row['saved_bytes'] / MiB:.1f}", "" if row["status"] == MEASURED else row["status"])

@@ -1,0 +1,52 @@
+"""Pooling, resizing and patches of images: each channel by itself, space whole."""
+
+from collections.abc import Callable
+
+from autoplan.equations import dim_names, marked, write_equation
+from autoplan.graph import Op
+from autoplan.rules import OpRule, Specs
+
+
+def _channels(n_space: int) -> Callable[[Op, Specs], str]:
+    """The last `n_space` dims stay whole, batch and channels may be split."""
+
+    def equation(op: Op, operands: Specs) -> str:
+        rank = len(operands[0].shape)
+        names = marked(dim_names(rank), range(rank - n_space, rank), "^")
+        return write_equation([names], names)
+
+    return equation
+
+
+def _max_pool(n_space: int) -> OpRule:
+    return OpRule(_channels(n_space), flops_per_point=4.0, saves=(0,), backward_bytes_ratio=2.0)
+
+
+def _average(n_space: int) -> OpRule:
+    return OpRule(_channels(n_space), flops_per_point=4.0, linear_in=(0,), backward_bytes_ratio=1.0)
+
+
+_PATCHES = OpRule("b c h^ w^ -> b c p^", linear_in=(0,), backward_bytes_ratio=1.0)
+_FOLD = OpRule("b c p^ -> b c h^ w^", linear_in=(0,), backward_bytes_ratio=1.0)
+_SHUFFLE = OpRule("b c h^ w^ -> b c h^ w^", linear_in=(0,), backward_bytes_ratio=1.0)
+
+RULES = {
+    **{f"aten.max_pool{n}d.default": _max_pool(n) for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": _max_pool(n) for n in (2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": _max_pool(n) for n in (1, 2, 3)},
+    **{f"aten.avg_pool{n}d.default": _average(n) for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": _average(n) for n in (1, 2, 3)},
+    "aten._adaptive_avg_pool2d.default": _average(2),
+    "aten._adaptive_avg_pool3d.default": _average(3),
+    **{f"aten.upsample_nearest{n}d.vec": _average(n) for n in (1, 2, 3)},
+    "aten.upsample_linear1d.vec": _average(1),
+    "aten.upsample_bilinear2d.vec": _average(2),
+    "aten.upsample_bicubic2d.vec": _average(2),
+    "aten.upsample_trilinear3d.vec": _average(3),
+    "aten._upsample_bilinear2d_aa.vec": _average(2),
+    "aten._upsample_bicubic2d_aa.vec": _average(2),
+    "aten.im2col.default": _PATCHES,
+    "aten.col2im.default": _FOLD,
+    "aten.pixel_shuffle.default": _SHUFFLE,
+    "aten.pixel_unshuffle.default": _SHUFFLE,
+}

@@ -1,0 +1,78 @@
+"""What crosses the cuts of a pipeline: any dtype, with or without gradient, skips over stages, stages of any length."""
+
+from dataclasses import replace
+
+import pytest
+from distributed.programs import graph_of, make_plan
+from test_equivalence import ZERO_BUBBLE_V, assert_equal_to_one_process
+
+from autoplan.cost.collectives import send_s
+from autoplan.cost.price import make_pricer
+from autoplan.hardware import load_profile
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.space import load_rules
+
+INTERLEAVED = {"schedule": "interleaved", "n_chunks": 2}
+
+
+def cut_at(plan: Plan, *starts: int) -> Plan:
+    """The plan with stages that start at 0 and at these segments, nothing recomputed."""
+    ends = (0, *starts, plan.stages[-1].stop)
+    return replace(plan, stages=tuple(StagePlan(a, b) for a, b in zip(ends, ends[1:], strict=False)))
+
+
+@pytest.mark.parametrize("model", ["crossing", "unet"])
+def test_the_models_have_values_that_cross_two_cuts_or_more(model):
+    """What the other tests are about: values that a stage only hands on."""
+    graph = graph_of(model)
+    readers = {name: i for i, segment in enumerate(graph.segments) for name in segment.inputs}
+    makers = {name: i for i, segment in enumerate(graph.segments) for name in segment.outputs}
+    assert max(readers[name] - makers[name] for name in readers.keys() & makers.keys()) > 4
+
+
+def test_wherever_a_model_is_cut_two_ranks_equal_one_process(tmp_path):
+    """After the stem, each block, before the head: one segment on one rank, eight on the other, and all between."""
+    plan = make_plan("crossing", pp=2, micro_batch_size=2, n_micro_batches=3)
+    cases = {f"crossing_{cut}": ("crossing", cut_at(plan, cut)) for cut in range(1, 9)}
+    unet = make_plan("unet", pp=2, n_micro_batches=2)
+    cases |= {f"unet_{cut}": ("unet", cut_at(unet, cut)) for cut in (1, 4, 7, 11, 15)}
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
+def test_skips_over_stages_of_any_length_equal_one_process_under_every_schedule(tmp_path):
+    looped = {"interleaved": (INTERLEAVED, 4), "zero_bubble": (ZERO_BUBBLE_V, 3)}
+    cases = {}
+    for model, starts in (("crossing", (1, 2, 6)), ("unet", (1, 9, 13))):
+        for name, (schedule, n_micro_batches) in looped.items():
+            plan = make_plan(model, pp=2, n_micro_batches=n_micro_batches, **schedule)
+            cases[f"{model}_{name}"] = (model, cut_at(plan, *starts))
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
+def test_skips_over_four_ranks_equal_one_process(tmp_path):
+    cases = {}
+    for model, starts, all_starts in (
+        ("crossing", (1, 2, 7), (1, 2, 3, 4, 5, 7, 8)),
+        ("unet", (3, 9, 14), (1, 2, 5, 6, 9, 12, 14)),
+    ):
+        for schedule in ("1f1b", "gpipe"):
+            plan = make_plan(model, pp=4, n_micro_batches=4, schedule=schedule)
+            cases[f"{model}_{schedule}"] = (model, cut_at(plan, *starts))
+        for name, schedule in (("interleaved", INTERLEAVED), ("zero_bubble", ZERO_BUBBLE_V)):
+            plan = make_plan(model, pp=4, n_micro_batches=4, **schedule)
+            cases[f"{model}_{name}"] = (model, cut_at(plan, *all_starts))
+        zero = {"zero_stage": 2, "zero_shard_degree": 2, "n_micro_batches": 4}
+        for name, schedule in (("interleaved", INTERLEAVED), ("zero_bubble", ZERO_BUBBLE_V)):
+            plan = make_plan(model, pp=2, dp=2, **zero, **schedule)
+            cases[f"{model}_{name}_zero2"] = (model, cut_at(plan, *starts))
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=4)
+
+
+def test_a_cut_is_priced_with_all_that_crosses_it():
+    # U-Net, micro-batch 1, fp32, before segment 7 (up.0 is done): its output 32 x 4 x 4 = 512, the skips 8 x 16 x 16 =
+    # 2048, 16 x 8 x 8 = 1024 and 32 x 4 x 4 = 512 elements; before segment 1 only the first skip, also the next input
+    profile = load_profile("dgx_a100_x8")
+    price = make_pricer(graph_of("unet"), profile=profile, precision="fp32", shardings={}, rules=load_rules())
+    cut_s = price(Mesh(pp=2, n_micro_batches=2)).cut_s
+    for cut, n_elements in ((7, 512 + 2048 + 1024 + 512), (1, 2048)):
+        assert cut_s[cut - 1] == send_s(4 * n_elements, crosses_hosts=False, profile=profile)

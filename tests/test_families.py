@@ -1,0 +1,45 @@
+"""Every family of models against one process: three AdamW steps in float64, clipped, under several kinds of plans.
+
+`benchmarks/families.py` runs all features of all families; here are those that differ most.
+"""
+
+import pytest
+from distributed.families import FAMILIES, family_plan, n_ranks, sharded_fraction, tolerance
+from distributed.launch import run_ranks
+from distributed.programs import check_programs, write_programs
+
+MODELS = [model for model in FAMILIES.values() if model not in ("gpt", "llama", "mlp")]  # these: test_equivalence.py
+SHARDED_LESS = {"lstm": 0.15, "custom_op": 0.8, "vit_hf": 0.9, "resnet": 0.9}  # what one process must hold whole
+
+
+def assert_exact(folder, model, features, *, seed=None):
+    plans = {feature: family_plan(model, feature, seed=seed) for feature in features}
+    names = {f"case{number}": feature for number, feature in enumerate(plans)}
+    rows = write_programs(folder, {name: (model, plans[feature]) for name, feature in names.items()})
+    for differences in run_ranks(check_programs, n_ranks(features[0]), str(folder), rows, 3, timeout_s=200.0):
+        for name, steps in differences.items():
+            assert max(max(step) for step in steps) <= tolerance(model), (names[name], steps)
+    return plans
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_family_equals_one_process_on_two_ranks(model, tmp_path):
+    plans = assert_exact(tmp_path, model, ("recompute", "TP 2", "PP 2"))
+    assert sharded_fraction(model, plans["TP 2"]) >= SHARDED_LESS.get(model, 0.9)
+
+
+@pytest.mark.parametrize("model", ["t5_hf", "unet", "mixture", "resnet"])
+def test_family_equals_one_process_under_everything_at_once(model, tmp_path):
+    assert_exact(tmp_path, model, ("PP 2 x TP 2 x ZeRO 3 x recompute",))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_whatever_assignment_the_solver_may_pick_equals_one_process(model, tmp_path):
+    assert_exact(tmp_path, model, ("TP 2",), seed=MODELS.index(model))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100, 116))
+@pytest.mark.parametrize("model", FAMILIES.values())
+def test_many_assignments_equal_one_process(model, seed, tmp_path):
+    assert_exact(tmp_path, model, (("TP 2", "TP 4")[seed % 2],), seed=seed)

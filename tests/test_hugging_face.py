@@ -1,0 +1,215 @@
+"""`hf:PATH/config.json`: the model file that stands for a configuration, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.launch import run_folder
+
+from autoplan import api, cli
+from autoplan.errors import InputError
+from autoplan.hugging_face import model_file_text, write_model_file
+from autoplan.options import Options
+from autoplan.runtime.parallel import call_model
+from autoplan.trace import load_model_file
+
+DECODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+}
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+LABELS = {"id2label": {str(i): f"label {i}" for i in range(8)}}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+CONFIGS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", **DECODER},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        **{"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1},
+    },
+    "bert": {"architectures": ["BertForMaskedLM"], "vocab_size": 64, "max_position_embeddings": 16, **ENCODER},
+    "t5": {"architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0, **T5},
+    "vit": {"architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 4, **ENCODER, **LABELS},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **DECODER},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], **DECODER},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8, **DECODER},
+    "mistral": {"architectures": ["MistralForSequenceClassification"], "num_labels": 3, **DECODER},
+}
+# shape of the logits of a batch of 3
+LOGITS = {
+    "llama": (3, 16, 64), "gpt2": (3, 16, 64), "bert": (3, 16, 64), "t5": (3, 8, 64), "vit": (3, 8),
+    "mixtral": (3, 16, 64), "qwen2": (3, 16, 64), "qwen3": (3, 16, 64), "mistral": (3, 3),
+}  # fmt: skip
+OVERRIDES = {"t5": {"context": 8}}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def written(folder: Path, name: str, **changes) -> Path:
+    values = {"model_type": name, **CONFIGS.get(name, {}), **changes}
+    path = folder / "config.json"
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return path
+
+
+def constants(text: str) -> dict[str, object]:
+    """What the text of a model file assigns to names in capitals."""
+    return {
+        name: eval(value)
+        for name, value in (line.split(" = ", 1) for line in text.splitlines() if " = " in line)
+        if name.isupper() and value.isdigit()
+    }
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_configuration_becomes_a_model_file_that_is_traced_and_learns(tmp_path, model_type):
+    path = f"hf:{written(tmp_path, model_type)}"
+    overrides = OVERRIDES.get(model_type, {})
+    model_file = load_model_file(write_model_file(path, overrides))
+    torch.manual_seed(0)
+    model, (inputs, targets) = model_file.build_model(), model_file.make_batch(3)
+    logits = call_model(model, inputs)
+    assert logits.shape == LOGITS[model_type]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    loss = model_file.loss_fn(logits, targets)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert model_file.loss_fn(call_model(model, inputs), targets) < loss
+
+    graph = api.trace_model(path, overrides=overrides)
+    assert graph.n_parameters() == sum(p.numel() for p in model.parameters())
+    n_blocks = 4 if model_type == "t5" else 2
+    assert sum(segment.is_block for segment in graph.segments) == n_blocks
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_the_text_is_formatted_and_names_no_path(tmp_path, model_type):
+    name, text = model_file_text(written(tmp_path, model_type), {})
+    assert name == f"{model_type}.py"
+    assert str(tmp_path) not in text
+    for command in (["format", "--check", "-"], ["check", "--select", "E,F,W,I,UP", "-"]):
+        arguments = [sys.executable, "-m", "ruff", command[0], "--line-length", "120", *command[1:]]
+        done = subprocess.run(arguments, input=text, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_set_changes_fields_under_both_of_their_names(tmp_path):
+    path = written(tmp_path, "gpt2")
+    for name in ("n_layer", "num_hidden_layers"):
+        graph = api.trace_model(f"hf:{path}", overrides={name: 3, "context": 8})
+        assert sum(segment.is_block for segment in graph.segments) == 3
+        assert graph.inputs[0].spec.at(1) == (1, 8)
+
+
+def test_lists_with_an_entry_per_layer_follow_the_number_of_layers(tmp_path):
+    path = written(tmp_path, "qwen2", layer_types=["full_attention"] * 2)
+    for n_layers in (1, 3):
+        graph = api.trace_model(f"hf:{path}", overrides={"num_hidden_layers": n_layers})
+        assert sum(segment.is_block for segment in graph.segments) == n_layers
+
+
+def test_num_labels_replaces_the_labels_of_the_file(tmp_path):
+    _, text = model_file_text(written(tmp_path, "vit"), {"num_labels": 5})
+    assert constants(text)["N_LABELS"] == 5
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [(16, 16), (514, 512), (131072, 2048)],  # two positions that a model keeps for itself; more than is trained
+)
+def test_the_default_context_is_what_the_model_allows_up_to_a_limit(tmp_path, allowed, expected):
+    _, text = model_file_text(written(tmp_path, "llama", max_position_embeddings=allowed), {})
+    assert constants(text)["CONTEXT"] == expected
+
+
+def test_without_architectures_it_is_the_causal_language_model(tmp_path):
+    _, text = model_file_text(written(tmp_path, "llama", architectures=None), {})
+    assert "LlamaForCausalLM(LlamaConfig." in text
+
+
+def test_a_folder_stands_for_the_configuration_in_it(tmp_path):
+    written(tmp_path, "llama")
+    assert write_model_file(f"hf:{tmp_path}", {}) == write_model_file(f"hf:{tmp_path}/config.json", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({"model_type": "lama"}, {}, "model_type: found 'lama'.*did you mean \"llama\""),
+        ({"model_type": None}, {}, 'model_type: .*expected.*add "model_type"'),
+        ({"architectures": ["LlamaModel"]}, {}, r"architectures: found \['LlamaModel'\].*LlamaForCausalLM"),
+        ({"quantization_config": {"bits": 4}}, {}, "quantization_config: "),
+        ({"hidden_size": "wide"}, {}, "hidden_size.*expected int.*fix"),
+        ({}, {"hiden_size": 64}, '--set hiden_size: .*did you mean "hidden_size"'),
+        ({}, {"num_attention_heads": "many"}, "num_attention_heads.*expected int"),
+        ({}, {"num_attention_heads": 5}, "not a multiple of the number of attention heads"),
+        ({}, {"context": 17}, "--set context: found 17.*at most max_position_embeddings = 16"),
+        ({}, {"context": "long"}, "--set context: found 'long'"),
+        ({"vocab_size": 0}, {}, "vocab_size: found 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_names_the_field(tmp_path, changes, overrides, message):
+    path = written(tmp_path, "llama", **changes)
+    with pytest.raises(InputError, match=rf"(?s){path}.*{message}"):
+        model_file_text(path, overrides)
+
+
+@pytest.mark.parametrize("overrides", [{"context": 8}, {"num_labels": 1}])
+def test_a_classifier_of_images_needs_labels_and_no_context(tmp_path, overrides):
+    with pytest.raises(InputError, match=next(iter(overrides))):
+        model_file_text(written(tmp_path, "vit"), overrides)
+
+
+def test_code_beside_a_configuration_never_runs(tmp_path):
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('it ran')")
+    path = written(tmp_path, "own", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    with pytest.raises(InputError, match="is never run"):
+        model_file_text(path, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("{", "no JSON"), ("[]", "model_type: found 'list'"), ("\xff", "no JSON")],
+)
+def test_a_file_that_is_no_configuration_exits_with_3(tmp_path, capsys, text, message):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    assert cli.run(["plan", f"hf:{path}", "--hw", "dgx_a100_x8"]) == 3
+    error = capsys.readouterr().err
+    assert message in error and "fix:" in error
+
+
+def test_without_transformers_the_error_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match="pip install"):
+        model_file_text(written(tmp_path, "llama"), {})
+
+
+def test_an_emitted_folder_holds_the_model_and_trains_like_one_process(tmp_path):
+    path = f"hf:{written(tmp_path, 'qwen3')}"
+    options = Options(global_batch=4, fix=(("dp", "2"), ("zero", "3")))
+    problem = api.make_problem(path, hw="dgx_a100_x8", overrides={"num_hidden_layers": 1}, options=options)
+    api.emit(problem, api.solve(problem), tmp_path / "out")
+    text = (tmp_path / "out" / "model.py").read_text()
+    assert '"num_hidden_layers": 1,' in text and "autoplan" not in text
+    done = run_folder(tmp_path / "out", 2, "--steps", "2", "--device", "cpu", "--dtype", "float64", "--check")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,353 @@
+"""Measuring a host: the fit finds what the times were made of, the file is a valid profile, failures leave nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoplan import cli
+from autoplan.cost.collectives import Group, collective_s, send_s
+from autoplan.errors import MeasureError
+from autoplan.hardware import Device, HardwareProfile, LinkTier, load_profile
+from autoplan.hardware_file import build_profile
+from autoplan.link_fit import CollectiveTime, fit_links
+from autoplan.measured_host import MeasuredHost, Overlap, Rate, measured_json, profile_text
+from autoplan.nccl_log import Transport, link_kind, read_nccl_log
+from autoplan.units import GB, TFLOP, GiB, KiB, MiB
+
+SIZES = [64 * KiB * 4**i for i in range(8)]  # to 1 GiB
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+# --- the fit ---------------------------------------------------------------------------------------------------
+
+LINK = LinkTier(
+    "nvlink", 4, latency_s=3e-6, bytes_per_s=400e9, bus_efficiency=0.75, half_rate_bytes=5 * MiB,
+    gather_bus_efficiency=0.7, group_bus_efficiency=((2, 0.5),),
+)  # fmt: skip
+TOY = HardwareProfile(
+    "toy", "four devices", Device("toy", (("bf16", 1e14),), 80 * GiB, 1e12, 0.5, 0.5, 1e-6, 1e-6), 4, 1, (LINK,), 1.3,
+    None, (),
+)  # fmt: skip
+
+
+def times_of(profile):
+    """What a host would show that behaves exactly as the profile says."""
+    groups = [
+        CollectiveTime(kind, n, size, collective_s(kind, size, group=Group(n, n), profile=profile), 1)
+        for kind in KINDS
+        for n in (2, 4)
+        for size in SIZES
+    ]
+    sends = [CollectiveTime("send", 2, s, send_s(s, crosses_hosts=False, profile=profile), 1) for s in SIZES]
+    return (*groups, *sends)
+
+
+def test_the_fit_finds_the_figures_that_the_times_were_made_of():
+    fit = fit_links(times_of(TOY), n_devices=4)
+    assert fit.latency_s == pytest.approx(3e-6, rel=0.01)
+    assert fit.half_rate_bytes == pytest.approx(5 * MiB, rel=0.01)
+    assert dict(fit.all_reduce_bytes_per_s) == pytest.approx({2: 200e9, 4: 300e9}, rel=1e-3)
+    assert fit.all_gather_bytes_per_s == pytest.approx(280e9, rel=1e-3)
+    assert fit.multicast_bytes_per_s is None
+    assert fit.median_error < 0.005 and abs(fit.worst[1] - 1) < 0.02
+
+
+def test_an_all_reduce_in_the_switch_gives_the_multicast_rate_and_the_ring_that_of_the_all_gather():
+    switch = replace(TOY, links=(replace(LINK, multicast_bus_efficiency=1.1),))
+    fit = fit_links(times_of(switch), n_devices=4, has_multicast=True)
+    assert fit.multicast_bytes_per_s == pytest.approx(440e9, rel=0.01)
+    assert dict(fit.all_reduce_bytes_per_s)[4] == fit.all_gather_bytes_per_s == pytest.approx(280e9, rel=0.01)
+
+
+def test_without_an_all_reduce_of_the_whole_host_there_is_no_fit():
+    with pytest.raises(MeasureError, match="no all_reduce over all 4"):
+        fit_links([time for time in times_of(TOY) if time.n_devices == 2], n_devices=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "moved"),
+    # of 12 bytes: an all-reduce sends 2 (n-1)/n of them, a gather (n-1)/n, an all-to-all (n-1)/n of a rank's n-th
+    [("all_reduce", 4, 18), ("all_gather", 4, 9), ("reduce_scatter", 2, 6), ("all_to_all", 2, 3), ("send", 2, 12)],
+)
+def test_bus_bandwidth_counts_the_bytes_that_a_ring_sends_over_each_link(kind, n, moved):
+    assert CollectiveTime(kind, n, 12, 1.0, 1).moved_bytes == moved
+
+
+# --- NCCL's log ------------------------------------------------------------------------------------------------
+
+LOG = """
+box:1:9 [0] NCCL INFO NCCL_NVLS_ENABLE set by environment to 0.
+box:1:9 [0] NCCL INFO Pattern 4, crossNic 0, nChannels 12, bw 20.000000/20.000000, type {path}/PIX, sameChannels 1
+box:1:9 [0] NCCL INFO Pattern 3, crossNic 0, nChannels 12, bw 20.000000/20.000000, type LOC/PIX, sameChannels 1
+box:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via {via}
+box:1:9 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via {via}
+box:1:9 [0] NCCL INFO 16 coll channels, 16 collnet channels, {nvls} nvls channels, 32 p2p channels, 2 per peer
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "via", "capability", "generation", "kind"),
+    [
+        ("NVL", "P2P/CUMEM", 9, 5, "nvlink4"),
+        ("NVL", "P2P/direct pointer", 7, 3, "nvlink2"),
+        ("PHB", "P2P/IPC", 8, 4, "pcie4"),
+        ("SYS", "P2P/IPC", 12, 6, "pcie5"),
+        ("NVL", "SHM/direct/direct", 9, 5, "host_memory"),
+        ("NVL", "[send] via NET/Socket/0".removeprefix("[send] via "), 9, 5, "socket"),
+    ],
+)
+def test_the_kind_of_link_is_that_of_the_transport_nccl_used(path, via, capability, generation, kind):
+    transport = read_nccl_log(LOG.format(path=path, via=via, nvls=0))
+    assert transport == Transport((via.split()[0],), path, False)
+    assert link_kind(transport, capability_major=capability, pcie_generation=generation) == kind
+
+
+def test_the_slowest_of_two_transports_counts_and_direction_marks_are_read_over():
+    text = LOG.format(path="PHB", via="P2P/IPC", nvls=0) + "Channel 02/0 : 1[1] -> 2[2] [send] via SHM/direct/direct\n"
+    transport = read_nccl_log(text)
+    assert transport.channels == ("P2P/IPC", "SHM/direct/direct")
+    assert link_kind(transport, capability_major=8, pcie_generation=4) == "host_memory"
+
+
+def test_channels_in_the_switch_mean_multicast():
+    assert read_nccl_log(LOG.format(path="NVL", via="P2P/CUMEM", nvls=16)).has_multicast
+
+
+def test_a_log_that_names_no_transport_gives_an_unknown_link():
+    assert link_kind(read_nccl_log("NCCL version 2"), capability_major=9, pcie_generation=5) == "unknown"
+
+
+# --- the file --------------------------------------------------------------------------------------------------
+
+H200 = MeasuredHost(
+    device_name="NVIDIA H200",
+    n_devices=4,
+    memory_bytes=143771 * MiB,
+    memory_source="nvidia-smi, 2026-11-21",
+    versions="torch 2.11, driver 580, NCCL 2.28, 2026-11-21",
+    date="2026-11-21",
+    rates=(
+        Rate("product bf16", 4096, 2 * 4096**3, 2 * 4096**3 / (700 * TFLOP), 3000),  # 70.8 % of 989
+        Rate("product bf16", 8192, 2 * 8192**3, 2 * 8192**3 / (650 * TFLOP), 400),
+        Rate("product fp32", 4096, 2 * 4096**3, 2 * 4096**3 / (50 * TFLOP), 300),
+        Rate("elementwise", 2 * GiB, 4 * GiB, 4 * GiB / (4200 * GB), 500),  # 87.5 % of 4800
+        Rate("copy", 2 * GiB, 4 * GiB, 4 * GiB / (4000 * GB), 500),
+        Rate("host to device", 256 * MiB, 256 * MiB, 256 * MiB / (50 * GB), 100),
+        Rate("device to host", 256 * MiB, 256 * MiB, 256 * MiB / (52 * GB), 100),
+        Rate("kernel", 64, 512, 1.2e-6, 1000),
+        Rate("launch", 64, 512, 5e-6, 1000),
+    ),
+    transport="P2P/CUMEM (NVL)",
+    link_kind="nvlink4",
+    environment=(("NCCL_NVLS_ENABLE", "0"),),
+    times=times_of(TOY),
+    overlap=Overlap(0.2, 0.25, 0.3, 0.23, 0.31),  # (0.3 - 0.25) / 0.2 = 25 % exposed
+)
+
+
+def loaded(host):
+    return build_profile(profile_text(host), name="my_box", where="my_box.toml", n_hosts=1, network=None)
+
+
+def test_the_file_gives_back_what_was_measured():
+    profile = loaded(H200)
+    device, (link,) = profile.device, profile.links
+    sheet = load_profile("h200_x4").device
+    assert (device.name, device.memory_bytes) == ("NVIDIA H200", 143771 * MiB)
+    assert device.peak_flops_per_s == sheet.peak_flops_per_s
+    assert device.memory_bytes_per_s == sheet.memory_bytes_per_s
+    assert device.matmul_efficiency == pytest.approx(700 / 989, rel=1e-3)
+    assert device.memory_efficiency == pytest.approx(4200 / 4800, rel=1e-3)
+    assert (device.kernel_s, device.launch_s) == pytest.approx((1.2e-6, 5e-6))
+    assert profile.overlap_slowdown == pytest.approx(1.25)
+    assert (profile.n_devices_per_host, link.name, link.bytes_per_s) == (4, "nvlink", 450e9)
+    assert link.bus_efficiency == pytest.approx(300 / 450, rel=1e-3)
+    assert link.gather_bus_efficiency == pytest.approx(280 / 450, rel=1e-3)
+    assert link.bus_efficiency_of(2) == pytest.approx(200 / 450, rel=1e-3)
+    assert link.multicast_bus_efficiency is None
+    assert profile.price_usd_per_device_hour is None
+
+
+def test_a_written_profile_predicts_the_times_it_was_fitted_to():
+    profile = loaded(H200)
+    for time in H200.times:
+        if time.kind != "send":
+            group = Group(time.n_devices, time.n_devices)
+            predicted_s = collective_s(time.kind, time.size_bytes, group=group, profile=profile)
+            assert predicted_s == pytest.approx(time.seconds, rel=0.02)
+
+
+def test_sources_name_versions_transport_and_the_slow_down_of_both_sides():
+    profile = loaded(H200)
+    sources = dict(profile.sources)
+    for field in ("latency_per_step", "all_reduce_bus_rate", "all_reduce_bus_rate_of_group.2"):
+        for part in ("P2P/CUMEM (NVL)", "torch 2.11", "driver 580", "NCCL 2.28", "2026-11-21"):
+            assert part in sources[f"host_link.{field}"], field
+    assert "8192: 650 TFLOP/s" in sources["device.matmul_efficiency"]
+    overlap = sources["host.exposed_when_overlapped"]
+    assert "products under all-reduces +15% time" in overlap  # 0.23 / 0.2
+    assert "all-reduces under products +24% time" in overlap  # 0.31 / 0.25
+    assert "NCCL_NVLS_ENABLE=0" in profile.description
+
+
+def test_a_device_without_a_data_sheet_has_its_best_rates_as_peaks():
+    device = loaded(replace(H200, device_name="NVIDIA Unheard-of")).device
+    peaks = dict(device.peak_flops_per_s)
+    assert peaks == pytest.approx({"bf16": 700 * TFLOP, "fp32": 50 * TFLOP}, rel=1e-3)
+    assert device.memory_bytes_per_s == pytest.approx(4200e9, rel=1e-3)
+    assert (device.matmul_efficiency, device.memory_efficiency) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "slowdown", "name", "rate"),
+    [
+        ("host_memory", 10, "host_memory", 52e9),  # 300 / 10 GB/s over a link that copies at 52 GB/s
+        ("socket", 100, "socket", 3e9),  # nothing but the collectives knows its rate
+        ("pcie5", 10, "pcie", 63e9),  # that of the kind
+        ("pcie5", 1, "unknown", 300e9),  # no PCIe link: faster than its kind can be
+    ],
+)
+def test_the_rate_of_a_link_is_the_kinds_or_else_measured(kind, slowdown, name, rate):
+    times = tuple(replace(time, seconds=time.seconds * slowdown) for time in H200.times)
+    (link,) = loaded(replace(H200, link_kind=kind, times=times)).links
+    assert (link.name, link.bytes_per_s) == (name, pytest.approx(rate, rel=0.01))
+    assert link.bytes_per_s * link.bus_efficiency == pytest.approx(300e9 / slowdown, rel=0.01)
+
+
+def test_overlap_that_costs_nothing_is_written_as_the_least_the_schema_takes_and_says_so():
+    profile = loaded(replace(H200, overlap=Overlap(0.2, 0.25, 0.2504, 0.2, 0.25)))
+    assert profile.overlap_slowdown == pytest.approx(1.01)
+    assert dict(profile.sources)["host.exposed_when_overlapped"].startswith("measured 0.2%; ")
+
+
+def test_an_implausible_peak_is_left_out_with_the_reason():
+    slow = replace(H200.rates[2], seconds=1e6)
+    text = profile_text(replace(H200, device_name="abacus", rates=(H200.rates[0], slow, *H200.rates[3:])))
+    assert "# fp32 is left out: 0.0000001374 TFLOP/s is outside what is plausible" in text
+
+
+def test_the_json_has_every_time_beside_what_the_fit_predicts():
+    found = json.loads(measured_json(H200))
+    assert len(found["times"]) == len(H200.times) == 72
+    for time in found["times"]:
+        assert time["predicted_s"] == pytest.approx(time["seconds"], rel=0.02)
+    largest = next(t for t in found["times"] if (t["kind"], t["n_devices"], t["size_bytes"]) == ("all_reduce", 4, GiB))
+    assert largest["bus_bytes_per_s"] == pytest.approx(300e9, rel=0.01)
+    assert found["overlap"]["exposed"] == pytest.approx(0.25)
+    assert found["environment"] == {"NCCL_NVLS_ENABLE": "0"}
+
+
+# --- runs ------------------------------------------------------------------------------------------------------
+
+CHECKOUT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def run(folder, *arguments, **environment):
+    command = [sys.executable, *arguments]
+    variables = {**ENVIRONMENT, **environment}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
+
+
+def leftovers(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_write_a_valid_profile_and_every_time(tmp_path):
+    done = run(tmp_path, *TORCHRUN, "-m", "autoplan", "hw", "measure", "--device=cpu", "--json", "--out=my_box.toml")
+    assert done.returncode == 0, done.stderr
+    assert leftovers(tmp_path) == ["my_box.json", "my_box.toml"]
+    assert cli.run(["hw", "validate", str(tmp_path / "my_box.toml")]) == 0
+    profile = load_profile(str(tmp_path / "my_box.toml"))
+    assert (profile.n_devices, profile.links[0].name) == (2, "socket")
+    sources = dict(profile.sources)
+    assert sources["device.kernel"].startswith("assumed: ")
+    assert "gloo" in sources["host_link.all_reduce_bus_rate"]
+    assert done.stdout.count("my_box") == 1  # the sheet, once, from rank 0
+    found = json.loads((tmp_path / "my_box.json").read_text())
+    assert {time["kind"] for time in found["times"]} == {*KINDS, "send"}
+    products = [rate for rate in found["rates"] if rate["what"].startswith("product")]
+    assert products and all(rate["seconds"] * rate["n_calls"] >= 0.5 for rate in products)
+
+
+@pytest.mark.slow
+def test_one_device_is_measured_without_torchrun_and_without_click(tmp_path):
+    blocker = "import sys; sys.modules.update(dict.fromkeys(('click', 'jinja2', 'ortools', 'platformdirs')))\n"
+    (tmp_path / "sitecustomize.py").write_text(blocker)
+    (tmp_path / "my_box.toml").write_text("of a former run")
+    path = f"{tmp_path}:{CHECKOUT}"
+    command = ("-m", "autoplan.measure_hardware", "--device", "cpu", "--out", "my_box.toml")
+    assert run(tmp_path, *command, PYTHONPATH=path).returncode == 9  # not without --force
+    assert (tmp_path / "my_box.toml").read_text() == "of a former run"
+    done = run(tmp_path, *command, "--force", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(str(tmp_path / "my_box.toml"))
+    assert (profile.n_devices, profile.links) == (1, ())
+
+
+FAILING = """
+import os, sys
+from autoplan import measure_hardware
+
+whole = measure_hardware.link_times
+
+def failing(ranks):
+    if ranks.rank == 1:
+        raise RuntimeError("CUDA out of memory")
+    return whole(ranks)
+
+measure_hardware.link_times = failing
+sys.exit(measure_hardware.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_run_and_leaves_no_file(tmp_path):
+    (tmp_path / "run.py").write_text(FAILING)
+    done = run(tmp_path, *TORCHRUN, "run.py", "--device=cpu", "--json", "--out=my_box.toml")
+    assert done.returncode != 0
+    assert "autoplan: hw measure: rank 1: RuntimeError: CUDA out of memory" in done.stderr
+    assert "exitcode  : 7" in done.stderr
+    assert leftovers(tmp_path) == ["run.py"]
+
+
+def test_a_group_that_cannot_form_ends_with_7_and_leaves_no_file(tmp_path):
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}  # but no MASTER_ADDR
+    done = run(tmp_path, "-m", "autoplan", "hw", "measure", "--device=cpu", "--out=my_box.toml", **world)
+    assert done.returncode == 7, done.stderr
+    assert "rank 0: ValueError" in done.stderr and "MASTER_ADDR" in done.stderr
+    assert leftovers(tmp_path) == []
+
+
+def test_several_hosts_are_refused_with_7(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cli.run(["hw", "measure", "--device", "cpu", "--out", str(tmp_path / "my_box.toml")]) == 7
+    assert "several hosts" in capsys.readouterr().err
+
+
+def test_a_missing_gpu_ends_with_7(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert cli.run(["hw", "measure", "--device", "cuda", "--out", str(tmp_path / "my_box.toml")]) == 7
+    assert "found 0 CUDA devices" in capsys.readouterr().err
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("out", ["nowhere/my_box.toml", "my_box.txt"])
+def test_an_output_that_cannot_be_written_ends_with_9_before_anything_is_measured(tmp_path, out, monkeypatch):
+    monkeypatch.setattr("autoplan.measure_hardware._measure", None)  # to call it would be an internal error
+    assert cli.run(["hw", "measure", "--out", str(tmp_path / out)]) == 9
+
+
+def test_a_profile_that_the_loader_refuses_is_not_written(tmp_path, monkeypatch, capsys):
+    impossible = replace(H200, memory_bytes=3)
+    monkeypatch.setattr("autoplan.measure_hardware._measure", lambda *_: impossible)
+    assert cli.run(["hw", "measure", "--json", "--out", str(tmp_path / "my_box.toml")]) == 7
+    assert "device.memory" in capsys.readouterr().err
+    assert leftovers(tmp_path) == []

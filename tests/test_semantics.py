@@ -1,0 +1,192 @@
+"""What a plan changes in the meaning of a model is said in one sentence each, and only where it is so."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autoplan.answer import answer_from_json, answer_to_dict, answer_to_json
+from autoplan.graph import OpGraph
+from autoplan.option_checks import check_options
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.report import explain_report, plan_report, program_header
+from autoplan.report_html import html_report
+from autoplan.semantics import STATEMENTS, notes
+from autoplan.trace import ModelSource, trace_model
+
+WIDTH, N_CLASSES = 4, 3
+ONE_PROCESS = Mesh(micro_batch_size=2)
+DATA_PARALLEL = Mesh(dp=2, micro_batch_size=2, n_micro_batches=3)
+PIPELINE = Mesh(pp=2, micro_batch_size=2, n_micro_batches=3)
+
+
+class Model(nn.Module):
+    """A linear layer, what `inner` does to its output, and another linear layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, N_CLASSES)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(x)))
+
+
+class Calling(nn.Module):
+    """`function(layer, x)` as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+def in_checkpoint(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def in_reentrant_checkpoint(layer, x):
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def in_autocast(layer, x):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return layer(x)
+
+
+def outside_of_autocast(layer, x):
+    with torch.autocast("cuda", enabled=False):
+        return layer(x)
+
+
+def attention(dropout_p):
+    def function(layer, x):
+        q = layer(x).unsqueeze(1).unsqueeze(1)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=dropout_p).flatten(1)
+
+    return lambda: Calling(function)
+
+
+def graph_of(inner=nn.Identity, loss_fn=F.mse_loss) -> OpGraph:
+    def make_batch(batch_size):
+        inputs = torch.randn(batch_size, WIDTH)
+        is_regression = loss_fn is F.mse_loss
+        targets = torch.randn(batch_size, N_CLASSES) if is_regression else torch.randint(N_CLASSES, (batch_size,))
+        return inputs, targets
+
+    return trace_model(ModelSource("toy", "toy.py", lambda: Model(inner()), make_batch, loss_fn))
+
+
+def notes_of(graph, mesh=DATA_PARALLEL, **fields):
+    stages = tuple(StagePlan(i, i + 1) for i in range(mesh.n_stages))
+    return notes(graph, Plan(mesh, stages, **{"precision": "fp32", **fields}))
+
+
+def only_note(graph, mesh=DATA_PARALLEL, **fields):
+    (note,) = notes_of(graph, mesh, **fields)
+    return note
+
+
+@pytest.mark.parametrize("mesh", [ONE_PROCESS, DATA_PARALLEL, PIPELINE])
+def test_a_model_that_trains_as_in_one_process_has_no_notes(mesh):
+    assert notes_of(graph_of(lambda: nn.LayerNorm(WIDTH)), mesh) == ()
+
+
+def test_local_batch_norm_is_stated_with_its_samples_and_the_other_choice():
+    graph = graph_of(lambda: nn.BatchNorm1d(WIDTH))
+    note = only_note(graph)
+    assert "one micro-batch on one rank (2 samples), not of the global batch (12)" in note
+    assert "--fix batch_norm=synchronized" in note
+    assert "rank 0" in note
+    assert "one micro-batch (2 samples), not of the global batch (6)." in only_note(graph, PIPELINE)
+    assert notes_of(graph, ONE_PROCESS) == ()
+
+
+def test_synchronized_batch_norm_is_stated_with_its_samples():
+    note = only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH)), batch_norm="synchronized")
+    assert "on all 2 data-parallel ranks (4 samples), not of the global batch (12)" in note
+
+
+def test_batch_norm_without_running_statistics_is_stated_too():
+    assert "BatchNorm" in only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)))
+
+
+def test_running_statistics_in_sixteen_bits_are_stated():
+    graph = graph_of(lambda: nn.BatchNorm1d(WIDTH))
+    assert "running statistics in bf16" in only_note(graph, ONE_PROCESS, precision="bf16")
+
+
+def test_a_mean_over_targets_that_may_be_ignored_is_stated_with_the_ignored_target():
+    assert "targets that are not -100" in only_note(graph_of(loss_fn=F.cross_entropy))
+    assert "targets that are not 0" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, ignore_index=0)))
+    assert notes_of(graph_of(loss_fn=F.cross_entropy), ONE_PROCESS) == ()
+    assert notes_of(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, reduction="sum"))) == ()
+
+
+@pytest.mark.parametrize(
+    ("with_dropout", "without"),
+    [(lambda: nn.Dropout(0.1), lambda: nn.Dropout(0.0)), (attention(0.1), attention(0.0))],
+    ids=["dropout", "attention"],
+)
+def test_dropout_is_stated_where_it_drops_something(with_dropout, without):
+    graph = graph_of(with_dropout)
+    assert "Dropout" in only_note(graph)
+    assert notes_of(graph, ONE_PROCESS) == ()
+    assert notes_of(graph_of(without)) == ()
+
+
+@pytest.mark.parametrize("function", [in_checkpoint, in_reentrant_checkpoint])
+def test_the_users_own_checkpoint_is_stated_and_what_becomes_of_it(function):
+    graph = graph_of(lambda: Calling(function))
+    assert "keeps doing so" in only_note(graph)
+    assert "the plan alone decides what is recomputed" in only_note(graph, PIPELINE)
+    assert notes_of(graph_of(lambda: Calling(lambda layer, x: layer(x)))) == ()
+
+
+def test_the_users_own_autocast_is_stated_and_what_becomes_of_it():
+    graph = graph_of(lambda: Calling(in_autocast))
+    assert "keeps doing so, on top of the plan's precision, fp32" in only_note(graph)
+    assert "computes in the plan's precision, fp32" in only_note(graph, PIPELINE)
+    assert notes_of(graph_of(lambda: Calling(outside_of_autocast))) == ()
+
+
+def test_every_statement_is_one_sentence():
+    def everything():
+        return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), Calling(in_checkpoint), Calling(in_autocast))
+
+    graph = graph_of(everything, F.cross_entropy)
+    for mesh in (DATA_PARALLEL, PIPELINE):
+        found = notes_of(graph, mesh, precision="bf16")
+        assert len(found) == len(STATEMENTS)
+        for note in found:
+            assert note.endswith(".")
+            assert ". " not in note
+
+
+def test_notes_are_in_every_form_of_the_report(answer):
+    noted = replace(answer, notes=("First <note>.", "Second note."))
+    for text in (plan_report(noted), explain_report(noted), program_header(noted, launch_line="torchrun train.py")):
+        assert "- First <note>.\n- Second note." in text
+        assert "Not as in one process" not in text.replace("Not as in one process", "", 1)
+    assert "<li>First &lt;note&gt;.</li>" in html_report(noted)
+    assert json.loads(answer_to_json(noted))["notes"] == ["First <note>.", "Second note."]
+    assert answer_from_json(answer_to_json(noted)).notes == noted.notes
+
+
+def test_without_notes_no_report_has_a_heading_for_them(answer):
+    for text in (plan_report(answer), explain_report(answer), html_report(answer)):
+        assert "Not as in one process" not in text
+    assert answer_to_dict(answer)["notes"] == []
+
+
+def test_fix_knows_both_ways_of_batch_norm():
+    for way in ("local", "synchronized"):
+        check_options(Options(fix=(("batch_norm", way),)))
+    with pytest.raises(Exception, match="expected: one of local, synchronized"):
+        check_options(Options(fix=(("batch_norm", "global"),)))
