@@ -122,18 +122,14 @@ def make_problem(
     graph = trace_model(path, overrides=overrides, module_level=options.module_level)
     if options.strict:
         _refuse_ops_without_rule(graph, options.rules)
-    measured = None
-    if options.profile is not None:
-        measured = read_measurements(
-            Path(options.profile), graph, profile, precision=options.precision, model=path.name
-        )
+    measured = measurements_of(options, graph, profile, model=path.name)
     return Problem(graph, profile, options, path, hw, tuple(overrides.items()), measured)
 
 
-def read_measurements(
-    file: Path, graph: OpGraph, profile: HardwareProfile, *, precision: str, model: str
-) -> MeasuredProfile:
-    """What a file of `autoplan profile` holds of this model on this device.
+def measurements_of(
+    options: Options, graph: OpGraph, profile: HardwareProfile, *, model: str
+) -> MeasuredProfile | None:
+    """What the file `options.profile` holds of this model on this device; None when there is no file.
 
     Raises: InputError when it belongs to another model, device or precision, or is damaged.
     """
@@ -142,13 +138,15 @@ def read_measurements(
     from autoplan.output_folder import read_text_file
     from autoplan.segment_key import content_key
 
-    facts = GraphFacts.of(graph)
+    if options.profile is None:
+        return None
+    file, facts = Path(options.profile), GraphFacts.of(graph)
     contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
     return parse_profile(
         read_text_file(file),
         where=str(file),
         device=profile.device.name,
-        precision=precision,
+        precision=options.precision,
         contents=contents,
         model=model,
     )
@@ -165,10 +163,10 @@ def measurement_folder(
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
 
-    `degrees` are those of tensor parallelism; none stands for all that fit into a host.
+    `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by.
     """
+    from autoplan.output_folder import read_text_file
     from autoplan.profile_folder import MeasurementRequest, measurement_files, value_ranges
-    from autoplan.search.meshes import divisors
     from autoplan.trace import example_batch, model_source
 
     profile, chosen = _load_profile(hw, 1), checked(Options(**options))
@@ -182,7 +180,8 @@ def measurement_folder(
         profile,
         chosen,
         model=path.name,
-        degrees=tuple(degrees) or divisors(profile.n_devices_per_host),
+        model_text=read_text_file(path),
+        degrees=tuple(degrees),
         micro_batch_sizes=tuple(micro_batch_sizes),
         ranges=value_ranges(batch),
     )

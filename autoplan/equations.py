@@ -73,12 +73,24 @@ def changed_dims_equation(op: Op, operands: Specs) -> str:
     return write_equation([names], names)
 
 
-def same_dims(dims: Callable[[Op, int], Collection[int]]) -> Equation:
-    """All operands and the result have the same letters; `dims` of the call and the rank stay whole."""
+def broadcast_equation(op: Op, operands: Specs) -> str:
+    """Element-wise with broadcasting: dims align from the right; a dim of size 1 beside a larger one stays whole."""
+    shape = op.outputs[0].shape
+    names = dim_names(len(shape))
+    return write_equation([broadcast_marks(s.shape, shape, names, f"one{i}_") for i, s in enumerate(operands)], names)
+
+
+def whole_dims(dims: Callable[[Op, int], Collection[int]]) -> Equation:
+    """Same shape in and out; `dims` of the call and the rank stay whole. Further operands follow the last dims."""
 
     def equation(op: Op, operands: Specs) -> str:
         rank = len(operands[0].shape)
         names = marked(dim_names(rank), {dim % rank for dim in dims(op, rank)} if rank else set(), "^")
-        return write_equation([names] * len(operands), names)
+        return write_equation([names[rank - len(spec.shape) :] for spec in operands], names)
 
     return equation
+
+
+def along(position: int, default: int = 0) -> Equation:
+    """The dim that the argument `dim`, at this position, names stays whole."""
+    return whole_dims(lambda op, rank: (argument(op, position, "dim", default),))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from autoplan.api import checked, default_global_batch
+from autoplan.api import checked, default_global_batch, measurements_of
 from autoplan.errors import PlanMismatchError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_profile
@@ -102,7 +102,8 @@ def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_pro
     from autoplan.space import priced_space
 
     global_batch = options.global_batch or default_global_batch(n_processes)
-    offered = priced_space(graph, profile, options, global_batch=global_batch, n_devices=n_processes)
+    measured = measurements_of(options, graph, profile, model=graph.name)
+    offered = priced_space(graph, profile, options, global_batch=global_batch, n_devices=n_processes, measured=measured)
     result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
     if result.best is None:
         raise PlanMismatchError(

@@ -9,8 +9,9 @@ holds for the same device, torch and driver is not measured again.
     round = forward of n copies, then backward of n copies; each copy has weights of its own, as layers have
     forward_s = median over rounds of (time between CUDA events / n), while the device is kept busy
 
-Before that, rounds run for as long (`--seconds`), so that clocks settle under load. Where the host is slower than the
-device, the device is made to wait until the host is ahead, so that its own time shows; the host's is measured apart.
+Before that, rounds run for as long (`--seconds`), so that clocks settle under load. Where the device may be waiting for
+the host, it is made to wait until the host is ahead. If it then takes less, that is its own time, and the host's is
+what they took together; so the longer of the two is always what was seen under load.
 
 On one rank of a tensor-parallel group the collectives are replaced by copies that give the right shapes. These copies
 are timed by themselves and subtracted: communication is priced by the hardware profile.
@@ -43,7 +44,8 @@ RESOLUTION_S = 2e-5
 MAX_COPIES = 4
 COPIED_WEIGHT_BYTES = 256 * 2**20  # enough copies to hold this much, so that no weight waits in the cache
 MEMORY_SHARE = 0.4  # of what is free, for copies and what they save
-HOST_BOUND = 0.9  # host time / device interval from which on the interval shows the host
+# An interval shows the host where the device alone takes less than this share of it; below the other, it cannot.
+HOST_BOUND, MAYBE_HOST_BOUND = 0.9, 0.4
 SLEEP_CYCLES_PER_S = 2e9
 COPY_LAUNCH_S = 2e-5  # more than the host takes to launch a copy
 WEIGHT_STD = 0.02
@@ -220,23 +222,28 @@ def _times(run: Round, clock: Clock) -> dict[str, float]:
     round_s = (time.perf_counter() - started_s) / n_settling
     found = clock.rounds(run, min(MAX_ROUNDS, max(MIN_ROUNDS, math.ceil(clock.seconds / round_s))))
     host_s = _host_s(run, clock)
-    found_by_way = [(found, n_copies)] * 2
-    waits_for_host = [clock.is_cuda and host >= HOST_BOUND * _median(found, way) for way, host in enumerate(host_s)]
-    if any(waits_for_host):
-        short = run.shortest()
-        n_short = len(short.calls) or 1
-        alone = clock.rounds(short, 2 * MIN_ROUNDS, ahead_s=1.5 * sum(host_s) * n_short / n_copies)
-        found_by_way = [(alone, n_short) if waits else (found, n_copies) for waits in waits_for_host]
-    (forward, n_forward), (backward, n_backward) = found_by_way
-    return {
-        "forward_s": _median(forward, 0) / n_forward,
-        "backward_s": _median(backward, 1) / n_backward,
-        "forward_spread": _spread(forward, 0),
-        "backward_spread": _spread(backward, 1),
-        "host_forward_s": host_s[0] / n_copies,
-        "host_backward_s": host_s[1] / n_copies,
-        "n_rounds": len(found),
-    }
+    times: dict[str, float] = {}
+    alone, n_alone = _ahead(run, clock, host_s=host_s, loaded=found) if clock.is_cuda else ([], 1)
+    for way, name in enumerate(("forward", "backward")):
+        loaded_s = _median(found, way) / n_copies
+        alone_s = _median(alone, way) / n_alone if alone else loaded_s
+        waits = alone_s < HOST_BOUND * loaded_s
+        times[f"{name}_s"] = alone_s if waits else loaded_s
+        times[f"{name}_spread"] = _spread(alone if waits else found, way)
+        times[f"host_{name}_s"] = loaded_s if waits else min(host_s[way] / n_copies, loaded_s)
+    return {**times, "n_rounds": len(found)}
+
+
+def _ahead(run: Round, clock: Clock, *, host_s: Pair, loaded: list[Pair]) -> tuple[list[Pair], int]:
+    """Device times while the host is ahead, where it may be what the device waits for; and of how many copies."""
+    loaded_s = _median(loaded, 0), _median(loaded, 1)
+    if not any(host > MAYBE_HOST_BOUND * device for host, device in zip(host_s, loaded_s, strict=True)):
+        return [], 1
+    short = run.shortest()
+    n_short = len(short.calls) or 1
+    share = n_short / (len(run.calls) or 1)
+    ahead_s = 2 * share * max(sum(host_s), sum(loaded_s))
+    return clock.rounds(short, 2 * MIN_ROUNDS, ahead_s=ahead_s), n_short
 
 
 def _host_s(run: Round, clock: Clock) -> Pair:
@@ -537,6 +544,8 @@ def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = S
     if plan["device"].lower() != found["device"].lower():
         sys.exit(f"measure: found device {found['device']!r}\n  expected: {plan['device']!r}, the device of --hw")
     sys.path.insert(0, str(folder))
+    if plan["has_own_ops"]:
+        importlib.import_module("model")
     clock, done, everything = Clock(device, seconds), read_results(out), list(tasks(plan))
     torch.manual_seed(0)
     with out.open("a") as file:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError
+from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_file import build_profile
 from autoplan.measure_device import device_rates
@@ -51,10 +51,13 @@ def measure_host(
 
     Returns the profile on rank 0, None on the others.
 
-    Raises: MeasureError when anything cannot be measured, OutputError when `out` cannot be written.
+    Raises: MeasureError when anything cannot be measured, OutputError when `out` cannot be written, UsageError when
+        it is not named as a hardware file.
     """
     files = (out, out.with_suffix(".json")) if with_json else (out,)
     rank = int(os.environ.get("RANK", "0"))
+    if out.suffix != ".toml":
+        raise UsageError(f"--out {out}: a hardware file ends in .toml\n  fix: choose another name")
     if rank == 0:
         for file in files:
             _check_target(file, force=force)
@@ -180,8 +183,6 @@ def _check_target(file: Path, *, force: bool) -> None:
     parent = file.absolute().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{file}: the folder {parent} cannot be written to\n  fix: choose another --out")
-    if file.suffix != ".toml" and file.suffix != ".json":
-        raise OutputError(f"{file}: a hardware file ends in .toml\n  fix: choose another --out")
     if os.path.lexists(file) and not (force and file.is_file()):
         raise OutputError(f"{file}: already exists, nothing was changed\n  fix: choose another --out, or add --force")
 

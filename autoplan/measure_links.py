@@ -6,7 +6,7 @@ Groups of one size run side by side, as the groups of a mesh axis do. Sizes rise
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from autoplan.link_fit import CollectiveTime
-from autoplan.measure_device import Call, head_start, product_call, time_calls
+from autoplan.measure_device import CALL_S, Call, head_start, product_call, time_calls
 from autoplan.measured_host import Overlap
 from autoplan.units import GiB, KiB, MiB
 
 GROWTH = 4
 LARGEST_BYTES = {"cuda": GiB, "cpu": 16 * MiB}
-SLOWEST_CALL_S = 0.4
+SLOWEST_CALL_S = 0.25
 BATCH_S = 0.02
 N_BATCHES, MOST_CALLS = 3, 100
 OVERLAP_S = 0.2
@@ -166,21 +166,34 @@ def overlap_times(ranks: Ranks) -> Overlap:
 
 
 def _run_on_cuda(product: Call, n_products: int, buffer: torch.Tensor, n_reduces: int) -> tuple[float, float]:
-    """(end of the products, end of the all-reduces) after a common start; the all-reduces run on NCCL's own stream."""
+    """(end of the products, end of the all-reduces) after a common start, each on a stream of its own.
+
+    Both are enqueued in turns: a queue that is full keeps the host waiting, and the other would run empty.
+    """
     start, computed, communicated = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    head_start((n_products + n_reduces + 2) * 1e-4)
+    head_start(min(n_products + n_reduces + 2, 1000) * CALL_S)
     dist.all_reduce(buffer, op=dist.ReduceOp.AVG)  # the ranks meet
     start.record()
-    works = [dist.all_reduce(buffer, op=dist.ReduceOp.AVG, async_op=True) for _ in range(n_reduces)]
-    for _ in range(n_products):
-        product()
+    side.wait_event(start)
+    for is_product in _in_turns(n_products, n_reduces):
+        if is_product:
+            product()
+            continue
+        with torch.cuda.stream(side):
+            dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
     computed.record()
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        _wait(works)
-        communicated.record()
+    communicated.record(side)
     torch.cuda.synchronize()
-    return start.elapsed_time(computed) * 1e-3, start.elapsed_time(communicated) * 1e-3 if works else 0.0
+    return start.elapsed_time(computed) * 1e-3, start.elapsed_time(communicated) * 1e-3
+
+
+def _in_turns(n_products: int, n_reduces: int) -> list[bool]:
+    """True for each product and False for each all-reduce, evenly mixed."""
+    places = [((i + 1) / n_products, True) for i in range(n_products)]
+    places += [((i + 1) / n_reduces, False) for i in range(n_reduces)]
+    return [is_product for _, is_product in sorted(places)]
 
 
 def _run_on_cpu(product: Call, n_products: int, buffer: torch.Tensor, n_reduces: int) -> tuple[float, float]:
@@ -191,10 +204,6 @@ def _run_on_cpu(product: Call, n_products: int, buffer: torch.Tensor, n_reduces:
     for _ in range(n_products):
         product()
     computed_s = time.perf_counter() - start_s
-    _wait(works)
-    return computed_s, time.perf_counter() - start_s
-
-
-def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
+    return computed_s, time.perf_counter() - start_s

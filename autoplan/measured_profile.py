@@ -21,6 +21,7 @@ MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"
 _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "content": str,
     "assignment": str,
+    "boundary": str,
     "tp": int,
     "micro_batch_size": int,
 }
@@ -33,6 +34,7 @@ class SegmentTime:
 
     Attributes:
         content, assignment: keys of `segment_key`.
+        boundary: the layout between segments; "" without tensor parallelism.
         forward_s, backward_s: on the device; communication left out.
         host_forward_s, host_backward_s: what the host takes to launch it.
         saved_bytes: distinct tensors that it keeps from forward to backward.
@@ -42,6 +44,7 @@ class SegmentTime:
     content: str
     assignment: str
     tp: int
+    boundary: str
     micro_batch_size: int
     forward_s: float
     backward_s: float
@@ -93,7 +96,7 @@ def parse_profile(
 
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a line is about."""
-    return tuple(row.get(name) for name in _SEGMENT_FIELDS)
+    return tuple(row[name] for name in ("content", "assignment", "tp", "micro_batch_size"))
 
 
 def _matching(rows: list[dict[str, Any]], where: str, field: str, wanted: str, fix: str) -> list[dict[str, Any]]:
@@ -156,6 +159,7 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         content=row["content"],
         assignment=row["assignment"],
         tp=row["tp"],
+        boundary=row["boundary"],
         micro_batch_size=row["micro_batch_size"],
         forward_s=float(row["forward_s"]),
         backward_s=float(row["backward_s"]),

@@ -53,11 +53,11 @@ from autoplan.trace import (
     ModelSource,
     call_model,
     graph_parameters,
+    input_path,
     meta_batch,
-    path_key,
-    users_place,
 )
 from autoplan.units import GiB
+from autoplan.user_errors import first_line, users_place
 
 BEFORE, AFTER, LOSS = "before", "after", "loss"
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -242,10 +242,9 @@ def _errors_of_the_model(source: ModelSource) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # whatever the user's code raises
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise TraceError(
             f"{source.where}: the model does not run{users_place(error)}\n"
-            f"  found: {type(error).__name__}: {reason}\n"
+            f"  found: {type(error).__name__}: {first_line(error)}\n"
             "  expected: a forward that runs in bfloat16 on the CPU, on the batch of make_batch\n"
             "  fix: call the model on one batch yourself, outside of autoplan, and mend what fails there"
         ) from error
@@ -268,7 +267,7 @@ def _check_memory(source: ModelSource) -> None:
 
 
 def _graph(source: ModelSource, model: nn.Module, first: _Run, second: _Run, order: tuple[str, ...]) -> OpGraph:
-    parameters = graph_parameters(model, model, ())
+    parameters = graph_parameters(model, model)
     inputs = _inputs(first, second)
     ops: list[Op] = []
     previous: tuple[Ref, ...] = tuple(Ref(item.name) for item in inputs if item.path[0] == "inputs")
@@ -337,7 +336,6 @@ def _inputs(first: _Run, second: _Run) -> tuple[Input, ...]:
     leaves = pytree.tree_flatten_with_path(first.batch)[0]
     for (path, a), b in zip(leaves, pytree.tree_leaves(second.batch), strict=True):
         if isinstance(a, torch.Tensor):
-            keys = tuple(path_key(key) for key in path)
-            whole = (("inputs", "targets")[int(keys[0])], *keys[1:])
-            found.append(Input("_".join(map(str, whole)), _spec(a, b), whole))
+            names = input_path(path)
+            found.append(Input("_".join(map(str, names)), _spec(a, b), names))
     return tuple(found)

@@ -49,6 +49,11 @@ class Mesh:
         """Samples of one optimizer step."""
         return self.dp * self.micro_batch_size * self.n_micro_batches
 
+    @property
+    def needs_generated_model(self) -> bool:
+        """Whether the program is generated from the graph, not made of the user's own classes."""
+        return self.tp > 1 or self.pp > 1
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
@@ -70,7 +75,8 @@ class SegmentSharding:
         kind: the segment kind.
         values: (value name, type) for every input, parameter and op result of the first segment of this kind,
             the type in which the value is produced.
-        uses: (op name, argument name, type) wherever an op reads a value in another type than it is produced in.
+        uses: (op name, operand number, type) wherever an op reads a value in another type than it is produced in;
+            ("", value name, type) where a value leaves the segment in another one.
     """
 
     kind: int

@@ -35,7 +35,8 @@ class MeasurementRequest:
     """What the user asks to be measured.
 
     Attributes:
-        model: name of the model file.
+        model: name of the model file, `model_text` what it says; where it defines operators, they must exist.
+        degrees: of tensor parallelism; none stands for all that a host has and the model gains by.
         ranges: values that integer inputs take.
     """
 
@@ -43,6 +44,7 @@ class MeasurementRequest:
     profile: HardwareProfile
     options: Options
     model: str
+    model_text: str
     degrees: tuple[int, ...]
     micro_batch_sizes: tuple[int, ...]
     ranges: Ranges
@@ -65,27 +67,31 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
                 (region["content"], region["assignment"], degree), region | {"module": name, "micro_batch_sizes": []}
             )
             known["micro_batch_sizes"] = sorted({*known["micro_batch_sizes"], *sizes})
+    has_own_ops = any("." in op.target and op.target.split(".")[0] != "aten" for op in request.graph.ops)
     found[MEASUREMENT] = json.dumps(
         {
             "schema_version": SCHEMA_VERSION,
             "model": request.model,
             "precision": request.options.precision,
             "device": request.profile.device.name,
+            "has_own_ops": has_own_ops,
             "regions": list(regions.values()),
         },
         indent=1,
     )
+    if has_own_ops:
+        found["model.py"] = request.model_text
     return {**found, "measure.py": measuring_script(), **runtime_files()}
 
 
 def value_ranges(batch: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], tuple[int, int]]:
-    """The least and largest value of each integer tensor of (inputs, targets), by its path in the graph."""
+    """The least and largest value, from 0 on, of each integer tensor of (inputs, targets), by its path in the graph."""
     if not path:
         inputs, targets = batch
         return value_ranges(inputs, ("inputs",)) | value_ranges(targets, ("targets",))
     if hasattr(batch, "is_floating_point"):
-        is_integer = "int" in str(batch.dtype) and batch.numel() > 0
-        return {path: (int(batch.min()), int(batch.max()))} if is_integer else {}
+        known = batch[batch >= 0]  # below it are marks, such as the target that a loss leaves out
+        return {path: (int(known.min()), int(known.max()))} if "int" in str(batch.dtype) and known.numel() else {}
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list | tuple) else ()
     return {key: value for name, item in items for key, value in value_ranges(item, (*path, name)).items()}
 
@@ -95,17 +101,14 @@ def _splits(
 ) -> dict[tuple[int, str, tuple[SegmentSharding, ...]], tuple[int, ...]]:
     """(degree, boundary, assignment of each kind) -> the micro-batch sizes at which to measure it."""
     found: dict[tuple[int, str, tuple[SegmentSharding, ...]], tuple[int, ...]] = {}
-    for degree in request.degrees:
-        if degree == 1:
-            found[1, "", ()] = request.micro_batch_sizes
-            continue
-        for planned, sizes in (
-            (1, request.micro_batch_sizes),
-            *((size, (size,)) for size in request.micro_batch_sizes),
-        ):
-            fix = (("tp", str(degree)), ("micro_batch", str(planned)))
-            options = replace(request.options, fix=fix)
-            for (_, boundary), assignments in all_shardings(request.graph, request.profile, options, rules).items():
+    if 1 in (request.degrees or (1,)):
+        found[1, "", ()] = request.micro_batch_sizes
+    wanted: list[tuple[tuple[str, str], ...]] = [(("tp", str(n)),) for n in request.degrees if n > 1]
+    for fix in [()] if not request.degrees else wanted:
+        for planned, sizes in ((1, request.micro_batch_sizes), *((n, (n,)) for n in request.micro_batch_sizes)):
+            options = replace(request.options, fix=(*fix, ("micro_batch", str(planned))))
+            splits = all_shardings(request.graph, request.profile, options, rules)
+            for (degree, boundary), assignments in splits.items():
                 key = (degree, boundary, assignments)
                 found[key] = tuple(sorted({*found.get(key, ()), *sizes}))
     return found

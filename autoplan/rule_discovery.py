@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
+from autoplan.equations import broadcast_equation
 from autoplan.errors import InputError
 from autoplan.graph import Argument, Op, OpGraph, PerSample, Ref, Symbol, TensorSpec, extent_at
 from autoplan.layout import Layout, P, V, sharded
-from autoplan.rules import Specs, Strategy, broadcast_equation, operand_names, parse_equation
+from autoplan.rules import Specs, Strategy, operand_names, parse_equation
+from autoplan.user_errors import first_line
 
 DEGREES = (2, 3)
 BATCH_SIZE = 6  # divides by both degrees
@@ -43,7 +45,7 @@ class FoundRule:
         equations: (rank of the first operand, equation) for each rank that the model calls it with; none when nothing
             can be split.
         has_other_ranks: whether it is also called with ranks of which nothing can be split.
-        is_elementwise: whether `autoplan.rules.broadcast_equation` gives all of them.
+        is_elementwise: whether `autoplan.equations.broadcast_equation` gives all of them.
         saves: operands that its forward keeps, -1 for the result; None when it could not be seen.
         note: what limits the finding, or why there is none.
     """
@@ -74,12 +76,13 @@ def discover_rules(graph: OpGraph, targets: Sequence[str]) -> tuple[FoundRule, .
 def rules_text(found: Sequence[FoundRule]) -> str:
     """A file of rules: what `--rules` reads."""
     entries = [line for rule in found for line in _entry_lines(rule)]
-    names = ["OpRule"] + (["broadcast_equation"] if any(rule.is_elementwise for rule in found) else [])
+    needs_broadcast = any(rule.is_elementwise for rule in found)
     return "\n".join(
         [
             '"""Rules found by trial: each was checked on 2 and 3 shards, forward and gradient, in float64."""',
             "",
-            f"from autoplan.rules import {', '.join(names)}",
+            *(["from autoplan.equations import broadcast_equation"] if needs_broadcast else []),
+            "from autoplan.rules import OpRule",
             "",
             "RULES = {",
             *(f"    {line}" for line in entries),
@@ -132,7 +135,7 @@ def _discover(graph: OpGraph, target: str) -> FoundRule:
         if equation is None:
             continue
         equations.append((rank, equation))
-        linear = tuple(i for i in range(len(operands)) if trial.holds(_linear(trial, equation, i)))
+        linear = tuple(i for i in range(len(operands)) if trial.holds(_linear(equation, i)))
         linear_in = linear if linear_in is None else tuple(i for i in linear_in if i in linear)
         saves = trial.saves
         is_elementwise &= _is_broadcast(op, operands, equation)
@@ -170,7 +173,7 @@ def _same(left: str, right: str) -> bool:
     return numbered(left) == numbered(right) and "+" not in left
 
 
-def _linear(trial: _Trial, equation: str, index: int) -> Strategy:
+def _linear(equation: str, index: int) -> Strategy:
     terms, _ = parse_equation(equation)
     layouts = tuple(P if i == index or term.is_added else V for i, term in enumerate(terms))
     return Strategy(layouts, P)
@@ -277,7 +280,7 @@ class _Trial:
                 results = run(leaves)
             again = run(values)
         except Exception as error:  # the user's operator: whatever it raises says why it cannot be tried
-            raise _CannotTryError(f"it does not run on the CPU in float64 ({_first_line(error)})") from error
+            raise _CannotTryError(f"it does not run on the CPU in float64 ({first_line(error)[:100]})") from error
         if not all(_close(a.detach(), b) for a, b in zip(results, again, strict=True)):
             raise _CannotTryError("it gives other results each time")
         seeds = [torch.rand(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) for r in results]
@@ -433,8 +436,3 @@ def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
     return torch.allclose(left.double(), right.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:100] if lines else type(error).__name__

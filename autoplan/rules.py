@@ -264,35 +264,3 @@ def forward_flops(rule: OpRule | None, op: Op, *, operands: Specs, batch_size: i
     for extent in extents.values():
         points *= extent
     return int(rule.flops_per_point * points)
-
-
-# ---------------------------------------------------------------- equations for any rank
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-def broadcast_equation(op: Op, operands: Specs) -> str:
-    """Element-wise with broadcasting: dims align from the right; a dim of size 1 beside a larger one has no letter."""
-    shape = op.outputs[0].shape
-    terms = []
-    for spec in operands:
-        offset = len(shape) - len(spec.shape)
-        marks = [
-            _LETTERS[offset + i] if extent == shape[offset + i] else f"broadcast{offset + i}"
-            for i, extent in enumerate(spec.shape)
-        ]
-        terms.append(" ".join(marks))
-    return f"{', '.join(terms)} -> {' '.join(_LETTERS[: len(shape)])}"
-
-
-def whole_dims_equation(whole: Callable[[Op, Specs], frozenset[int]]) -> Callable[[Op, Specs], str]:
-    """Same shape in and out; the dims that `whole` names stay whole. Further operands follow the last dims."""
-
-    def equation(op: Op, operands: Specs) -> str:
-        rank = len(operands[0].shape)
-        dims = {dim % rank for dim in whole(op, operands)} if rank else set()
-        marks = [_LETTERS[i] + ("^" if i in dims else "") for i in range(rank)]
-        terms = [" ".join(marks)] + [" ".join(marks[rank - len(spec.shape) :]) for spec in operands[1:]]
-        return f"{', '.join(terms)} -> {' '.join(marks)}"
-
-    return equation

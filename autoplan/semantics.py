@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autoplan.equations import argument
 from autoplan.errors import InputError
-from autoplan.graph import Argument, Op, OpGraph, Ref
+from autoplan.graph import Op, OpGraph, Ref
 from autoplan.parallel_plan import Plan
 
 _MEAN = 1  # the number of the reduction "mean" in ATen
@@ -53,7 +54,7 @@ def ignored_target(graph: OpGraph) -> int | None:
     if loss is None:
         return None
     position = _IGNORE_INDEX[loss.target]
-    return int(_argument(loss, position, "ignore_index", default=_DEFAULT_IGNORE_INDEX))
+    return int(argument(loss, position, "ignore_index", default=_DEFAULT_IGNORE_INDEX))
 
 
 def check_loss_average(graph: OpGraph, loss_average: str | None) -> None:
@@ -108,7 +109,7 @@ def _loss_average(graph: OpGraph, plan: Plan) -> str:
 
 
 def _dropout(graph: OpGraph, plan: Plan) -> str:
-    if plan.mesh.n_devices == 1 or not any(_drop_probability(op) for op in graph.ops):
+    if plan.mesh.n_devices == 1 or not any(drop_probability(op) for op in graph.ops):
         return ""
     return "Dropout draws its masks on each rank: they differ from those of one process, so losses agree on average."
 
@@ -116,7 +117,7 @@ def _dropout(graph: OpGraph, plan: Plan) -> str:
 def _checkpoint(graph: OpGraph, plan: Plan) -> str:
     if "checkpoint" not in graph.dissolved:
         return ""
-    if _is_generated(plan):
+    if plan.mesh.needs_generated_model:
         return (
             "The model's forward calls torch.utils.checkpoint, which the generated code does not: the plan alone"
             " decides what is recomputed."
@@ -130,7 +131,7 @@ def _checkpoint(graph: OpGraph, plan: Plan) -> str:
 def _autocast(graph: OpGraph, plan: Plan) -> str:
     if "autocast" not in graph.dissolved:
         return ""
-    if _is_generated(plan):
+    if plan.mesh.needs_generated_model:
         return (
             "The model's forward enters torch.autocast, which the generated code does not: it computes in the plan's"
             f" precision, {plan.precision}."
@@ -151,11 +152,6 @@ STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
 )
 
 
-def _is_generated(plan: Plan) -> bool:
-    """Whether the program is generated from the graph, not made of the user's own classes."""
-    return plan.mesh.tp > 1 or plan.mesh.pp > 1
-
-
 def _has_batch_norm(graph: OpGraph) -> bool:
     """By its op or, in a graph of whole modules, by its running statistics."""
     return any("batch_norm" in op.target for op in graph.ops) or any(
@@ -163,18 +159,19 @@ def _has_batch_norm(graph: OpGraph) -> bool:
     )
 
 
-def _drop_probability(op: Op) -> float:
+def drop_probability(op: Op) -> float:
+    """The probability with which an op drops elements; 0 for an op that drops none."""
     if op.target not in _DROPOUT:
         return 0.0
     position, keyword = _DROPOUT[op.target]
-    return float(_argument(op, position, keyword) or 0.0)
+    return float(argument(op, position, keyword) or 0.0)
 
 
 def _mean_over_targets(graph: OpGraph) -> Op | None:
     """The first loss that is a mean over integer targets."""
     specs = graph.specs()
     for op in graph.ops:
-        if op.target in _IGNORE_INDEX and _argument(op, 3, "reduction", default=_MEAN) == _MEAN:
+        if op.target in _IGNORE_INDEX and argument(op, 3, "reduction", default=_MEAN) == _MEAN:
             targets = op.args[1]
             if isinstance(targets, Ref) and specs[targets.name].dtype == "int64":
                 return op
@@ -191,7 +188,3 @@ def _targets_are_those_of_the_batch(graph: OpGraph) -> bool:
     while name in ops and ops[name].target in _KEEPS_TARGETS:
         name = ops[name].args[0].name
     return targets == [name]
-
-
-def _argument(op: Op, position: int, keyword: str, *, default: Argument = None) -> Argument:
-    return op.args[position] if len(op.args) > position else dict(op.kwargs).get(keyword, default)

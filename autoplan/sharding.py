@@ -233,11 +233,10 @@ class _Problem:
         self.strategies: list[dict[Strategy, int]] = []
         self.conversions: dict[tuple[str, Layout, Layout], int] = {}
         self.flows: dict[tuple[_Use, Layout, Layout], int] = {}
-        parameters = set(segment.parameters)
         self._op_columns(rules)
         for name in segment.inputs:
             self._source_columns(name, (self._boundary_layout(name, boundary),))
-        for name in parameters:
+        for name in segment.parameters:
             self._source_columns(name, (storage[name],) if name in storage else self._wanted_layouts(name))
         for index, op in enumerate(self.ops):
             for position, name in enumerate(operand_names(op)):
@@ -259,9 +258,8 @@ class _Problem:
         for op, candidates in legal_strategies(self.ops, self.specs, self.gradients, self.degree, rules).items():
             options: dict[Strategy, int] = {}
             for strategy in candidates:
-                if strategy not in options:
-                    cost = self.prices.op_s(op, strategy) * MICROSECONDS
-                    options[strategy] = self.model.add_column(f"{op.name}:{strategy.result}", cost=cost)
+                cost = self.prices.op_s(op, strategy) * MICROSECONDS
+                options[strategy] = self.model.add_column(f"{op.name}:{strategy.result}", cost=cost)
             self.model.add_row(f"one strategy of {op.name}", [(c, 1.0) for c in options.values()], lower=1, upper=1)
             self.strategies.append(options)
             by_layout: dict[Layout, list[int]] = {}

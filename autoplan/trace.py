@@ -20,7 +20,6 @@ import inspect
 import logging
 import operator
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -52,11 +50,10 @@ from autoplan.graph import (
 )
 from autoplan.segments import split_segments
 from autoplan.source_names import with_labels
+from autoplan.user_errors import trace_failure, user_frame
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
-_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py", "/autoplan/module_level.py")
-_DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
 _DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
 
@@ -91,7 +88,7 @@ def load_model_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{path}: importing the model file failed: {_user_frame(error, path)}") from error
+        raise InputError(f"{path}: importing the model file failed: {user_frame(error, path)}") from error
     for name, signature in (
         ("build_model", "(**overrides) -> nn.Module"),
         ("make_batch", "(batch_size) -> (inputs, targets)"),
@@ -198,7 +195,7 @@ def _trace(source: ModelSource, batch_size: int) -> _Trace:
             if _needs_functionalization(program):
                 program = program.run_decompositions({})
         except Exception as error:
-            raise TraceError(_trace_failure(source.where, error)) from error
+            raise TraceError(trace_failure(source.where, error)) from error
     return _Trace(program, model, batch, tuple(sorted(dissolved)))
 
 
@@ -283,7 +280,7 @@ def _overlay(source: ModelSource, first: _Trace, second: _Trace) -> OpGraph:
     _check_loss(where, loss, ops)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)
-    parameters = graph_parameters(first.model, second.model, ops)
+    parameters = graph_parameters(first.model, second.model)
     class_names = {path: type(module).__name__ for path, module in first.model.named_modules()}
     segments = split_segments(ops, parameters=parameters, kept=tuple(output_names), class_names=class_names)
     outputs = tuple(dict.fromkeys(model_outputs))
@@ -324,7 +321,7 @@ def _value_names(trace: _Trace, nodes: list[torch.fx.Node]) -> dict[torch.fx.Nod
         names[node] = canonical[lifted_name.removeprefix("model.")] if lifted_name else node.name
         if node.name in signature.inputs_to_lifted_tensor_constants:
             raise TraceError(
-                f"{trace.program.graph_signature.inputs_to_lifted_tensor_constants[node.name]}: forward uses a tensor"
+                f"{signature.inputs_to_lifted_tensor_constants[node.name]}: forward uses a tensor"
                 " that is neither a parameter nor a buffer\n  fix: register it with self.register_buffer(...)"
             )
     return names
@@ -405,8 +402,10 @@ def _module_path(node: torch.fx.Node) -> str:
 
 def _live_ops(ops: tuple[Op, ...], kept: set[str]) -> tuple[Op, ...]:
     """The ops that some kept value depends on."""
-    reads = nx.DiGraph((name, op.name) for op in ops for name in op.input_names())
-    live = kept.union(*(nx.ancestors(reads, name) for name in kept if name in reads))
+    live = set(kept)
+    for op in reversed(ops):
+        if op.name in live:
+            live.update(op.input_names())
     return tuple(op for op in ops if op.name in live)
 
 
@@ -438,23 +437,21 @@ def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
 def _graph_inputs(first: _Trace, second: _Trace, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
     user_inputs = set(first.program.graph_signature.user_inputs)
     nodes = [n for n in first.program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
-    leaves_a = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(first.batch)[0]]
-    leaves_b = pytree.tree_leaves(second.batch)
+    leaves_a, leaves_b = pytree.tree_flatten_with_path(first.batch)[0], pytree.tree_leaves(second.batch)
     inputs = []
     for node, (path, a), b in zip(nodes, leaves_a, leaves_b, strict=True):
         if isinstance(a, torch.Tensor):
-            keys = tuple(path_key(key) for key in path)
-            role = ("inputs", "targets")[int(keys[0])]
-            inputs.append(Input(names[node], _overlay_specs(a, b, node.name)[0], (role, *keys[1:])))
+            inputs.append(Input(names[node], _overlay_specs(a, b, node.name)[0], input_path(path)))
     return tuple(inputs)
 
 
-def path_key(key: Any) -> str | int:
-    """One step of a path into a structure: an index or a name."""
-    return key.idx if hasattr(key, "idx") else key.key
+def input_path(steps: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """`Input.path` of a tensor, from the steps that lead to it in (inputs, targets)."""
+    role, *rest = (step.idx if hasattr(step, "idx") else step.key for step in steps)
+    return ("inputs", "targets")[role], *rest
 
 
-def graph_parameters(model_a: nn.Module, model_b: nn.Module, ops: tuple[Op, ...]) -> tuple[Parameter, ...]:
+def graph_parameters(model_a: nn.Module, model_b: nn.Module) -> tuple[Parameter, ...]:
     """Parameters and buffers of the model, each once, with the shapes that two builds of it agree on."""
     parameters_a, parameters_b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
     tensors_a = {**parameters_a, **dict(model_a.named_buffers())}
@@ -481,7 +478,7 @@ def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], pat
         return build_model(**overrides)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error) and "got an unexpected" not in str(error):
-            raise InputError(f"{path}: build_model failed: {_user_frame(error, path)}") from error
+            raise InputError(f"{path}: build_model failed: {user_frame(error, path)}") from error
         raise InputError.of(
             f"{path}: build_model",
             found=f"--set {' '.join(f'{k}={v}' for k, v in overrides.items())} ({error})",
@@ -491,42 +488,7 @@ def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], pat
     except Exception as error:
         raise InputError(
             f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"
-            f" {_user_frame(error, path)}\n"
+            f" {user_frame(error, path)}\n"
             f"  expected: build_model{inspect.signature(build_model)} to accept these --set values\n"
             "  fix: give values the model file knows"
         ) from error
-
-
-def _user_frame(error: BaseException, path: Path) -> str:
-    """The error with the innermost line of the user's file."""
-    lines = [error.lineno] if isinstance(error, SyntaxError) and error.lineno else []
-    lines += [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path) and f.lineno]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
-
-
-def users_place(error: BaseException) -> str:
-    """` at FILE:LINE: TEXT`, the innermost line of the user's code that an error came through."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and not any(part in frame.filename for part in _NOT_THE_USERS)
-    ]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-
-
-def _trace_failure(name: str, error: BaseException) -> str:
-    where = users_place(error)
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT):
-        expected = "a forward whose operators do not depend on the values of tensors"
-        fix = (
-            "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
-            " or use --module-level, which plans without tensor and pipeline parallelism"
-        )
-    else:
-        expected = "a forward that runs on the batch of make_batch"
-        fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
-    return (
-        f"{name}: torch.export cannot trace the model{where}\n"
-        f"  found: {type(error).__name__}: {reason}\n  expected: {expected}\n  fix: {fix}"
-    )

@@ -171,10 +171,11 @@ def table(results: Path) -> None:
 
 
 def cell(case: dict[str, object]) -> str:
+    """`exact`, or the largest difference where it is above 1e-9; in brackets which part of the parameters is split."""
     text = str(case["result"])
-    if text == "exact" and "sharded_fraction" in case:
-        return f"exact ({case['sharded_fraction']:.0%})"
-    return text
+    if text == "exact" and case["largest_difference"] > 1e-9:
+        text = f"{case['largest_difference']:.0e}"
+    return f"{text} ({case['sharded_fraction']:.0%})" if "sharded_fraction" in case else text
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ Where all elements are equal, each rank can make its share by itself.
 
 from collections.abc import Iterator
 
+from autoplan.equations import broadcast_equation
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import R, sharded
-from autoplan.rules import OpRule, Specs, Strategy, broadcast_equation
+from autoplan.rules import OpRule, Specs, Strategy
 
 
 def _any_part(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
@@ -41,5 +42,5 @@ RULES = {
     "aten.scalar_tensor.default": _FACTORY,
     **{f"aten.{name}.default": _NEW for name in ("new_zeros", "new_ones", "new_full")},
     "aten.copy_.default": _FACTORY,  # a forward that writes a buffer, which is whole on every rank
-    **{f"aten.{name}.default": _LIKE for name in ("empty_like", "zeros_like", "ones_like", "full_like", "empty_like")},
+    **{f"aten.{name}.default": _LIKE for name in ("empty_like", "zeros_like", "ones_like", "full_like")},
 }

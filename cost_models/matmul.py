@@ -1,6 +1,6 @@
 """Matrix products. A multiply-add is 2 FLOPs; backward is two products of the same size."""
 
-from autoplan.equations import Marks, added, broadcast_marks, dim_names, write_equation
+from autoplan.equations import Equation, Marks, added, broadcast_marks, dim_names, write_equation
 from autoplan.graph import Op
 from autoplan.rules import OpRule, Specs
 
@@ -89,9 +89,9 @@ def _spelled(text: str, rank: int, n_dots: int) -> Marks:
     return (*before, *(f"dots{i}" for i in range(n_dots - count, n_dots)), *after)
 
 
-def _product(equation: object, *, saves: tuple[int, ...], linear_in: tuple[int, ...] = ()) -> OpRule:
+def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tuple[int, ...] = ()) -> OpRule:
     return OpRule(
-        equation=equation,  # type: ignore[arg-type]
+        equation=equation,
         flops_per_point=2.0,
         backward_flops_ratio=2.0,
         backward_bytes_ratio=2.0,

@@ -6,10 +6,10 @@ be split off with its scale, shift and running statistics.
 
 from collections.abc import Iterator
 
-from autoplan.equations import dim_names, marked, write_equation
+from autoplan.equations import Equation, along, dim_names, marked, whole_dims, write_equation
 from autoplan.graph import Op, TensorSpec, extent_at
 from autoplan.layout import sharded
-from autoplan.rules import OpRule, Specs, Strategy, whole_dims_equation
+from autoplan.rules import OpRule, Specs, Strategy
 
 _STATISTICS_BYTES = 4
 # Achieved / rate of a copy. H200, torch 2.11, bf16, rows of 1536 to 4096: layer norm 1.7 TB/s forward and 1.05
@@ -18,12 +18,8 @@ _LAYER_NORM_FRACTIONS = {"rate_fraction": 0.4, "backward_rate_fraction": 0.25}
 _RMS_NORM_FRACTIONS = {"rate_fraction": 0.65, "backward_rate_fraction": 0.33}
 
 
-def _last_dims(op: Op, operands: Specs) -> frozenset[int]:
-    return frozenset(range(-len(op.args[1]), 0))
-
-
-def _softmax_dim(op: Op, operands: Specs) -> frozenset[int]:
-    return frozenset({op.args[1]})
+def _normalized_dims(op: Op, rank: int) -> range:
+    return range(-len(op.args[1]), 0)
 
 
 def _n_rows(op: Op, operands: Specs, batch_size: int) -> int:
@@ -41,7 +37,7 @@ def _deviation(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
     return _STATISTICS_BYTES * _n_rows(op, operands, batch_size)
 
 
-def _by_channel(*, whole_batch: bool) -> object:
+def _by_channel(*, whole_batch: bool) -> Equation:
     """x: [batch, channel, *space], and vectors of one number per channel."""
 
     def equation(op: Op, operands: Specs) -> str:
@@ -83,11 +79,11 @@ _IMAGE_NORM = {
     "n_backward_kernels": 2,
     "saves": (0, 1),
 }
-_SOFTMAX = OpRule(whole_dims_equation(_softmax_dim), flops_per_point=8.0, saves=(-1,))
+_SOFTMAX = OpRule(along(1), flops_per_point=8.0, saves=(-1,))
 
 RULES = {
     "aten.layer_norm.default": OpRule(
-        whole_dims_equation(_last_dims),
+        whole_dims(_normalized_dims),
         flops_per_point=8.0,
         backward_flops_ratio=2.0,
         n_backward_kernels=2,
@@ -96,7 +92,7 @@ RULES = {
         **_LAYER_NORM_FRACTIONS,
     ),
     "aten.rms_norm.default": OpRule(
-        whole_dims_equation(_last_dims),
+        whole_dims(_normalized_dims),
         flops_per_point=6.0,
         backward_flops_ratio=2.0,
         n_backward_kernels=2,

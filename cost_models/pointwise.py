@@ -6,10 +6,10 @@ so is the product of a partial sum and a whole value.
 
 from collections.abc import Iterator
 
-from autoplan.equations import broadcast_marks, dim_names, write_equation
+from autoplan.equations import broadcast_equation, dim_names, write_equation
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import P
-from autoplan.rules import OpRule, Specs, Strategy, broadcast_equation
+from autoplan.rules import OpRule, Specs, Strategy
 
 
 def _mask_bytes(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
@@ -28,14 +28,6 @@ def _channel_slopes(op: Op, operands: Specs) -> str:
     names = dim_names(len(operands[0].shape))
     is_per_channel = operands[1].shape[0] != 1
     return write_equation([names, (names[1],) if is_per_channel else ("one^",)], names)
-
-
-def _masked_fill(op: Op, operands: Specs) -> str:
-    """masked_fill(x, mask[, value]): the value is one number, and has no dims."""
-    shape = op.outputs[0].shape
-    names = dim_names(len(shape))
-    terms = [broadcast_marks(spec.shape, shape, names, f"one{i}_") for i, spec in enumerate(operands)]
-    return write_equation(terms, names)
 
 
 def _unary(*saves: int, flops: float = 4.0, is_linear: bool = False, is_finite: bool = False) -> OpRule:
@@ -126,8 +118,8 @@ RULES = {
     "aten.where.ScalarOther": OpRule(broadcast_equation, saves=(0,)),
     "aten.where.ScalarSelf": OpRule(broadcast_equation, saves=(0,)),
     "aten.where.Scalar": _NO_GRADIENT,
-    "aten.masked_fill.Scalar": OpRule(_masked_fill, saves=(1,)),
-    "aten.masked_fill.Tensor": OpRule(_masked_fill, saves=(1,)),
+    "aten.masked_fill.Scalar": OpRule(broadcast_equation, saves=(1,)),
+    "aten.masked_fill.Tensor": OpRule(broadcast_equation, saves=(1,)),
     "aten.dropout.default": OpRule(
         broadcast_equation, flops_per_point=2.0, extra_saved_bytes=_mask_bytes, finite_in=(0,)
     ),

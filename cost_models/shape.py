@@ -3,10 +3,20 @@
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from autoplan.equations import argument, broadcast_marks, changed_dims_equation, dim_names, marked, write_equation
+from autoplan.equations import (
+    Equation,
+    along,
+    argument,
+    broadcast_equation,
+    changed_dims_equation,
+    dim_names,
+    marked,
+    whole_dims,
+    write_equation,
+)
 from autoplan.graph import Extent, Op, TensorSpec, extent_at
 from autoplan.layout import P, sharded
-from autoplan.rules import OpRule, Specs, Strategy, broadcast_equation, whole_dims_equation
+from autoplan.rules import OpRule, Specs, Strategy
 
 _LETTERS = "abcdefgh"
 _MAX_BLOCKS = 4  # a fused projection has few parts (q, k, v); a larger leading factor is a head count
@@ -66,11 +76,8 @@ def _select(op: Op, operands: Specs) -> str:
     return f"{' '.join(marked)} -> {' '.join(letters[:dim] + letters[dim + 1 :])}"
 
 
-def _matrices(op: Op, operands: Specs) -> str:
-    """The last two dims stay whole."""
-    names = dim_names(len(operands[0].shape))
-    names = marked(names, range(len(names) - 2, len(names)), "^")
-    return write_equation([names], names)
+def _last_two(op: Op, rank: int) -> range:
+    return range(rank - 2, rank)
 
 
 def _unbind(op: Op, operands: Specs) -> str:
@@ -83,13 +90,6 @@ def _stack(op: Op, operands: Specs) -> str:
     names, dim = dim_names(len(operands[0].shape)), argument(op, 1, "dim", 0)
     dim %= len(names) + 1
     return write_equation([names] * len(operands), (*names[:dim], "new^", *names[dim:]))
-
-
-def _write_slice(op: Op, operands: Specs) -> str:
-    """slice_scatter(x, source, dim): the dim stays whole."""
-    names = dim_names(len(operands[0].shape))
-    names = marked(names, {argument(op, 2, "dim", 0) % len(names)}, "^")
-    return write_equation([names, names], names)
 
 
 def _write_select(op: Op, operands: Specs) -> str:
@@ -130,13 +130,6 @@ def _repeat_each(op: Op, operands: Specs) -> str:
     return write_equation([names], names)
 
 
-def _expand_as(op: Op, operands: Specs) -> str:
-    """Of the second operand only the shape is read."""
-    names = dim_names(len(op.outputs[0].shape))
-    terms = [broadcast_marks(spec.shape, op.outputs[0].shape, names, f"one{i}_") for i, spec in enumerate(operands)]
-    return write_equation(terms, names)
-
-
 def _piece(op: Op, operands: Specs) -> str:
     """getitem: one of several results, which lie alike; only the first one's shape is known here."""
     before, after = operands[0].shape, op.outputs[0].shape
@@ -147,19 +140,9 @@ def _piece(op: Op, operands: Specs) -> str:
     return broadcast_equation(op, operands)
 
 
-def _padded_dims(op: Op, operands: Specs) -> str:
-    """pad(x, (left, right of the last dim, left, right of the one before, ...)): dims with an amount stay whole."""
-    names, amounts = dim_names(len(operands[0].shape)), op.args[1]
-    padded = {len(names) - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
-    names = marked(names, padded, "^")
-    return write_equation([names], names)
-
-
-def _halves(op: Op, operands: Specs) -> str:
-    """glu(x, dim): the first half times the sigmoid of the second."""
-    names = dim_names(len(operands[0].shape))
-    names = marked(names, {argument(op, 1, "dim", -1) % len(names)}, "^")
-    return write_equation([names], names)
+def _padded_dims(op: Op, rank: int) -> set[int]:
+    """pad(x, (left, right of the last dim, left, right of the one before, ...)): dims with an amount."""
+    return {rank - 1 - i // 2 for i, amount in enumerate(op.args[1]) if amount != 0}
 
 
 def _split_halves(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
@@ -167,12 +150,9 @@ def _split_halves(op: Op, operands: Specs, result: TensorSpec, degree: int) -> I
     yield Strategy((sharded(dim, 2),), sharded(dim), is_split=True)
 
 
-def _weight_norm(op: Op, operands: Specs) -> str:
-    """V * g / norm(v): one norm per position of the dim."""
-    names = dim_names(len(operands[0].shape))
-    dim = argument(op, 2, "dim", 0) % len(names)
-    names = marked(names, set(range(len(names))) - {dim}, "^")
-    return write_equation([names, names], names)
+def _other_dims(op: Op, rank: int) -> set[int]:
+    """_weight_norm(v, g, dim): v * g / norm(v), one norm per position of the dim."""
+    return set(range(rank)) - {argument(op, 2, "dim", 0) % rank}
 
 
 def _all_partial(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
@@ -180,30 +160,17 @@ def _all_partial(op: Op, operands: Specs, result: TensorSpec, degree: int) -> It
     yield Strategy((P,) * len(operands), P)
 
 
-def _dim_argument(op: Op, operands: Specs) -> frozenset[int]:
-    """The dim an op works along: its argument after the tensors and sizes, or `dim=`; 0 when left out."""
-    position = {"aten.cat.default": 1}.get(op.target, 2)
-    return frozenset({dict(op.kwargs).get("dim", op.args[position] if len(op.args) > position else 0)})
-
-
 def _split_blocks(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
     """A dim cut into k equal pieces: sharded in k blocks before, plainly sharded after."""
-    (dim,) = _dim_argument(op, operands)
+    dim = argument(op, 2, "dim", 0)
     if len({spec.shape for spec in op.outputs}) == 1:
         dim %= len(operands[0].shape)
         yield Strategy((sharded(dim, len(op.outputs)),), sharded(dim))
     yield from _all_partial(op, operands, result, degree)
 
 
-def _cat_equation(op: Op, operands: Specs) -> str:
-    (dim,) = _dim_argument(op, operands)
-    rank = len(operands[0].shape)
-    term = " ".join(_LETTERS[i] + ("^" if i == dim % rank else "") for i in range(rank))
-    return ", ".join([term] * len(operands)) + f" -> {term}"
-
-
 def _cat_blocks(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
-    (dim,) = _dim_argument(op, operands)
+    dim = argument(op, 1, "dim", 0)
     if len({spec.shape for spec in operands}) == 1:
         dim %= len(operands[0].shape)
         yield Strategy((sharded(dim),) * len(operands), sharded(dim, len(operands)))
@@ -275,29 +242,21 @@ _COPY = OpRule(broadcast_equation, backward_bytes_ratio=1.0, linear_in=(0,), fin
 _CAST = OpRule(broadcast_equation, backward_bytes_ratio=1.0, finite_in=(0,))  # not linear: a cast may round
 
 
-def _renamed(equation: object, *, is_view: bool = True) -> OpRule:
-    n_kernels = 0 if is_view else 1
-    return OpRule(
-        equation,  # type: ignore[arg-type]
-        is_view=is_view,
-        n_kernels=n_kernels,
-        n_backward_kernels=n_kernels,
-        linear_in=(0,),
-        finite_in=(0,),
-    )
+def _renamed(equation: Equation) -> OpRule:
+    return OpRule(equation, is_view=True, n_kernels=0, n_backward_kernels=0, linear_in=(0,), finite_in=(0,))
 
 
 _SPLIT = OpRule(
-    whole_dims_equation(_dim_argument),
+    along(2),
     is_view=True,
     n_kernels=0,
     n_backward_kernels=1,
     finite_in=(0,),
     strategies=_split_blocks,
 )
-_EXPAND_LIKE = OpRule(_expand_as, is_view=True, n_kernels=0, linear_in=(0,), backward_bytes_ratio=1.0)
+_EXPAND_LIKE = OpRule(broadcast_equation, is_view=True, n_kernels=0, linear_in=(0,), backward_bytes_ratio=1.0)
 _MOVE = OpRule(_repeated, backward_bytes_ratio=1.0, linear_in=(0,))
-_TRIANGLE = OpRule(_matrices, backward_bytes_ratio=1.0, linear_in=(0,))
+_TRIANGLE = OpRule(whole_dims(_last_two), backward_bytes_ratio=1.0, linear_in=(0,))
 _WRITE = {"backward_bytes_ratio": 1.0, "strategies": _all_partial}
 
 _VIEWS = (
@@ -349,14 +308,16 @@ RULES = {
     "aten.repeat.default": _MOVE,
     "aten.tile.default": _MOVE,
     "aten.repeat_interleave.self_int": OpRule(_repeat_each, backward_bytes_ratio=1.0, linear_in=(0,)),
-    "aten.pad.default": OpRule(_padded_dims, backward_bytes_ratio=1.0),
-    "aten.constant_pad_nd.default": OpRule(_padded_dims, backward_bytes_ratio=1.0),
-    "aten.cat.default": OpRule(_cat_equation, backward_bytes_ratio=1.0, strategies=_cat_blocks),
+    "aten.pad.default": OpRule(whole_dims(_padded_dims), backward_bytes_ratio=1.0),
+    "aten.constant_pad_nd.default": OpRule(whole_dims(_padded_dims), backward_bytes_ratio=1.0),
+    "aten.cat.default": OpRule(along(1), backward_bytes_ratio=1.0, strategies=_cat_blocks),
     "aten.stack.default": OpRule(_stack, backward_bytes_ratio=1.0, strategies=_all_partial),
     "aten.tril.default": _TRIANGLE,
     "aten.triu.default": _TRIANGLE,
-    "aten.slice_scatter.default": OpRule(_write_slice, **_WRITE),
+    "aten.slice_scatter.default": OpRule(along(2), **_WRITE),
     "aten.select_scatter.default": OpRule(_write_select, **_WRITE),
-    "aten.glu.default": OpRule(_halves, flops_per_point=6.0, saves=(0,), strategies=_split_halves),
-    "aten._weight_norm.default": OpRule(_weight_norm, flops_per_point=4.0, saves=(0, 1), backward_bytes_ratio=2.0),
+    "aten.glu.default": OpRule(along(1, -1), flops_per_point=6.0, saves=(0,), strategies=_split_halves),
+    "aten._weight_norm.default": OpRule(
+        whole_dims(_other_dims), flops_per_point=4.0, saves=(0, 1), backward_bytes_ratio=2.0
+    ),
 }

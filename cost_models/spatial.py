@@ -1,21 +1,12 @@
 """Pooling, resizing and patches of images: each channel by itself, space whole."""
 
-from collections.abc import Callable
-
-from autoplan.equations import dim_names, marked, write_equation
-from autoplan.graph import Op
-from autoplan.rules import OpRule, Specs
+from autoplan.equations import Equation, whole_dims
+from autoplan.rules import OpRule
 
 
-def _channels(n_space: int) -> Callable[[Op, Specs], str]:
+def _channels(n_space: int) -> Equation:
     """The last `n_space` dims stay whole, batch and channels may be split."""
-
-    def equation(op: Op, operands: Specs) -> str:
-        rank = len(operands[0].shape)
-        names = marked(dim_names(rank), range(rank - n_space, rank), "^")
-        return write_equation([names], names)
-
-    return equation
+    return whole_dims(lambda op, rank: range(rank - n_space, rank))
 
 
 def _max_pool(n_space: int) -> OpRule:

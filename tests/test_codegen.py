@@ -122,6 +122,8 @@ def test_a_buffer_that_is_written_in_parts_is_put_together_again():
     at = lines.index("self.bn1.running_mean.copy_(all_gather(bn1_running_mean, 0, self.tp))")
     assert lines[at - 1].startswith("# all-gather of the parts of bn1.running_mean, which are written: ")
     assert any(line.startswith("bn1_running_mean = shard(self.bn1.running_mean, 0,") for line in lines[:at])
+    classes = "\n".join(lines).split("\nclass ")
+    assert max(text.count("self.bn1.running_mean.copy_(") for text in classes) == 1
 
 
 def lines_of(lines, results=("y",), **arguments):

@@ -11,7 +11,7 @@ import pytest
 
 from autoplan import cli
 from autoplan.cost.collectives import Group, collective_s, send_s
-from autoplan.errors import MeasureError
+from autoplan.errors import InputError, MeasureError
 from autoplan.hardware import Device, HardwareProfile, LinkTier, load_profile
 from autoplan.hardware_file import build_profile
 from autoplan.link_fit import CollectiveTime, fit_links
@@ -121,6 +121,13 @@ def test_a_log_that_names_no_transport_gives_an_unknown_link():
     assert link_kind(read_nccl_log("NCCL version 2"), capability_major=9, pcie_generation=5) == "unknown"
 
 
+def test_both_kinds_of_work_are_enqueued_evenly_mixed():
+    from autoplan.measure_links import _in_turns
+
+    assert _in_turns(2, 4) == [False, False, True, False, False, True]
+    assert (_in_turns(3, 0), _in_turns(0, 2)) == ([True] * 3, [False] * 2)
+
+
 # --- the file --------------------------------------------------------------------------------------------------
 
 H200 = MeasuredHost(
@@ -218,6 +225,13 @@ def test_the_rate_of_a_link_is_the_kinds_or_else_measured(kind, slowdown, name, 
     assert link.bytes_per_s * link.bus_efficiency == pytest.approx(300e9 / slowdown, rel=0.01)
 
 
+def test_a_link_without_a_data_sheet_must_give_its_rate():
+    text = profile_text(replace(H200, link_kind="socket"))
+    lines = [line for line in text.splitlines() if not line.startswith("rate_per_device")]
+    with pytest.raises(InputError, match="host_link.rate_per_device_one_direction: found 'nothing'"):
+        build_profile("\n".join(lines), name="b", where="b.toml", n_hosts=1, network=None)
+
+
 def test_overlap_that_costs_nothing_is_written_as_the_least_the_schema_takes_and_says_so():
     profile = loaded(replace(H200, overlap=Overlap(0.2, 0.25, 0.2504, 0.2, 0.25)))
     assert profile.overlap_slowdown == pytest.approx(1.01)
@@ -289,7 +303,14 @@ def test_one_device_is_measured_without_torchrun_and_without_click(tmp_path):
     assert done.returncode == 0, done.stderr
     profile = load_profile(str(tmp_path / "my_box.toml"))
     assert (profile.n_devices, profile.links) == (1, ())
+    assert run(tmp_path, "-c", FITTING, PYTHONPATH=path).returncode == 0  # several devices need no more than one
 
+
+FITTING = """
+from autoplan.link_fit import CollectiveTime, fit_links
+
+fit_links([CollectiveTime(kind, 2, 2**20, 1e-3, 1) for kind in ("all_reduce", "all_gather")], n_devices=2)
+"""
 
 FAILING = """
 import os, sys
@@ -339,10 +360,10 @@ def test_a_missing_gpu_ends_with_7(monkeypatch, tmp_path, capsys):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("out", ["nowhere/my_box.toml", "my_box.txt"])
-def test_an_output_that_cannot_be_written_ends_with_9_before_anything_is_measured(tmp_path, out, monkeypatch):
+@pytest.mark.parametrize(("out", "code"), [("nowhere/my_box.toml", 9), ("my_box.json", 2)])
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, out, code, monkeypatch):
     monkeypatch.setattr("autoplan.measure_hardware._measure", None)  # to call it would be an internal error
-    assert cli.run(["hw", "measure", "--out", str(tmp_path / out)]) == 9
+    assert cli.run(["hw", "measure", "--out", str(tmp_path / out)]) == code
 
 
 def test_a_profile_that_the_loader_refuses_is_not_written(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,8 @@ from autoplan.trace import module_source, trace_model
 
 MODEL = Path(__file__).parent / "families" / "custom_op.py"
 SOFT_CAP = "families.soft_cap.default"
-RULE_FILE = f"""from autoplan.rules import OpRule, broadcast_equation
+RULE_FILE = f"""from autoplan.equations import broadcast_equation
+from autoplan.rules import OpRule
 
 RULES = {{"{SOFT_CAP}": OpRule(broadcast_equation, saves=(-1,))}}
 """

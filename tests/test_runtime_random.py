@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
+from autoplan.runtime.collectives import grouped_attention_of_rank
 from autoplan.runtime.random import rank_attention, rank_dropout
 
 N, P_DROP, SEED = 40_000, 0.25, 7
@@ -56,14 +57,18 @@ def _check_without_training(tp):
 
 def _check_attention(tp):
     """With values of one, a row of attention is the sum of its kept weights: about 1, and not alike on two ranks."""
-    torch.manual_seed(SEED)
-    q = torch.randn(2, 3, 64, 8)
-    found = rank_attention(q, q, torch.ones_like(q), tp=tp, dropout_p=P_DROP)
-    a, b = _of_all_ranks(found)
-    assert (a != b).float().mean() > 0.99
-    assert abs(found.mean() - 1.0) < 0.05
-    for state in [_of_all_ranks(torch.get_rng_state())]:
-        assert torch.equal(*state)
+    q = torch.randn(2, 4, 64, 8, generator=torch.Generator().manual_seed(SEED))
+    key, value = q[:, :1], torch.ones(2, 1, 64, 8)
+    for attention in (
+        lambda: rank_attention(q, q, torch.ones_like(q), tp=tp, dropout_p=P_DROP),
+        lambda: grouped_attention_of_rank(q, key, value, tp, dropout_p=P_DROP),
+    ):
+        torch.manual_seed(SEED)
+        found = attention()
+        a, b = _of_all_ranks(found)
+        assert (a != b).float().mean() > 0.99
+        assert abs(found.mean() - 1.0) < 0.05
+        assert torch.equal(*_of_all_ranks(torch.get_rng_state()))
 
 
 def _check_recompute(tp):

@@ -1,5 +1,10 @@
 """The tensor-parallel program: it finds the known recipes by itself, and obeys the rules of layouts."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from distributed.programs import graph_of, prices, shardings_of
 
@@ -28,6 +33,21 @@ def test_gpt_block_is_column_then_row_parallel_with_the_fused_qkv_in_three_block
     assert produced["blocks.0.up.weight"] == sharded(0)
     assert produced["blocks.0.down.weight"] == sharded(1)
     assert produced["scaled_dot_product_attention"] == sharded(1)  # heads
+
+
+def test_the_assignment_is_the_same_in_every_process():
+    # Python orders sets of names by a number that it draws for each process; equal prices must not be decided by it
+    code = "from distributed.programs import shardings_of; print(shardings_of('mlp', 2, seed=0))"
+    found = {
+        subprocess.check_output(
+            [sys.executable, "-c", code],
+            text=True,
+            cwd=Path(__file__).parent,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for seed in "123"
+    }
+    assert len(found) == 1
 
 
 def test_llama_with_grouped_queries_splits_query_and_key_heads_alike():

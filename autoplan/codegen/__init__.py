@@ -41,17 +41,16 @@ def generate(
 
     `model_text` is the user's model file, `overrides` the arguments of its build_model.
     """
-    is_rewritten = plan.mesh.tp > 1 or plan.mesh.pp > 1
     found = {
         "train.py": train_script(
             header=header,
             config=config_values(graph, plan),
             overrides=dict(overrides),
-            has_parallel_model=is_rewritten,
+            has_parallel_model=plan.mesh.needs_generated_model,
         ),
         "model.py": model_text,
     }
-    if is_rewritten:
+    if plan.mesh.needs_generated_model:
         found["parallel_model.py"] = parallel_model_text(graph, plan, rules=rules)
     return Program((*found.items(), *runtime_files().items()))
 

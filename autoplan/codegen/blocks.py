@@ -20,7 +20,7 @@ def block_class(writer: Writer, segment: Segment) -> str:
         name: name.removeprefix(f"{segment.module_path}.") for name in segment.parameters if name not in foreign
     }
     arguments = _arguments(writer, segment, instances)
-    body = Body(writer.context, writer.tp)
+    body = Body(writer.context)
     add_ops(body, writer.graph.ops_of(segment), layouts=layouts, leaving=leaving_layouts(segment, layouts))
     known = {name: access(path) for name, path in relative.items()}
     shards = {
@@ -33,7 +33,7 @@ def block_class(writer: Writer, segment: Segment) -> str:
             f"class {writer.class_names[segment.kind]}(nn.Module):",
             f'{INDENT}"""{_described([s.module_path for s in instances])}."""',
             "",
-            *([f"{INDENT}SHARDS = {_shards_text(shards, 1)}", ""] if shards else []),
+            *([f"{INDENT}SHARDS = {_shards_text(shards)}", ""] if shards else []),
             f"{INDENT}def __init__(self, tp: ProcessGroup | None) -> None:",
             f"{INDENT * 2}super().__init__()",
             f"{INDENT * 2}self.tp = tp",
@@ -62,6 +62,6 @@ def _described(instances: list[str]) -> str:
     return f"`{instances[0]}` to `{instances[-1]}`, {len(instances)} in all"
 
 
-def _shards_text(shards: Mapping[str, str], level: int) -> str:
-    rows = "".join(f"{INDENT * (level + 1)}{quoted(name)}: {shard},\n" for name, shard in shards.items())
-    return "{\n" + rows + INDENT * level + "}"
+def _shards_text(shards: Mapping[str, str]) -> str:
+    rows = "".join(f"{INDENT * 2}{quoted(name)}: {shard},\n" for name, shard in shards.items())
+    return "{\n" + rows + INDENT + "}"

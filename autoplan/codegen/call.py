@@ -6,7 +6,7 @@ that divides a sharded dim is the number of groups in the local part (`Call.shar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isfinite
 
@@ -70,9 +70,9 @@ def _n_refs(argument: Argument) -> int:
     return int(isinstance(argument, Ref))
 
 
-def _text(call: Call, argument: Argument, operands: object) -> str:
+def _text(call: Call, argument: Argument, operands: Iterator[str]) -> str:
     if isinstance(argument, Ref):
-        return next(operands)  # type: ignore[call-overload]
+        return next(operands)
     if isinstance(argument, tuple):
         items = [_text(call, item, operands) for item in argument]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"

@@ -97,21 +97,31 @@ def _entries_text(entries: Mapping[str, str]) -> str:
 
 
 def _weight_text(writer: Writer, layouts: SegmentLayouts, name: str) -> str:
-    parameter = writer.parameters[name]
-    shape = local_spec(parameter.spec, layouts.produced.get(name, R), writer.context.degree).at(1)
-    if not parameter.is_buffer:
-        return repr(shape)
-    dtype = parameter.spec.dtype if parameter.spec.dtype != COMPUTE else "float32"
-    persistent = "" if parameter.is_persistent else ", persistent=False"
-    return f"Buffer({shape!r}, {quoted(dtype)}{persistent})"
+    """What `Weights` takes for a parameter, its local shape, or for a buffer."""
+    shape = _local_shape(writer, layouts, name)
+    if not writer.parameters[name].is_buffer:
+        return shape
+    return f"Buffer({shape}, {quoted(_dtype(writer, name))}{_persistent(writer, name)})"
 
 
 def _own_tensor_text(writer: Writer, layouts: SegmentLayouts, leaf: str, name: str) -> str:
     """The statement that gives a class a parameter or buffer of its own."""
-    parameter = writer.parameters[name]
-    shape = local_spec(parameter.spec, layouts.produced.get(name, R), writer.context.degree).at(1)
-    if not parameter.is_buffer:
-        return f"self.{leaf} = nn.Parameter(torch.empty({shape!r}))"
-    dtype = parameter.spec.dtype if parameter.spec.dtype != COMPUTE else "float32"
-    persistent = "" if parameter.is_persistent else ", persistent=False"
-    return f"self.register_buffer({quoted(leaf)}, torch.empty({shape!r}, dtype=torch.{dtype}){persistent})"
+    shape = _local_shape(writer, layouts, name)
+    if not writer.parameters[name].is_buffer:
+        return f"self.{leaf} = nn.Parameter(torch.empty({shape}))"
+    tensor = f"torch.empty({shape}, dtype=torch.{_dtype(writer, name)})"
+    return f"self.register_buffer({quoted(leaf)}, {tensor}{_persistent(writer, name)})"
+
+
+def _local_shape(writer: Writer, layouts: SegmentLayouts, name: str) -> str:
+    layout = layouts.produced.get(name, R)
+    return repr(local_spec(writer.parameters[name].spec, layout, writer.context.degree).at(1))
+
+
+def _dtype(writer: Writer, name: str) -> str:
+    dtype = writer.parameters[name].spec.dtype
+    return "float32" if dtype == COMPUTE else dtype
+
+
+def _persistent(writer: Writer, name: str) -> str:
+    return "" if writer.parameters[name].is_persistent else ", persistent=False"

@@ -1,7 +1,7 @@
 """One op -> one Python expression, as a person would write it: `F.linear(x, weight)`, `a + b`, `x.reshape(...)`.
 
 `EXPRESSIONS` maps an operator to a function of its call; an operator without an entry is called by its ATen name.
-`FUNCTIONS` does the same for the functions of `runtime.collectives` that run instead of an op.
+`FUNCTIONS` does the same for the functions of the runtime that run instead of an op.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TORCH = (
     " erfc erfinv exp exp2 expm1 eye floor frac isfinite isinf isnan lgamma linspace log log10 log1p log2 logical_and"
     " logical_not logical_or logical_xor logit matmul maximum minimum mm mv nan_to_num outer positive reciprocal round"
     " rsqrt sgn sigmoid sign sin sinc sinh sqrt square tan tanh tril triu trunc addcdiv addcmul addmm atan2 baddbmm"
-    " bilinear empty_like empty_like full_like hypot logaddexp logaddexp2 ones_like scalar_tensor zeros_like arange"
+    " bilinear empty_like full_like hypot logaddexp logaddexp2 ones_like scalar_tensor zeros_like arange"
 )
 _FUNCTIONAL = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d celu cosine_similarity gelu glu hardshrink hardsigmoid"
@@ -200,5 +200,5 @@ FUNCTIONS: dict[str, Printer] = {
     "own_experts_mm": printers.own_experts,
 }
 
+# The module of the runtime that holds a function of `FUNCTIONS`, where it is not `collectives`.
 FUNCTION_MODULES = {"own_experts_mm": "experts"}
-"""The module of the runtime that holds a function of `FUNCTIONS`, where it is not `collectives`."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
-from autoplan.codegen.value_names import ValueNames
-from autoplan.graph import COMPUTE, GraphFacts, Op, OpGraph, PerSample, Ref, TensorSpec
+from autoplan.codegen.value_names import ValueNames, operator_name
+from autoplan.graph import COMPUTE, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
 from autoplan.layout import Conversion, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Strategy, operand_names
+from autoplan.semantics import drop_probability
 from autoplan.sharding import SegmentLayouts
 
 _SUFFIX = {"R": "whole", "V": "copied", "S": "part", "P": "partial"}
@@ -28,8 +29,7 @@ _BACKWARD = {
     "all_to_all": ("all-to-all of", "split along another dim"),
 }
 _LIKE_DTYPE, _LIKE_DEVICE = "dtype_like", "device_like"  # stand-ins in a template until the line is whole
-_DRAWS = frozenset({"dropout", "native_dropout", "bernoulli", "rand_like", "randn_like", "rrelu"})
-_WRITES = frozenset({"batch_norm"})
+_DRAWS = frozenset({"bernoulli", "rand_like", "randn_like", "rrelu"})  # beside dropout
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -51,13 +51,15 @@ class ForwardContext:
     facts: GraphFacts
     names: ValueNames
     read: frozenset[str]
+    buffers: frozenset[str]
     imports: set[tuple[str, str]]
 
     @classmethod
     def of(cls, graph: OpGraph, *, rules: Mapping[str, OpRule], degree: int, precision: str) -> ForwardContext:
         """The context of one program."""
         read = frozenset(name for op in graph.ops for name in op.input_names()) | {*graph.model_outputs, graph.loss}
-        return cls(graph, rules, degree, precision, GraphFacts.of(graph), ValueNames.of(graph), read, set())
+        buffers = frozenset(parameter.name for parameter in graph.parameters if parameter.is_buffer)
+        return cls(graph, rules, degree, precision, GraphFacts.of(graph), ValueNames.of(graph), read, buffers, set())
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Body:
     """
 
     context: ForwardContext
-    tp: str
+    tp: str = "self.tp"
     lines: list[Line] = field(default_factory=list)
     held: dict[str, Key] = field(default_factory=dict)
     made: set[Key] = field(default_factory=set)
@@ -112,33 +114,10 @@ def add_ops(body: Body, ops: tuple[Op, ...], *, layouts: SegmentLayouts, leaving
         results = pieces.get(op.name, [op])
         is_read = op.name in body.context.read
         body.lines.append(_op_line(body.context, op, operands, strategy, results if is_read else [], body.tp))
-        if _operator(op) in _WRITES:
+        if op.target in WRITES:
             body.lines += _written_back(body, op, operands, strategy)
-        body.lines += _statistics_lines(body, op, strategy)
     for name, layout in leaving.items():
         body.held[name] = _as_layout(body, name, layout, layouts=layouts)
-
-
-def _statistics_lines(body: Body, op: Op, strategy: Strategy) -> list[Line]:
-    """After a batch norm of some channels, which updates its parts of the running statistics: the whole of them."""
-    if _operator(op) not in _WRITES:
-        return []
-    lines = []
-    for name, layout in zip(operand_names(op), strategy.operands, strict=True):
-        if layout.kind == "S" and Ref(name) in op.args[3:5]:  # running mean and variance
-            body.context.imports.add(("collectives", "all_gather"))
-            arguments = [placeholder(1), *_dims(layout, R), body.tp, *_blocks(layout, R)]
-            arguments += _true_extent("size", body.context.facts.specs[name], layout)
-            size = body.context.facts.specs[name].n_bytes(1, body.context.precision)
-            lines.append(
-                Line(
-                    template=f"{placeholder(0)}.copy_(all_gather({', '.join(arguments)}))",
-                    reads=(body.key(name), (name, str(layout))),
-                    comment=f"all-gather of the running statistics of all channels: {size:,} bytes",
-                    has_effect=True,
-                )
-            )
-    return lines
 
 
 def _is_nothing(context: ForwardContext, op: Op) -> bool:
@@ -205,20 +184,7 @@ def _nests(context: ForwardContext, op: Op, rule: OpRule | None, strategy: Strat
 
 def _has_effect(op: Op) -> bool:
     """Whether an op draws random numbers or writes a buffer."""
-    operator = _operator(op)
-    return operator in _DRAWS or operator in _WRITES or operator.endswith("_") or _dropout_p(op) > 0
-
-
-def _operator(op: Op) -> str:
-    return op.target.split(".")[1] if "." in op.target else op.target
-
-
-def _dropout_p(op: Op) -> float:
-    """The dropout of an attention."""
-    if op.target != _ATTENTION:
-        return 0.0
-    values = dict(zip(("attn_mask", "dropout_p"), op.args[3:5], strict=False)) | dict(op.kwargs)
-    return float(values.get("dropout_p", 0.0))
+    return operator_name(op) in _DRAWS or op.target in WRITES or drop_probability(op) > 0
 
 
 def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> str:
@@ -239,7 +205,7 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         context.imports.add((FUNCTION_MODULES.get(strategy.function, "collectives"), strategy.function))
         return FUNCTIONS[strategy.function](call)
     text = expression(call)
-    if _dropout_p(op) > 0 and strategy.result.kind == "S":
+    if op.target == _ATTENTION and drop_probability(op) > 0 and strategy.result.kind == "S":
         context.imports.add(("random", "rank_attention"))
         text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"
     return text
@@ -264,16 +230,22 @@ def _statistics_comment(context: ForwardContext, strategy: Strategy) -> str:
 
 def _written_back(body: Body, op: Op, operands: tuple[Key, ...], strategy: Strategy) -> list[Line]:
     """Lines that put the parts of buffers that an op has written together again: buffers are whole on every rank."""
-    context, buffers = body.context, {p.name for p in body.context.graph.parameters if p.is_buffer}
     lines = []
     for name, key, layout in zip(operand_names(op), operands, strategy.operands, strict=True):
-        if name in buffers and layout.kind == "S":
-            context.imports.add(("collectives", "all_gather"))
-            gathered = f"all_gather({placeholder(1)}, {layout.dim}, {body.tp})"
-            n_bytes = context.facts.specs[name].n_bytes(1, context.precision)
-            comment = f"all-gather of the parts of {{value}}, which are written: {n_bytes:,} bytes forward"
-            template = f"{placeholder(0)}.copy_({gathered})"
-            lines.append(Line(template, reads=(body.key(name), key), comment=comment, has_effect=True))
+        if name in body.context.buffers and layout.kind == "S":
+            body.context.imports.add(("collectives", "all_gather"))
+            spec = body.context.facts.specs[name]
+            arguments = [placeholder(1), *_dims(layout, R), body.tp, *_blocks(layout, R)]
+            arguments += _true_extent("size", spec, layout)
+            n_bytes = spec.n_bytes(1, body.context.precision)
+            lines.append(
+                Line(
+                    template=f"{placeholder(0)}.copy_(all_gather({', '.join(arguments)}))",
+                    reads=(body.key(name), key),
+                    comment=f"all-gather of the parts of {{value}}, which are written: {n_bytes:,} bytes forward",
+                    has_effect=True,
+                )
+            )
     return lines
 
 

@@ -52,8 +52,6 @@ def opening(writer: Writer, body: str) -> str:
         *import_lines("runtime.pipeline", ["Boundary", *_used(body, "PerSample")]),
         *import_lines("runtime.random", _imported(writer, "random")),
         *import_lines("runtime.weights", [*_used(body, "Buffer"), "Shard", *_used(body, "Weights")]),
-        "",
-        f"TP_DEGREE = {mesh.tp}",
     ]
     return "\n".join(lines)
 

@@ -67,8 +67,9 @@ def _described(writer: Writer, segment: Segment) -> SegmentClass:
     own = [op for op in ops if op.module_path != LOSS_PATH]
     has_loss = len(own) < len(ops)
     results = graph.model_outputs if has_loss else segment.outputs
-    read = {name for op in own for name in op.input_names()} | set(results)
-    arguments = tuple(name for name in segment.inputs if name in read)
+    read = {name for op in own for name in op.input_names()}
+    handed_on = set(results) - {op.name for op in own}  # the loss takes outputs of earlier segments too
+    arguments = tuple(name for name in dict.fromkeys((*segment.inputs, *results)) if name in read | handed_on)
     if segment.is_block:
         name, arguments = writer.class_names[segment.kind], (*segment.inputs, *foreign_parameters(segment))
     else:
@@ -81,7 +82,7 @@ def _outer_class(writer: Writer, segment: Segment, described: SegmentClass) -> s
     names = different_names([writer.context.names.argument([name]) for name in values])
     arguments = dict(zip(values, names, strict=True))
     held = {name: name for name in segment.parameters}
-    body = Body(writer.context, writer.tp)
+    body = Body(writer.context)
     add_outer(writer, segment, body)
     known = {name: access(name) for name in held}
     return "\n".join(

@@ -29,7 +29,7 @@ def stage_class(writer: Writer, index: int) -> str:
     received, sent = _received(writer, stage), _sent(writer, stage)
     names = different_names([writer.context.names.argument([name]) for name in received])
     arguments = dict(zip(received, names, strict=True))
-    body = Body(writer.context, writer.tp)
+    body = Body(writer.context)
     _add_invariants(invariants, body)
     for run in _runs(segments, graph):
         _add_run(writer, run, body, members=_members(run[0], segments, held))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autoplan.graph import TensorSpec
 from autoplan.layout import Layout
@@ -25,7 +25,7 @@ def range_text(start: int, stop: int) -> str:
     return f"range({start}, {stop})" if start else f"range({stop})"
 
 
-def import_lines(module: str, names: list[str]) -> list[str]:
+def import_lines(module: str, names: Sequence[str]) -> list[str]:
     """`from module import ...`, over several lines when one is too short; nothing for no names."""
     if not names:
         return []

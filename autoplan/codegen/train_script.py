@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from autoplan.codegen.text import import_lines, quoted
 
 _TEMPLATE = '''\
 """{header}
@@ -92,7 +93,7 @@ def train_script(
     `overrides` the keyword arguments of `build_model`. Values are strings, numbers, booleans, None, and tuples of them.
     """
     imports = "import model as model_file\n" + ("import parallel_model\n" if has_parallel_model else "")
-    imports += _import_lines("runtime", _RUNTIME_NAMES)
+    imports += "".join(f"{line}\n" for line in import_lines("runtime", _RUNTIME_NAMES))
     return _TEMPLATE.format(
         header=header.replace("\\", "\\\\").replace('"""', r"\"\"\"").strip(),
         imports=imports,
@@ -102,15 +103,10 @@ def train_script(
     )
 
 
-def _import_lines(module: str, names: Iterable[str]) -> str:
-    lines = "".join(f"    {name},\n" for name in names)
-    return f"from {module} import (\n{lines})\n"
-
-
 def _value(value: Any) -> str:
     """A literal of the value in double quotes; a long tuple over several lines."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return quoted(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_value(key)}: {_value(item)}" for key, item in value.items()) + "}"
     if not isinstance(value, tuple):

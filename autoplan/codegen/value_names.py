@@ -74,23 +74,26 @@ class ValueNames:
 
     def _module_name(self, op: Op) -> str:
         last = op.module_path.rpartition(".")[2]
-        is_module = _operator(op) in _MODULE_OPS and op.module_path != LOSS_PATH
+        is_module = operator_name(op) in _MODULE_OPS and op.module_path != LOSS_PATH
         return last if is_module and last.isidentifier() else ""
 
     def _plain_name(self, name: str) -> str:
         """The name of a value outside of the function that made it."""
-        while (op := self.makers.get(name)) and not op.label and _operator(op) in _SAME and isinstance(op.args[0], Ref):
+        op = self.makers.get(name)
+        while op and not op.label and operator_name(op) in _SAME and isinstance(op.args[0], Ref):
             name = op.args[0].name
+            op = self.makers.get(name)
         if op is None:
             found = self.inputs.get(name, name)
             return found if found.isidentifier() else name
         return self.wish(op).names[0]
 
 
-def _operator(op: Op) -> str:
+def operator_name(op: Op) -> str:
+    """The operator without its namespace and overload: `linear`."""
     return op.target.split(".")[1] if "." in op.target else op.target
 
 
 def _operator_word(op: Op) -> str:
-    operator = _operator(op)
+    operator = operator_name(op)
     return _WORDS.get(operator, operator.strip("_"))

@@ -26,7 +26,6 @@ class Writer:
     class_names: Mapping[int, str]
     kinds: Mapping[int, SegmentLayouts]
     parameters: Mapping[str, Parameter]
-    tp: str
 
     @property
     def graph(self) -> OpGraph:
@@ -57,7 +56,6 @@ def writer_of(graph: OpGraph, plan: Plan, rules: Mapping[str, OpRule]) -> Writer
             for kind, segment in first.items()
         },
         parameters={parameter.name: parameter for parameter in graph.parameters},
-        tp="self.tp",
     )
 
 

@@ -2,7 +2,7 @@
 
     measured      the same content, assignment and micro-batch: the measured seconds and bytes
     scaled        the same content and degree, another micro-batch or assignment: computed x measured / computed there,
-                  at the nearest micro-batch
+                  at the nearest micro-batch, and as if an assignment that is unknown here were the one of its boundary
     calibrated    not measured: computed x the median of measured / computed over this kind of segment, else over all
 
 Computed is the roofline of `segment_work`. Bytes are only scaled, never calibrated: they are counted, not rated.
@@ -41,7 +41,7 @@ class Correction:
 
     Attributes:
         contents: content key of each kind.
-        assignments: (tp, sharding) -> assignment key of each kind.
+        assignments: (tp, boundary) -> assignment key of each kind; "sharding" is the boundary by its other name.
     """
 
     contents: dict[int, str]
@@ -66,6 +66,10 @@ class Correction:
         ratios = []
         for row in measured.segments:
             place = places.get((row.content, row.assignment, row.tp))
+            if place is None and (row.tp, row.boundary) in assignments:
+                place = next(
+                    ((row.tp, row.boundary, kind) for kind, key in contents.items() if key == row.content), None
+                )
             if place is not None:
                 tp, sharding, kind = place
                 ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind)))
@@ -78,6 +82,7 @@ class Correction:
         assignment = self.assignments[tp, sharding][kind]
         same = [r for r in self.ratios if r.row.content == self.contents[kind] and r.row.tp == tp]
         same = [r for r in same if r.row.assignment == assignment] or same
+        same = [r for r in same if r.row.boundary == sharding] or same
         if same:
             nearest = min(same, key=lambda r: _distance(r.row.micro_batch_size, micro_batch_size))
             is_exact = nearest.row.micro_batch_size == micro_batch_size and nearest.row.assignment == assignment

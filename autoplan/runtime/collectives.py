@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .random import rank_attention
+
 # torch 2.13 renamed these two; 2.11 has the old names only.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -185,16 +187,18 @@ def grouped_attention_of_rank(
     """Attention of this rank's query heads, which read the key and value heads of their groups.
 
     query: [batch, heads / tp, ...], key, value: [batch, key heads, ...], whole on every rank. Query head h reads key
-    head h // (heads / key heads). The gradients of key and value are this rank's share of them.
+    head h // (heads / key heads). The gradients of key and value are this rank's share of them. Dropout differs on each
+    rank.
     """
     n_ranks, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
     n_local = query.shape[1]
     n_per_key_head = n_local * n_ranks // key.shape[1]
     first, last = rank * n_local // n_per_key_head, ((rank + 1) * n_local - 1) // n_per_key_head
-    return torch.nn.functional.scaled_dot_product_attention(
+    return rank_attention(
         query,
         key[:, first : last + 1],
         value[:, first : last + 1],
+        tp=tp,
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,

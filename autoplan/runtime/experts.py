@@ -7,22 +7,20 @@ x: [rows, in], sorted by expert; weight: [experts, in, out]; ends: [experts], wh
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import cache
 
 import torch
+from torch.distributed import ProcessGroup
 
-_REGISTRATIONS: list[torch.library.Library] = []  # a registration lasts as long as its object
 
-
-def use_float64_grouped_products() -> None:
+@cache  # a registration lasts as long as the object that is returned
+def use_float64_grouped_products() -> torch.library.Library:
     """Give `torch.nn.functional.grouped_mm` a CPU kernel that takes any dtype; the user's own calls get it too."""
-    if _REGISTRATIONS:
-        return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "overriding a previously registered kernel": on purpose
         library.impl("_grouped_mm", _grouped_mm, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
-    _REGISTRATIONS.append(library)
+    return library
 
 
 def _grouped_mm(
@@ -51,7 +49,7 @@ def _grouped_mm(
     return result if bias is None else result + bias
 
 
-def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp: Any) -> torch.Tensor:
+def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     """The grouped product of the rows that belong to this rank's experts; other rows are zero.
 
     x: [rows, in], all rows; weight: [experts / ranks, in, out], this rank's experts; ends: [experts], of all experts.

@@ -102,7 +102,6 @@ def parallel_model(n_stages):
         return type("Stage", (Stage,), own)
 
     return SimpleNamespace(
-        TP_DEGREE=1,
         SHARDS={},
         STAGES=tuple(stage_class(first) for first in range(0, N_BLOCKS, per_stage)),
         BOUNDARIES=((Boundary((PerSample(1), WIDTH, POINTS)),),) * (n_stages - 1),

@@ -111,7 +111,6 @@ def parallel_model(tp_degree, n_stages):
         Boundary((SEQ, 1), requires_grad=False),
     )
     return SimpleNamespace(
-        TP_DEGREE=tp_degree,
         SHARDS=shards if tp_degree > 1 else {},
         STAGES=tuple(stage_class(first) for first in range(0, N_LAYERS, per_stage)),
         BOUNDARIES=(cut,) * (n_stages - 1),

@@ -21,8 +21,6 @@ from runtime.collectives import (
 from runtime.pipeline import Boundary, PerSample
 from runtime.weights import Shard, Weights
 
-TP_DEGREE = 2
-
 
 class Block(nn.Module):
     """`blocks.0` to `blocks.3`, 4 in all."""

@@ -20,8 +20,6 @@ from runtime.collectives import (
 from runtime.pipeline import Boundary
 from runtime.weights import Shard, Weights
 
-TP_DEGREE = 2
-
 
 class Block(nn.Module):
     """`layers.0` to `layers.3`, 4 in all."""

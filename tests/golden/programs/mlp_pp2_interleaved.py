@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from runtime.pipeline import Boundary, PerSample
 from runtime.weights import Shard, Weights
 
-TP_DEGREE = 1
-
 
 class Block(nn.Module):
     """`blocks.0` to `blocks.3`, 4 in all."""

@@ -1,0 +1,377 @@
+"""Measured profiles: what is measured, that plans use exactly that, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+
+from autoplan import api, cli
+from autoplan.answer import answer_from_json, answer_to_json, step_interval_s
+from autoplan.errors import InputError, MeasureError, UsageError
+from autoplan.graph import GraphFacts
+from autoplan.measured_profile import MeasuredProfile, SegmentTime, parse_profile
+from autoplan.options import Options
+from autoplan.output_folder import write_folder
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.profile_folder import value_ranges
+from autoplan.profiling import results_table, run_measurements, start_process
+from autoplan.report import plan_report
+from autoplan.segment_key import WHOLE, assignment_key, content_key
+from autoplan.space import price_plan, priced_space
+
+CHECKOUT = Path(__file__).parent.parent
+GPT, MLP = CHECKOUT / "examples" / "gpt.py", CHECKOUT / "examples" / "mlp.py"
+SIZES = {"n_layers": 2, "n_heads": 4, "width": 32, "context": 16}
+DEGREES, BATCHES = (1, 2), (1, 2)
+
+
+def quick(command):
+    return start_process([*command, "--seconds", "0.005"])
+
+
+@pytest.fixture(scope="module")
+def hw(tmp_path_factory) -> str:
+    """Four devices that are CPUs."""
+    text = (CHECKOUT / "hardware_profiles" / "h200_x4.toml").read_text()
+    path = tmp_path_factory.mktemp("hw") / "cpu_x4.toml"
+    path.write_text(text.replace('name = "NVIDIA H200"', 'name = "CPU"'))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(hw):
+    return api.measurement_folder(
+        GPT, hw=hw, overrides=SIZES, degrees=DEGREES, micro_batch_sizes=BATCHES, precision="fp32"
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(files, tmp_path_factory) -> SimpleNamespace:
+    out = tmp_path_factory.mktemp("measured") / "measured.json"
+    rows = run_measurements(files, out=out, device="cpu", start=quick)
+    return SimpleNamespace(out=out, rows=rows, text=out.read_text())
+
+
+@pytest.fixture
+def problem(hw, measured):
+    options = Options(precision="fp32", global_batch=8, profile=str(measured.out), fix=(("pp", "1"),))
+    return api.make_problem(GPT, hw=hw, overrides=SIZES, options=options)
+
+
+def segment_rows(rows, **wanted):
+    return [r for r in rows if r["what"] == "segment" and all(r[key] == value for key, value in wanted.items())]
+
+
+def whole_plan(problem, size=1):
+    return Plan(Mesh(micro_batch_size=size), (StagePlan(0, len(problem.graph.segments)),), precision="fp32")
+
+
+def tables(problem, size=1):
+    """(priced as measured, priced by the hardware profile) on one device."""
+    plan = whole_plan(problem, size)
+    both = (problem.measured, None)
+    return tuple(price_plan(problem.graph, problem.profile, plan, measured=measured) for measured in both)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def test_every_kind_is_measured_at_every_degree_and_micro_batch(measured, problem) -> None:
+    names = {segment.name for segment in problem.graph.first_of_kind().values()}
+    assert names == {"outer.0", "blocks.0", "outer.1"}
+    for degree in DEGREES:
+        for size in BATCHES:
+            rows = segment_rows(measured.rows, tp=degree, micro_batch_size=size)
+            assert {row["segment"] for row in rows} == names, (degree, size)
+    assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in segment_rows(measured.rows))
+    assert [row["what"] for row in measured.rows].count("optimizer") == 1
+
+
+def test_each_line_says_what_it_depends_on(measured) -> None:
+    for row in measured.rows:
+        assert row["device"] == "CPU" and row["torch"] and row["precision"] == "fp32" and row["model"] == "gpt.py"
+
+
+def test_saved_bytes_are_those_of_the_tensors_autograd_keeps(hw, tmp_path) -> None:
+    # one block of the MLP, width 8, expansion 4, one sample, float32: the norm keeps its input (8) and mean and
+    # rstd (1 each), `up` its input (8), gelu its input (32), `down` its input (32): 82 floats
+    overrides = {"width": 8, "depth": 1}
+    files = api.measurement_folder(
+        MLP, hw=hw, overrides=overrides, degrees=(1,), micro_batch_sizes=(1, 3), precision="fp32"
+    )
+    rows = run_measurements(files, out=tmp_path / "m.json", device="cpu", start=quick)
+    assert [row["saved_bytes"] for row in segment_rows(rows, segment="blocks.0")] == [4 * 82, 3 * 4 * 82]
+
+
+def test_a_second_run_measures_nothing_again(files, measured) -> None:
+    run_measurements(files, out=measured.out, device="cpu", start=quick)
+    assert measured.out.read_text() == measured.text
+
+
+def test_a_run_goes_on_where_another_was_cut_off(files, measured, tmp_path) -> None:
+    out = tmp_path / "measured.json"
+    lines = measured.text.splitlines(keepends=True)
+    out.write_text("".join(lines[:-2]) + lines[-2][:40])
+    rows = run_measurements(files, out=out, device="cpu", start=quick)
+    assert out.read_text().startswith("".join(lines[:-2])) and len(rows) == len(lines)
+    assert [row.get("content") for row in rows] == [row.get("content") for row in measured.rows]
+
+
+def test_a_device_without_room_leaves_a_line_that_says_so(measured, problem) -> None:
+    row = segment_rows(measured.rows, segment="blocks.0", tp=1, micro_batch_size=2)[0]
+    names = ("forward_s", "backward_s", "host_forward_s", "host_backward_s", "saved_bytes", "working_bytes")
+    full = {key: value for key, value in row.items() if key not in names} | {"status": "out of memory"}
+    others = [other for other in measured.rows if other is not row]
+    text = "\n".join(json.dumps(other) for other in [*others, full])
+    assert "out of memory" in results_table([full])
+    facts = GraphFacts.of(problem.graph)
+    contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
+    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
+    assert len(found.segments) == len(problem.measured.segments) - 1
+
+
+def test_a_failed_measurement_is_an_error_and_exit_code_7(files, tmp_path) -> None:
+    with pytest.raises(MeasureError) as caught:
+        run_measurements(files, out=tmp_path / "m.json", device="cpu", start=lambda command: 1)
+    assert caught.value.exit_code == 7
+
+
+def test_another_device_than_that_of_the_profile_is_refused(tmp_path, capfd) -> None:
+    files = api.measurement_folder(
+        MLP, hw="h200_x4", overrides={"width": 8, "depth": 1}, degrees=(1,), micro_batch_sizes=(1,)
+    )
+    with pytest.raises(MeasureError):
+        run_measurements(files, out=tmp_path / "m.json", device="cpu", start=quick)
+    assert "found device 'CPU'" in capfd.readouterr().err
+
+
+def test_the_folder_runs_by_itself(files, tmp_path) -> None:
+    write_folder(tmp_path / "measure", files)
+    sources = [path.read_text() for path in (tmp_path / "measure").rglob("*.py")]
+    assert sources and not any("import autoplan" in text or "from autoplan" in text for text in sources)
+
+
+def test_value_ranges_follow_the_paths_of_the_graph() -> None:
+    torch = pytest.importorskip("torch")
+    batch = ({"ids": torch.tensor([[3, 7]]), "x": torch.ones(1, 2)}, torch.tensor([5, -100]))
+    assert value_ranges(batch) == {("inputs", "ids"): (3, 7), ("targets",): (5, 5)}
+
+
+# ---------------------------------------------------------------- prices
+
+
+@pytest.mark.parametrize("size", BATCHES)
+def test_a_plan_takes_exactly_the_measured_seconds(problem, measured, size) -> None:
+    table, _ = tables(problem, size)
+    for kind, segment in problem.graph.first_of_kind().items():
+        (row,) = segment_rows(measured.rows, segment=segment.name, tp=1, micro_batch_size=size)
+        cost = table.costs[kind][0]
+        assert (cost.forward_s, cost.backward_s, cost.saved_bytes) == (
+            row["forward_s"],
+            row["backward_s"],
+            row["saved_bytes"],
+        )
+        if segment.is_block:
+            assert table.costs[kind][1].recompute_s == row["forward_s"]
+    assert set(table.sources) == {"measured"}
+
+
+def test_the_optimizer_takes_the_measured_time_per_element(problem) -> None:
+    # one device, float32: nothing is packed or reduced, so the step is elements x time per element
+    per_element_s = next(row["per_element_s"] for row in problem_rows(problem) if row["what"] == "optimizer")
+    table, _ = tables(problem)
+    total_s = sum(table.costs[kind][0].optimizer_s for kind in table.kinds)
+    assert total_s == pytest.approx(per_element_s * problem.graph.n_parameters())
+
+
+def problem_rows(problem):
+    return [json.loads(line) for line in Path(problem.options.profile).read_text().splitlines()]
+
+
+def test_a_tensor_parallel_plan_uses_what_was_measured_for_its_assignment(problem, measured) -> None:
+    offered = priced_space(problem.graph, problem.profile, problem.options, global_batch=8, measured=problem.measured)
+    sharding = dict(offered.space.shardings)[2][0]
+    mesh = Mesh(tp=2, sharding=sharding, micro_batch_size=2)
+    plan = offered.make_plan(mesh, (StagePlan(0, len(problem.graph.segments)),))
+    assignments = {assignment.kind: assignment for assignment in plan.shardings}
+    table = offered.price(mesh)
+    for kind, segment in problem.graph.first_of_kind().items():
+        key = assignment_key(problem.graph, segment, assignments[kind])
+        rows = segment_rows(measured.rows, segment=segment.name, assignment=key, micro_batch_size=2)
+        assert [row["forward_s"] for row in rows] == [table.costs[kind][0].forward_s]
+    assert table.costs == price_plan(problem.graph, problem.profile, plan, measured=problem.measured).costs
+
+
+def test_another_micro_batch_is_scaled_from_the_nearest_measured_one(problem, measured) -> None:
+    # 8 samples: computed(8) x measured(2) / computed(2), because 2 is nearer to 8 than 1 is
+    (table, computed), (_, computed_2) = tables(problem, 8), tables(problem, 2)
+    for kind, segment in problem.graph.first_of_kind().items():
+        (row,) = segment_rows(measured.rows, segment=segment.name, tp=1, micro_batch_size=2)
+        ratio = row["backward_s"] / computed_2.costs[kind][0].backward_s
+        assert table.costs[kind][0].backward_s == pytest.approx(computed.costs[kind][0].backward_s * ratio)
+    block = next(kind for kind, segment in problem.graph.first_of_kind().items() if segment.is_block)
+    (row,) = segment_rows(measured.rows, segment="blocks.0", tp=1, micro_batch_size=2)
+    assert table.costs[block][0].saved_bytes == 4 * row["saved_bytes"]
+    assert set(table.sources) == {"scaled"}
+
+
+def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
+    # only the block is measured: its ratio corrects the other segments
+    facts, first = GraphFacts.of(problem.graph), problem.graph.first_of_kind()
+    block = next(kind for kind, segment in first.items() if segment.is_block)
+    content = content_key(problem.graph, facts, first[block])
+    only = [row for row in problem.measured.segments if row.content == content and row.assignment == WHOLE]
+    problem = replace(problem, measured=replace(problem.measured, segments=tuple(only)))
+    table, computed = tables(problem)
+    computed_by_size = {size: tables(problem, size)[1] for size in BATCHES}
+    ratio = median(row.forward_s / computed_by_size[row.micro_batch_size].costs[block][0].forward_s for row in only)
+    for kind in first:
+        if kind != block:
+            assert table.costs[kind][0].forward_s == pytest.approx(computed.costs[kind][0].forward_s * ratio)
+            assert table.costs[kind][0].saved_bytes == computed.costs[kind][0].saved_bytes
+    assert sorted(table.sources) == ["calibrated", "calibrated", "measured"]
+
+
+def test_an_assignment_that_was_not_measured_takes_the_correction_of_its_degree(problem, measured) -> None:
+    rows = tuple(replace(row, assignment="another") if row.tp == 2 else row for row in problem.measured.segments)
+    changed = replace(problem.measured, segments=rows)
+    mesh = Mesh(tp=2, sharding=segment_rows(measured.rows, tp=2)[0]["boundary"], micro_batch_size=2)
+    prices = [
+        priced_space(problem.graph, problem.profile, problem.options, global_batch=8, measured=profile).price(mesh)
+        for profile in (problem.measured, changed)
+    ]
+    assert {prices[0].sources, prices[1].sources} == {("measured",) * 3, ("scaled",) * 3}
+    for (known, *_), (scaled, *_) in zip(prices[0].costs, prices[1].costs, strict=True):
+        assert scaled.forward_s == pytest.approx(
+            known.forward_s
+        )  # the same micro-batch: computed x measured / computed
+
+
+def test_host_time_counts_where_it_is_longer_than_the_device(problem) -> None:
+    # device 3 ms forward, host 5 ms: 2 ms of launch; backward device 9 ms, host 4 ms: none
+    facts = GraphFacts.of(problem.graph)
+    rows = tuple(
+        SegmentTime(content_key(problem.graph, facts, segment), WHOLE, 1, "", 1, 3e-3, 9e-3, 5e-3, 4e-3, 1000, 500)
+        for segment in problem.graph.first_of_kind().values()
+    )
+    problem = replace(problem, measured=MeasuredProfile(rows, None, "toy"))
+    for plain, *_ in tables(problem)[0].costs:
+        assert plain.launch_forward_s == pytest.approx(2e-3) and plain.launch_backward_s == 0.0
+        assert (plain.saved_bytes, plain.working_bytes) == (1000, 500)
+
+
+def test_keys_do_not_depend_on_depth_but_on_width() -> None:
+    def block_key(**sizes):
+        graph = api.trace_model(GPT, overrides=SIZES | sizes)
+        segment = next(s for s in graph.segments if s.is_block)
+        return content_key(graph, GraphFacts.of(graph), segment)
+
+    assert block_key() == block_key(n_layers=3)
+    assert block_key() != block_key(width=64)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_the_answer_says_how_the_times_were_found(problem) -> None:
+    answer = api.score(problem, api.solve(problem).best.plan)
+    sources = answer.best.estimate.segment_sources
+    assert len(sources) == len(problem.graph.segments)
+    text, values = plan_report(answer), json.loads(answer_to_json(answer))
+    assert "segments: " in text and all(f"{sources.count(source)} {source}" in text for source in set(sources))
+    assert values["segment_sources"] == dict(zip(answer.workload.segment_names, sources, strict=True))
+    assert "measured.json: CPU, torch" in values["provenance"]["times of segments"]
+    assert answer_from_json(answer_to_json(answer)).best.estimate.segment_sources == sources
+
+
+def test_the_interval_is_the_narrower_the_more_was_measured(answer) -> None:
+    def width(*sources):
+        estimate = replace(answer.best.estimate, segment_sources=sources)
+        low_s, high_s = step_interval_s(replace(answer.best, estimate=estimate))
+        return high_s - low_s
+
+    assert width("measured", "measured") < width("measured", "scaled") < width("calibrated", "scaled") < width()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "found"),
+    [
+        ({"device": "NVIDIA A100"}, "device", "NVIDIA A100"),
+        ({"precision": "bf16"}, "precision", "bf16"),
+        ({"content": "other", "model": "other.py"}, "model", "other.py"),
+        ({"schema_version": 99}, "schema_version", "99"),
+        ({"forward_s": -1.0}, "forward_s", "-1.0"),
+        ({"forward_s": None}, "forward_s", "None"),
+        ({"tp": 0}, "tp", "0"),
+        ({"what": "weather"}, "m.json:1", "weather"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_field(problem, measured, change, field, found) -> None:
+    facts = GraphFacts.of(problem.graph)
+    contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
+    text = "\n".join(json.dumps(row | change) for row in segment_rows(measured.rows))
+    with pytest.raises(InputError) as caught:
+        parse_profile(text, where="m.json", device="CPU", precision="fp32", contents=contents, model="gpt.py")
+    message = str(caught.value)
+    assert "m.json" in message and field in message and found in message
+    assert "expected:" in message and "fix:" in message
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", '{"schema_version": NaN}'])
+def test_a_damaged_file_is_refused(text) -> None:
+    with pytest.raises(InputError):
+        parse_profile(text, where="m.json", device="CPU", precision="fp32", contents={"x"}, model="gpt.py")
+
+
+def test_lines_of_other_devices_are_left_out(problem, measured) -> None:
+    facts = GraphFacts.of(problem.graph)
+    contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
+    other = json.dumps(measured.rows[-1] | {"device": "NVIDIA H200", "forward_s": 1e9})
+    found = parse_profile(
+        measured.text + other, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py"
+    )
+    assert max(row.forward_s for row in found.segments) < 1e9
+
+
+def test_a_profile_is_of_one_device_and_does_not_compare_several(hw, measured) -> None:
+    with pytest.raises(UsageError):
+        api.whatif(GPT, hw=(hw,), overrides=SIZES, n_samples=10, profile=str(measured.out))
+
+
+def test_a_plan_in_another_precision_is_refused(problem) -> None:
+    plan = replace(whole_plan(problem), precision="bf16", graph_hash=problem.graph.content_hash())
+    with pytest.raises(InputError) as caught:
+        api.score(problem, plan)
+    assert "precision" in str(caught.value)
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_profile_needs_one_of_out_and_emit(hw, capsys) -> None:
+    assert cli.run(["profile", str(MLP), "--hw", hw]) == 2
+    assert cli.run(["profile", str(MLP), "--hw", hw, "--out", "m.json", "--emit", "folder"]) == 2
+    assert "--emit DIR" in capsys.readouterr().err
+
+
+def test_emit_writes_a_folder_and_says_how_to_run_it(hw, tmp_path, capsys) -> None:
+    folder = tmp_path / "folder"
+    arguments = ["profile", str(MLP), "--set", "width=8", "--hw", hw, "--tp", "1", "--micro-batch", "1,2"]
+    assert cli.run([*arguments, "--emit", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == f"python {folder}/measure.py --out measured.json"
+    regions = json.loads((folder / "measurement.json").read_text())["regions"]
+    assert [region["micro_batch_sizes"] for region in regions] == [[1, 2]] * len(regions)
+
+
+def test_a_wrong_profile_on_the_command_line_exits_3(hw, measured, capsys) -> None:
+    arguments = ["plan", str(MLP), "--hw", hw, "--precision", "fp32", "--profile", str(measured.out)]
+    assert cli.run(arguments) == 3
+    assert "measured.json: model: found 'gpt.py'" in capsys.readouterr().err
