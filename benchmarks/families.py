@@ -131,9 +131,11 @@ def measure(model: str) -> None:
     from autoplan.search.solve import solve
     from autoplan.sharding import shard_graph
     from autoplan.space import load_rules
+    from autoplan.trace import model_source, trace_model
 
+    file, overrides = MODELS[model]
     started_s = time.perf_counter()
-    graph = graph_of(model)
+    graph = trace_model(model_source(EXAMPLES / file, overrides))
     trace_s = time.perf_counter() - started_s
     sizes = []
 

@@ -137,7 +137,7 @@ def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n
 def test_whatever_assignment_the_solver_may_pick_equals_one_process(tmp_path, n_ranks):
     cases = {
         f"{model}_{name}_{seed}": (model, make_plan(model, seed=seed, tp=n_ranks, sharding=boundary))
-        for seed in range(4)
+        for seed in range(2)
         for model in ("gpt", "llama")
         for boundary, name in BOUNDARIES.items()
     }

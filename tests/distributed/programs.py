@@ -10,6 +10,7 @@ from typing import Any
 
 from autoplan.codegen import config_values, generate
 from autoplan.graph import OpGraph
+from autoplan.graph_cache import cached_graph
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import forward_flops, operand_names
 from autoplan.search.solve import solve
@@ -57,7 +58,13 @@ Row = tuple[str, dict[str, Any], dict[str, Any], bool]  # name, overrides, field
 
 @cache
 def graph_of(model: str) -> OpGraph:
-    """The traced graph of a small model of `MODELS`."""
+    """The graph of a small model of `MODELS`, traced once for all test processes."""
+    file, overrides = MODELS[model]
+    way = "modules" if model in MODULE_LEVEL else ""
+    return cached_graph(EXAMPLES / file, overrides, lambda: _traced(model), way=way)
+
+
+def _traced(model: str) -> OpGraph:
     from autoplan.module_level import trace_modules
     from autoplan.trace import model_source, trace_model
 
