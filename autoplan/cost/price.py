@@ -88,7 +88,7 @@ def make_pricer(
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`.
     """
-    contexts = _contexts(graph, profile, precision, rules)
+    contexts = work_contexts(graph, profile, precision, rules)
 
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
@@ -188,7 +188,7 @@ def sharding_prices(
     batch_size: int,
 ) -> ShardingPrices:
     """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`."""
-    context = _contexts(graph, profile, precision, rules)(batch_size, degree)
+    context = work_contexts(graph, profile, precision, rules)(batch_size, degree)
     gradients = context.facts.gradients
     element = _element_bytes(precision)
 
@@ -207,7 +207,7 @@ def sharding_prices(
     )
 
 
-def _contexts(
+def work_contexts(
     graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
 ) -> Callable[[int, int], WorkContext]:
     """A function from micro-batch size and tensor-parallel degree to what the sums depend on."""
