@@ -44,6 +44,7 @@ def diagnose(run: Run = run_command) -> tuple[Finding, ...]:
     return (
         Finding("python", python),
         *(_package(name) for name in PACKAGES),
+        _transformers(),
         _torch_works(run),
         _gpus(run),
         _links(run),
@@ -56,6 +57,12 @@ def _package(name: str) -> Finding:
         return Finding(name, metadata.version(name))
     except metadata.PackageNotFoundError:
         return Finding(name, "missing", f"install {name}")
+
+
+def _transformers() -> Finding:
+    """Optional, so that its absence needs no fix."""
+    found = _package("transformers")
+    return found if not found.fix else Finding("transformers", "not installed; only hf: models need it")
 
 
 def _torch_works(run: Run) -> Finding:

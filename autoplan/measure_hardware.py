@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -83,7 +82,7 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
     smi = _nvidia_smi() if on_cuda else {}
     today = date.today().isoformat()
     host = MeasuredHost(
-        device_name=torch.cuda.get_device_name(ranks.device) if on_cuda else f"CPU {platform.machine()}",
+        device_name=torch.cuda.get_device_name(ranks.device) if on_cuda else "CPU",
         n_devices=ranks.n_ranks,
         memory_bytes=_memory_bytes(ranks, smi),
         memory_source=f"{'nvidia-smi' if smi else 'torch' if on_cuda else 'an equal share of the host'}, {today}",

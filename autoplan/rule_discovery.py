@@ -164,7 +164,7 @@ def _same(left: str, right: str) -> bool:
     def numbered(equation: str) -> list[list[int]]:
         operands, result = parse_equation(equation)
         numbers: dict[str, int] = {}
-        shared = {letter for term in operands for letter in term.letters} & set(result.letters)
+        shared = {letter for term in operands for letter in term.letters} & set(result.letters) - result.whole
         return [
             [numbers.setdefault(letter, len(numbers)) if letter in shared else -1 for letter in term.letters]
             for term in (*operands, result)
@@ -197,11 +197,20 @@ def _equation(trial: _Trial) -> str | None:
             letter = _letter(trial, shapes, None, set(names), added) if result_dim is None else None
     if not names:
         return None
+    whole: dict[int, str] = {}  # dims that stay whole; equal extents are taken for one dim, which counts once in FLOPs
+
+    def mark(place: int, dim: int, extent: int) -> str:
+        if (place, dim) in names:
+            return names[place, dim]
+        if extent not in whole:
+            whole[extent] = f"{next(free)}^"
+        return whole[extent]
+
     terms = [
-        ("~" if i in added else "") + " ".join(names.get((i, dim)) or f"{next(free)}^" for dim in range(len(shape)))
+        ("~" if i in added else "") + " ".join(mark(i, dim, extent) for dim, extent in enumerate(shape))
         for i, shape in enumerate(shapes)
     ]
-    result = " ".join(names.get((-1, dim)) or f"{next(free)}^" for dim in range(len(trial.result_shape)))
+    result = " ".join(mark(-1, dim, extent) for dim, extent in enumerate(trial.result_shape))
     return f"{', '.join(terms)} -> {result}".rstrip()
 
 

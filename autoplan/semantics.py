@@ -77,6 +77,8 @@ def _batch_norm(graph: OpGraph, plan: Plan) -> str:
     if not _has_batch_norm(graph) or mesh.dp * mesh.n_micro_batches == 1:
         return ""
     whole = f"not of the global batch ({mesh.global_batch_size})"
+    if plan.batch_norm == "synchronized" and mesh.n_micro_batches == 1:
+        return "" if mesh.dp == 1 else "The estimate leaves the communication of synchronized BatchNorm out."
     if mesh.dp == 1:
         return f"BatchNorm normalizes by the statistics of one micro-batch ({mesh.micro_batch_size} samples), {whole}."
     if plan.batch_norm == "synchronized":

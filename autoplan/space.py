@@ -64,6 +64,7 @@ def priced_space(
     With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
     """
     check_loss_average(graph, fixed(options, "loss_average"))
+    _check_recompute(graph, fixed(options, "recompute"))
     rules = load_rules(options.rules)
     shardings = {} if graph.is_module_level else all_shardings(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
@@ -158,6 +159,17 @@ def all_shardings(graph: OpGraph, profile: HardwareProfile, options: Options, ru
             fix="use one of these, or leave tp out",
         )
     return found
+
+
+def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
+    """Refuse to fix what a model without blocks cannot do."""
+    if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
+        raise UsageError.of(
+            f"--fix recompute={recompute}",
+            found="a model without blocks: no module in a ModuleList or Sequential",
+            expected="blocks, which are recomputed one by one",
+            fix="put the layers into an nn.ModuleList, or leave recompute out",
+        )
 
 
 def _check_degree(degree: int, profile: HardwareProfile) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import copy
 import importlib.util
 import inspect
+import io
 import logging
 import operator
 import sys
@@ -243,11 +244,11 @@ def _needs_functionalization(program: torch.export.ExportedProgram) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export's own warnings and logs are about its internals; ours name the user's code."""
+    """torch.export's own warnings, logs and dumps are about its internals; ours name the user's code."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -49,7 +49,7 @@ def found(function, shapes, target) -> str:
             "conv1d.default",
             '"a c+ d^, b c+ e^, ~b -> a b f^", linear_in=(0, 1), saves=(0, 1)',
         ),
-        (lambda x, w: torch.softmax(x * w, 1), [(12,)], "softmax.int", '"a c^ b -> a d^ b", saves=(-1,)'),
+        (lambda x, w: torch.softmax(x * w, 1), [(12,)], "softmax.int", '"a c^ b -> a c^ b", saves=(-1,)'),
         (lambda x, w: torch.tanh(x * w), [(12,)], "tanh.default", "broadcast_equation, saves=(-1,)"),
         (lambda x, w: (x * w).sum(1), [(12,)], "sum.dim_IntList", '"a c+ b -> a b", linear_in=(0,)'),
     ],
