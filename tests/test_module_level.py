@@ -103,6 +103,7 @@ def test_without_the_option_the_error_names_the_line_and_the_ways_out(capsys):
     error = capsys.readouterr().err
     line = next(n for n, row in enumerate(DATA_DEPENDENT.read_text().splitlines(), 1) if "x.mean() > " in row)
     assert f"data_dependent.py:{line}:" in error
+    assert "def forward(self, arg" not in error  # torch's dump of its own graph
     assert all(way in error for way in ("torch.where", "torch.cond", "--module-level"))
 
 
@@ -121,6 +122,18 @@ def test_only_data_parallelism_zero_and_recomputation_are_offered():
     assert {0, 1, 2, 3} <= {mesh.zero_stage for mesh in meshes}
     recomputed = api.solve(problem(fix=(("recompute", "full"),)))
     assert recomputed.best.plan.stages[0].recomputed == (1, 2, 3, 4)
+
+
+def test_recomputation_of_a_model_without_blocks_is_refused(tmp_path, capsys):
+    model = tmp_path / "flat.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build_model():\n    return nn.Linear(8, 8)\n"
+        "def make_batch(n):\n    return torch.randn(n, 8), torch.randn(n, 8)\n"
+        "def loss_fn(y, t):\n    return (y - t).square().mean()\n"
+    )
+    assert cli.run(["plan", str(model), "--hw", "dgx_a100_x8", "--fix", "recompute=full"]) == 2
+    assert "found a model without blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
