@@ -166,8 +166,8 @@ def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
     if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
         raise UsageError.of(
             f"--fix recompute={recompute}",
-            found="a model without blocks (modules in a ModuleList or Sequential)",
-            expected="blocks, which are recomputed one by one",
+            found="no block",
+            expected="a model with blocks (modules in a ModuleList or Sequential), which are recomputed one by one",
             fix="put the layers into an nn.ModuleList, or leave recompute out",
         )
 

@@ -133,7 +133,7 @@ def test_recomputation_of_a_model_without_blocks_is_refused(tmp_path, capsys):
         "def loss_fn(y, t):\n    return (y - t).square().mean()\n"
     )
     assert cli.run(["plan", str(model), "--hw", "dgx_a100_x8", "--fix", "recompute=full"]) == 2
-    assert "found a model without blocks" in capsys.readouterr().err
+    assert "--fix recompute=full: found 'no block'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
