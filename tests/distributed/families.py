@@ -32,7 +32,14 @@ FAMILIES = {
     "Shared layers": "shared_layers",
     "MLP": "mlp",
 }
+_DECODERS: dict[str, dict[str, Any]] = {
+    "llama_hf": {"kind": "llama"},
+    "mistral_hf": {"kind": "mistral", "sliding_window": 8},
+    "qwen_hf": {"kind": "qwen3", "head_dim": 8},
+    "mixtral_hf": {"kind": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
 MODELS.update({path.stem: (f"../tests/families/{path.name}", {}) for path in FOLDER.glob("*.py")})
+MODELS.update({name: ("../tests/families/decoder_hf.py", fields) for name, fields in _DECODERS.items()})
 
 _ZERO3 = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2}
 FEATURES: dict[str, dict[str, Any]] = {
