@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -403,10 +404,8 @@ def _module_path(node: torch.fx.Node) -> str:
 
 def _live_ops(ops: tuple[Op, ...], kept: set[str]) -> tuple[Op, ...]:
     """The ops that some kept value depends on."""
-    live = set(kept)
-    for op in reversed(ops):
-        if op.name in live:
-            live.update(op.input_names())
+    reads = nx.DiGraph((name, op.name) for op in ops for name in op.input_names())
+    live = kept.union(*(nx.ancestors(reads, name) for name in kept if name in reads))
     return tuple(op for op in ops if op.name in live)
 
 

@@ -27,6 +27,7 @@ if sys.argv[1] != "check":
     from distributed.programs import EXAMPLES, MODELS, check_programs, graph_of, prices, write_programs
 
 N_STEPS = 3
+TITLES = {"TP 2, split sequence": "TP 2, seq.", "PP 2 x TP 2 x ZeRO 3 x recompute": "all of it"}
 EMITTED = ("recompute", "TP 2", "PP 2")
 N_AT_ONCE = 6
 
@@ -159,7 +160,8 @@ def measure(model: str) -> None:
 
 def table(results: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    print("| Family | " + " | ".join(FEATURES) + " | trace s | ops | unique segments | ILP columns | ILP s | GB |")
+    titles = (TITLES.get(feature, feature) for feature in FEATURES)
+    print("| Family | " + " | ".join(titles) + " | trace s | ops | unique segments | ILP columns | ILP s | GB |")
     print("|---|" + "---|" * (len(FEATURES) + 6))
     for row in rows:
         cells = [cell(row["cases"][feature]) for feature in FEATURES]
