@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from hypothesis import settings
 
 from autoplan.answer import Answer, Workload
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan, StagePlan, TimelineEvent
@@ -13,6 +14,11 @@ from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.units import GiB
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run; `pytest --hypothesis-profile nightly` draws others, and more.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("nightly", deadline=None, max_examples=2000)
+settings.load_profile("repeatable")
 
 WORKLOAD = Workload(
     model="toy.py",

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.errors import InputError, UsageError
@@ -63,13 +63,11 @@ def test_schedule_equals_its_golden_text(name, n_ranks, n_chunks, n_micro_batche
     assert schedule_to_text(schedule) == golden.read_text()
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_text_form_reads_back(schedule):
     assert schedule_from_text(schedule_to_text(schedule)) == schedule
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_replay_order_keeps_rank_order_and_dependencies(schedule):
     n_stages = 1 + max(action.stage for actions in schedule for action in actions)
@@ -83,7 +81,6 @@ def test_replay_order_keeps_rank_order_and_dependencies(schedule):
         assert needed is None or place[needed] < place[action]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_1f1b_holds_at_most_as_many_micro_batches_as_ranks_from_here_on(n_ranks, n_micro_batches):
     schedule = build_schedule("1f1b", n_ranks=n_ranks, n_micro_batches=n_micro_batches)
@@ -101,7 +98,6 @@ def test_interleaved_holds_its_warm_up_and_one_more():
     assert [most_in_flight(actions) for actions in schedule] == [15, 13, 11, 9]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 20))
 def test_zero_bubble_v_holds_two_stages_of_at_most_as_many_micro_batches_as_ranks(n_ranks, n_micro_batches):
     # as much as 1F1B on its first rank, but on every rank: 2 n_ranks stages of half the size

@@ -166,7 +166,8 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def stop_process_group() -> None:
-    """Leave the process group."""
+    """Leave the process group, all ranks together: none takes a connection away that another still uses."""
+    dist.barrier()
     dist.destroy_process_group()
 
 
