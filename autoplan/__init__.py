@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from autoplan.hardware import load_profile, profile_names
     from autoplan.live import parallelize
     from autoplan.options import Options
+    from autoplan.output_folder import read_answer
     from autoplan.parallel_plan import Estimate, Mesh, Plan
+    from autoplan.questions import asked_again, sensitivity, why_not
     from autoplan.search.result import SearchResult
 
 __version__ = "0.1.0"
@@ -37,14 +39,18 @@ _HOME = {
     "Options": "autoplan.options",
     "Plan": "autoplan.parallel_plan",
     "SearchResult": "autoplan.search.result",
+    "asked_again": "autoplan.questions",
     "emit": "autoplan.api",
     "estimate": "autoplan.api",
     "load_profile": "autoplan.hardware",
     "parallelize": "autoplan.live",
     "plan": "autoplan.api",
     "profile_names": "autoplan.hardware",
+    "read_answer": "autoplan.output_folder",
+    "sensitivity": "autoplan.questions",
     "trace_model": "autoplan.api",
     "whatif": "autoplan.api",
+    "why_not": "autoplan.questions",
 }
 
 __all__ = [
@@ -55,14 +61,18 @@ __all__ = [
     "Options",
     "Plan",
     "SearchResult",
+    "asked_again",
     "emit",
     "estimate",
     "load_profile",
     "parallelize",
     "plan",
     "profile_names",
+    "read_answer",
+    "sensitivity",
     "trace_model",
     "whatif",
+    "why_not",
 ]
 
 

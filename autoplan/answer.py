@@ -16,6 +16,7 @@ from typing import Any
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED, SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
+from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import SECONDS_PER_HOUR
@@ -64,16 +65,35 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked, so that it can be asked again with a change.
+
+    Attributes:
+        model: the model file or `hf:CONFIG.JSON`, as it was named.
+        overrides: `key=value` texts, as after `--set`.
+        hw: name or file of the hardware profile.
+    """
+
+    model: str
+    overrides: tuple[str, ...]
+    hw: str
+    n_hosts: int
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A search result and the workload it answers for.
 
     Attributes:
         notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
+        request: what was asked; None when that cannot be asked again.
     """
 
     workload: Workload
     result: SearchResult
     notes: tuple[str, ...] = ()
+    request: Request | None = None
 
     @property
     def best(self) -> Candidate:
@@ -171,10 +191,14 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "provenance": dict(answer.workload.provenance),
         "n_meshes": result.n_meshes,
         "search_s": result.search_s,
+        "first_plan_s": result.first_plan_s,
         "nearest_fix": result.nearest_fix,
+        "remedies": _encode(result.remedies),
+        "closest": _encode(result.closest) if result.best is None else None,
         "stopped_by": result.stopped_by,
         "ops_without_rule": list(answer.workload.ops_without_rule),
         "notes": list(answer.notes),
+        "request": _encode(answer.request),
         "workload": _encode(answer.workload),
         "best": _encode(result.best),
         "alternatives": _encode(result.alternatives),
@@ -247,7 +271,7 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
             expected=f"{SCHEMA_VERSION}",
             fix="make the plan again with this version of autoplan",
         )
-    missing = sorted({*_RESULT_KEYS, "workload", "notes"} - set(content))
+    missing = sorted({*_RESULT_KEYS, "workload", "notes", "request"} - set(content))
     if missing:
         raise InputError.of(where, found="no " + ", ".join(missing), expected="a whole plan.json", fix="plan again")
     result = {key: content[key] for key in _RESULT_KEYS}
@@ -255,6 +279,7 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         workload=_decode(Workload, content["workload"], f"{where}: workload"),
         result=_decode(SearchResult, result, where),
         notes=_decode(tuple[str, ...], content["notes"], f"{where}: notes"),
+        request=_decode(Request | None, content["request"], f"{where}: request"),
     )
 
 

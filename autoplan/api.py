@@ -1,7 +1,7 @@
 """The library: each function is a piece of the data flow and nothing else; the command line calls the same ones.
 
 Problem = load_profile + trace + options     make_problem
-Answer  = search over its prices             solve, score
+Answer  = search over its prices             decide; solve, which adds what would make something fit; score
 folder  = generate + report                  program_files, emit
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.answer import Answer, Workload, tokens_per_sample
+from autoplan.answer import Answer, Request, Workload, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
-from autoplan.search.result import Candidate, SearchResult
+from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile
     from autoplan.measured_profile import MeasuredProfile
     from autoplan.parallel_plan import Estimate, Plan
-    from autoplan.space import PricedSpace
     from autoplan.what_if import WhatIfRow
 
 Overrides = Mapping[str, Any]
@@ -43,7 +43,8 @@ class Problem:
     Attributes:
         model_file: the file the graph was traced from; an emitted folder holds a copy of it.
         hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
-        overrides: (name, value) arguments of its build_model.
+        model: what the user named: the model file, or `hf:CONFIG.JSON`, for which `model_file` was written.
+        overrides: (name, value) arguments of its build_model, or fields of its configuration.
         measured: what `options.profile` holds of this model, device and precision.
     """
 
@@ -52,6 +53,7 @@ class Problem:
     options: Options
     model_file: Path
     hw: str
+    model: str
     overrides: tuple[tuple[str, Any], ...] = ()
     measured: MeasuredProfile | None = None
 
@@ -99,6 +101,14 @@ def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides
     return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
 
 
+def model_name(model: str | Path) -> str:
+    """What reports call a MODEL: its file's name; a configuration also by its folder, since all have one name."""
+    from autoplan.hugging_face import PREFIX, is_hugging_face
+
+    path = Path(str(model).removeprefix(PREFIX))
+    return PREFIX + "/".join(path.parts[-2:]) if is_hugging_face(model) else path.name
+
+
 def discover_rules(
     model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> str:
@@ -118,12 +128,12 @@ def make_problem(
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
     profile = _load_profile(hw, hosts)
     options = checked(options)
-    path, overrides = model_file(model, overrides or {})
-    graph = trace_model(path, overrides=overrides, module_level=options.module_level)
+    path, arguments = model_file(model, overrides or {})
+    graph = trace_model(path, overrides=arguments, module_level=options.module_level)
     if options.strict:
         _refuse_ops_without_rule(graph, options.rules)
     measured = measurements_of(options, graph, profile, model=path.name)
-    return Problem(graph, profile, options, path, hw, tuple(overrides.items()), measured)
+    return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
 
 
 def measurements_of(
@@ -219,7 +229,7 @@ def whatif(
         progress(f"searching {name} x {count}")
         problem = replace(first, profile=profiles[name, count], hw=name)
         try:
-            return solve(problem)
+            return decide(problem)
         except UsageError:
             raise
         except InputError as error:
@@ -236,33 +246,35 @@ def whatif(
 
 
 def solve(problem: Problem) -> Answer:
+    """`decide`, and when nothing fits, the changes that would make something fit; Ctrl-C keeps those found so far."""
+    from autoplan.report import remedy_text
+    from autoplan.search.remedies import find_remedies
+
+    answer = decide(problem)
+    if answer.result.status != "infeasible" or answer.result.n_meshes == 0:
+        return answer
+    found: list[Remedy] = []
+    stopped_by = answer.result.stopped_by
+    try:
+        for remedy in find_remedies(problem.options, n_hosts=problem.profile.n_hosts, retry=partial(_retry, problem)):
+            found.append(remedy)
+    except KeyboardInterrupt:
+        stopped_by = "interrupted"
+    first = remedy_text(found[0]) if found else ""
+    result = replace(answer.result, remedies=tuple(found), nearest_fix=first, stopped_by=stopped_by)
+    return replace(answer, result=result)
+
+
+def decide(problem: Problem) -> Answer:
     """Search the whole space; the estimate of the best plan carries its timeline.
 
     That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
     """
-    from autoplan.search import search
-    from autoplan.space import priced_space
-
-    graph, options = problem.graph, problem.options
-    global_batch = global_batch_size(problem)
-
-    def space_on(profile: HardwareProfile) -> PricedSpace:
-        return priced_space(graph, profile, options, global_batch=global_batch, measured=problem.measured)
-
-    def with_hosts(n_hosts: int) -> tuple[Any, Any]:
-        other = space_on(_load_profile(problem.hw, n_hosts))
-        return other.space, other.price
-
-    offered = space_on(problem.profile)
-    try:
-        result = search(
-            offered.space, price=offered.price, options=options, make_plan=offered.make_plan, with_hosts=with_hosts
-        )
-    except InfeasibleError as error:
-        result = _nothing("infeasible", str(error))
+    result = _search(problem)
     if result.best is not None:
-        result = replace(result, best=replace(result.best, estimate=_judge(problem, result.best.plan)))
-    return Answer(_workload(problem), result, () if result.best is None else notes(graph, result.best.plan))
+        result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
+    said = () if result.best is None else notes(problem.graph, result.best.plan)
+    return Answer(_workload(problem), result, said, _request(problem))
 
 
 def score(problem: Problem, plan: Plan) -> Answer:
@@ -279,16 +291,17 @@ def score(problem: Problem, plan: Plan) -> Answer:
             f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"
             f"  fix: add --precision {plan.precision}"
         )
-    estimate = _judge(problem, plan)
+    estimate = judge(problem, plan)
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
-    workload = _workload(replace(problem, options=replace(problem.options, precision=plan.precision)))
-    return Answer(workload, result, notes(problem.graph, plan))
+    problem = replace(problem, options=replace(problem.options, precision=plan.precision))
+    return Answer(_workload(problem), result, notes(problem.graph, plan), _request(problem))
 
 
 def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
+    from autoplan.hugging_face import is_hugging_face
     from autoplan.launch_scripts import launch_line
     from autoplan.output_folder import launch_size, read_text_file, report_files
     from autoplan.report import program_header
@@ -301,7 +314,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         rules=load_rules(problem.options.rules),
         header=program_header(answer, launch_line=launch_line(**launch_size(answer))),
         model_text=read_text_file(problem.model_file),
-        overrides=dict(problem.overrides),
+        overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
     )
     plan = answer.best.plan
     table = price_plan(
@@ -341,7 +354,8 @@ def _nothing(status: str, why: str) -> SearchResult:
     return SearchResult(status, None, (), (), (), bound_s=None, n_meshes=0, search_s=0.0, nearest_fix=why)
 
 
-def _judge(problem: Problem, plan: Plan) -> Estimate:
+def judge(problem: Problem, plan: Plan) -> Estimate:
+    """Time and memory of one plan of this problem, which is trusted; see `score` for any other."""
     from autoplan.simulate import simulate
     from autoplan.space import price_plan
 
@@ -351,12 +365,45 @@ def _judge(problem: Problem, plan: Plan) -> Estimate:
     return simulate(table, plan.stages, with_timeline=True)
 
 
+def _search(problem: Problem) -> SearchResult:
+    from autoplan.search import search
+    from autoplan.space import priced_space
+
+    offered = priced_space(
+        problem.graph,
+        problem.profile,
+        problem.options,
+        global_batch=global_batch_size(problem),
+        measured=problem.measured,
+    )
+    try:
+        return search(offered.space, price=offered.price, options=problem.options, make_plan=offered.make_plan)
+    except InfeasibleError as error:
+        return _nothing("infeasible", str(error))
+
+
+def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
+    """The same global batch under other options, on that many hosts; a cluster that cannot be has no plan."""
+    try:
+        is_same = n_hosts == problem.profile.n_hosts
+        profile = problem.profile if is_same else _load_profile(problem.hw, n_hosts)
+        options = replace(options, global_batch=global_batch_size(problem))
+        return _search(replace(problem, profile=profile, options=options))
+    except InputError as error:
+        return _nothing("unusable", str(error))
+
+
+def _request(problem: Problem) -> Request:
+    settings = tuple(f"{name}={value!r}" for name, value in problem.overrides)
+    return Request(problem.model, settings, problem.hw, problem.profile.n_hosts, problem.options)
+
+
 def _workload(problem: Problem) -> Workload:
     from autoplan.space import flops_per_sample, ops_without_rule
 
     graph, profile = problem.graph, problem.profile
     return Workload(
-        model=problem.model_file.name,
+        model=model_name(problem.model),
         hardware=profile.name,
         device=profile.device.name,
         n_hosts=profile.n_hosts,

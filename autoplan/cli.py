@@ -250,13 +250,37 @@ def rule_command(
 
 @cli.command("explain")
 @click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
+@click.option("--why-not", multiple=True, metavar="NAME=VALUE,...", help="Search for the best plan with this --fix.")
+@click.option("--sensitivity", "asks_sensitivity", is_flag=True, help="Search on slightly better clusters.")
 @_output
-def explain_command(path: Path, output_format: str) -> None:
-    """Say why this plan, why not the next best, and what each second is spent on."""
-    from autoplan.output_folder import read_answer
-    from autoplan.report import explain_report
+def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool, output_format: str) -> None:
+    """Say why this plan, why not the next best, and what each second is spent on.
 
-    _print_answer(read_answer(path), explain_report, output_format)
+    With --why-not and --sensitivity, say instead why not another plan, and what would change the decision.
+    """
+    from autoplan import questions
+    from autoplan.answer import answer_to_dict
+    from autoplan.option_checks import parse_fix
+    from autoplan.output_folder import read_answer
+    from autoplan.report_explain import explain_report, sensitivity_report, why_not_report
+
+    answer = read_answer(path)
+    if not why_not and not asks_sensitivity:
+        _print_answer(answer, explain_report, output_format)
+        return
+    found, texts = answer_to_dict(answer), []
+    with _stdout_kept_clean():
+        problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
+        if why_not:
+            _progress(f"searching with {', '.join(why_not)}")
+            why = questions.why_not(problem, answer, fix=parse_fix(why_not))
+            found["why_not"] = {"fix": dict(why.fix), "answer": answer_to_dict(why.instead)}
+            texts.append(why_not_report(why))
+        if asks_sensitivity:
+            rows = questions.sensitivity(problem, answer, progress=_progress)
+            found["sensitivity"] = [asdict(row) for row in rows]
+            texts.append(sensitivity_report(rows))
+    _print(json.dumps(found, indent=2) if output_format == "json" else "\n".join(texts))
 
 
 @cli.command("verify")

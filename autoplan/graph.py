@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 COMPUTE = "compute"
@@ -240,15 +241,21 @@ class OpGraph:
 
     def content_hash(self) -> str:
         """SHA-256 of the graph's text form without its name; equal graphs have equal hashes."""
-        return hashlib.sha256(graph_to_json(replace(self, name="")).encode()).hexdigest()
+        return _content_hash(self)
 
 
 _CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
+_FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CLASSES.items()}
+
+
+@lru_cache(maxsize=4)
+def _content_hash(graph: OpGraph) -> str:
+    return hashlib.sha256(graph_to_json(replace(graph, name="")).encode()).hexdigest()
 
 
 def graph_to_json(graph: OpGraph) -> str:
     """The graph as JSON text; `graph_from_json` reads it back."""
-    return json.dumps(_encode(graph), separators=(",", ":"), allow_nan=True)
+    return json.dumps(graph, default=_encode, separators=(",", ":"), allow_nan=True)
 
 
 def graph_from_json(text: str) -> OpGraph:
@@ -258,12 +265,10 @@ def graph_from_json(text: str) -> OpGraph:
     return graph
 
 
-def _encode(value: Any) -> Any:
-    if is_dataclass(value):
-        return {"_": type(value).__name__, **{f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    return value
+def _encode(value: Any) -> dict[str, Any]:
+    """What `json` does not know by itself: the fields of a dataclass, and its name."""
+    name = type(value).__name__
+    return {"_": name, **{field: getattr(value, field) for field in _FIELDS[name]}}
 
 
 def _decode(value: Any) -> Any:

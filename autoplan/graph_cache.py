@@ -44,49 +44,68 @@ def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], O
 
     A cache folder that cannot be written only costs the next trace.
     """
-    entry = Path(user_cache_dir("autoplan")) / "graphs" / f"{_key(path, overrides, way)}.json"
+    entry = cache_entry("graphs", _key(path, overrides, way))
     found = _read(entry)
     if found is not None:
         return found
     before = set(sys.modules)
     graph = trace()
-    _write(entry, graph, _user_files(set(sys.modules) - before))
+    text = graph_to_json(graph)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_entry(entry, {"files": user_files(set(sys.modules) - before), "graph_sha256": digest, "graph": text})
     return graph
 
 
-def _key(path: Path, overrides: Mapping[str, Any], way: str) -> str:
-    parts = [
-        way,
-        _version("torch"),
-        _version("transformers"),
-        *(_sha256(Path(__file__).parent / name) for name in TRACERS),
-    ]
-    parts += [str(path.resolve()), _sha256(path)]
-    parts += [f"{name}={value!r}" for name, value in sorted(overrides.items())]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+def cache_entry(folder: str, key: str) -> Path:
+    """Where the entry of a key lies in one folder of the user's cache."""
+    return Path(user_cache_dir("autoplan")) / folder / f"{key}.json"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "none"
+def write_entry(entry: Path, record: dict[str, Any]) -> None:
+    """Write an entry, whole or not at all; a folder that cannot be written is left as it is."""
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(record, file)
+        os.replace(name, entry)
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, "missing" where there is none."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
 
 
-def _user_files(module_names: set[str]) -> dict[str, str]:
-    """Files that the trace imported and that no package manager installed."""
+def package_version(package: str) -> str:
+    """The installed version of a package, "none" where it is not installed: a checkout."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def user_files(module_names: set[str]) -> dict[str, str]:
+    """Files of loaded modules that no package manager installed, with their hashes."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     own = str(Path(__file__).parent.parent)
     files = {}
     for name in sorted(module_names):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and name.split(".")[0] != "autoplan" and not file.startswith((*installed, own + os.sep + "autoplan")):
-            files[file] = _sha256(Path(file))
+            files[file] = file_sha256(Path(file))
     return files
+
+
+def _key(path: Path, overrides: Mapping[str, Any], way: str) -> str:
+    parts = [
+        way,
+        package_version("torch"),
+        package_version("transformers"),
+        *(file_sha256(Path(__file__).parent / name) for name in TRACERS),
+    ]
+    parts += [str(path.resolve()), file_sha256(path)]
+    parts += [f"{name}={value!r}" for name, value in sorted(overrides.items())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _read(entry: Path) -> OpGraph | None:
@@ -94,18 +113,7 @@ def _read(entry: Path) -> OpGraph | None:
         record = json.loads(entry.read_text())
         text = record["graph"]
         is_whole = hashlib.sha256(text.encode()).hexdigest() == record["graph_sha256"]
-        is_fresh = all(_sha256(Path(file)) == digest for file, digest in record["files"].items())
+        is_fresh = all(file_sha256(Path(file)) == digest for file, digest in record["files"].items())
         return graph_from_json(text) if is_whole and is_fresh else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _write(entry: Path, graph: OpGraph, files: dict[str, str]) -> None:
-    text = graph_to_json(graph)
-    record = {"files": files, "graph_sha256": hashlib.sha256(text.encode()).hexdigest(), "graph": text}
-    with contextlib.suppress(OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(record, file)
-        os.replace(name, entry)

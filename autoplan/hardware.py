@@ -1,8 +1,9 @@
 """HardwareProfile: one cluster as numbers, read from TOML with a unit in each value and a source on each figure.
 
-    devices in one host --links[0] (NVLink, PCIe)--> host --links[1] (InfiniBand, Ethernet)--> other hosts
+    devices --links[0] (NVLink, PCIe)--> host --links[1] (leaf)--> rack --links[2] (spine)--> site --links[3]--> sites
 
-A file in `hardware_profiles/` describes one kind of host; `load_profile` makes a cluster of them.
+A file in `hardware_profiles/` describes one kind of host; `load_profile` makes a cluster of them. Ranks fill hosts,
+hosts fill racks, racks fill sites, in order. Most networks have one tier; a cluster has the tiers that it reaches.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class LinkTier:
 
     Attributes:
         name: "nvlink", "pcie", "infiniband", "ethernet", ...
-        n_devices: devices that share the domain (in-host tier: devices per host; network tier: all).
+        n_devices: devices that share one domain of the tier: those of a full host, of a rack, of a site; at the
+            outermost tier all of the cluster.
         latency_s: alpha, the start-up time of one step of a collective.
-        bytes_per_s: data-sheet rate of one device's link, one direction.
+        bytes_per_s: data-sheet rate of one device's link, one direction; of a link that devices share (ports of a
+            host, uplinks of a rack), one device's share while all of them drive it.
         bus_efficiency: achieved bus bandwidth of a large all-reduce / `bytes_per_s`.
         half_rate_bytes: bytes a rank moves at which half the achieved bus bandwidth is reached.
         gather_bus_efficiency: likewise for all-gather and reduce-scatter; None: as `bus_efficiency`.
@@ -73,11 +76,11 @@ class LinkTier:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """A cluster: `n_hosts` equal hosts.
+    """A cluster: `n_hosts` equal hosts, of which `n_devices_per_host` devices each are ours.
 
     Attributes:
-        links: tiers from the innermost outwards: the in-host tier where a host has several devices, then the network
-            tier where there are several hosts.
+        links: tiers from the innermost outwards: the in-host tier where we have several devices of a host, then each
+            network tier that the hosts reach.
         overlap_slowdown: factor on compute and communication while they overlap.
         price_usd_per_device_hour: None when unknown.
         sources: (field, source) pairs; "assumed: ..." where the figure was not measured on this hardware.
@@ -104,16 +107,22 @@ class HardwareProfile:
         return self.links[0] if self.n_devices_per_host > 1 else None
 
     @property
-    def network(self) -> LinkTier | None:
-        """How hosts talk to each other; None when there is one host."""
-        return self.links[-1] if self.n_hosts > 1 else None
+    def networks(self) -> tuple[LinkTier, ...]:
+        """How hosts talk to each other, then racks, then sites; empty when there is one host."""
+        return self.links[1:] if self.n_devices_per_host > 1 else self.links
+
+    @property
+    def domain_sizes(self) -> tuple[int, ...]:
+        """Devices of one host, then of one domain of each network tier that has another above it."""
+        return (self.n_devices_per_host, *(tier.n_devices for tier in self.networks[:-1]))
 
 
 def load_profile(name_or_path: str, *, n_hosts: int = 1, network: str | None = None) -> HardwareProfile:
     """The cluster of `n_hosts` hosts that a shipped profile name or a path ending in `.toml` describes.
 
-    `NAME+NETWORK` chooses another network than the profile's default: `dgx_a100_x8+ethernet_10g`; `network` does the
-    same for callers that hold it apart. See `autoplan.hardware_profiles` for the schema.
+    `NAME/DEVICES` takes that many devices of each host and leaves the others idle: `dgx_a100_x8/4`. `NAME+NETWORK`
+    chooses another network than the profile's default: `dgx_a100_x8+ethernet_10g`, `dgx_a100_x8/4+ethernet_10g`;
+    `network` does the same for callers that hold it apart. See `autoplan.hardware_profiles` for the schema.
 
     Raises: UsageError for an unknown name, InputError for a file that cannot be used.
     """

@@ -98,7 +98,31 @@ NETWORK_FIELDS: Mapping[str, Quantity] = {
     "half_rate_size_per_port": _HALF_RATE,
     "all_reduce_bus_rate_per_port": _rate("48 GB/s", "achieved bus bandwidth of a large all-reduce, per port"),
 }
-_OPTIONAL = frozenset({"price_per_device_hour", "all_gather_bus_rate", "multicast_all_reduce_bus_rate"})
+TIER_FIELDS: Mapping[str, Quantity] = {
+    "latency_per_step": _LATENCY,
+    "oversubscription": Quantity(
+        {":1": 1.0}, 1.0, 1000.0, "2:1", "rate of all that lies below an uplink / rate of the uplink"
+    ),
+    "rate_per_uplink_one_direction": Quantity(
+        units.BIT_RATE_UNITS, _SMALLEST_LINK, 1000 * units.TB, "1600 Gbit/s", "rate of all uplinks of one domain below"
+    ),
+}
+BETWEEN_FIELDS: Mapping[str, Quantity] = {
+    "latency_per_step": _LATENCY,
+    "rate_per_group_one_direction": Quantity(
+        units.BIT_RATE_UNITS, _SMALLEST_LINK, 1000 * units.TB, "400 Gbit/s", "rate of all uplinks of one group together"
+    ),
+    "bus_efficiency": _percent("80 %", "achieved bus bandwidth / rate of the uplinks"),
+}
+_OPTIONAL = frozenset(
+    {
+        "price_per_device_hour",
+        "all_gather_bus_rate",
+        "multicast_all_reduce_bus_rate",
+        "oversubscription",
+        "rate_per_uplink_one_direction",
+    }
+)
 
 
 def section(
@@ -178,10 +202,10 @@ def _unit_fix(text: str, error: ValueError, quantity: Quantity) -> str:
 def _magnitude_fix(text: str, quantity: Quantity) -> str:
     """The same number with another unit, where that gives a plausible size; the unit of the example first."""
     number = units.number_text(text)
-    example_unit = quantity.example.split()[1]
+    example_unit = quantity.example.removeprefix(units.number_text(quantity.example)).strip()
     for unit in sorted(quantity.units, key=lambda unit: unit != example_unit):
         if quantity.low <= float(number) * quantity.units[unit] <= quantity.high:
-            return f'did you mean "{number} {unit}"?'
+            return f'did you mean "{_joined(number, unit)}"?'
     return "check the number and its unit"
 
 
@@ -192,7 +216,23 @@ def _spell(value: float, quantity: Quantity) -> str:
         key=lambda item: item[1],
         default=next(iter(quantity.units.items())),
     )
-    return f"{value / factor:.3g} {unit}"
+    return _joined(f"{value / factor:.3g}", unit)
+
+
+def _joined(number: str, unit: str) -> str:
+    """`80 GiB`, but `2:1`."""
+    return f"{number}{unit}" if unit.startswith(":") else f"{number} {unit}"
+
+
+def check_not_above(bus_rate: float, rate: float, label: str) -> None:
+    """Raise InputError when a bus bandwidth is above the rate of its link."""
+    if bus_rate > rate:
+        raise InputError.of(
+            label,
+            found=units.format_rate(bus_rate),
+            expected=f"at most the link's rate of {units.format_rate(rate)}, one direction",
+            fix="give the bus bandwidth of one device (or port), not of all together",
+        )
 
 
 def check_keys(table: Table, label: str, allowed: Iterable[str]) -> None:

@@ -22,18 +22,19 @@ from autoplan.hardware_fields import (
     DEVICE_FIELDS,
     HOST_FIELDS,
     HOST_LINK_FIELDS,
-    NETWORK_FIELDS,
     PEAK,
     PEAK_PRECISIONS,
     SHARED_FILE,
     Table,
     check_choice,
     check_keys,
+    check_not_above,
     did_you_mean,
     inner_table,
     plain,
     section,
 )
+from autoplan.hardware_networks import HostShape, Sources, read_network
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
 MAX_FILE_BYTES = units.MiB
@@ -52,17 +53,20 @@ def read_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> Har
     if n_hosts < 1:
         raise UsageError.of("number of hosts", found=n_hosts, expected="1 or more", fix="give --hosts 1 or more")
     base, suffix = _split_network(name_or_path)
+    base, n_devices = _split_fragment(base)
     if network and suffix and network != suffix:
         raise UsageError.of(
             f"hardware {name_or_path}", found=f"networks {suffix} and {network}", expected="one", fix="drop one of them"
         )
     name, where, text = _find(base)
-    return build_profile(text, name=name, where=where, n_hosts=n_hosts, network=network or suffix)
+    return build_profile(
+        text, name=name, where=where, n_hosts=n_hosts, network=network or suffix, n_devices_per_host=n_devices
+    )
 
 
 def validate(path: str | Path) -> HardwareProfile:
     """See `autoplan.hardware.validate_file`."""
-    name, where, text = _read_path(Path(path))
+    name, where, text = read_path(Path(path))
     return build_profile(text, name=name, where=where, n_hosts=1, network=None)
 
 
@@ -72,10 +76,16 @@ def _split_network(name_or_path: str) -> tuple[str, str | None]:
     return (base, tail) if plus and "/" not in tail and not tail.endswith(".toml") else (name_or_path, None)
 
 
+def _split_fragment(base: str) -> tuple[str, int | None]:
+    """`dgx_a100_x8/4` -> name and devices of each host; None without a number after the last "/"."""
+    name, slash, count = base.rpartition("/")
+    return (name, int(count)) if slash and re.fullmatch("[0-9]{1,9}", count) else (base, None)
+
+
 def _find(base: str) -> tuple[str, str, str]:
-    """(name, what to call the file in messages, text)."""
+    """Likewise of a profile's name or path."""
     if base.endswith(".toml"):
-        return _read_path(Path(base))
+        return read_path(Path(base))
     if base not in shipped_names():
         raise UsageError.of(
             "hardware",
@@ -87,7 +97,11 @@ def _find(base: str) -> tuple[str, str, str]:
     return base, file, files(PROFILE_PACKAGE).joinpath(file).read_text(encoding="utf-8")
 
 
-def _read_path(path: Path) -> tuple[str, str, str]:
+def read_path(path: Path) -> tuple[str, str, str]:
+    """(name, what to call the file in messages, text) of a hardware file.
+
+    Raises: InputError when it cannot be read, or is none.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -102,10 +116,11 @@ def _read_path(path: Path) -> tuple[str, str, str]:
 
 @lru_cache(maxsize=1)
 def _shared() -> Table:
-    return _parse(files(PROFILE_PACKAGE).joinpath(SHARED_FILE).read_text(encoding="utf-8"), where=SHARED_FILE)
+    return parse_toml(files(PROFILE_PACKAGE).joinpath(SHARED_FILE).read_text(encoding="utf-8"), where=SHARED_FILE)
 
 
-def _parse(text: str, *, where: str) -> Table:
+def parse_toml(text: str, *, where: str) -> Table:
+    """The tables of a hardware file; raises InputError with the line that is wrong."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -126,51 +141,68 @@ def _line_of(error: Exception, text: str) -> str:
 # --- from text to a profile ------------------------------------------------------------------------------------
 
 
-def build_profile(text: str, *, name: str, where: str, n_hosts: int, network: str | None) -> HardwareProfile:
-    """The profile that `text` describes; `where` names it in messages. Every network of the file is checked."""
-    table = _parse(text, where=where)
+def build_profile(
+    text: str, *, name: str, where: str, n_hosts: int, network: str | None, n_devices_per_host: int | None = None
+) -> HardwareProfile:
+    """The profile that `text` describes; `where` names it in messages. Every network of the file is checked.
+
+    `n_devices_per_host` is how many devices of each host are ours; None takes all.
+    """
+    table = parse_toml(text, where=where)
     check_keys(table, where, ("description", "default_network", "device", "host", "host_link", "network"))
     assumed = _shared()["assumed"]
-    sources: list[tuple[str, str]] = []
-    host = inner_table(table, where, "host")
-    n_devices_per_host = plain(host, f"{where}: host", "n_devices", int, "devices of one host")
-    if not 1 <= n_devices_per_host <= 1024:
-        raise InputError.of(
-            f"{where}: host.n_devices",
-            found=n_devices_per_host,
-            expected="1 to 1024",
-            fix="count the devices of a host",
-        )
+    sources: Sources = []
+    host_table = inner_table(table, where, "host")
+    host = _host_shape(host_table, where, n_devices_per_host)
     host_figures = section(
-        host, f"{where}: host", HOST_FIELDS, others=("n_devices",), fallback=assumed["host"], sources=sources
+        host_table, f"{where}: host", HOST_FIELDS, others=("n_devices",), fallback=assumed["host"], sources=sources
     )
     device = _device(inner_table(table, where, "device"), where, assumed["device"], sources)
+    host_sources: Sources = sources if host.n_used > 1 else []
     links = []
-    if n_devices_per_host > 1:
-        links.append(_host_link(inner_table(table, where, "host_link"), where, n_devices_per_host, sources))
+    if host.n_devices > 1:
+        links.append(_host_link(inner_table(table, where, "host_link"), where, host.n_devices, host_sources))
     default_network = plain(table, where, "default_network", str, "network between hosts")
     chosen = network or default_network
     error = UsageError if network else InputError
-    tier = _network(
-        table.get("network", {}), where, chosen, n_devices_per_host, n_hosts, sources if n_hosts > 1 else [], error
-    )
-    if n_hosts > 1:
-        links.append(tier)
+    tiers = _network(table.get("network", {}), where, chosen, host, n_hosts, sources, error)
     price = host_figures.get("price_per_device_hour")
     return HardwareProfile(
-        name=f"{name}+{chosen}" if network and network != default_network else name,
+        name=_full_name(name, host, chosen if chosen != default_network else ""),
         description=plain(table, where, "description", str, "one line for lists of profiles"),
         device=device,
-        n_devices_per_host=n_devices_per_host,
+        n_devices_per_host=host.n_used,
         n_hosts=n_hosts,
-        links=tuple(links),
+        links=(*(links if host.n_used > 1 else ()), *tiers),
         overlap_slowdown=1.0 + host_figures["exposed_when_overlapped"].value,
         price_usd_per_device_hour=price.value if price else None,
         sources=tuple(sources),
     )
 
 
-def _device(table: Table, where: str, assumed: Table, sources: list[tuple[str, str]]) -> Device:
+def _host_shape(table: Table, where: str, n_used: int | None) -> HostShape:
+    n_devices = plain(table, f"{where}: host", "n_devices", int, "devices of one host")
+    if not 1 <= n_devices <= 1024:
+        raise InputError.of(
+            f"{where}: host.n_devices", found=n_devices, expected="1 to 1024", fix="count the devices of a host"
+        )
+    if n_used is not None and not 1 <= n_used <= n_devices:
+        raise UsageError.of(
+            f"devices of each host, {where}",
+            found=n_used,
+            expected=f"1 to {n_devices}, which a host has",
+            fix=f"write /{n_devices} or less after the name, and ask for more hosts",
+        )
+    return HostShape(n_devices, n_used or n_devices)
+
+
+def _full_name(name: str, host: HostShape, network: str) -> str:
+    """The name that loads the same profile again: `dgx_a100_x8/4+ethernet_10g`."""
+    fragment = "" if host.n_used == host.n_devices else f"/{host.n_used}"
+    return f"{name}{fragment}{'+' if network else ''}{network}"
+
+
+def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Device:
     label = f"{where}: device"
     figures = section(table, label, DEVICE_FIELDS, others=("name", "peak"), fallback=assumed, sources=sources)
     peaks = inner_table(table, label, "peak")
@@ -190,7 +222,7 @@ def _device(table: Table, where: str, assumed: Table, sources: list[tuple[str, s
     )
 
 
-def _host_link(table: Table, where: str, n_devices: int, sources: list[tuple[str, str]]) -> LinkTier:
+def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> LinkTier:
     label = f"{where}: host_link"
     kinds = _shared()["link_kind"]
     kind = plain(table, label, "kind", str, "sort of link between the devices of a host")
@@ -209,7 +241,7 @@ def _host_link(table: Table, where: str, n_devices: int, sources: list[tuple[str
     gather, multicast = figures.get("all_gather_bus_rate"), figures.get("multicast_all_reduce_bus_rate")
     for field in ("all_reduce_bus_rate", "all_gather_bus_rate"):
         if field in figures:
-            _check_not_above(figures[field].value, rate, f"{label}.{field}")
+            check_not_above(figures[field].value, rate, f"{label}.{field}")
     return LinkTier(
         name=kind.rstrip("0123456789"),
         n_devices=n_devices,
@@ -223,7 +255,7 @@ def _host_link(table: Table, where: str, n_devices: int, sources: list[tuple[str
     )
 
 
-def _group_rates(table: Any, label: str, n_devices: int, sources: list[tuple[str, str]]) -> list[tuple[int, float]]:
+def _group_rates(table: Any, label: str, n_devices: int, sources: Sources) -> list[tuple[int, float]]:
     """(group size, bus rate) pairs in order of size."""
     where = f"{label}.all_reduce_bus_rate_of_group"
     if not isinstance(table, dict):
@@ -234,15 +266,9 @@ def _group_rates(table: Any, label: str, n_devices: int, sources: list[tuple[str
 
 
 def _network(
-    own: Any,
-    where: str,
-    name: str,
-    n_devices_per_host: int,
-    n_hosts: int,
-    sources: list[tuple[str, str]],
-    error: type[InputError],
-) -> LinkTier:
-    """The network tier called `name`; the file's own networks come before the shared ones of the same name.
+    own: Any, where: str, name: str, host: HostShape, n_hosts: int, sources: Sources, error: type[InputError]
+) -> tuple[LinkTier, ...]:
+    """The tiers of the network called `name`; the file's own networks come before the shared ones of the same name.
 
     `error` is what an unknown name is: the user's (UsageError) or the file's.
     """
@@ -252,42 +278,9 @@ def _network(
     check_choice(name, known, f"{where}: network", error)
     for other, table in own.items():
         if other != name:
-            _network_tier(table, f"{where}: network.{other}", n_devices_per_host, n_hosts, [])
+            read_network(table, f"{where}: network.{other}", host=host, n_hosts=1, sources=[])
     home = where if name in own else SHARED_FILE
-    return _network_tier(known[name], f"{home}: network.{name}", n_devices_per_host, n_hosts, sources)
-
-
-def _network_tier(
-    table: Any, label: str, n_devices_per_host: int, n_hosts: int, sources: list[tuple[str, str]]
-) -> LinkTier:
-    if not isinstance(table, dict):
-        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
-    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
-    figures = section(table, label, NETWORK_FIELDS, others=("kind", "ports"), sources=sources)
-    port_rate, bus_rate = (
-        figures[field].value for field in ("rate_per_port_one_direction", "all_reduce_bus_rate_per_port")
-    )
-    _check_not_above(bus_rate, port_rate, f"{label}.all_reduce_bus_rate_per_port")
-    ports_per_device = _ports_per_device(table, label, n_devices_per_host)
-    return LinkTier(
-        name=kind,
-        n_devices=n_devices_per_host * n_hosts,
-        latency_s=figures["latency_per_step"].value,
-        bytes_per_s=port_rate * ports_per_device,
-        bus_efficiency=bus_rate / port_rate,
-        half_rate_bytes=max(1, round(figures["half_rate_size_per_port"].value * ports_per_device)),
-    )
-
-
-def _ports_per_device(table: Table, label: str, n_devices_per_host: int) -> float:
-    """`"8 per host"` or `"1 per device"`."""
-    text = plain(table, label, "ports", str, 'network ports: "8 per host" or "1 per device"')
-    count, _, scope = text.partition(" ")
-    if not count.isascii() or not count.isdigit() or int(count) == 0 or scope not in ("per host", "per device"):
-        raise InputError.of(
-            f"{label}.ports", found=text, expected='"8 per host" or "1 per device"', fix="count the network ports"
-        )
-    return int(count) / n_devices_per_host if scope == "per host" else float(count)
+    return read_network(known[name], f"{home}: network.{name}", host=host, n_hosts=n_hosts, sources=sources)
 
 
 def link_kind_rate(kind: str) -> float | None:
@@ -308,13 +301,3 @@ def _check_known_rate(rate: float, kind: str, label: str) -> None:
         expected=f"at most {units.format_rate(known)}, one direction, for {kind}",
         fix=f'that is the sum of both directions: write "{known / units.GB:g} GB/s"' if is_duplex else "check the kind",
     )
-
-
-def _check_not_above(bus_rate: float, rate: float, label: str) -> None:
-    if bus_rate > rate:
-        raise InputError.of(
-            label,
-            found=units.format_rate(bus_rate),
-            expected=f"at most the link's rate of {units.format_rate(rate)}, one direction",
-            fix="give the bus bandwidth of one device (or port), not of all together",
-        )

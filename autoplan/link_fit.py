@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
 
-from autoplan.cost.collectives import Algorithm, Link, Route
+from autoplan.cost.collectives import Algorithm, Link, route_in_host
 from autoplan.errors import MeasureError
 from autoplan.registry import load_table
 from autoplan.units import GiB, KiB
@@ -166,7 +166,7 @@ def predicted_s(time: CollectiveTime, fit: LinkFit) -> float:
     multicast = None
     if fit.multicast_bytes_per_s and time.n_devices == n_host:
         multicast = replace(link, bytes_per_s=fit.multicast_bytes_per_s)
-    route = Route(time.n_devices, time.n_devices, 1, link, None, multicast)
+    route = route_in_host(time.n_devices, link, multicast=multicast)
     found = (algorithm(time.size_bytes, route) for algorithm in _algorithms(time.kind))
     return min(seconds for seconds in found if seconds is not None)
 

@@ -107,6 +107,6 @@ def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_pro
     result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
     if result.best is None:
         raise PlanMismatchError(
-            f"{profile.name}: no plan for {n_processes} processes ({result.status})\n  fix: {result.nearest_fix}"
+            f"{profile.name}: no plan for {n_processes} processes ({result.status})\n  found: {result.why_nothing}"
         )
     return result.best.plan

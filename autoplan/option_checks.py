@@ -50,6 +50,8 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
             )
     for name, value in options.fix:
         _check_fix(name, value, tuple(schedules))
+    if options.module_level:
+        _check_module_level(options)
     return options
 
 
@@ -113,6 +115,17 @@ def _check_word(name: str, word: str, words: Iterable[str]) -> None:
     words = tuple(words)
     if word not in words:
         raise UsageError(f"{name}: found {word!r}{nearest(word, words)}\n  expected: one of {', '.join(words)}")
+
+
+def _check_module_level(options: Options) -> None:
+    """Whole modules are neither split nor put on several stages."""
+    for name, value in options.fix:
+        if name in ("tp", "pp") and int(value) != 1:
+            raise UsageError(
+                f"--fix {name}={value} beside --module-level\n"
+                f"  expected: {name}=1, since --module-level plans neither tensor nor pipeline parallelism\n"
+                f"  fix: leave {name} out, or leave --module-level out if the model can be traced"
+            )
 
 
 def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:

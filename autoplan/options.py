@@ -11,7 +11,7 @@ BATCH_NORMS = ("local", "synchronized")  # the first is the default, here and be
 LOSS_AVERAGES = ("micro_batch", "global_batch")
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so
 # large a space is slower takes minutes.
-DEFAULT_TIME_LIMIT_S = 5.0
+DEFAULT_TIME_LIMIT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)

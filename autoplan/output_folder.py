@@ -94,11 +94,12 @@ def launch_size(answer: Answer) -> dict[str, int]:
     return {"n_hosts": -(-n_devices // n_per_host), "n_devices_per_host": n_per_host}
 
 
-def read_answer(path: Path) -> Answer:
+def read_answer(path: str | Path) -> Answer:
     """The answer that an output folder, or a plan.json, holds.
 
     Raises: InputError when it is missing, incomplete or damaged.
     """
+    path = Path(path)
     if path.is_dir():
         check_folder(path)
         path = path / "plan.json"

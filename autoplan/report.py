@@ -1,4 +1,4 @@
-"""Answers as plain text: the plan table, the breakdown, memory, and why this plan and not another.
+"""Answers as plain text: the plan table, the breakdown, memory, and what would make something fit.
 
 Every function returns text of at most 80 columns, without colour codes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
@@ -21,8 +22,8 @@ from autoplan.answer import (
 )
 from autoplan.hardware import HardwareProfile
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
-from autoplan.search import GOOD_ENOUGH, PATIENCE
-from autoplan.search.result import Candidate, Rejection
+from autoplan.search import GOOD_ENOUGH
+from autoplan.search.result import Candidate, Rejection, Remedy
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
 WIDTH = 80
@@ -41,51 +42,34 @@ BREAKDOWN_LABELS = (
     ("launch_s", "launch"),
 )
 _STATUS = {
-    "optimal": "optimal: no other plan of the space is {better} (gap 0, proved)",
-    "infeasible": "infeasible: it is proved that nothing fits",
+    "optimal": "optimal: no other plan {of_these} is {better} (gap 0, proved)",
+    "infeasible": "infeasible: it is proved that no plan {of_these} fits",
     "unknown": "unknown: stopped before any plan was found",
     "given": "given: this plan was scored as it is, nothing was searched",
+}
+REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.reason`
+    "memory": "too large for the memory",
+    "bound": "proved slower, without working out a plan",
+    "slower": "worked out, and slower",
+    "time limit": "not looked at",
 }
 _STOPPED = {  # why a search ended before its proof; see `SearchResult.stopped_by`
     "time limit": "stopped at the time limit",
     "interrupted": "interrupted",
-    "patience": f"ended after {PATIENCE} meshes in a row without a better plan",
+    "stalled": "ended with meshes whose bounds would not rise any further",
     "": f"ended when no plan could be better by more than {GOOD_ENOUGH:.1%}",
 }
 
 
 def plan_report(answer: Answer) -> str:
     """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
-    parts = [_heading(answer), _status_line(answer), _limits(answer), _without_rule(answer)]
+    parts = heading_parts(answer)
     if answer.result.best is None:
-        parts += [_nearest_fix(answer), _rejections(answer.result.rejected)]
+        parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result.rejected)]
     else:
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
         parts += [memory_table(answer.best.estimate), notes_text(answer)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def explain_report(answer: Answer) -> str:
-    """Why this plan: where its time goes, what each alternative and each plain recipe would cost instead."""
-    if answer.result.best is None:
-        return plan_report(answer)
-    lines = [
-        _heading(answer),
-        _status_line(answer),
-        _limits(answer),
-        _without_rule(answer),
-        "Why this plan",
-        _reasons(answer),
-    ]
-    for candidate in answer.result.alternatives[:1]:
-        title = "Why not the next best"
-        lines += [title, _describe_plan(candidate.plan), _difference(answer.best, candidate)]
-    if answer.result.baselines:
-        lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
-    lines += [breakdown_table(answer.best.estimate.breakdown)]
-    lines += [memory_table(answer.best.estimate), notes_text(answer)]
-    lines += [_rejections(answer.result.rejected), _sources(answer)]
-    return "\n\n".join(line for line in lines if line) + "\n"
 
 
 def program_header(answer: Answer, *, launch_line: str) -> str:
@@ -94,7 +78,7 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
     peak = max(estimate.reserved_bytes) / GiB
     return "\n".join(
         [
-            f"{answer.workload.model} on {answer.workload.hardware}, {_count(plan.mesh.n_devices, 'device')}.",
+            f"{answer.workload.model} on {answer.workload.hardware}, {count(plan.mesh.n_devices, 'device')}.",
             "",
             f"    {launch_line}",
             "",
@@ -270,30 +254,37 @@ def _printable(cell: str) -> str:
     return "".join(character if character.isprintable() else " " for character in cell)
 
 
-def _describe_plan(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """Mesh and recomputation on one line, or on two when one is too short."""
     line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
     return line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
 
 
+def heading_parts(answer: Answer) -> list[str]:
+    """What every report opens with: model and cluster, the status, and what was left out or is unknown."""
+    return [_heading(answer), status_text(answer), _limits(answer), _without_rule(answer)]
+
+
 def _heading(answer: Answer) -> str:
     workload = answer.workload
-    hosts = _count(workload.n_hosts, "host")
+    hosts = count(workload.n_hosts, "host")
     return (
         f"{workload.model}: {_si(workload.n_parameters)} parameters on {workload.hardware}\n"
-        f"{hosts}, {_count(workload.n_devices, 'device')} ({workload.device})"
+        f"{hosts}, {count(workload.n_devices, 'device')} ({workload.device})"
     )
 
 
-def _status_line(answer: Answer) -> str:
+def status_text(answer: Answer) -> str:
+    """What is proved of the answer, of which plans, and what the search took."""
     result = answer.result
     if result.status == "feasible":
         status = f"feasible: the search {_STOPPED[result.stopped_by]};\n{_worst_case(answer)}"
     else:
-        status = _STATUS[result.status].format(better=_word(answer, "faster", "cheaper"))
-    if result.status == "given":
+        status = _STATUS[result.status].format(better=_word(answer, "faster", "cheaper"), of_these=_of_these(answer))
+    if result.status == "given" or result.n_meshes == 0:
         return status
-    return f"{status}\n{_count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
+    considered = f"{count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
+    return "\n".join([*(textwrap.fill(line, WIDTH) for line in status.splitlines()), considered])
 
 
 def _worst_case(answer: Answer) -> str:
@@ -302,11 +293,25 @@ def _worst_case(answer: Answer) -> str:
         return "nothing is proved of how good its plan is"
     excess = max(0.0, answer.best.estimate.step_s / answer.result.bound_s - 1.0)
     share = f"{excess:.1%}" if excess >= GOOD_ENOUGH else f"{excess:.2%}"
-    return f"its plan is at most {share} {_word(answer, 'slower', 'dearer')} than any other of the space"
+    return f"its plan is at most {share} {_word(answer, 'slower', 'dearer')} than any other {_of_these(answer)}"
 
 
 def _word(answer: Answer, of_time: str, of_cost: str) -> str:
     return of_time if answer.workload.objective == "time" else of_cost
+
+
+def _of_these(answer: Answer) -> str:
+    """Which plans a statement is about: `of the space`, or `with tp=2, zero=1` where that was fixed."""
+    return f"with {fix_text(_fix(answer))}" if _fix(answer) else "of the space"
+
+
+def _fix(answer: Answer) -> tuple[tuple[str, str], ...]:
+    return () if answer.request is None else answer.request.options.fix
+
+
+def fix_text(fix: Iterable[tuple[str, str]]) -> str:
+    """What was fixed, as it is written on the command line."""
+    return ", ".join(f"{name}={value}" for name, value in fix)
 
 
 def _limits(answer: Answer) -> str:
@@ -333,90 +338,73 @@ def _speed(answer: Answer) -> str:
     lines = [
         f"step {format_seconds(candidate.estimate.step_s)} "
         f"({trust(candidate.estimate)}: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
-        _describe_plan(candidate.plan),
+        describe_plan(candidate.plan),
         *filter(None, [segment_sources_text(candidate.estimate)]),
     ]
     if n_idle:
         is_proved = answer.result.status == "optimal" and answer.workload.objective == "time"
-        lines.append(f"{_count(n_idle, 'device')} left idle" + (": no faster plan uses them" if is_proved else ""))
+        faster = f"faster plan {_of_these(answer)}" if _fix(answer) else "faster plan"
+        lines.append(f"{count(n_idle, 'device')} left idle" + (f": no {faster} uses them" if is_proved else ""))
     return "\n".join(lines)
 
 
-def _reasons(answer: Answer) -> str:
-    """The two largest parts of the step, and what the plan saves against the best plain recipe that fits."""
-    best = answer.best
-    parts = sorted(
-        ((getattr(best.estimate.breakdown, name), label) for name, label in BREAKDOWN_LABELS), key=lambda part: -part[0]
-    )
-    shares = ", ".join(f"{label} {part_s / best.estimate.step_s:.0%}" for part_s, label in parts[:2] if part_s > 0)
-    lines = [_describe_plan(best.plan), f"  its step is {shares}"]
-    peak_bytes, limit_bytes = max(best.estimate.reserved_bytes), best.estimate.memory_limit_bytes
-    lines.append(f"  it needs {peak_bytes / GiB:.1f} of {limit_bytes / GiB:.1f} GiB")
-    fitting = [item for item in answer.result.baselines if item.estimate.fits]
-    if fitting:
-        recipe = min(fitting, key=lambda item: item.estimate.step_s)
-        ratio = recipe.estimate.step_s / best.estimate.step_s
-        same = "as fast as" if ratio < 1.005 else f"{ratio:.2f} x as fast as"
-        lines.append(f"  it is {same} the best plain recipe that fits ({recipe.baseline})")
-    elif answer.result.baselines:
-        lines.append("  none of the plain recipes fits")
-    return "\n".join(lines)
-
-
-def _difference(best: Candidate, other: Candidate) -> str:
-    """Component by component, what the other plan costs more (+) or less (-)."""
-    rows = []
-    for name, label in BREAKDOWN_LABELS:
-        best_s, other_s = (getattr(item.estimate.breakdown, name) for item in (best, other))
-        if best_s or other_s:
-            rows.append((label, format_seconds(best_s), format_seconds(other_s), _signed(other_s - best_s)))
-    best_s, other_s = best.estimate.step_s, other.estimate.step_s
-    rows.append(("step", format_seconds(best_s), format_seconds(other_s), _signed(other_s - best_s)))
-    return text_table(("", "chosen", "next best", "difference"), rows, right=frozenset({1, 2, 3}))
-
-
-def _baseline_line(best: Candidate, item: Candidate) -> str:
-    plan = _describe_plan(item.plan).replace("\n", "\n      ")
-    short_bytes = max(item.estimate.reserved_bytes) - item.estimate.memory_limit_bytes
-    if short_bytes > 0:
-        return f"  {item.baseline}: does not fit, by {short_bytes / GiB:.1f} GiB\n      {plan}"
-    slower = item.estimate.step_s / best.estimate.step_s - 1
-    cost = "as fast" if slower < 0.005 else f"{slower:.0%} slower"
-    return f"  {item.baseline}: {format_seconds(item.estimate.step_s)} a step, {cost}\n      {plan}"
-
-
-def _rejections(rejected: Sequence[Rejection]) -> str:
+def rejections_text(rejected: Sequence[Rejection]) -> str:
     """How many meshes fell to each reason, and the nearest misses of memory."""
     if not rejected:
         return ""
-    counts: dict[str, int] = {}
-    for item in rejected:
-        counts[item.reason] = counts.get(item.reason, 0) + 1
-    lines = ["Not chosen: " + ", ".join(f"{count} by {reason}" for reason, count in sorted(counts.items()))]
+    counts = Counter(item.reason for item in rejected)
+    lines = [f"Not chosen, of {count(len(rejected), 'mesh', 'meshes')}:"]
+    lines += [f"  {number} {REASONS.get(reason, reason)}" for reason, number in sorted(counts.items())]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
-    lines += [f"  {describe_mesh(item.mesh)}:\n      {item.detail}" for item in near[:N_REJECTED_SHOWN]]
+    misses = dict.fromkeys(
+        f"  {describe_mesh(item.mesh)}:\n      {item.detail}" for item in near
+    )  # layouts may be equal
+    lines += list(misses)[:N_REJECTED_SHOWN]
     return "\n".join(lines)
 
 
-def _nearest_fix(answer: Answer) -> str:
-    fix = answer.result.nearest_fix
-    if answer.result.n_meshes == 0:  # not one mesh divides devices and batch: the text lists what would
-        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in fix.splitlines())
-    return textwrap.fill(f"Smallest change found that fits: {fix}", WIDTH) if fix else ""
-
-
-def _sources(answer: Answer) -> str:
-    if not answer.workload.provenance:
+def shortage_text(answer: Answer) -> str:
+    """Why there is no plan: how much memory is short at least, and on which stage of the nearest plan found."""
+    result = answer.result
+    if result.n_meshes == 0:  # not one mesh divides devices and batch: the text lists what would
+        return "\n".join(
+            textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in result.nearest_fix.splitlines()
+        )
+    if result.closest is None:
         return ""
-    return "Sources\n\n" + "\n".join(f"  {name}: {source}" for name, source in answer.workload.provenance)
+    least_bytes = min(item.short_bytes for item in result.rejected if item.short_bytes is not None)
+    at_least = f": every plan lacks at least {least_bytes / GiB:.2f} GiB" if least_bytes > 0.01 * GiB else ""
+    short = f"Device memory is what is short{at_least}. The nearest found:"
+    return "\n".join([textwrap.fill(short, WIDTH), describe_mesh(result.closest.mesh), result.closest.detail])
 
 
-def _signed(seconds: float) -> str:
-    sign = "+" if seconds > 0 else "-" if seconds < 0 else ""
-    return sign + format_seconds(abs(seconds))
+def remedy_text(remedy: Remedy) -> str:
+    """A change that makes something fit, with the plan that was found: one sentence."""
+    return f"{remedy.change}: {_remedy_figures(remedy)}, {describe_mesh(remedy.mesh)}, recompute {remedy.recompute}"
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
+def _remedies(answer: Answer) -> str:
+    remedies = answer.result.remedies
+    if not remedies:
+        return ""
+    lines = ["What would fit, the smallest change first, each found by searching again"]
+    for item in remedies:
+        lines.append(
+            textwrap.fill(
+                f"{item.change}: {_remedy_figures(item)}", WIDTH, initial_indent="  ", subsequent_indent="      "
+            )
+        )
+        plan = f"{describe_mesh(item.mesh)}, recompute {item.recompute}"
+        lines.append(textwrap.fill(plan, WIDTH, initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+def _remedy_figures(remedy: Remedy) -> str:
+    return f"{format_seconds(remedy.step_s)} a step, {remedy.peak_bytes / GiB:.1f} GiB"
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 host`, `2 hosts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
@@ -449,5 +437,7 @@ def profile_sheet(profile: HardwareProfile) -> str:
     for link in profile.links:
         rate = f"{format_rate(link.bytes_per_s)} per device and direction, {format_seconds(link.latency_s)}"
         rows.append((f"{link.name} ({link.n_devices})", rate))
+    if profile.n_hosts == 1:
+        rows.append(("between hosts", "with --hosts N: the tiers that N hosts reach"))
     sources = "\n".join(f"  {name}: {source}" for name, source in profile.sources)
     return f"{profile.name}: {profile.description}\n\n{text_table(('', ''), rows, show_header=False)}\n\n{sources}\n"

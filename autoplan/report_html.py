@@ -21,8 +21,16 @@ from autoplan.answer import (
     tokens_per_s,
 )
 from autoplan.parallel_plan import Breakdown, Estimate, TimelineEvent
-from autoplan.report import BREAKDOWN_LABELS, describe_mesh, plan_rows, rate_text, recompute_text
-from autoplan.search.result import Candidate, Rejection
+from autoplan.report import (
+    BREAKDOWN_LABELS,
+    REASONS,
+    describe_mesh,
+    plan_rows,
+    rate_text,
+    recompute_text,
+    shortage_text,
+)
+from autoplan.search.result import Candidate, Rejection, Remedy
 from autoplan.units import GiB, format_seconds
 
 CHART_WIDTH = 960
@@ -69,12 +77,19 @@ def html_report(answer: Answer) -> str:
         workload=answer.workload,
         result=answer.result,
         limits=answer.workload.limits,
+        shortage=shortage_text(answer) if best is None else "",
+        remedies=[(item.change, *_remedy_cells(item)) for item in answer.result.remedies],
         notes=answer.notes,
         chosen=None if best is None else _chosen(answer, best),
         candidates=_candidate_rows(answer),
         rejections=[_rejection_row(item) for item in answer.result.rejected[:MAX_REJECTIONS]],
         n_rejections_hidden=max(0, len(answer.result.rejected) - MAX_REJECTIONS),
     )
+
+
+def _remedy_cells(remedy: Remedy) -> tuple[str, str, str]:
+    mesh = f"{describe_mesh(remedy.mesh)}, recompute {remedy.recompute}"
+    return mesh, format_seconds(remedy.step_s), f"{remedy.peak_bytes / GiB:.1f} GiB"
 
 
 def timeline_chart(events: Iterable[TimelineEvent], *, step_s: float) -> Chart:
@@ -177,4 +192,4 @@ def _candidate_cells(answer: Answer, item: Candidate) -> tuple[str, ...]:
 
 
 def _rejection_row(item: Rejection) -> tuple[str, str, str]:
-    return describe_mesh(item.mesh), item.reason, item.detail
+    return describe_mesh(item.mesh), REASONS.get(item.reason, item.reason), item.detail

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from autoplan.graph import Argument, Extent, Op, Ref, TensorSpec, extent_at
 from autoplan.layout import E, Layout, P, R, V, can_shard, padded, sharded
@@ -106,6 +106,7 @@ class Term:
     is_added: bool
 
 
+@lru_cache(maxsize=1024)
 def parse_equation(equation: str) -> tuple[tuple[Term, ...], Term]:
     """Operand terms and result term of an equation."""
     operands, result = equation.split("->")
@@ -246,13 +247,18 @@ def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_
     return Strategy(operands, result, strategy.is_split, strategy.function, strategy.all_reduce_elements)
 
 
-def forward_flops(rule: OpRule | None, op: Op, *, operands: Specs, batch_size: int) -> int:
-    """FLOPs of one forward call: `flops_per_point` times the points of the iteration space."""
+def forward_flops(
+    rule: OpRule | None, op: Op, *, operands: Specs, batch_size: int, whole_operands: Specs | None = None
+) -> int:
+    """FLOPs of one forward call: `flops_per_point` times the points of the iteration space.
+
+    `whole_operands` are the operands before they were split, where they were: the equation of the call is theirs.
+    """
     if rule is None or rule.is_view:
         return 0
     if rule.flops is not None:
         return rule.flops(op, operands, batch_size)
-    equation = equation_of(rule, op, operands)
+    equation = equation_of(rule, op, operands if whole_operands is None else whole_operands)
     if equation is None:
         return int(rule.flops_per_point * op.outputs[0].n_elements(batch_size))
     terms, _ = parse_equation(equation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoplan.equations import argument
-from autoplan.errors import InputError
+from autoplan.errors import InputError, UsageError
 from autoplan.graph import Op, OpGraph, Ref
 from autoplan.parallel_plan import Plan
 
@@ -69,6 +69,17 @@ def check_loss_average(graph: OpGraph, loss_average: str | None) -> None:
             found="a loss that is not one mean over the integer targets of the batch, as they are",
             expected="loss_fn to return F.cross_entropy(outputs, targets), of any shape, with reduction mean",
             fix="leave it out, or divide by the number of targets of a whole batch in loss_fn yourself",
+        )
+
+
+def check_batch_norm(graph: OpGraph, batch_norm: str | None) -> None:
+    """Return when the model has what `batch_norm` is about; raises UsageError otherwise."""
+    if batch_norm is not None and not _has_batch_norm(graph):
+        raise UsageError.of(
+            f"--fix batch_norm={batch_norm}",
+            found="no BatchNorm",
+            expected="a model with BatchNorm",
+            fix="leave batch_norm out",
         )
 
 

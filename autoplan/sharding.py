@@ -38,6 +38,7 @@ MICROSECONDS = 1e6  # the unit of the objective: solvers want numbers near 1
 OpPrice = Callable[[Op, Strategy], float]
 ConversionPrice = Callable[[TensorSpec, Conversion], float]
 Solver = Callable[[LinearModel], Solution]
+PricedStrategies = tuple[dict[Strategy, float], ...]  # per op of a segment, seconds of each of its strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,22 @@ def shard_graph(
 ) -> dict[str, tuple[SegmentSharding, ...]]:
     """The best assignment for each boundary layout that is possible, by its text ("R", "S(1)")."""
     found, facts = {}, GraphFacts.of(graph)
+    priced = {
+        kind: _priced_strategies(graph.ops_of(segment), facts, degree, rules, prices.op_s)
+        for kind, segment in graph.first_of_kind().items()
+    }
     for boundary in _boundaries(graph, facts, degree):
-        best = _shard_kinds(graph, facts, boundary=boundary, degree=degree, rules=rules, prices=prices, solve=solve)
+        best = _shard_kinds(graph, facts, boundary=boundary, degree=degree, priced=priced, prices=prices, solve=solve)
         if best is not None:
             found[str(boundary)] = best
     return found
+
+
+def _priced_strategies(
+    ops: tuple[Op, ...], facts: GraphFacts, degree: int, rules: Mapping[str, OpRule], op_s: OpPrice
+) -> PricedStrategies:
+    legal = legal_strategies(ops, facts.specs, facts.gradients, degree, rules)
+    return tuple({strategy: op_s(op, strategy) for strategy in candidates} for op, candidates in legal.items())
 
 
 def _boundaries(graph: OpGraph, facts: GraphFacts, degree: int) -> tuple[Layout, ...]:
@@ -84,7 +96,7 @@ def _shard_kinds(
     *,
     boundary: Layout,
     degree: int,
-    rules: Mapping[str, OpRule],
+    priced: Mapping[int, PricedStrategies],
     prices: ShardingPrices,
     solve: Solver,
 ) -> tuple[SegmentSharding, ...] | None:
@@ -101,7 +113,7 @@ def _shard_kinds(
         for kind, segment in graph.first_of_kind().items():
             key = (kind, tuple((name, storage[name]) for name in shared if name in segment.parameters))
             if key not in solved:
-                problem = _Problem(graph, facts, segment, boundary, dict(key[1]), degree, rules, prices)
+                problem = _Problem(graph, facts, segment, boundary, dict(key[1]), priced[kind], prices)
                 solved[key] = problem.solve(solve)
             results.append((counts[kind], solved[key]))
         if any(result is None for _, result in results):
@@ -121,6 +133,32 @@ def _shared_parameters(graph: OpGraph) -> tuple[str, ...]:
     return tuple(name for name, kinds in readers.items() if len(kinds) > 1)
 
 
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One op of a segment, its operands, and what its rule allows beside its equation (`own`)."""
+
+    op: Op
+    rule: OpRule | None
+    names: tuple[str, ...]
+    operands: tuple[TensorSpec, ...]
+    own: tuple[Strategy, ...]
+
+
+def op_calls(
+    ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
+) -> tuple[OpCall, ...]:
+    """The ops with what every question about their strategies needs."""
+    found = []
+    for op in ops:
+        rule, names = rules.get(op.target), operand_names(op)
+        operands = tuple(specs[name] for name in names)
+        own: tuple[Strategy, ...] = ()
+        if rule is not None and rule.strategies is not None:
+            own = tuple(rule.strategies(op, operands, op.outputs[0], degree))
+        found.append(OpCall(op, rule, names, operands, own))
+    return tuple(found)
+
+
 def legal_strategies(
     ops: tuple[Op, ...],
     specs: Mapping[str, TensorSpec],
@@ -129,77 +167,57 @@ def legal_strategies(
     rules: Mapping[str, OpRule],
 ) -> dict[Op, tuple[Strategy, ...]]:
     """The strategies of each op of a segment, with V only where there is a gradient that could vary."""
-    blocks = block_counts(ops, specs, degree, rules)
-    extents = padded_extents(ops, specs, degree, rules)
-    has_expert_rows = any(s.result == E for op in ops for s in _own_strategies(op, specs, degree, rules))
+    calls = op_calls(ops, specs, degree, rules)
+    blocks, extents = block_counts(calls), padded_extents(calls)
+    has_expert_rows = any(strategy.result == E for call in calls for strategy in call.own)
     found = {}
-    for op in ops:
-        names = operand_names(op)
-        flags = tuple(name in gradients for name in names)
-        operands = tuple(specs[name] for name in names)
+    for call in calls:
+        flags = tuple(name in gradients for name in call.names)
         candidates = all_strategies(
-            rules.get(op.target),
-            op,
-            operands=operands,
+            call.rule,
+            call.op,
+            operands=call.operands,
             degree=degree,
-            blocks=blocks[op.name],
+            blocks=blocks[call.op.name],
             padded_extents=extents,
             has_expert_rows=has_expert_rows,
         )
-        normal = (normalize(s, flags, result_has_gradient=op.name in gradients) for s in candidates)
-        found[op] = tuple(dict.fromkeys(normal))
+        normal = (normalize(s, flags, result_has_gradient=call.op.name in gradients) for s in candidates)
+        found[call.op] = tuple(dict.fromkeys(normal))
     return found
 
 
-def block_counts(
-    ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
-) -> dict[str, tuple[int, ...]]:
+def block_counts(calls: tuple[OpCall, ...]) -> dict[str, tuple[int, ...]]:
     """In how many blocks each op may split a dim: 1, and what its neighbours ask for.
 
     An op that cuts a dim in three (a fused QKV) asks for 3; that spreads over element-wise ops, up to the products
     that make or consume the value.
     """
-    asked: dict[str, set[int]] = {name: set() for op in ops for name in (op.name, *operand_names(op))}
-    for op in ops:
-        for strategy in _own_strategies(op, specs, degree, rules):
-            asked[op.name].add(strategy.result.blocks)
-            for name, layout in zip(operand_names(op), strategy.operands, strict=True):
+    asked: dict[str, set[int]] = {name: set() for call in calls for name in (call.op.name, *call.names)}
+    for call in calls:
+        for strategy in call.own:
+            asked[call.op.name].add(strategy.result.blocks)
+            for name, layout in zip(call.names, strategy.operands, strict=True):
                 asked[name].add(layout.blocks)
-    elementwise = [op for op in ops if (rule := rules.get(op.target)) and rule.equation and rule.efficiency != "matmul"]
-    for op in (*elementwise, *reversed(elementwise)):
-        spread = set().union(*(asked[name] for name in (op.name, *operand_names(op))))
-        for name in (op.name, *operand_names(op)):
+    elementwise = [c for c in calls if c.rule and c.rule.equation and c.rule.efficiency != "matmul"]
+    for call in (*elementwise, *reversed(elementwise)):
+        spread = set().union(*(asked[name] for name in (call.op.name, *call.names)))
+        for name in (call.op.name, *call.names):
             asked[name] |= spread
-    return {
-        op.name: tuple(sorted({1}.union(asked[op.name], *(asked[name] for name in operand_names(op))))) for op in ops
-    }
+    return {c.op.name: tuple(sorted({1}.union(*(asked[name] for name in (c.op.name, *c.names))))) for c in calls}
 
 
-def padded_extents(
-    ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
-) -> frozenset[Extent]:
+def padded_extents(calls: tuple[OpCall, ...]) -> frozenset[Extent]:
     """The extents that are worth padding: those at which an op has a function that knows where the padding begins.
 
     A vocabulary, which the embedding and the loss can split, is; the other ops in between pass the padding on.
     """
     found: set[Extent] = set()
-    for op in ops:
-        operands = tuple(specs[name] for name in operand_names(op))
-        for strategy in _own_strategies(op, specs, degree, rules):
+    for call in calls:
+        for strategy in call.own:
             if strategy.function:
-                found |= padded_dims(strategy, operands, op.outputs[0])
+                found |= padded_dims(strategy, call.operands, call.op.outputs[0])
     return frozenset(found)
-
-
-def _own_strategies(
-    op: Op, specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
-) -> tuple[Strategy, ...]:
-    """What the rule of an op allows beside its equation."""
-    rule = rules.get(op.target)
-    if rule is None or rule.strategies is None:
-        return ()
-    operands = tuple(specs[name] for name in operand_names(op))
-    return tuple(rule.strategies(op, operands, op.outputs[0], degree))
 
 
 def _storage_layouts(graph: OpGraph, name: str, degree: int) -> tuple[Layout, ...]:
@@ -219,11 +237,10 @@ class _Problem:
         segment: Segment,
         boundary: Layout,
         storage: dict[str, Layout],
-        degree: int,
-        rules: Mapping[str, OpRule],
+        priced: PricedStrategies,
         prices: ShardingPrices,
     ) -> None:
-        self.segment, self.degree, self.prices = segment, degree, prices
+        self.segment, self.prices = segment, prices
         self.ops = graph.ops_of(segment)
         self.specs, self.gradients = facts.specs, facts.gradients
         self.tuples = {op.name for op in self.ops if len(op.outputs) > 1}  # read piece by piece, never converted
@@ -233,7 +250,7 @@ class _Problem:
         self.strategies: list[dict[Strategy, int]] = []
         self.conversions: dict[tuple[str, Layout, Layout], int] = {}
         self.flows: dict[tuple[_Use, Layout, Layout], int] = {}
-        self._op_columns(rules)
+        self._op_columns(priced)
         for name in segment.inputs:
             self._source_columns(name, (self._boundary_layout(name, boundary),))
         for name in segment.parameters:
@@ -254,12 +271,12 @@ class _Problem:
         is_read_later = any(name in s.inputs for s in graph.segments if s.start >= self.segment.stop)
         return self._boundary_layout(name, boundary) if is_read_later else None
 
-    def _op_columns(self, rules: Mapping[str, OpRule]) -> None:
-        for op, candidates in legal_strategies(self.ops, self.specs, self.gradients, self.degree, rules).items():
+    def _op_columns(self, priced: PricedStrategies) -> None:
+        for op, candidates in zip(self.ops, priced, strict=True):
             options: dict[Strategy, int] = {}
-            for strategy in candidates:
-                cost = self.prices.op_s(op, strategy) * MICROSECONDS
-                options[strategy] = self.model.add_column(f"{op.name}:{strategy.result}", cost=cost)
+            for strategy, seconds in candidates.items():
+                name = f"{op.name}:{strategy.result}"
+                options[strategy] = self.model.add_column(name, cost=seconds * MICROSECONDS)
             self.model.add_row(f"one strategy of {op.name}", [(c, 1.0) for c in options.values()], lower=1, upper=1)
             self.strategies.append(options)
             by_layout: dict[Layout, list[int]] = {}
@@ -390,10 +407,15 @@ def read_sharding(
         values = dict.fromkeys((*segment.inputs, *segment.parameters, *(op.name for op in ops)), R)
         whole = {op.name: Strategy((R,) * len(operand_names(op)), R) for op in ops}
         return SegmentLayouts(values, whole, {})
+    return read_assignment(assignment, legal_strategies(ops, facts.specs, facts.gradients, degree, rules))
+
+
+def read_assignment(assignment: SegmentSharding, legal: Mapping[Op, tuple[Strategy, ...]]) -> SegmentLayouts:
+    """Likewise, from the `legal_strategies` of the segment."""
     values = {name: parse_layout(text) for name, text in assignment.values}
     reads = {(op_name, where): parse_layout(text) for op_name, where, text in assignment.uses}
     strategies = {}
-    for op, candidates in legal_strategies(ops, facts.specs, facts.gradients, degree, rules).items():
+    for op, candidates in legal.items():
         operands = tuple(reads.get((op.name, str(i)), values[name]) for i, name in enumerate(operand_names(op)))
         strategies[op.name] = next(s for s in candidates if s.operands == operands and s.result == values[op.name])
     leaves = {where: layout for (op_name, where), layout in reads.items() if op_name == ""}

@@ -3,18 +3,7 @@
 It is the only judge of time and memory. It reads a CostTable and the stages, and knows nothing of the search. All
 data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed.
 
-**One pass of a stage** (`replay_pass`): a compute stream and a communication stream, each first in, first out.
-
-    communication   gather 0 | gather 1    | reduce 0 | gather 2 | reduce 1 |    reduce 2 -> left over
-    compute                  | segment 0 | | segment 1      |    | segment 2   |
-
-- The parameters of segment k+1 are gathered from the moment segment k starts to compute; the first gather is exposed.
-- The gradients of segment k are reduced after its backward pass. What is left when the pass ends goes on beside what
-  the rank does next; the optimizer waits for it.
-- While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
-- Tensor-parallel communication, recomputation and launch time are serial with compute.
-- A backward pass in two halves: the one for weights takes `weight_backward_s` and makes the gradients that are reduced,
-  the one for inputs takes the rest. The first stage, whose inputs need no gradient, does all in the pass for weights.
+**One pass of a stage** is replayed by `stage_pass`, **memory** is added up by `rank_memory`.
 
 **One step** (`_replay_step`): an action starts when its rank is free and its input has arrived. Sends do not block the
 sender; a rank sends its activations one after the other, and so its gradients. Left out: that sends slow compute, and
@@ -28,139 +17,76 @@ gathers that begin before the input has arrived. With M micro-batches, on the sl
 
 The first and the last line of any rank are together a lower bound on the step time, under any schedule.
 
-**Memory** (`_memory_steps`): the bytes of a rank while one action runs.
-
-    state + gathered parameters + unreduced gradients + working bytes of the running stage's largest segment
-          + (saved activations + received input) x micro-batches in flight, the running one included
-          + gradients pending x micro-batches between their pass for inputs and their pass for weights
-
-Left out: the gradient received by the one running backward pass, and activations whose send is not done.
+What depends on the schedule alone is worked out once per shape and kept as numbers (`_script`), as a search replays the
+same few schedules again and again.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from typing import NamedTuple
 
-from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, forward_s
+from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.schedules import (
-    GRADIENT_KINDS,
-    KEPT_SCHEDULES,
-    Action,
-    Schedule,
-    build_schedule,
-    dependency,
-    replay_order,
-    stage_ranks,
-)
+from autoplan.rank_memory import Moment, StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
+from autoplan.schedules import KEPT_SCHEDULES, OrderedSchedule, ordered_schedule, stage_ranks
+from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
 
-# ---------------------------------------------------------------------------------------------- one pass of a stage
+__all__ = ["SegmentWork", "memory_over_time", "replay_pass", "simulate"]
+
+# ------------------------------------------------------------------------------------------ the schedule as numbers
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentWork:
-    """What one pass does in one segment: gather its parameters, compute, reduce its gradients."""
-
-    segment: int
-    busy_s: float
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """How long one pass of one stage takes.
+class _Script:
+    """What it takes to replay a schedule, whatever the plan.
 
     Attributes:
-        elapsed_s: `exposed_s` and the compute of all its segments.
-        exposed_s: what communication adds.
-        left_s: communication still to be done when the pass ends.
-        spans: (name, start, stop) of each communication, in seconds from the start of the pass.
+        ordered: the schedule, and an order in which its actions can run; `cues` and `awaited` have this order.
+        ranks: of each stage.
+        stages: of each rank.
+        passes: the different passes: (stage, kind of action, whether it is at the edge of the step).
+        cues: per action, the place of its pass in `passes`.
+        awaited: per action, the place of the one on another rank whose result it needs; None if there is none.
+        moments: per rank, the different moments of its memory.
     """
 
-    elapsed_s: float
-    exposed_s: float
-    left_s: float
-    spans: tuple[tuple[str, float, float], ...] = ()
+    ordered: OrderedSchedule
+    ranks: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
+    passes: tuple[tuple[int, str, bool], ...]
+    cues: tuple[int, ...]
+    awaited: tuple[int | None, ...]
+    moments: tuple[tuple[Moment, ...], ...]
 
 
-class _TwoStreams:
-    """The compute and the communication stream of one device during one pass."""
-
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown = slowdown
-        self.now_s = 0.0
-        self.exposed_s = 0.0
-        self.spans: list[tuple[str, float, float]] = []
-        self._pending: deque[tuple[str, float]] = deque()
-        self._head_done_s = 0.0  # of the first pending communication
-        self._head_started_s = 0.0
-        self._n_issued = 0
-
-    def communicate(self, name: str, seconds: float) -> int:
-        """Queue a communication; returns its ticket."""
-        if seconds > 0.0:
-            if not self._pending:
-                self._head_started_s = self.now_s
-            self._pending.append((name, seconds))
-            self._n_issued += 1
-        return self._n_issued if seconds > 0.0 else 0
-
-    def wait_for(self, ticket: int) -> None:
-        """Leave compute idle until the communication with this ticket is done."""
-        while self._n_issued - len(self._pending) < ticket:
-            rest_s = self._pending[0][1] - self._head_done_s
-            self.exposed_s += rest_s
-            self._communicate_for(rest_s, wall_s=rest_s)
-
-    def compute(self, busy_s: float) -> None:
-        """Compute beside whatever communication is pending."""
-        while busy_s > 0.0 and self._pending:
-            both_s = min(busy_s, self._pending[0][1] - self._head_done_s)
-            busy_s -= both_s
-            self.exposed_s += both_s * (self.slowdown - 1.0)
-            self._communicate_for(both_s, wall_s=both_s * self.slowdown)
-        self.now_s += busy_s
-
-    def left_s(self) -> float:
-        """Communication not done yet; what has begun is noted as a span."""
-        if self._pending and self._head_done_s > 0.0:
-            self.spans.append((self._pending[0][0], self._head_started_s, self.now_s))
-        return sum(seconds for _, seconds in self._pending) - self._head_done_s
-
-    def _communicate_for(self, done_s: float, *, wall_s: float) -> None:
-        name, seconds = self._pending[0]
-        self.now_s += wall_s
-        if done_s < seconds - self._head_done_s:
-            self._head_done_s += done_s
-            return
-        self._pending.popleft()
-        self.spans.append((name, self._head_started_s, self.now_s))
-        self._head_done_s, self._head_started_s = 0.0, self.now_s
-
-
-def replay_pass(work: tuple[SegmentWork, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
-    """The times of one pass through `work`, in this order; `left_s` is communication the rank still has to do."""
-    busy_s = sum(item.busy_s for item in work)
-    if left_s == 0.0 and not any(item.gather_s or item.reduce_s for item in work):
-        return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
-    streams = _TwoStreams(slowdown)
-    streams.communicate("reduce", left_s)
-    ticket = streams.communicate(f"gather {work[0].segment}", work[0].gather_s)
-    for item, following in zip(work, (*work[1:], None), strict=True):
-        streams.wait_for(ticket)
-        if following is not None:
-            ticket = streams.communicate(f"gather {following.segment}", following.gather_s)
-        streams.compute(item.busy_s)
-        streams.communicate(f"reduce {item.segment}", item.reduce_s)
-    left_s = streams.left_s()
-    return PassTimes(busy_s + streams.exposed_s, streams.exposed_s, left_s, tuple(streams.spans))
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Script:
+    ordered = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    ranks = stage_ranks(ordered.schedule)
+    n_runs: Counter[tuple[int, str]] = Counter()
+    numbers: dict[tuple[int, str, bool], int] = {}
+    cues: list[int] = []
+    awaited: list[int | None] = []
+    for (stage, kind, _), needed in zip(ordered.actions, ordered.awaited, strict=True):
+        n_runs[stage, kind] += 1
+        is_edge = n_runs[stage, kind] == (1 if kind == "F" else n_micro_batches)
+        cues.append(numbers.setdefault((stage, kind, is_edge), len(numbers)))
+        is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
+        awaited.append(needed if is_elsewhere else None)
+    return _Script(
+        ordered,
+        ranks,
+        stages=tuple(tuple(sorted({action.stage for action in actions})) for actions in ordered.schedule),
+        passes=tuple(numbers),
+        cues=tuple(cues),
+        awaited=tuple(awaited),
+        moments=tuple(tuple(dict.fromkeys(moments(actions))) for actions in ordered.schedule),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
@@ -168,66 +94,39 @@ def replay_pass(work: tuple[SegmentWork, ...], *, slowdown: float, left_s: float
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One stage, ready to be replayed. Bytes are those of a running action, except `state_bytes`."""
+    """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments."""
 
+    plan: StagePlan
     rank: int
+    choices: tuple[tuple[int, bool], ...]
     costs: tuple[SegmentCost, ...]
-    passes: dict[tuple[str, bool], tuple[SegmentWork, ...]]  # by kind, and whether it is at the edge of the step
+    held: StageBytes
     send_activation_s: float
     send_gradient_s: float
-    state_bytes: int
-    gathered_bytes: int
-    gradient_bytes: int
-    saved_bytes: int
-    received_bytes: int
-    pending_bytes: int
-    working_bytes: int
+
+    def segments(self, kind: str) -> range:
+        """The segments in the order in which a pass of this kind takes them."""
+        segments = range(self.plan.start, self.plan.stop)
+        return segments if kind == "F" else segments[::-1]
+
+    def send_s(self, kind: str) -> float:
+        """Time in which the result of an action of this kind travels to another rank."""
+        return {"F": self.send_activation_s, "W": 0.0}.get(kind, self.send_gradient_s)
 
 
-def _stage(table: CostTable, stage: StagePlan, *, index: int, ranks: tuple[int, ...]) -> _Stage:
-    recomputed = frozenset(stage.recomputed)
-    priced = tuple(
-        (segment, table.cost_of(segment, recomputed=segment in recomputed))
-        for segment in range(stage.start, stage.stop)
-    )
-    costs = tuple(cost for _, cost in priced)
+def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> _Stage:
+    recomputed = frozenset(plan.recomputed)
+    segments = range(plan.start, plan.stop)
+    costs = tuple(table.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
     return _Stage(
+        plan=plan,
         rank=ranks[index],
+        choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
         costs=costs,
-        passes=_passes(table, priced),
-        send_activation_s=_send_s(table, stage.stop, between=ranks[index : index + 2]),
-        send_gradient_s=_send_s(table, stage.start, between=ranks[max(0, index - 1) : index + 1]),
-        state_bytes=sum(cost.state_bytes for cost in costs),
-        gathered_bytes=_held_bytes((cost.gathered_bytes for cost in costs), all_of_them=table.keeps_gathered),
-        gradient_bytes=_held_bytes((cost.gradient_bytes for cost in costs), all_of_them=_accumulates(table)),
-        saved_bytes=sum(cost.saved_bytes for cost in costs),
-        received_bytes=table.cut_bytes[stage.start - 1] if stage.start > 0 else 0,
-        pending_bytes=sum(cost.pending_bytes for cost in costs),
-        working_bytes=max(cost.working_bytes for cost in costs),
+        held=stage_bytes(table, costs, start=plan.start),
+        send_activation_s=_send_s(table, plan.stop, between=ranks[index : index + 2]),
+        send_gradient_s=_send_s(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
     )
-
-
-def _passes(
-    table: CostTable, priced: tuple[tuple[int, SegmentCost], ...]
-) -> dict[tuple[str, bool], tuple[SegmentWork, ...]]:
-    """The work of each kind of pass of a stage; the first forward and the last backward pass are at the edge."""
-    is_first = priced[0][0] == 0
-    backward = tuple(reversed(priced))
-    found = {}
-    for is_edge in (False, True):
-        gathers, reduces = table.gathers_per_micro_batch, table.reduces_per_micro_batch or is_edge
-        found["F", is_edge] = tuple(_work(s, c, forward_s(c), gathers=gathers or is_edge) for s, c in priced)
-        for kind, has_gradients in (("B", True), ("I", False), ("W", True)):
-            busy = [backward_part_s(cost, kind, is_first=is_first) for _, cost in backward]
-            found[kind, is_edge] = tuple(
-                _work(segment, cost, busy_s, gathers=gathers, reduces=reduces and has_gradients)
-                for (segment, cost), busy_s in zip(backward, busy, strict=True)
-            )
-    return found
-
-
-def _work(segment: int, cost: SegmentCost, busy_s: float, *, gathers: bool, reduces: bool = False) -> SegmentWork:
-    return SegmentWork(segment, busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
 
 
 def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> float:
@@ -237,19 +136,6 @@ def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> floa
     cut_s = table.cut_s[segment - 1]
     assert cut_s is not None
     return cut_s
-
-
-def _accumulates(table: CostTable) -> bool:
-    """Whether whole gradients are kept from one micro-batch to the next."""
-    return not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
-
-
-def _held_bytes(parts: Iterable[int], *, all_of_them: bool) -> int:
-    """The sum, or the two neighbours that are largest together: the current segment's and the next one's."""
-    values = tuple(parts)
-    if all_of_them or len(values) == 1:
-        return sum(values)
-    return max(first + second for first, second in pairwise(values))
 
 
 def _check_stages(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
@@ -282,12 +168,9 @@ def _check_stages(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
 # ---------------------------------------------------------------------------------------------------------- one step
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """An action with its times; its result leaves at `sent_s` and is there at `arrived_s`."""
+class _Run(NamedTuple):
+    """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`."""
 
-    action: Action
-    rank: int
     start_s: float
     stop_s: float
     times: PassTimes
@@ -301,72 +184,152 @@ class _RankClock:
 
     free_s: float = 0.0
     left_s: float = 0.0  # communication not done at `free_s`
-    activation_link_free_s: float = 0.0
-    gradient_link_free_s: float = 0.0
     exposed_dp_s: float = 0.0
     exposed_pp_s: float = 0.0
     bubble_s: float = 0.0
 
+    def wait_for(self, needed: _Run) -> None:
+        """Be free when this result of another rank has arrived; pending communication goes on meanwhile."""
+        idle_s = needed.arrived_s - self.free_s
+        if idle_s > 0.0:
+            transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
+            self.exposed_pp_s += transfer_s
+            self.bubble_s += idle_s - transfer_s
+            self.left_s = max(0.0, self.left_s - idle_s)
+            self.free_s = needed.arrived_s
+
+
+@dataclass(slots=True)
+class _Link:
+    """What a rank sends its activations over, or its gradients: one transfer after the other."""
+
+    free_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass of one stage, ready to be replayed.
+
+    Attributes:
+        times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
+            goes on; most passes are alike.
+        send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
+    """
+
+    clock: _RankClock
+    work: tuple[SegmentWork, ...]
+    times: dict[float, PassTimes]
+    link: _Link
+    send_s: float
+
+
+def _passes(
+    table: CostTable, stages: tuple[_Stage, ...], *, script: _Script, clocks: tuple[_RankClock, ...]
+) -> tuple[_Pass, ...]:
+    """Of each pass of the script; those of equal work share what is known of their times."""
+    known: dict[tuple[SegmentWork, ...], dict[float, PassTimes]] = {}
+    links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
+    found = []
+    for index, kind, is_edge in script.passes:
+        stage = stages[index]
+        work = pass_work(table, stage.choices, kind, is_edge=is_edge, is_first=index == 0)
+        times, link = known.setdefault(work, {}), links[stage.rank, kind == "F"]
+        found.append(_Pass(clocks[stage.rank], work, times, link, stage.send_s(kind)))
+    return tuple(found)
+
 
 def _replay_step(
-    table: CostTable, stages: tuple[_Stage, ...], *, order: tuple[Action, ...]
-) -> tuple[tuple[_RankClock, ...], tuple[_Run, ...]]:
+    table: CostTable, stages: tuple[_Stage, ...], *, script: _Script
+) -> tuple[tuple[_RankClock, ...], list[_Run]]:
+    """The clocks at the end of the step, and the run of each action."""
     clocks = tuple(_RankClock() for _ in range(table.mesh.pp))
-    runs: dict[Action, _Run] = {}
-    n_runs: Counter[tuple[int, str]] = Counter()
-    known: dict[tuple[int, str, bool, float], PassTimes] = {}  # most passes are alike and are replayed once
-    for action in order:
-        stage = stages[action.stage]
-        clock = clocks[stage.rank]
-        needed = dependency(action, len(stages))
-        start_s = _wait(clock, None if needed is None else runs[needed], rank=stage.rank)
-        n_runs[action.stage, action.kind] += 1
-        is_edge = n_runs[action.stage, action.kind] == (1 if action.kind == "F" else table.mesh.n_micro_batches)
-        key = (action.stage, action.kind, is_edge, clock.left_s)
-        if key not in known:
-            work = stage.passes[action.kind, is_edge]
-            known[key] = replay_pass(work, slowdown=table.overlap_slowdown, left_s=clock.left_s)
-        runs[action] = _run(action, stage, clock=clock, start_s=start_s, times=known[key])
+    passes = _passes(table, stages, script=script, clocks=clocks)
+    runs: list[_Run] = []
+    for number, awaited in zip(script.cues, script.awaited, strict=True):
+        running = passes[number]
+        clock = running.clock
+        if awaited is not None:
+            clock.wait_for(runs[awaited])
+        times = running.times.get(clock.left_s)
+        if times is None:
+            times = replay_pass(running.work, slowdown=table.overlap_slowdown, left_s=clock.left_s)
+            running.times[clock.left_s] = times
+        start_s = clock.free_s
+        stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s
+        clock.left_s = times.left_s
+        clock.exposed_dp_s += times.exposed_s
+        if running.send_s:
+            sent_s = max(stop_s, running.link.free_s)
+            arrived_s = running.link.free_s = sent_s + running.send_s
+        runs.append(_Run(start_s, stop_s, times, sent_s, arrived_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
-    return clocks, tuple(runs.values())
+    return clocks, runs
 
 
-def _wait(clock: _RankClock, needed: _Run | None, *, rank: int) -> float:
-    """When the rank starts its next action; books what it waits for and lets pending communication go on.
+# --------------------------------------------------------------------------------------------------------- the plan
 
-    What it did itself is there.
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A whole step, replayed; `runs` has the order of the script."""
+
+    script: _Script
+    stages: tuple[_Stage, ...]
+    clocks: tuple[_RankClock, ...]
+    runs: list[_Run]
+
+    def stages_of(self, rank: int) -> tuple[_Stage, ...]:
+        return tuple(self.stages[index] for index in self.script.stages[rank])
+
+    def held_by(self, rank: int) -> tuple[StageBytes, ...]:
+        return tuple(stage.held for stage in self.stages_of(rank))
+
+    def places(self) -> tuple[list[int], ...]:
+        """Per rank, the places of its actions in the order of the script."""
+        found: tuple[list[int], ...] = tuple([] for _ in self.clocks)
+        for place, action in enumerate(self.script.ordered.actions):
+            found[self.script.ranks[action.stage]].append(place)
+        return found
+
+
+def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
+    _check_stages(table, plans)
+    mesh = table.mesh
+    script = _script(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
+    stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
+    clocks, runs = _replay_step(table, stages, script=script)
+    return _Replay(script, stages, clocks, runs)
+
+
+def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
+    """The estimate of a plan: `stages` on the mesh of `table`.
+
+    The breakdown is that of the slowest rank (of the first, if several are equally slow).
+
+    Raises: PlanMismatchError if the stages do not cut the segments of the table into `mesh.n_stages` parts;
+    InputError if the schedule does not exist for the mesh.
     """
-    if needed is None or needed.rank == rank:
-        return clock.free_s
-    start_s = max(clock.free_s, needed.arrived_s)
-    if start_s > clock.free_s:
-        idle_s = start_s - clock.free_s
-        transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
-        clock.exposed_pp_s += transfer_s
-        clock.bubble_s += idle_s - transfer_s
-        clock.left_s = max(0.0, clock.left_s - idle_s)
-    return start_s
+    replay = _replay(table, stages)
+    breakdowns = tuple(_breakdown(table, replay.stages_of(rank), clock) for rank, clock in enumerate(replay.clocks))
+    slowest = max(breakdowns, key=lambda breakdown: breakdown.total_s)
+    peaks = tuple(
+        max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
+    )
+    parts = tuple(reserved_parts(table, peak) for peak in peaks)
+    return Estimate(
+        step_s=slowest.total_s,
+        breakdown=slowest,
+        allocated_bytes=tuple(peak.total_bytes for peak in peaks),
+        reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
+        memory_parts_bytes=parts,
+        memory_limit_bytes=table.memory_limit_bytes,
+        segment_sources=tuple(table.sources[kind] for kind in table.kinds) if table.sources else (),
+        timeline=_timeline(replay, optimizer_s=tuple(b.optimizer_s for b in breakdowns)) if with_timeline else (),
+    )
 
 
-def _run(action: Action, stage: _Stage, *, clock: _RankClock, start_s: float, times: PassTimes) -> _Run:
-    """Run the action on its rank's clock and send its result, if another rank needs it."""
-    stop_s = start_s + times.elapsed_s
-    clock.free_s, clock.left_s = stop_s, times.left_s
-    clock.exposed_dp_s += times.exposed_s
-    send_s = {"F": stage.send_activation_s, "W": 0.0}.get(action.kind, stage.send_gradient_s)
-    if send_s == 0.0:
-        return _Run(action, stage.rank, start_s, stop_s, times, sent_s=stop_s, arrived_s=stop_s)
-    if action.kind == "F":
-        sent_s = max(stop_s, clock.activation_link_free_s)
-        arrived_s = clock.activation_link_free_s = sent_s + stage.send_activation_s
-    else:
-        sent_s = max(stop_s, clock.gradient_link_free_s)
-        arrived_s = clock.gradient_link_free_s = sent_s + stage.send_gradient_s
-    return _Run(action, stage.rank, start_s, stop_s, times, sent_s, arrived_s)
-
-
-def _breakdown(table: CostTable, stages: tuple[_Stage, ...], *, clock: _RankClock) -> Breakdown:
+def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock) -> Breakdown:
     """Where the time of one rank, which owns `stages`, goes."""
     costs = tuple(cost for stage in stages for cost in stage.costs)
     n_micro_batches = table.mesh.n_micro_batches
@@ -382,182 +345,47 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], *, clock: _RankCloc
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Bytes of one rank at one moment, by part."""
-
-    state: int
-    gathered_parameters: int
-    unreduced_gradients: int
-    saved_activations: int
-    received_inputs: int
-    pending_gradients: int
-    working: int
-
-    @property
-    def total_bytes(self) -> int:
-        return (
-            self.state
-            + self.gathered_parameters
-            + self.unreduced_gradients
-            + self.saved_activations
-            + self.received_inputs
-            + self.pending_gradients
-            + self.working
-        )
-
-
-def _memory_steps(
-    table: CostTable, stages: tuple[_Stage, ...], *, actions: tuple[Action, ...]
-) -> tuple[tuple[_Memory, _Memory], ...]:
-    """Memory of one rank while each of its actions runs, and right after it.
-
-    Parameters that stay gathered are counted all step; whole gradients that accumulate, from the first backward
-    pass of their stage.
-    """
-    own = {action.stage: stages[action.stage] for action in actions}
-    state = sum(stage.state_bytes for stage in own.values())
-    kept = sum(stage.gathered_bytes for stage in own.values()) if table.keeps_gathered else 0
-    accumulating: set[int] = set()
-    accumulated = saved = received = pending = 0
-    steps = []
-    for action in actions:
-        stage, makes_gradients = own[action.stage], action.kind in GRADIENT_KINDS
-        if action.kind == "F":
-            saved += stage.saved_bytes
-            received += stage.received_bytes
-        elif action.kind == "I":
-            pending += stage.pending_bytes
-        elif _accumulates(table) and action.stage not in accumulating:
-            accumulating.add(action.stage)
-            accumulated += stage.gradient_bytes
-        gathered = kept if table.keeps_gathered else stage.gathered_bytes
-        unreduced = stage.gradient_bytes if makes_gradients and not _accumulates(table) else accumulated
-        running = _Memory(state, gathered, unreduced, saved, received, pending, stage.working_bytes)
-        if makes_gradients:
-            saved -= stage.saved_bytes
-            received -= stage.received_bytes
-            pending -= stage.pending_bytes if action.kind == "W" else 0
-        steps.append((running, _Memory(state, kept, accumulated, saved, received, pending, 0)))
-    return tuple(steps)
-
-
-def _memory_parts(table: CostTable, memory: _Memory) -> tuple[tuple[str, int], ...]:
-    parts = tuple((field.name, getattr(memory, field.name)) for field in fields(memory))
-    rounding = math.ceil(memory.total_bytes * table.reserved_ratio) - memory.total_bytes
-    return (*parts, ("fragmentation", rounding), ("fixed", table.reserved_fixed_bytes))
-
-
-# --------------------------------------------------------------------------------------------------------- the plan
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """A whole step, replayed."""
-
-    stages: tuple[_Stage, ...]
-    schedule: Schedule
-    clocks: tuple[_RankClock, ...]
-    runs: tuple[_Run, ...]
-
-    def stages_of(self, rank: int) -> tuple[_Stage, ...]:
-        return tuple(stage for stage in self.stages if stage.rank == rank)
-
-
-@lru_cache(maxsize=KEPT_SCHEDULES)
-def _schedule_of(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> tuple[Schedule, tuple[Action, ...]]:
-    """The schedule and one order in which all its actions can run."""
-    schedule = build_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    return schedule, replay_order(schedule, n_stages=n_ranks * n_chunks)
-
-
-def _replay(table: CostTable, stages: tuple[StagePlan, ...]) -> _Replay:
-    _check_stages(table, stages)
-    mesh = table.mesh
-    schedule, order = _schedule_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
-    ranks = stage_ranks(schedule)
-    priced = tuple(_stage(table, stage, index=index, ranks=ranks) for index, stage in enumerate(stages))
-    clocks, runs = _replay_step(table, priced, order=order)
-    return _Replay(priced, schedule, clocks, runs)
-
-
-def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
-    """The estimate of a plan: `stages` on the mesh of `table`.
-
-    The breakdown is that of the slowest rank (of the first, if several are equally slow).
-
-    Raises: PlanMismatchError if the stages do not cut the segments of the table into `mesh.n_stages` parts;
-    InputError if the schedule does not exist for the mesh.
-    """
-    replay = _replay(table, stages)
-    breakdowns = tuple(
-        _breakdown(table, replay.stages_of(rank), clock=clock) for rank, clock in enumerate(replay.clocks)
-    )
-    slowest = max(breakdowns, key=lambda breakdown: breakdown.total_s)
-    peaks = tuple(
-        max((running for running, _ in _memory_steps(table, replay.stages, actions=actions)), key=_total_bytes)
-        for actions in replay.schedule
-    )
-    parts = tuple(_memory_parts(table, peak) for peak in peaks)
-    return Estimate(
-        step_s=slowest.total_s,
-        breakdown=slowest,
-        allocated_bytes=tuple(peak.total_bytes for peak in peaks),
-        reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
-        memory_parts_bytes=parts,
-        memory_limit_bytes=table.memory_limit_bytes,
-        segment_sources=tuple(table.sources[kind] for kind in table.kinds) if table.sources else (),
-        timeline=_timeline(replay, optimizer_s=tuple(b.optimizer_s for b in breakdowns)) if with_timeline else (),
-    )
-
-
-def _total_bytes(memory: _Memory) -> int:
-    return memory.total_bytes
-
-
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
     """Per pipeline rank, (time, allocated bytes from then on), in order of time; raises what `simulate` does."""
     replay = _replay(table, stages)
     curves = []
-    for rank, actions in enumerate(replay.schedule):
-        runs = (run for run in replay.runs if run.rank == rank)
-        steps = _memory_steps(table, replay.stages, actions=actions)
-        curves.append(
-            tuple(
-                point
-                for run, (running, after) in zip(runs, steps, strict=True)
-                for point in ((run.start_s, running.total_bytes), (run.stop_s, after.total_bytes))
-            )
-        )
+    for rank, places in enumerate(replay.places()):
+        running = tuple(moments(replay.script.ordered.schedule[rank]))
+        during = memories(table, replay.held_by(rank), at=running)
+        after = memories(table, replay.held_by(rank), at=map(moment_after, running))
+        curve: list[tuple[float, int]] = []
+        for place, one, other in zip(places, during, after, strict=True):
+            run = replay.runs[place]
+            curve += (run.start_s, one.total_bytes), (run.stop_s, other.total_bytes)
+        curves.append(tuple(curve))
     return tuple(curves)
 
 
 def _timeline(replay: _Replay, *, optimizer_s: tuple[float, ...]) -> tuple[TimelineEvent, ...]:
-    events = []
-    for rank, rank_optimizer_s in enumerate(optimizer_s):
-        runs = tuple(run for run in replay.runs if run.rank == rank)
-        for run, following in zip(runs, (*runs[1:], None), strict=True):
-            events.extend(_events_of(run, until_s=math.inf if following is None else following.start_s))
-        done_s = runs[-1].stop_s + runs[-1].times.left_s
-        events.append(TimelineEvent(rank, rank, "compute", "optimizer", done_s, done_s + rank_optimizer_s))
+    events: list[TimelineEvent] = []
+    for rank, places in enumerate(replay.places()):
+        starts_s = (*(replay.runs[place].start_s for place in places[1:]), math.inf)
+        for place, next_start_s in zip(places, starts_s, strict=True):
+            events += _events_of(replay, place, rank=rank, until_s=next_start_s)
+        last = replay.runs[places[-1]]
+        done_s = last.stop_s + last.times.left_s
+        events.append(TimelineEvent(rank, rank, "compute", "optimizer", done_s, done_s + optimizer_s[rank]))
     return tuple(events)
 
 
-def _events_of(run: _Run, *, until_s: float) -> list[TimelineEvent]:
+def _events_of(replay: _Replay, place: int, *, rank: int, until_s: float) -> list[TimelineEvent]:
     """The boxes of one action: itself, its communication, what is left of that up to `until_s`, its transfer."""
-    stage, name = run.action.stage, str(run.action)
-    events = [TimelineEvent(run.rank, stage, "compute", name, run.start_s, run.stop_s)]
-    events.extend(
-        TimelineEvent(run.rank, stage, "communication", span, run.start_s + start_s, run.start_s + stop_s)
-        for span, start_s, stop_s in run.times.spans
-    )
+    action, run = replay.script.ordered.actions[place], replay.runs[place]
+    stage, name, segments = action.stage, str(action), replay.stages[action.stage].segments(action.kind)
+    events = [TimelineEvent(rank, stage, "compute", name, run.start_s, run.stop_s)]
+    for span in run.times.spans:
+        what = span.what if span.place is None else f"{span.what} {segments[span.place]}"
+        start_s, stop_s = run.start_s + span.start_s, run.start_s + span.stop_s
+        events.append(TimelineEvent(rank, stage, "communication", what, start_s, stop_s))
     rest_stop_s = min(run.stop_s + run.times.left_s, until_s)
     if rest_stop_s > run.stop_s:
-        events.append(TimelineEvent(run.rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
+        events.append(TimelineEvent(rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
     if run.arrived_s > run.sent_s:
-        stream = "send activations" if run.action.kind == "F" else "send gradients"
-        events.append(TimelineEvent(run.rank, stage, stream, name, run.sent_s, run.arrived_s))
+        stream = "send activations" if action.kind == "F" else "send gradients"
+        events.append(TimelineEvent(rank, stage, stream, name, run.sent_s, run.arrived_s))
     return events

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autoplan.cost.price import Shardings, legal_cuts, make_pricer, sharding_prices
+from autoplan.cost.layout_prices import sharding_figures, sharding_prices
+from autoplan.cost.price import Shardings, legal_cuts, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
+from autoplan.layout_cache import Layouts, cached_layouts
 from autoplan.measured_profile import MeasuredProfile
 from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
@@ -21,7 +23,7 @@ from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
 from autoplan.search.solve import solve
-from autoplan.semantics import check_loss_average
+from autoplan.semantics import check_batch_norm, check_loss_average
 from autoplan.sharding import shard_graph
 
 BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
@@ -64,6 +66,7 @@ def priced_space(
     With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
     """
     check_loss_average(graph, fixed(options, "loss_average"))
+    check_batch_norm(graph, fixed(options, "batch_norm"))
     _check_recompute(graph, fixed(options, "recompute"))
     rules = load_rules(options.rules)
     shardings = {} if graph.is_module_level else all_shardings(graph, profile, options, rules)
@@ -129,25 +132,20 @@ def ops_without_rule(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> tuple
 
 
 def all_shardings(graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]) -> Shardings:
-    """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing."""
+    """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
+
+    `rules` are those that `options` name; what was solved before is read from the user's cache.
+    """
     wanted = fixed_int(options, "tp")
     degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
-    micro_batch_size = fixed_int(options, "micro_batch") or 1
     found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
+    graph_hash = graph.content_hash()
     if wanted is not None:
         _check_degree(wanted, profile)
     for degree in degrees:
         if degree == 1 or degree > profile.n_devices:
             continue
-        prices = sharding_prices(
-            graph,
-            profile=profile,
-            precision=options.precision,
-            rules=rules,
-            degree=degree,
-            batch_size=micro_batch_size,
-        )
-        best = shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
+        best = _layouts(graph, profile, options, rules, degree=degree, graph_hash=graph_hash)
         found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
     if wanted not in (None, 1) and not found:
         free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
@@ -159,6 +157,29 @@ def all_shardings(graph: OpGraph, profile: HardwareProfile, options: Options, ru
             fix="use one of these, or leave tp out",
         )
     return found
+
+
+def _layouts(
+    graph: OpGraph,
+    profile: HardwareProfile,
+    options: Options,
+    rules: Mapping[str, OpRule],
+    *,
+    degree: int,
+    graph_hash: str,
+) -> Layouts:
+    """What `shard_graph` finds at one degree, now or in an earlier run."""
+    batch_size = fixed_int(options, "micro_batch") or 1
+
+    def solve_now() -> Layouts:
+        prices = sharding_prices(
+            graph, profile=profile, precision=options.precision, rules=rules, degree=degree, batch_size=batch_size
+        )
+        return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
+
+    figures = sharding_figures(profile, degree=degree)
+    named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}", figures)
+    return cached_layouts(named, options.rules, solve_now)
 
 
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:

@@ -13,6 +13,7 @@ from autoplan.answer import Answer, device_hours, mfu, samples_per_s, step_inter
 from autoplan.errors import UsageError
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import describe_mesh, rate_text, text_table
+from autoplan.search import GOOD_ENOUGH
 from autoplan.units import format_seconds
 
 
@@ -26,6 +27,8 @@ class WhatIfRow:
         train_s: seconds to train on the samples or tokens asked for.
         device_hours: of all devices of the cluster, idle ones included, since whole hosts are paid for.
         cost_usd: `device_hours` x the price of a device-hour.
+        n_idle_devices: devices that the plan leaves idle.
+        detail: why there is no plan.
     """
 
     hardware: str
@@ -42,6 +45,7 @@ class WhatIfRow:
     train_s: float | None = None
     device_hours: float | None = None
     cost_usd: float | None = None
+    n_idle_devices: int | None = None
     detail: str = ""
 
 
@@ -83,7 +87,7 @@ def _n_samples(answer: Answer, *, n_samples: float | None, n_tokens: float | Non
 def _filled(row: WhatIfRow, answer: Answer, *, n_samples: float | None, price: float | None) -> WhatIfRow:
     workload, best = answer.workload, answer.result.best
     if best is None:
-        return replace(row, detail=answer.result.nearest_fix)
+        return replace(row, detail=answer.result.why_nothing)
     price = workload.price_usd_per_device_hour if price is None else price
     hours = None if n_samples is None else device_hours(workload, best, n_samples=n_samples)
     return replace(
@@ -97,26 +101,44 @@ def _filled(row: WhatIfRow, answer: Answer, *, n_samples: float | None, price: f
         train_s=None if n_samples is None else n_samples / samples_per_s(best),
         device_hours=hours,
         cost_usd=None if hours is None or price is None else hours * price,
+        n_idle_devices=workload.n_devices - best.plan.mesh.n_devices,
     )
 
 
 def whatif_table(rows: Sequence[WhatIfRow]) -> str:
-    """The rows as text, the fastest and the cheapest marked."""
-    fastest = max((row.samples_per_s for row in rows if row.samples_per_s), default=None)
+    """The rows as text, the fastest (of equal ones the smallest) and the cheapest marked, then the plan of each."""
+    fastest = _fastest(rows)
     cheapest = min((row.cost_usd for row in rows if row.cost_usd is not None), default=None)
     header = ("hardware", "hosts", "step", "samples/s", "MFU", "time to train", "cost USD", "")
     cells = []
     for row in rows:
         marks = []
-        if row.samples_per_s is not None and row.samples_per_s == fastest:
+        if row is fastest:
             marks.append("fastest")
+        elif row in _as_fast(rows):
+            marks.append("as fast")
         if row.cost_usd is not None and row.cost_usd == cheapest:
             marks.append("cheapest")
-        cells.append((*_cells(row), " ".join(marks)))
+        cells.append((*_cells(row), ", ".join(marks)))
     table = text_table(header, cells, right=frozenset({1, 2, 3, 4, 5, 6}))
-    notes = [f"{row.hardware} x {row.n_hosts}: {row.plan or row.detail or row.status}" for row in rows]
+    notes = [f"{row.hardware} x {row.n_hosts}: {row.plan or row.detail or row.status}{_idle(row)}" for row in rows]
     batch = f"global batch: {rows[0].global_batch} samples on every cluster" if rows else ""
     return table + "\n\n" + "\n".join([batch, *notes]) + "\n"
+
+
+def _idle(row: WhatIfRow) -> str:
+    return f"; {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
+
+
+def _fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
+    """Of the rows that are as fast as any, the one with the fewest devices."""
+    return min(_as_fast(rows), key=lambda row: row.n_devices, default=None)
+
+
+def _as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """The rows than which none is faster, by more than a search leaves open."""
+    most = max((row.samples_per_s or 0.0 for row in rows), default=0.0)
+    return tuple(row for row in rows if row.samples_per_s and row.samples_per_s >= (1.0 - GOOD_ENOUGH) * most)
 
 
 def whatif_to_dict(rows: Sequence[WhatIfRow]) -> dict[str, Any]:

@@ -1,58 +1,180 @@
-"""How long planning takes and how far the plan is proved, on real models and clusters; prints one table.
+"""How long planning takes and how far the plan is proved, on real models and clusters.
 
-    python benchmarks/search_speed.py [TIME_LIMIT_S]
+    python benchmarks/search_speed.py run FILE [TIME_LIMIT_S]     every case, each in its own process; JSON lines
+    python benchmarks/search_speed.py table FILE                  the tables of the README
+    python benchmarks/search_speed.py plot FILE OUT.svg           search time against devices and against layers
 
-`trace s` is a trace without the cache, `space s` solves the tensor-parallel programs of every degree, `search s` is
-the search under its time limit; RSS is the largest of the whole process so far.
+`cold` starts with an empty cache: import, trace, layout programs, search. `warm` is the same command again. Seconds
+are of the processor, on one core. `first` is when the first plan that fits was known, from the start of the search;
+`gap` is what is left unproved. `RSS` is the largest of the process.
 """
 
+from __future__ import annotations
+
+import json
+import os
 import resource
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from autoplan.hardware import load_profile
-from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
-from autoplan.search import search
-from autoplan.space import priced_space
-from autoplan.trace import model_source, trace_model
-from autoplan.units import GiB, KiB
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
+HARDWARE = "dgx_a100_x8"
+TIME_LIMIT_S = 60.0
+# model file, --set, hosts, global batch
 CASES = (
-    ("gpt.py", "char", 1, 64),
-    ("llama.py", "7b", 1, 64),
-    ("llama.py", "8b", 1, 128),
-    ("llama.py", "7b", 8, 512),
-    ("llama.py", "70b", 8, 1024),
-    ("gpt.py", "200b", 8, 512),
-    ("llama.py", "70b", 128, 2048),
+    ("gpt.py", {"size": "char"}, 1, 64),
+    ("llama.py", {"size": "7b"}, 1, 64),
+    ("llama.py", {"size": "8b"}, 1, 128),
+    ("llama.py", {"size": "7b"}, 8, 512),
+    ("llama.py", {"size": "70b"}, 8, 1024),
+    ("gpt.py", {"size": "200b"}, 8, 512),
+    ("llama.py", {"size": "70b"}, 128, 2048),
+    ("gpt.py", {"size": "175b"}, 512, 4096),
+    ("gpt.py", {"size": "175b"}, 2048, 16384),
 )
+DEVICES = tuple(("llama.py", {"size": "7b"}, n // 8, 8 * n) for n in (8, 64, 512, 4096, 32768, 65536))
+LAYERS = tuple(("llama.py", {"size": "1b", "n_layers": n}, 8, 512) for n in (4, 16, 64, 250, 1000))
 
 
-def main(time_limit_s: float) -> None:
-    print(f"dgx_a100_x8, time limit {time_limit_s:g} s")
-    print("model       devices  meshes  trace s  space s  search s      step s    gap  status    RSS GiB")
-    for file, size, n_hosts, global_batch in CASES:
-        start_s = time.perf_counter()
-        graph = trace_model(model_source(EXAMPLES / file, {"size": size}))
-        trace_s = time.perf_counter() - start_s
-        profile = load_profile("dgx_a100_x8", n_hosts=n_hosts)
-        options = Options(global_batch=global_batch, time_limit_s=time_limit_s)
-        start_s = time.perf_counter()
-        offered = priced_space(graph, profile, options, global_batch=global_batch)
-        space_s = time.perf_counter() - start_s
-        result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
-        step = f"{result.best.estimate.step_s:10.4g}" if result.best else "         -"
-        gap = f"{result.gap:6.1%}" if result.gap is not None else "     -"
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB / GiB
-        name = f"{Path(file).stem} {size}"
-        print(
-            f"{name:12} {profile.n_devices:6}  {result.n_meshes:6}  {trace_s:7.2f}  {space_s:7.2f}  "
-            f"{result.search_s:8.2f}  {step}  {gap}  {result.status:9} {rss:6.2f}",
-            flush=True,
+def measure(file: str, overrides: dict[str, object], n_hosts: int, global_batch: int, time_limit_s: float) -> None:
+    """Plan once in this process and print a JSON line."""
+    from autoplan.api import trace_model
+    from autoplan.hardware import load_profile
+    from autoplan.options import Options
+    from autoplan.search import search
+    from autoplan.space import priced_space
+
+    options = Options(global_batch=global_batch, time_limit_s=time_limit_s)
+    start_s = time.process_time()
+    graph = trace_model(EXAMPLES / file, overrides=overrides)
+    graph_s = time.process_time() - start_s
+    profile = load_profile(HARDWARE, n_hosts=n_hosts)
+    start_s = time.process_time()
+    offered = priced_space(graph, profile, options, global_batch=global_batch)
+    space_s = time.process_time() - start_s
+    start_s = time.process_time()
+    result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+    print(
+        json.dumps(
+            {
+                "model": Path(file).stem,
+                "set": overrides,
+                "n_devices": profile.n_devices,
+                "n_layers": sum(segment.is_block for segment in graph.segments),
+                "n_meshes": result.n_meshes,
+                "graph_s": graph_s,
+                "space_s": space_s,
+                "search_s": time.process_time() - start_s,
+                "first_plan_s": result.first_plan_s,
+                "process_s": time.process_time(),
+                "step_s": result.best.estimate.step_s if result.best else None,
+                "gap": result.gap,
+                "status": result.status,
+                "stopped_by": result.stopped_by,
+                "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
         )
+    )
+
+
+def run(path: Path, time_limit_s: float) -> None:
+    """Measure every case cold and warm."""
+    with path.open("w") as file:
+        for group, cases in (("case", CASES), ("devices", DEVICES), ("layers", LAYERS)):
+            for case in cases:
+                with tempfile.TemporaryDirectory() as cache:
+                    for state in ("cold", "warm"):
+                        line = {"group": group, "state": state, **_one(case, time_limit_s, cache)}
+                        file.write(json.dumps(line) + "\n")
+                        file.flush()
+                        print(_row(line), flush=True)
+
+
+def _one(case: tuple[str, dict[str, object], int, int], time_limit_s: float, cache: str) -> dict[str, object]:
+    command = [sys.executable, __file__, "one", json.dumps([*case, time_limit_s])]
+    environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+HEADER = "model             devices  layers  meshes   cold s   warm s  search s  first s      step s     gap  RSS GiB"
+
+
+def _name(line: dict) -> str:
+    return " ".join([line["model"], *(str(value) for value in line["set"].values())])
+
+
+def _row(line: dict, warm: dict | None = None) -> str:
+    warm = warm or line
+    step = f"{warm['step_s']:10.4g}" if warm["step_s"] else "         -"
+    gap = f"{warm['gap']:7.2%}" if warm["gap"] is not None else "      -"
+    first = f"{warm['first_plan_s']:7.2f}" if warm["first_plan_s"] is not None else "      -"
+    rss = max(line["rss_bytes"], warm["rss_bytes"]) / 2**30
+    seconds = f"{line['process_s']:7.2f}  {warm['process_s']:7.2f}  {warm['search_s']:8.2f}"
+    numbers = f"{line['n_devices']:8}  {line['n_layers']:6}  {line['n_meshes']:6}"
+    return f"{_name(line):16} {numbers}  {seconds}  {first}  {step} {gap}  {rss:7.2f}"
+
+
+def table(path: Path) -> None:
+    """Cold and warm of each case in one row."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    print(HEADER)
+    for cold, warm in zip(lines[::2], lines[1::2], strict=True):
+        if cold["group"] == "case":
+            print(_row(cold, warm))
+
+
+def plot(path: Path, out: Path) -> None:
+    """Two panels, both axes logarithmic: warm search time against devices, and against layers."""
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    warm = [line for line in lines if line["state"] == "warm"]
+    panels = [
+        _panel(20, "devices, Llama 7B", [(x["n_devices"], x["search_s"]) for x in warm if x["group"] == "devices"]),
+        _panel(400, "layers, 64 devices", [(x["n_layers"], x["search_s"]) for x in warm if x["group"] == "layers"]),
+    ]
+    style = "text{font:12px sans-serif;fill:#555}path{fill:none;stroke:#2266aa;stroke-width:2}circle{fill:#2266aa}"
+    frame = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 260" role="img">'
+    title = "<title>Search time in processor seconds against devices and against layers</title>"
+    out.write_text(f"{frame}{title}<style>{style}line{{stroke:#ddd}}</style>{''.join(panels)}</svg>\n")
+
+
+def _panel(left: int, label: str, points: list[tuple[float, float]]) -> str:
+    from math import log10
+
+    width, height, lowest, decades = 300, 180, 0.1, 3
+    first, last = log10(points[0][0]), log10(points[-1][0])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (log10(x) - first) / (last - first)
+        return left + 40 + across * width, 20 + height * (1 - (log10(max(y, lowest)) - log10(lowest)) / decades)
+
+    grid = ""
+    for decade in range(decades + 1):
+        seconds = lowest * 10**decade
+        _, y = place(points[0][0], seconds)
+        grid += f'<line x1="{left + 40}" x2="{left + 40 + width}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        grid += f'<text x="{left + 34}" y="{y + 4:.1f}" text-anchor="end">{seconds:g} s</text>'
+    marks = ""
+    for x, y in points:
+        across, down = place(x, y)
+        marks += f'<circle cx="{across:.1f}" cy="{down:.1f}" r="3"/>'
+        marks += f'<text x="{across:.1f}" y="{20 + height + 16}" text-anchor="middle">{x:g}</text>'
+    line = " L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in points))
+    caption = f'<text x="{left + 40 + width / 2}" y="{20 + height + 36}" text-anchor="middle">{label}</text>'
+    return f'{grid}<path d="M{line}"/>{marks}{caption}'
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_TIME_LIMIT_S)
+    command, *arguments = sys.argv[1:]
+    if command == "one":
+        measure(*json.loads(arguments[0]))
+    elif command == "run":
+        run(Path(arguments[0]), float(arguments[1]) if len(arguments) > 1 else TIME_LIMIT_S)
+    elif command == "table":
+        table(Path(arguments[0]))
+    else:
+        plot(Path(arguments[0]), Path(arguments[1]))

@@ -11,11 +11,12 @@ import statistics
 import sys
 from pathlib import Path
 
-from autoplan.cost.price import work_contexts
+from autoplan.cost.local_segment import local_segment, work_contexts
 from autoplan.cost.segment_work import segment_work
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
 from autoplan.segment_key import content_key
+from autoplan.sharding import read_sharding
 from autoplan.space import load_rules
 from autoplan.trace import model_source, trace_model
 
@@ -31,14 +32,15 @@ def main(results: Path, hardware: str) -> None:
     errors: dict[str, list[float]] = {"forward": [], "backward": [], "saved": []}
     for name, (file, size) in MODELS.items():
         graph = trace_model(model_source(EXAMPLES / file, {"size": size}))
-        facts, contexts = GraphFacts.of(graph), work_contexts(graph, profile, "bf16", rules)
+        facts, context = GraphFacts.of(graph), work_contexts(graph, profile, "bf16", rules)(1)
         for segment in graph.first_of_kind().values():
             key = content_key(graph, facts, segment)
+            layouts = read_sharding(graph, segment, None, degree=1, rules=rules, facts=facts)
             for batch_size in (b for content, b in unsplit if content == key):
                 row = unsplit[key, batch_size]
                 if "forward_s" not in row:
                     continue
-                work = segment_work(contexts(batch_size, 1), segment, None)
+                work = segment_work(context, local_segment(context, segment, layouts), batch_size)
                 forward, backward = work.forward_s / row["forward_s"] - 1, work.backward_s / row["backward_s"] - 1
                 saved = work.saved_bytes / row["saved_bytes"] - 1
                 for kind, error in zip(errors, (forward, backward, saved), strict=True):

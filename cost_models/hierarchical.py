@@ -1,33 +1,31 @@
 """Two-level all-reduce: inside each host, between hosts on 1/g of the tensor, inside each host again.
 
     t =   (g - 1) * host_latency + ((g - 1) / g * S + half_rate) / host_rate          reduce-scatter in the host
-        + all-reduce of S / g between k hosts over each device's own network share     ring or tree, the cheaper
+        + all-reduce of S / g between k hosts over each device's own network share     the cheapest way
         + (g - 1) * host_latency + ((g - 1) / g * S + half_rate) / host_rate           all-gather in the host
 
 Against a ring over all ranks it sends about half as much over the network when there are two hosts, and needs far
-fewer network steps; NCCL's tree algorithm does the same (chains in the host, a tree between hosts). The three phases
-follow each other; overlapping them is left out. There is no such algorithm for all-gather and reduce-scatter in NCCL,
-so none here: see `ring.py`.
+fewer network steps; NCCL's tree algorithm does the same (chains in the host, a tree between hosts). The middle step is
+a ring or a tree over all hosts, or, where they fill several racks, again this: inside each rack, then between racks.
+The three phases follow each other; overlapping them is left out. There is no such algorithm for all-gather and
+reduce-scatter in NCCL, so none here: see `ring.py`.
 """
 
-from autoplan.cost.collectives import Link, Route
+from autoplan.cost_models import ring, tree
+
+from autoplan.cost.collectives import Route
 
 
 def all_reduce_s(size_bytes: float, route: Route) -> float | None:
-    """Time of a two-level all-reduce; None unless the group has several members in each of several hosts."""
-    if route.network is None or route.host_link is None:
+    """Time of a two-level all-reduce; None unless the group crosses two tiers or more."""
+    if len(route.levels) < 2:
         return None
-    g, host = route.n_per_host, route.host_link
-    in_host_s = (g - 1) * host.latency_s + host.transfer_s((g - 1) / g * size_bytes)
-    return 2 * in_host_s + _between_hosts_s(size_bytes / g, route.n_hosts, route.network)
-
-
-def _between_hosts_s(size_bytes: float, n_hosts: int, link: Link) -> float:
-    """The cheaper of a ring and a double tree over one device of each host."""
-    moved_bytes = 2 * (n_hosts - 1) / n_hosts * size_bytes
-    ring_s = 2 * (n_hosts - 1) * link.latency_s + link.transfer_s(moved_bytes)
-    tree_s = 2 * (n_hosts - 1).bit_length() * link.latency_s + link.transfer_s(2 * size_bytes)
-    return min(ring_s, tree_s)
+    innermost = route.levels[0]
+    g, link = innermost.n_within, innermost.link
+    inside_s = (g - 1) * link.latency_s + link.transfer_s((g - 1) / g * size_bytes)
+    share_bytes, between = size_bytes / g, route.beyond_innermost()
+    ways_s = (way(share_bytes, between) for way in (ring.all_reduce_s, tree.all_reduce_s, all_reduce_s))
+    return 2 * inside_s + min(seconds for seconds in ways_s if seconds is not None)
 
 
 COLLECTIVES = {("all_reduce", "hierarchical"): all_reduce_s}

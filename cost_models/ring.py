@@ -1,7 +1,8 @@
 """Ring algorithms: every rank sends to its neighbour, over one host or over several.
 
 With n ranks over k hosts, g in each, a step takes the latency of the link it crosses; in one round of the ring,
-n - k hops stay in a host and k - 1 cross hosts (in one host: n - 1 hops). Every rank sends m bytes:
+n - k hops stay in a host and k - 1 cross hosts (in one host: n - 1 hops); of those, r - 1 cross the r racks. Every
+rank sends m bytes:
 
     all_reduce                    m = 2 (n - 1) / n * S     two rounds
     all_gather, reduce_scatter    m = (n - 1) / n * S       one round
@@ -9,8 +10,8 @@ n - k hops stay in a host and k - 1 cross hosts (in one host: n - 1 hops). Every
     all_to_all (pairwise)         m = (n - 1) / n * S / n   one hop to each other rank
 
 Over several hosts g rings run side by side, each over the network share of its own device: m / g bytes through each.
-The slower of the two tiers sets the pace. NCCL has no two-level all-gather or reduce-scatter, so a ring is all
-there is.
+They leave a rack through the shares of all its p members: m / p bytes through each. The slowest tier sets the pace.
+NCCL has no two-level all-gather or reduce-scatter, so a ring is all there is.
 
 Source: "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
@@ -21,9 +22,7 @@ from autoplan.cost.collectives import Route
 def all_reduce_s(size_bytes: float, route: Route) -> float:
     """Time of a ring all-reduce: a reduce-scatter and an all-gather, each one round."""
     moved_bytes = 2 * (route.n_devices - 1) / route.n_devices * size_bytes
-    host_s = route.host_link.transfer_s(moved_bytes) if route.host_link else 0.0
-    network_s = route.network.transfer_s(moved_bytes / route.n_per_host) if route.network else 0.0
-    return 2 * _round_s(route) + max(host_s, network_s)
+    return 2 * _round_s(route) + max(level.link.transfer_s(moved_bytes / level.n_below) for level in route.levels)
 
 
 def gather_s(size_bytes: float, route: Route) -> float:
@@ -37,30 +36,27 @@ def broadcast_s(size_bytes: float, route: Route) -> float:
 
 
 def all_to_all_s(size_bytes: float, route: Route) -> float:
-    """Time of a pairwise exchange: every device holds 1/n of the tensor and keeps 1/n of that."""
-    n, n_abroad = route.n_devices, route.n_devices - route.n_per_host
-    pair_bytes = size_bytes / n / n
-    total_s = pace_s = 0.0
-    if route.host_link:
-        total_s += (route.n_per_host - 1) * route.host_link.latency_s
-        pace_s = route.host_link.gather_transfer_s((route.n_per_host - 1) * pair_bytes)
-    if route.network:
-        total_s += n_abroad * route.network.latency_s
-        pace_s = max(pace_s, route.network.gather_transfer_s(n_abroad * pair_bytes))
-    return total_s + pace_s
+    """Time of a pairwise exchange: every device holds 1/n of the tensor and keeps 1/n of that.
+
+    What a device sends to another rack passes the leaf and the spine; what it sends to another host, not the host's
+    own links.
+    """
+    pair_bytes = size_bytes / route.n_devices / route.n_devices
+    start_s, transfers_s = 0.0, []
+    for level in route.levels:
+        start_s += (level.n_within - level.n_below) * level.link.latency_s
+        n_beyond = (level.n_within if level.is_host else route.n_devices) - level.n_below
+        transfers_s.append(level.link.gather_transfer_s(n_beyond * pair_bytes))
+    return start_s + max(transfers_s)
 
 
 def _one_round_transfer_s(moved_bytes: float, route: Route) -> float:
-    host_s = route.host_link.gather_transfer_s(moved_bytes) if route.host_link else 0.0
-    network_s = route.network.gather_transfer_s(moved_bytes / route.n_per_host) if route.network else 0.0
-    return max(host_s, network_s)
+    return max(level.link.gather_transfer_s(moved_bytes / level.n_below) for level in route.levels)
 
 
 def _round_s(route: Route) -> float:
     """Start-up of one round: the hops of one piece from its first rank to its last."""
-    host_s = (route.n_devices - route.n_hosts) * route.host_link.latency_s if route.host_link else 0.0
-    network_s = (route.n_hosts - 1) * route.network.latency_s if route.network else 0.0
-    return host_s + network_s
+    return sum(level.n_hops * level.link.latency_s for level in route.levels)
 
 
 COLLECTIVES = {

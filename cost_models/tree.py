@@ -4,24 +4,24 @@ Two complementary trees over k hosts use both directions of every port, so each 
 
     t = 2 ceil(log2 k) * latency + (2 S + half_rate) / rate
 
-For groups with one member per host; `hierarchical.py` has the same formula between hosts.
+Over several racks a tree joins the hosts of each rack, and another the racks; 2 S leave a rack through the shares of
+all its members. The slowest tier sets the pace. For groups with one member per host; `hierarchical.py` uses it between
+hosts.
 
 Source: "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
 """
 
-from autoplan.cost.collectives import Link, Route
+from autoplan.cost.collectives import Route
 
 
 def all_reduce_s(size_bytes: float, route: Route) -> float | None:
     """Time of a double-tree all-reduce; None unless every host has exactly one member."""
-    if route.network is None or route.host_link is not None:
+    if route.levels[0].is_host:
         return None
-    return tree_s(size_bytes, n_hosts=route.n_hosts, link=route.network)
-
-
-def tree_s(size_bytes: float, *, n_hosts: int, link: Link) -> float:
-    """Up and down the tree: 2 ceil(log2 k) steps, 2 S bytes."""
-    return 2 * (n_hosts - 1).bit_length() * link.latency_s + link.transfer_s(2 * size_bytes)
+    steps_s = sum(
+        (-(-level.n_parts // level.n_domains) - 1).bit_length() * level.link.latency_s for level in route.levels
+    )
+    return 2 * steps_s + max(level.link.transfer_s(2 * size_bytes / level.n_below) for level in route.levels)
 
 
 COLLECTIVES = {("all_reduce", "tree"): all_reduce_s}

@@ -41,10 +41,19 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     latency_per_step = {...}                                                        "10 us"
     half_rate_size_per_port = {...}                                                 "2 MiB"
     all_reduce_bus_rate_per_port = {...}           bus bandwidth of a large all-reduce / ports  "24 GB/s"
+    n_hosts = 32                              -    hosts of one leaf, where tiers follow; else it joins all there are
+    [[network.my_fabric.tier]]                -    what joins leaves, then what joins those, and so on outwards
+    kind = "spine"
+    n_domains = 16                            -    domains of the tier below that it joins; the outermost: all there are
+    latency_per_step = {...}                       of a step that passes it             "12 us", between sites "5 ms"
+    oversubscription = {...}                       rate of all below an uplink / rate of the uplink  "2:1"
+    rate_per_uplink_one_direction = {...}          instead of it: all uplinks of one domain below    "12800 Gbit/s"
 
 `-` may be left out: unknown stays unknown. `*` may be left out: the generic figure in `shared.toml` is taken and
 marked "assumed" wherever the profile's sources are shown. All else is required.
 
-Networks in shared.toml: ethernet_10g, ethernet_100g, infiniband_100g, infiniband_200g, infiniband_400g, efa_400g.
-Rates of a network are divided by the devices of a host, so a host with one port gives each device its share.
+Networks in shared.toml: ethernet_10g, ethernet_100g, infiniband_100g, infiniband_200g, infiniband_400g, efa_400g, and
+leaf_spine_400g, an example of tiers. Rates of a network are divided by the devices of a host, so a host with one port
+gives each device its share. `NAME/4` takes 4 devices of each host and leaves the others idle; what these get of ports
+and uplinks is said in `autoplan.hardware_networks`.
 """

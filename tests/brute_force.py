@@ -144,17 +144,24 @@ def _random_cost(rng: random.Random) -> SegmentCost:
     )
 
 
-def all_stages(toy: Toy, n_stages: int, *, recomputes: bool = True) -> Iterator[tuple[StagePlan, ...]]:
-    """Every way to cut the model into stages, and in each to recompute the first segments of each group.
+def all_stages(toy: Toy, mesh: Mesh) -> Iterator[tuple[StagePlan, ...]]:
+    """Every way to cut the model into the stages of a mesh, and in each to recompute the first segments of each group.
 
-    Without `recomputes` nothing is recomputed.
+    With several stages per rank, and more than four in all, all stages have as many pieces as there are per stage, or
+    one more; the first and the last may have fewer. Where the backward pass is split, nothing is recomputed.
     A group is what can be exchanged without any effect: the same place in equal neighbouring pieces.
     """
     space = toy.space
     legal = [index + 1 for index, ok in enumerate(space.cuts) if ok]
     groups = _groups(space)
-    for cuts in combinations(legal, n_stages - 1):
+    recomputes = not splits_backward(mesh.schedule)
+    n_before = [sum(space.cuts[:segment]) for segment in range(space.n_segments)]  # cuts before each segment
+    for cuts in combinations(legal, mesh.n_stages - 1):
         edges = (0, *cuts, space.n_segments)
+        sizes = [n_before[b - 1] - n_before[a] + 1 for a, b in zip(edges, edges[1:], strict=False)]
+        few = sum(sizes) // mesh.n_stages
+        if mesh.n_chunks > 1 and mesh.n_stages > 4 and not (max(sizes) <= few + 1 and min(sizes[1:-1]) >= few):
+            continue
         pairs = list(zip(edges, edges[1:], strict=False))
         per_stage = [list(_choices(range(a, b), groups)) if recomputes else [()] for a, b in pairs]
         for chosen in product(*per_stage):
@@ -192,7 +199,7 @@ def best_by_trying(
     best: float | None = None
     for mesh in enumerate_meshes(toy.space, options):
         table = toy.price(mesh)
-        for stages in all_stages(toy, mesh.n_stages, recomputes=len(table.recompute_choices) > 1):
+        for stages in all_stages(toy, mesh):
             estimate: Estimate = simulate(table, stages)
             if estimate.fits and keep(stages):
                 score = estimate.step_s * weight(mesh)

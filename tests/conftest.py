@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from autoplan.answer import Answer, Workload
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan, StagePlan, TimelineEvent
-from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.search.result import Candidate, Rejection, Remedy, SearchResult
 from autoplan.units import GiB
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -100,10 +100,16 @@ def make_answer() -> Answer:
 
 
 def make_infeasible() -> Answer:
-    rejected = (
-        Rejection(MESH, "memory", "stage 0 needs 96.2 GiB, device has 10.0 GiB", short_bytes=round(86.2 * GiB)),
+    """One mesh, which lacks 86.2 GiB; with ZeRO 3, or with 2 hosts, it would fit."""
+    detail = "stage 0 needs 96.2 GiB, device has 10.0 GiB: 86.20 GiB short"
+    rejected = (Rejection(MESH, "memory", detail, short_bytes=round(86.2 * GiB), stage=0),)
+    remedies = (
+        Remedy("zero=3 instead of zero=1", (("zero", "3"),), 1, replace(MESH, zero_stage=3), "none", 2.5, 9 * GiB),
+        Remedy("2 hosts instead of 1", (("zero", "1"),), 2, replace(MESH, dp=4), "none", 1.5, 8 * GiB),
     )
-    result = SearchResult("infeasible", None, (), (), rejected, None, 1, 0.1, nearest_fix="use 2 hosts instead of 1")
+    result = SearchResult(
+        "infeasible", None, (), (), rejected, None, 1, 0.1, nearest_fix=remedies[0].change, remedies=remedies
+    )
     return Answer(WORKLOAD, result)
 
 

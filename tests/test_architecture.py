@@ -36,6 +36,7 @@ FILE_PLACES = (
     "autoplan/codegen/",
     "autoplan/graph_cache.py",
     "autoplan/hardware_file.py",
+    "autoplan/layout_cache.py",
     "autoplan/hugging_face.py",  # reads a configuration, writes the model file that stands for it
     "autoplan/measure.py",
     "autoplan/measure_hardware.py",  # NCCL's log, and the profile
@@ -47,7 +48,13 @@ FILE_PLACES = (
 )
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdtemp"}
 # What knows only numbers: neither the model, nor the hardware, nor the rules that made the numbers.
-NUMBERS_ONLY = ("autoplan/search/", "autoplan/simulate.py", "autoplan/schedules/")
+NUMBERS_ONLY = (
+    "autoplan/search/",
+    "autoplan/simulate.py",
+    "autoplan/stage_pass.py",
+    "autoplan/rank_memory.py",
+    "autoplan/schedules/",
+)
 MODEL_AND_HARDWARE = {
     f"autoplan.{name}" for name in ("graph", "hardware", "rules", "layout", "segments", "trace", "api")
 }

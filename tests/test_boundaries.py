@@ -6,7 +6,7 @@ import pytest
 from distributed.programs import graph_of, make_plan
 from test_equivalence import ZERO_BUBBLE_V, assert_equal_to_one_process
 
-from autoplan.cost.collectives import send_s
+from autoplan.cost.collectives import Group, send_s
 from autoplan.cost.price import make_pricer
 from autoplan.hardware import load_profile
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
@@ -75,4 +75,4 @@ def test_a_cut_is_priced_with_all_that_crosses_it():
     price = make_pricer(graph_of("unet"), profile=profile, precision="fp32", shardings={}, rules=load_rules())
     cut_s = price(Mesh(pp=2, n_micro_batches=2)).cut_s
     for cut, n_elements in ((7, 512 + 2048 + 1024 + 512), (1, 2048)):
-        assert cut_s[cut - 1] == send_s(4 * n_elements, crosses_hosts=False, profile=profile)
+        assert cut_s[cut - 1] == send_s(4 * n_elements, pair=Group(2, 2), profile=profile)

@@ -22,6 +22,7 @@ from autoplan.option_checks import check_options, parse_fix, parse_overrides
 from autoplan.options import Options
 from autoplan.output_folder import report_files, write_folder
 from autoplan.parallel_plan import SCHEMA_VERSION, Plan
+from autoplan.search import remedies
 
 CHECKOUT = Path(__file__).parent.parent
 PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
@@ -235,8 +236,10 @@ def test_explain_of_a_missing_plan_exits_3(tmp_path: Path, capsys) -> None:
 
 def test_whatif_prints_one_row_per_cluster(monkeypatch: pytest.MonkeyPatch, capsys, answer: Answer) -> None:
     monkeypatch.setattr(api, "_load_profile", lambda name, n_hosts: SimpleNamespace(n_devices=4 * n_hosts))
-    monkeypatch.setattr(api, "make_problem", lambda *_, **__: api.Problem(None, None, Options(), Path("toy.py"), "a"))
-    monkeypatch.setattr(api, "solve", lambda problem: answer)
+    monkeypatch.setattr(
+        api, "make_problem", lambda *_, **__: api.Problem(None, None, Options(), Path("toy.py"), "a", "toy.py")
+    )
+    monkeypatch.setattr(api, "decide", lambda problem: answer)
     arguments = ["whatif", "toy.py", "--hw", "a,b", "--hosts", "1,2", "--tokens", "1.8e6", "--format", "json"]
     assert cli.run(arguments) == 0
     out, err = capsys.readouterr()
@@ -254,7 +257,8 @@ def test_whatif_prints_one_row_per_cluster(monkeypatch: pytest.MonkeyPatch, caps
 MLP = "examples/mlp.py"
 
 
-def test_infeasible_on_a_hardware_file_exits_5(tmp_path: Path, capsys) -> None:
+def test_infeasible_on_a_hardware_file_exits_5(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remedies, "TIME_LIMIT_S", 0.0)
     text = (CHECKOUT / "hardware_profiles" / "dgx_a100_x8.toml").read_text()
     box = tmp_path / "my_box.toml"
     box.write_text(re.sub(r'^memory = \{ value = "[^"]*"', 'memory = { value = "2 GiB"', text, flags=re.MULTILINE))
@@ -296,6 +300,19 @@ def test_ops_without_a_rule_are_reported_and_refused_under_strict(tmp_path: Path
     assert "no rule: aten.special_bessel_j1" in " ".join(capsys.readouterr().out.split())
     assert cli.run([*arguments, "--strict"]) == 3
     assert "aten.special_bessel_j1" in capsys.readouterr().err
+
+
+def test_fixing_what_a_model_does_not_have_exits_2(capsys) -> None:
+    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--fix", "batch_norm=synchronized"]) == 2
+    assert "no BatchNorm" in capsys.readouterr().err
+    for fix in ("tp=2", "pp=2"):
+        assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--module-level", "--fix", fix]) == 2
+        assert f"--fix {fix} beside --module-level" in capsys.readouterr().err
+
+
+def test_reports_call_a_configuration_by_its_folder_and_a_model_file_by_its_name() -> None:
+    assert api.model_name("hf:models/llama-8b/config.json") == "hf:llama-8b/config.json"
+    assert api.model_name(Path("models/llama.py")) == "llama.py"
 
 
 def test_whatif_makes_an_unusable_cluster_a_row(capsys) -> None:

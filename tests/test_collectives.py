@@ -114,16 +114,16 @@ def test_all_to_all_over_hosts_is_paced_by_the_bytes_that_leave_the_host():
 
 def test_a_send_takes_latency_and_bytes_over_the_link_it_crosses():
     profile = toy(host_latency_s=0.5, network_latency_s=1.0)
-    assert send_s(1 * GB, crosses_hosts=False, profile=profile) == pytest.approx(1.5)
-    assert send_s(1 * GB, crosses_hosts=True, profile=profile) == pytest.approx(11.0)
+    assert send_s(1 * GB, pair=Group(2, 2), profile=profile) == pytest.approx(1.5)
+    assert send_s(1 * GB, pair=Group(2, 1), profile=profile) == pytest.approx(11.0)
 
 
 def test_measured_rates_of_smaller_groups_are_used():
     profile = load_profile("v100_x8")
     # 22.6 of 150 GB/s for a pair, 134.5 for all eight; three devices take the pair's figure
-    assert route_of(Group(2, 2), profile).host_link.bytes_per_s == pytest.approx(22.6 * GB)
-    assert route_of(Group(3, 3), profile).host_link.bytes_per_s == pytest.approx(22.6 * GB)
-    assert route_of(Group(8, 8), profile).host_link.bytes_per_s == pytest.approx(134.5 * GB)
+    for n_devices, gb_per_s in ((2, 22.6), (3, 22.6), (8, 134.5)):
+        (level,) = route_of(Group(n_devices, n_devices), profile).levels
+        assert level.link.bytes_per_s == pytest.approx(gb_per_s * GB)
 
 
 def test_multicast_speeds_up_an_all_reduce_of_a_whole_host_and_nothing_else():

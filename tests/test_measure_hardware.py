@@ -42,7 +42,7 @@ def times_of(profile):
         for n in (2, 4)
         for size in SIZES
     ]
-    sends = [CollectiveTime("send", 2, s, send_s(s, crosses_hosts=False, profile=profile), 1) for s in SIZES]
+    sends = [CollectiveTime("send", 2, s, send_s(s, pair=Group(2, 2), profile=profile), 1) for s in SIZES]
     return (*groups, *sends)
 
 

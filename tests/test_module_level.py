@@ -11,7 +11,7 @@ from distributed.programs import check_programs, graph_of, make_plan, write_prog
 from torch import nn
 
 from autoplan import api, cli
-from autoplan.errors import InputError, TraceError
+from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import graph_from_json, graph_to_json
 from autoplan.live import parallelize
 from autoplan.module_level import trace_modules
@@ -137,10 +137,10 @@ def test_recomputation_of_a_model_without_blocks_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
-def test_a_degree_that_is_not_offered_is_infeasible_with_the_legal_numbers(degree):
-    answer = api.solve(problem(fix=((degree, "2"),)))
-    assert answer.result.status == "infeasible"
-    assert "legal" in answer.result.nearest_fix
+def test_a_degree_that_is_not_offered_is_refused(degree):
+    with pytest.raises(UsageError, match=f"{degree}=2 beside --module-level"):
+        problem(fix=((degree, "2"),))
+    assert problem(fix=((degree, "1"),)).options.fix == ((degree, "1"),)
 
 
 def problem(*, fix):

@@ -13,6 +13,7 @@ import pytest
 
 from autoplan.answer import (
     Answer,
+    Request,
     answer_from_json,
     answer_to_dict,
     answer_to_json,
@@ -22,7 +23,9 @@ from autoplan.answer import (
     tokens_per_s,
 )
 from autoplan.errors import InputError
-from autoplan.report import explain_report, plan_report, program_header, rejected_csv, text_table
+from autoplan.options import Options
+from autoplan.report import plan_report, program_header, rejected_csv, text_table
+from autoplan.report_explain import explain_report
 from autoplan.report_html import CHART_WIDTH, html_report, timeline_chart
 from autoplan.what_if import compare, whatif_table, whatif_to_dict
 
@@ -48,6 +51,9 @@ def test_device_hours_count_every_device_of_the_cluster(answer: Answer) -> None:
 def test_answer_survives_json_unchanged(answer: Answer, infeasible: Answer) -> None:
     assert answer_from_json(answer_to_json(answer)) == answer
     assert answer_from_json(answer_to_json(infeasible)) == infeasible
+    options = Options(fix=(("tp", "2"),), time_limit_s=None, rules=("my_rules.py",))
+    asked = replace(answer, request=Request("toy.py", ("width=8",), "toy_x4", 2, options))
+    assert answer_from_json(answer_to_json(asked)) == asked
 
 
 def test_json_has_every_field_of_the_contract(answer: Answer) -> None:
@@ -112,8 +118,8 @@ def test_unproved_plan_says_how_much_slower_it_may_be_and_what_ended_the_search(
         return plan_report(replace(answer, result=result))
 
     assert "at most 25.0% slower" in text_of("time limit") and "stopped at the time limit" in text_of("time limit")
-    assert "8 meshes in a row without a better plan" in text_of("patience")
-    assert "stopped" not in text_of("patience") and "stopped" not in text_of("")
+    assert "bounds would not rise" in text_of("stalled")
+    assert "stopped" not in text_of("stalled") and "stopped" not in text_of("")
 
 
 def test_idle_devices_are_called_useless_only_with_a_proof_about_time(answer: Answer) -> None:
@@ -143,10 +149,37 @@ def test_explain_gives_component_differences_and_baseline_shortfall(answer: Answ
     assert "2.00 x as fast as the best plain recipe that fits (FSDP)" in text
 
 
-def test_infeasible_report_names_the_shortage_and_the_nearest_fix(infeasible: Answer) -> None:
+def test_infeasible_report_names_the_shortage_and_every_remedy_in_order(infeasible: Answer) -> None:
     text = plan_report(infeasible)
-    assert "stage 0 needs 96.2 GiB, device has 10.0 GiB" in text
-    assert "use 2 hosts instead of 1" in text
+    assert "every plan lacks at least 86.20 GiB" in text
+    assert "stage 0 needs 96.2 GiB, device has 10.0 GiB: 86.20 GiB short" in text
+    first, second = (text.index(f"{item.change}: ") for item in infeasible.result.remedies)
+    assert first < second
+    assert "zero=3 instead of zero=1: 2.5 s a step, 9.0 GiB" in text
+    assert "2 hosts instead of 1: 1.5 s a step, 8.0 GiB" in text
+
+
+def test_statements_name_what_was_fixed(answer: Answer, infeasible: Answer) -> None:
+    def asked(answer: Answer) -> Answer:
+        options = Options(fix=(("tp", "1"), ("zero", "1")))
+        return replace(answer, request=Request("toy.py", (), "toy_x4", 1, options))
+
+    def text_of(answer: Answer) -> str:
+        return " ".join(plan_report(asked(answer)).split())
+
+    assert "no other plan with tp=1, zero=1 is faster" in text_of(answer)
+    assert "than any other with tp=1, zero=1" in text_of(
+        replace(answer, result=replace(answer.result, status="feasible"))
+    )
+    assert "no plan with tp=1, zero=1 fits" in text_of(infeasible)
+    wide = replace(answer, workload=replace(answer.workload, n_devices=6))
+    assert "2 devices left idle: no faster plan with tp=1, zero=1 uses them" in text_of(wide)
+    assert "of the space" in plan_report(answer) and "of the space" not in text_of(answer)
+
+
+def test_rejections_are_counted_in_plain_words(answer: Answer) -> None:
+    text = explain_report(answer)
+    assert "  1 too large for the memory\n  1 worked out, and slower\n" in text
 
 
 def test_reports_fit_80_columns_without_colour_codes(answer: Answer, infeasible: Answer) -> None:
@@ -216,8 +249,10 @@ def test_timeline_scales_the_step_to_the_chart_width(answer: Answer) -> None:
     assert html_report(answer).count("<rect") == 3
 
 
-def test_html_of_an_infeasible_answer_gives_the_fix(infeasible: Answer) -> None:
-    assert "use 2 hosts instead of 1" in html_report(infeasible)
+def test_html_of_an_infeasible_answer_gives_the_shortage_and_the_remedies(infeasible: Answer) -> None:
+    page = html_report(infeasible)
+    assert "86.20 GiB short" in page
+    assert page.index("zero=3 instead of zero=1") < page.index("2 hosts instead of 1")
 
 
 def _rows(answer: Answer, infeasible: Answer, **wanted):
@@ -239,7 +274,20 @@ def test_whatif_shows_unknown_prices_and_missing_plans_as_not_available(answer: 
     table = whatif_table(rows).splitlines()
     assert re.search(r"^b .* n/a", "\n".join(table), re.MULTILINE)
     assert any(line.startswith("c ") and "infeasible" in line for line in table)
-    assert json.loads(json.dumps(whatif_to_dict(rows)))["rows"][2]["detail"] == "use 2 hosts instead of 1"
+    assert json.loads(json.dumps(whatif_to_dict(rows)))["rows"][2]["detail"].startswith("stage 0 needs 96.2 GiB")
+
+
+def test_whatif_marks_the_smallest_of_equally_fast_clusters_and_says_what_idles(answer: Answer) -> None:
+    # the plan uses 4 devices; on 8 and on 16 the search finds nothing faster
+    answers = {
+        ("a", n): replace(answer, workload=replace(answer.workload, n_hosts=n, n_devices=4 * n)) for n in (4, 1, 2)
+    }
+    rows = compare(tuple(answers), solve=lambda name, count: answers[name, count], global_batch=8)
+    assert [row.n_idle_devices for row in rows] == [12, 0, 4]
+    text = whatif_table(rows)
+    assert [re.split(r"\s{2,}", line)[-1] for line in text.splitlines()[2:5]] == ["as fast", "fastest", "as fast"]
+    assert re.search(r"^a x 4: .*; 12 of 16 devices idle$", text, re.MULTILINE)
+    assert re.search(r"^a x 1: .*1f1b$", text, re.MULTILINE)
 
 
 def test_whatif_price_on_the_command_line_beats_the_profile(answer: Answer, infeasible: Answer) -> None:

@@ -15,10 +15,12 @@ from autoplan.schedules import (
     build_schedule,
     check_schedule,
     dependency,
+    ordered_schedule,
     replay_order,
     schedule_from_text,
     schedule_to_text,
     splits_backward,
+    stage_layout,
     stage_ranks,
 )
 
@@ -110,6 +112,23 @@ def test_zero_bubble_v_holds_two_stages_of_at_most_as_many_micro_batches_as_rank
 def test_zero_bubble_v_goes_down_the_ranks_and_up_again():
     schedule = build_schedule("zero_bubble_v", n_ranks=3, n_chunks=2, n_micro_batches=5)
     assert stage_ranks(schedule) == (0, 1, 2, 2, 1, 0)
+
+
+@pytest.mark.parametrize("name", load_table("autoplan.schedules", "SCHEDULES"))
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4])
+def test_the_layout_of_a_kind_of_schedule_is_where_its_actions_are(name, n_ranks):
+    n_chunks = {"interleaved": 3, "zero_bubble_v": 2}.get(name, 1)
+    schedule = build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=2 * n_ranks)
+    assert stage_layout(name, n_ranks=n_ranks, n_chunks=n_chunks) == stage_ranks(schedule)
+
+
+@pytest.mark.parametrize("name", load_table("autoplan.schedules", "SCHEDULES"))
+def test_an_ordered_schedule_knows_the_place_of_what_each_action_waits_for(name):
+    n_chunks = 1 if name in ("gpipe", "1f1b") else 2
+    ordered = ordered_schedule(name, n_ranks=3, n_micro_batches=6, n_chunks=n_chunks)
+    assert ordered.actions == replay_order(ordered.schedule, n_stages=3 * n_chunks)
+    needed = [dependency(action, 3 * n_chunks) for action in ordered.actions]
+    assert [None if place is None else ordered.actions[place] for place in ordered.awaited] == needed
 
 
 @pytest.mark.parametrize("name", load_table("autoplan.schedules", "SCHEDULES"))

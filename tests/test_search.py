@@ -16,7 +16,7 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import search
-from autoplan.search.meshes import SearchSpace, enumerate_meshes
+from autoplan.search.meshes import enumerate_meshes
 from autoplan.search.result import SearchResult
 
 EXACT = Options(max_micro_batch_size=2, top=1, require_optimal=True)
@@ -37,10 +37,11 @@ def best_s(result: SearchResult) -> float:
 # ------------------------------------------------------------------------------------------------------ brute force
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_the_search_equals_brute_force_on_200_random_toys(block: int) -> None:
+@pytest.mark.parametrize("block", range(25))
+def test_the_search_equals_brute_force_on_500_random_toys(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
-        toy = random_toy(seed, n_segments=4, n_devices=4 if seed % 4 == 0 else 2)
+        global_batch = 6 if seed % 5 == 0 else 4
+        toy = random_toy(seed, n_segments=4, n_devices=4 if seed % 4 == 0 else 2, global_batch=global_batch)
         want = best_by_trying(toy, EXACT)
         result = run(toy)
         assert result.status == ("infeasible" if want is None else "optimal"), seed
@@ -134,7 +135,9 @@ def test_more_micro_batch_choices_never_hurt(seed: int) -> None:
 @given(seed=SEEDS)
 def test_the_same_input_gives_the_same_result(seed: int) -> None:
     toy = random_toy(seed, n_segments=5)
-    one, other = (replace(run(toy, replace(EXACT, require_optimal=False)), search_s=0.0) for _ in range(2))
+    one, other = (
+        replace(run(toy, replace(EXACT, require_optimal=False)), search_s=0.0, first_plan_s=None) for _ in range(2)
+    )
     assert one == other
 
 
@@ -269,28 +272,3 @@ def test_nothing_fits_names_stage_and_bytes_of_the_closest_mesh() -> None:
     assert all((rejection.short_bytes or 0) > 0 for rejection in result.rejected)
     assert sum("stage" in rejection.detail and "needs" in rejection.detail for rejection in result.rejected) > 0
     assert any(rejection.detail.startswith("stage ") for rejection in result.rejected)
-
-
-def test_the_nearest_fix_gives_up_the_least_that_was_fixed() -> None:
-    # the state of the whole model fills a device, so it fits only when the 4 data-parallel ranks shard it
-    toy = loose_toy()
-    toy = replace(toy, kind_costs=tuple(replace(cost, state_bytes=20 * cost.state_bytes) for cost in toy.kind_costs))
-    state = sum(toy.kind_costs[kind].state_bytes for kind in toy.space.kinds)
-    toy = replace(toy, memory_limit_bytes=state)
-    fix = (("dp", "4"), ("zero", "0"))
-    result = run(toy, replace(EXACT, fix=fix))
-    assert result.status == "infeasible"
-    assert result.nearest_fix.startswith("without zero=0 it fits: dp 4, tp 1, pp 1, ZeRO ")
-
-
-def test_the_nearest_fix_may_be_more_hosts_and_is_the_fewest() -> None:
-    toy = loose_toy()
-
-    def with_hosts(n_hosts: int) -> tuple[SearchSpace, Callable[[Mesh], CostTable]]:
-        larger = with_space(toy, n_devices=2 * n_hosts)  # from 3 hosts on, devices have enough memory
-        memory = toy.memory_limit_bytes if n_hosts >= 3 else 2**20
-        return larger.space, replace(larger, memory_limit_bytes=memory).price
-
-    small = replace(toy, memory_limit_bytes=2**20)
-    result = run(with_space(small, n_devices=2), with_hosts=with_hosts)
-    assert result.nearest_fix.startswith("with 3 hosts it fits: ")

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from brute_force import Toy, all_stages, random_toy
+from brute_force import Toy, all_stages, random_toy, with_space
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.schedules import build_schedule
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.formulation import formulate
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.partition import best_partition
 from autoplan.search.paths import (
     BACKWARD,
     CUT,
@@ -30,7 +30,8 @@ from autoplan.search.paths import (
     initial_paths,
     shape_of,
 )
-from autoplan.search.plans import all_plans, count_plans, runs_of
+from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
+from autoplan.search.rank_shares import shared_bound_s
 from autoplan.search.solve import solve
 from autoplan.simulate import simulate
 
@@ -43,13 +44,81 @@ def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tu
     meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
     for mesh in rng.sample(meshes, min(count, len(meshes))):
         table = toy.price(mesh)
-        yield table, rng.choice(list(all_stages(toy, mesh.n_stages, recomputes=len(table.recompute_choices) > 1)))
+        yield table, rng.choice(list(all_stages(toy, mesh)))
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_the_bound_of_a_mesh_never_exceeds_a_simulated_step(seed: int) -> None:
     for table, stages in random_plans(seed, count=20):
         assert step_bound_s(table) <= simulate(table, stages).step_s * (1 + 1e-12)
+
+
+RECOMPUTE = (None, None, "none", "full", "selective")
+
+
+def fastest_s(toy: Toy, table: CostTable, *, recompute: str | None) -> float:
+    """The step time of the fastest plan of a mesh that fits, by trying all."""
+    plans = (stages for stages in all_stages(toy, table.mesh) if obeys_recompute(table, stages, recompute=recompute))
+    estimates = (simulate(table, stages) for stages in plans)
+    return min((estimate.step_s for estimate in estimates if estimate.fits), default=INFINITY)
+
+
+def whole_pieces(
+    toy: Toy, rng: random.Random, *, share: float, n_stages: int | None = None
+) -> Iterator[tuple[float, float, float]]:
+    """(bound, bound under a limit, fastest plan) of a share of the meshes of a toy (with so many stages)."""
+    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
+    if rng.random() < 0.5:  # so that every segment is gathered
+        toy = replace(toy, kind_costs=tuple(replace(cost, gather_s=max(cost.gather_s, 0.1)) for cost in toy.kind_costs))
+    for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=4)):
+        if rng.random() > share or n_stages not in (None, mesh.n_stages):
+            continue
+        table = toy.price(mesh)
+        recompute = None if len(table.recompute_choices) == 1 else rng.choice(RECOMPUTE)
+        best_s = fastest_s(toy, table, recompute=recompute)
+        limit_s = rng.uniform(0.8, 1.3) * (best_s if best_s < INFINITY else 5.0)
+        if mesh.n_chunks > 1:
+            bounds = [
+                shared_bound_s(table, shape_of(mesh), recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)
+            ]
+        else:
+            bounds = [best_partition(table, recompute=recompute, limit_s=x).bound_s for x in (INFINITY, limit_s)]
+        yield bounds[0], bounds[1], best_s
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_bound_by_whole_pieces_never_exceeds_the_fastest_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    toy = random_toy(seed, n_segments=rng.choice([4, 5, 6]))
+    for bound_s, limited_s, best_s in whole_pieces(toy, rng, share=0.5):
+        assert bound_s <= best_s * (1 + 1e-9)
+        assert limited_s <= best_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_of_eight_stages_on_four_ranks_never_exceeds_the_fastest_plan(seed: int) -> None:
+    rng = random.Random(seed)
+    toy = random_toy(seed, n_segments=9, n_devices=4, global_batch=4)
+    toy = with_space(toy, cuts=(True,) * 8, zero_stages=(0,), shardings=((1, ("",)),))
+    toy = replace(toy, kind_costs=tuple(replace(cost, saved_bytes=cost.saved_bytes // 4) for cost in toy.kind_costs))
+    found = list(whole_pieces(toy, rng, share=1.0, n_stages=8))
+    assert found
+    assert all(bound_s <= best_s * (1 + 1e-9) for bound_s, _, best_s in found)
+
+
+def test_a_partition_is_the_fastest_plan_where_nothing_is_communicated() -> None:
+    # Equal to the best of all plans, not only not above it: 1F1B, one kind of segment, memory for some of it.
+    n_exact = 0
+    for seed in range(12):
+        toy = random_toy(seed, n_segments=6)
+        silent = (replace(cost, gather_s=0.0, reduce_s=0.0) for cost in toy.kind_costs[:1])
+        toy = with_space(replace(toy, kind_costs=tuple(silent), cut_bytes=0), kinds=(0,) * 6)
+        table = toy.price(Mesh(pp=2, n_micro_batches=4))
+        partition, best_s = best_partition(table, recompute=None), fastest_s(toy, table, recompute=None)
+        if partition.stages and best_s < INFINITY:
+            n_exact += 1
+            assert simulate(table, partition.stages).step_s == pytest.approx(best_s, rel=1e-3)
+    assert n_exact > 3
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -87,7 +156,7 @@ def test_a_shortfall_is_proof_that_no_plan_fits() -> None:
             if short_bytes == 0:
                 continue
             n_proofs += 1
-            for stages in all_stages(toy, mesh.n_stages, recomputes=len(table.recompute_choices) > 1):
+            for stages in all_stages(toy, mesh):
                 assert max(simulate(table, stages).reserved_bytes) >= table.memory_limit_bytes + short_bytes
     assert n_proofs > 50
 
@@ -143,11 +212,8 @@ def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks
 def test_the_first_paths_of_1f1b_are_tight_for_equal_stages_without_transfers() -> None:
     # 4 stages, 6 micro-batches: (6 + 3) x 3 s = 27 s
     mesh = Mesh(pp=4, n_micro_batches=6)
-    schedule = build_schedule("1f1b", n_ranks=4, n_micro_batches=6)
     times = {FIRST_FORWARD: 1.0, FORWARD: 1.0, BACKWARD: 2.0, LAST_BACKWARD: 2.0}
-    lengths = [
-        sum(times.get(what, 0.0) * count for (what, _), count in path.counts) for path in initial_paths(mesh, schedule)
-    ]
+    lengths = [sum(times.get(what, 0.0) * count for (what, _), count in path.counts) for path in initial_paths(mesh)]
     assert max(lengths) == 27.0
 
 
@@ -166,14 +232,16 @@ def test_boundaries_that_cost_more_end_a_run() -> None:
     assert [run.length for run in runs_of(table)] == [3, 5]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("seed", range(8))
-def test_all_plans_are_counted_and_each_is_listed_once(seed: int) -> None:
-    toy = random_toy(seed)
-    n_stages = min(2, toy.space.n_pieces)
-    runs = runs_of(toy.price(Mesh(pp=n_stages, n_micro_batches=4)))
-    listed = list(all_plans(runs, n_stages=n_stages))
-    assert len(listed) == len(set(listed)) == count_plans(runs, n_stages=n_stages)
-    assert set(listed) == set(all_stages(toy, n_stages))
+def test_all_plans_are_counted_and_each_is_listed_once(seed: int, schedule: str) -> None:
+    toy = random_toy(seed, n_segments=6)
+    n_chunks = 1 if schedule == "1f1b" else max(1, min(2, toy.space.n_pieces // 2))
+    mesh = Mesh(pp=min(2, toy.space.n_pieces), n_micro_batches=4, schedule=schedule, n_chunks=n_chunks)
+    runs = runs_of(toy.price(mesh))
+    listed = list(all_plans(runs, mesh))
+    assert len(listed) == len(set(listed)) == count_plans(runs, mesh)
+    assert set(listed) == set(all_stages(toy, mesh))
 
 
 def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segment() -> None:

@@ -14,7 +14,8 @@ from autoplan.graph import OpGraph
 from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.report import explain_report, plan_report, program_header
+from autoplan.report import plan_report, program_header
+from autoplan.report_explain import explain_report
 from autoplan.report_html import html_report
 from autoplan.semantics import STATEMENTS, notes
 from autoplan.trace import ModelSource, trace_model

@@ -11,7 +11,7 @@ from distributed.programs import graph_of, prices, shardings_of
 from autoplan.graph import GraphFacts
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
 from autoplan.rules import all_strategies, operand_names, parse_equation
-from autoplan.sharding import block_counts, read_sharding
+from autoplan.sharding import block_counts, op_calls, read_sharding
 from autoplan.space import load_rules
 
 RULES = load_rules()
@@ -119,7 +119,7 @@ def test_equations_read_marks_of_contracted_whole_and_added_operands():
 def test_only_ops_around_the_fused_projection_may_split_in_blocks():
     graph = graph_of("gpt")
     segment = graph.first_of_kind()[1]
-    counts = block_counts(graph.ops_of(segment), graph.specs(), 2, RULES)
+    counts = block_counts(op_calls(graph.ops_of(segment), graph.specs(), 2, RULES))
     assert 3 in counts["linear"]  # qkv
     assert counts["linear_2"] == (1,)  # up
 

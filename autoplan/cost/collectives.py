@@ -9,21 +9,39 @@ prepares what they need, once per group.
     ranks of an axis: r, r + stride, r + 2 stride, ...      host 0: ranks 0..7, host 1: ranks 8..15
     dp=2, tp=8 (stride 8):  one member in each of two hosts; eight such groups run at the same time
 
-Network rates are per device (its share of the host's network ports), so groups that run side by side are counted.
-Left out: contention beyond the host's ports (oversubscribed switches), and congestion between different axes.
+Ranks fill hosts, hosts fill racks, racks fill sites, in order. A `Level` is one tier on the way:
+
+    16 members, 2 hosts of 4 in each of 2 racks     host: 1 member below, 16 parts, 4 domains
+                                                    leaf: 4 below,         4 parts, 2 domains
+                                                    spine: 8 below,        2 parts, 1 domain
+
+Every rate is one device's share of the tier while all devices drive it (ports of a host, uplinks of a rack or site
+divided by the devices behind them), so groups that run side by side are counted. Members behind the same uplinks pool
+their shares: bytes of a ring that leave a rack spread over `n_below` of them. Left out: congestion between different
+axes, and ranks that the scheduler does not place in order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
+from typing import NamedTuple
 
 from autoplan.errors import InputError
 from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.registry import load_table
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+class Spread(NamedTuple):
+    """How a group lies over the domains of one tier: `n_members` in one, the fewest, of the `n_domains` it touches."""
+
+    n_members: int
+    n_domains: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +52,13 @@ class Group:
         n_devices: its size.
         n_per_host: members in one host; the fewest, where hosts hold different numbers.
         n_hosts_touched: hosts it spans where that is not n_devices / n_per_host.
+        above_hosts: its spread over racks, sites, ... outwards, as far as it spans several.
     """
 
     n_devices: int
     n_per_host: int
     n_hosts_touched: int | None = None
+    above_hosts: tuple[Spread, ...] = ()
 
     @property
     def n_hosts(self) -> int:
@@ -72,29 +92,63 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """One tier that a group crosses, and how the group lies around it.
+
+    Attributes:
+        link: what the tier achieves.
+        is_host: it joins the devices of a host; what leaves the host does not pass it.
+        n_below: members in one domain of the tier below, which share its way out; the fewest.
+        n_within: members in one domain of this tier.
+        n_parts: domains of the tier below that the group touches; devices, at the host.
+        n_domains: domains of this tier that it touches.
+    """
+
+    link: Link
+    is_host: bool
+    n_below: int
+    n_within: int
+    n_parts: int
+    n_domains: int
+
+    @property
+    def n_hops(self) -> int:
+        """Hops over this tier when something goes from the first member to the last."""
+        return self.n_parts - self.n_domains
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """A group on the links it crosses: all that an algorithm may know.
 
     Attributes:
-        host_link: between members in one host; None when there is one member per host.
-        network: between hosts; None when the group lies in one host.
+        levels: the tiers it crosses, from the innermost outwards; the host's only where a host has several members.
         multicast: what an all-reduce inside the switch achieves; None unless the group fills a host that can.
     """
 
     n_devices: int
-    n_per_host: int
-    n_hosts: int
-    host_link: Link | None
-    network: Link | None
-    multicast: Link | None
+    levels: tuple[Level, ...]
+    multicast: Link | None = None
+
+    def beyond_innermost(self) -> Route:
+        """The route of a group with one member in each domain of the innermost level."""
+        n_members = self.levels[0].n_within
+        counts = [max(1, level.n_below // n_members) for level in self.levels[1:]]
+        n_devices = self.levels[1].n_parts
+        levels = (
+            Level(level.link, False, n_below, n_within, level.n_parts, level.n_domains)
+            for level, n_below, n_within in zip(self.levels[1:], counts, (*counts[1:], n_devices), strict=True)
+        )
+        return Route(n_devices, tuple(levels))
 
 
 Algorithm = Callable[[float, Route], float | None]
 
 
-def axis_group(profile: HardwareProfile, *, size: int, stride: int) -> Group:
+def axis_group(profile: HardwareProfile, *, size: int, stride: int, n_devices: int | None = None) -> Group:
     """The group of a mesh axis: ranks r, r + stride, ..., hosts filled in order of rank.
 
+    `n_devices` is how many devices the mesh has; None takes all of the cluster.
     Raises: InputError when the axis does not fit into the cluster.
     """
     if size < 1 or stride < 1 or size * stride > profile.n_devices:
@@ -104,22 +158,46 @@ def axis_group(profile: HardwareProfile, *, size: int, stride: int) -> Group:
             expected=f"within the {profile.n_devices} devices of {profile.name}",
             fix="choose smaller degrees, or more hosts",
         )
-    return _axis_group(profile.n_devices_per_host, profile.n_devices, size, stride)
+    return _axis_group(profile.domain_sizes, n_devices or profile.n_devices, size, stride)
+
+
+def pair_group(profile: HardwareProfile, *, n_devices: int) -> Group:
+    """Two devices as far apart as any neighbouring stages of a pipeline that fills the first `n_devices`.
+
+    Stages follow each other in order of rank, so some pair crosses each tier that these devices do not all share. One
+    device has no neighbour, and is a group of its own.
+    """
+    if n_devices == 1:
+        return Group(1, 1)
+    host, *above = (size < n_devices for size in profile.domain_sizes)
+    spreads = tuple(Spread(1, 2) for is_crossed in above if is_crossed)
+    return Group(2, 1 if host else 2, above_hosts=spreads)
 
 
 @lru_cache(maxsize=4096)
-def _axis_group(n_devices_per_host: int, n_devices: int, size: int, stride: int) -> Group:
-    """The worst group of the axis: the fewest members in any host it touches."""
-    worst = Group(size, size)
-    for block in range(n_devices // (size * stride)):
-        for offset in range(stride):
-            first = block * size * stride + offset
-            hosts = [(first + i * stride) // n_devices_per_host for i in range(size)]
-            fewest = min(hosts.count(host) for host in set(hosts))
-            if fewest < worst.n_per_host:
-                worst = Group(size, fewest, len(set(hosts)))
-    is_even = worst.n_devices == worst.n_per_host * worst.n_hosts
-    return Group(worst.n_devices, worst.n_per_host) if is_even else worst
+def _axis_group(domain_sizes: tuple[int, ...], n_devices: int, size: int, stride: int) -> Group:
+    """The axis's spread over hosts, and over whatever it crosses above them."""
+    (n_per_host, n_hosts), *above = (_worst_spread(domain, n_devices, size, stride) for domain in domain_sizes)
+    crossed = tuple(spread for spread in above if spread.n_domains > 1)
+    return Group(size, n_per_host, None if size == n_per_host * n_hosts else n_hosts, crossed)
+
+
+def _worst_spread(domain: int, n_devices: int, size: int, stride: int) -> Spread:
+    """The spread of the group with the fewest members in any domain of `domain` devices, among those of the axis."""
+    span = size * stride
+    if domain % span == 0 or domain >= n_devices:
+        return Spread(size, 1)
+    if domain % stride == 0 and span % domain == 0:
+        return Spread(domain // stride, span // domain)
+    if stride % domain == 0:
+        return Spread(1, size)
+    worst = Spread(size, 1)
+    for block in range(min(n_devices // span, lcm(span, domain) // span)):
+        for first in range(block * span, block * span + stride):
+            members = Counter((first + i * stride) // domain for i in range(size))
+            if min(members.values()) < worst.n_members:
+                worst = Spread(min(members.values()), len(members))
+    return worst
 
 
 def collective_s(kind: str, size_bytes: float, *, group: Group, profile: HardwareProfile) -> float:
@@ -136,16 +214,15 @@ def collective_s(kind: str, size_bytes: float, *, group: Group, profile: Hardwar
     return min(seconds for seconds in times if seconds is not None)
 
 
-def send_s(size_bytes: float, *, crosses_hosts: bool, profile: HardwareProfile) -> float:
-    """Time to send `size_bytes` from one device to another: latency + (size + half_rate) / achieved rate.
+def send_s(size_bytes: float, *, pair: Group, profile: HardwareProfile) -> float:
+    """Time to send `size_bytes` from one device of `pair` to the other: latency + (size + half_rate) / achieved rate.
 
-    Every device of the sending stage is taken to send at the same time, each over its own share of the network.
+    Over the outermost tier between the two, the slowest on the way. Every device of the sending stage is taken to send
+    at the same time, each over its own share of that tier. A device sends itself nothing.
     """
-    if size_bytes == 0:
+    if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
-    route = route_of(Group(2, 1 if crosses_hosts else 2), profile)
-    link = route.network if crosses_hosts else route.host_link
-    assert link is not None
+    link = route_of(pair, profile).levels[-1].link
     return link.latency_s + link.transfer_s(size_bytes)
 
 
@@ -153,7 +230,7 @@ def send_s(size_bytes: float, *, crosses_hosts: bool, profile: HardwareProfile) 
 def route_of(group: Group, profile: HardwareProfile) -> Route:
     """What the group's members achieve on each tier they cross.
 
-    Raises: InputError when the group spans hosts and the profile has one.
+    Raises: InputError when the group spans more than the profile has.
     """
     n_per_host, n_hosts = group.n_per_host, group.n_hosts
     if n_hosts > profile.n_hosts or n_per_host > profile.n_devices_per_host:
@@ -163,14 +240,38 @@ def route_of(group: Group, profile: HardwareProfile) -> Route:
             expected=f"within {profile.name}: {profile.n_hosts} hosts with {profile.n_devices_per_host} devices each",
             fix="plan for more hosts, or a smaller mesh",
         )
-    host, network = profile.host_link, profile.network
-    return Route(
-        n_devices=group.n_devices,
-        n_per_host=n_per_host,
-        n_hosts=n_hosts,
-        host_link=_link(host, host.bus_efficiency_of(n_per_host)) if host and n_per_host > 1 else None,
-        network=_link(network, network.bus_efficiency) if network and n_hosts > 1 else None,
-        multicast=_multicast(host, group),
+    networks = profile.networks
+    if len(group.above_hosts) > max(0, len(networks) - 1):
+        raise InputError.of(
+            f"group of {group.n_devices} devices",
+            found=f"{len(group.above_hosts)} tiers above the first network",
+            expected=f"at most the {max(0, len(networks) - 1)} of {profile.name}",
+            fix="plan for more hosts, or a network with more tiers",
+        )
+    # Where the group lies in one domain of a tier, the tiers above it are not crossed.
+    below = (Spread(1, group.n_devices), Spread(n_per_host, n_hosts), *group.above_hosts)
+    within = (*below[1:], Spread(group.n_devices, 1))
+    host, *crossed = zip((profile.host_link, *networks), below, within, strict=False)
+    levels = [_level(*host, is_host=True)] if n_per_host > 1 else []
+    levels += [_level(*tier, is_host=False) for tier in crossed if tier[1].n_domains > tier[2].n_domains]
+    return Route(group.n_devices, tuple(levels), _multicast(profile.host_link, group))
+
+
+def route_in_host(n_devices: int, link: Link, *, multicast: Link | None = None) -> Route:
+    """The route of a group of `n_devices` of one host."""
+    return Route(n_devices, (Level(link, True, 1, n_devices, n_devices, 1),), multicast)
+
+
+def _level(tier: LinkTier | None, below: Spread, within: Spread, *, is_host: bool) -> Level:
+    assert tier is not None
+    efficiency = tier.bus_efficiency_of(within.n_members) if is_host else tier.bus_efficiency
+    return Level(
+        link=_link(tier, efficiency),
+        is_host=is_host,
+        n_below=below.n_members,
+        n_within=within.n_members,
+        n_parts=below.n_domains,
+        n_domains=within.n_domains,
     )
 
 

@@ -65,6 +65,7 @@ def op_time(
     rule: OpRule | None,
     op: Op,
     *,
+    whole_operands: Specs,
     operands: Specs,
     results: Specs,
     batch_size: int,
@@ -73,11 +74,14 @@ def op_time(
     has_gradient: bool,
     is_strided: bool = False,
 ) -> OpTime:
-    """Time of one call on local tensors (`operands`, `results`); an op without a rule is priced by its bytes."""
+    """Time of one call on local tensors (`operands`, `results`); an op without a rule is priced by its bytes.
+
+    `whole_operands` are the operands before they were split.
+    """
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:
         return OpTime(0.0, 0.0, 0, 0)
-    flops = forward_flops(rule, op, operands=operands, batch_size=batch_size)
+    flops = forward_flops(rule, op, operands=operands, batch_size=batch_size, whole_operands=whole_operands)
     if rule.moved_bytes is not None:
         n_bytes = rule.moved_bytes(op, batch_size, precision)
     else:
@@ -95,7 +99,7 @@ def op_time(
     if not has_gradient:
         return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0)
     work_s = max(rule.backward_flops_ratio * flops / rate, rule.backward_bytes_ratio * n_bytes / bandwidth)
-    n_sums = _n_summed_gradients(rule, op, operands)
+    n_sums = _n_summed_gradients(rule, op, whole_operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
     n_kernels = rule.n_backward_kernels * n_calls + n_sums
     backward_s = device.kernel_s * n_kernels + work_s / rule.backward_rate_fraction + n_sums * result_bytes / bandwidth

@@ -1,17 +1,11 @@
 """Price: OpGraph x Mesh x HardwareProfile -> CostTable.
 
-Memory of one parameter element under mixed precision, after `fully_shard` with a float32 master copy:
+    segment_work(tp, layouts, micro-batch)  --+
+    parameter_cost(tp, layouts, placement)  --+--> SegmentCost of each kind --+
+    send_s(tp, layouts, micro-batch, stages) ---------------------------------+--> CostTable of one mesh
 
-                      always (per shard degree d)                gathered    gradient before reduction
-    bf16 / fp16       4 master + 4 gradient + 8 Adam, all / d    2           2 + 4, or 4 while micro-batches accumulate
-    fp32              4 + 4 + 8, all / d                         4           4 + 4, or 4
-    fp64              8 + 8 + 16, all / d                        8           8 + 8, or 8
-
-Gathered parameters are copied out of the communication buffer and gradients into it, on the compute stream: per
-micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer).
-
-ZeRO 0 is a shard degree of 1. The optimizer moves every byte of master, gradient and state once (and writes back
-master and state), after the gradient norm has read the gradients: that is its time.
+Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and
+meshes with equal costs hold the same objects.
 
 Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
 shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
@@ -23,9 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from autoplan.cost.collectives import Group, axis_group, collective_s, send_s
+from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
+from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
 from autoplan.cost.measured import Correction
-from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, SegmentWork, WorkContext, conversion_s, segment_work, timed
+from autoplan.cost.parameters import (
+    ParameterContext,
+    ParameterCost,
+    Placement,
+    element_bytes,
+    parameter_cost,
+)
+from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
 from autoplan.hardware import HardwareProfile
@@ -35,12 +37,11 @@ from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.rules import OpRule, Strategy
 from autoplan.schedules import splits_backward
 from autoplan.segment_key import assignment_key, content_key
-from autoplan.sharding import ShardingPrices
+from autoplan.sharding import SegmentLayouts, legal_strategies, read_assignment, read_sharding
 from autoplan.units import MiB
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
 
-N_ADAM_STATES = 2
 # Assumed until measured on the target: device context and communication buffers of one process.
 CONTEXT_BYTES = 1024 * MiB
 COMMUNICATOR_BYTES = 256 * MiB
@@ -55,24 +56,9 @@ RESERVED_RATIO = 1.15
 WEIGHT_OP_HOST_S = 6e-5
 
 
-@dataclass(frozen=True, slots=True)
-class _ElementBytes:
-    """Bytes per parameter element; see the table in the module docstring."""
-
-    master: int
-    gathered: int
-    reduced: int
-
-    @property
-    def optimizer(self) -> int:
-        return N_ADAM_STATES * self.master
-
-
-def _element_bytes(precision: str) -> _ElementBytes:
-    if precision in ("bf16", "fp16"):
-        return _ElementBytes(master=4, gathered=2, reduced=4)
-    size = 8 if precision == "fp64" else 4
-    return _ElementBytes(master=size, gathered=size, reduced=size)
+Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
+Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
+Cuts = tuple[float | None, ...]  # likewise
 
 
 def make_pricer(
@@ -89,17 +75,90 @@ def make_pricer(
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`.
     """
     contexts = work_contexts(graph, profile, precision, rules)
+    local = _local_pricer(graph, contexts, shardings)
+    works = _works_pricer(graph, contexts, shardings, measured, local)
+    collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
+    element_s = None if measured is None else measured.optimizer_element_s
+    costs = _costs_pricer(graph, ParameterContext(profile.device, precision, collective, element_s), local, works)
+    cuts = _cuts_pricer(graph, profile, precision)
+    groups_of = cache(partial(_Groups.of, profile))
+    kinds, tied = tuple(segment.kind for segment in graph.segments), _tied_elements(graph)
+    unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
+
+    def price(mesh: Mesh) -> CostTable:
+        """The cost table of one mesh."""
+        groups = groups_of(mesh.n_devices, mesh.dp, mesh.tp, mesh.zero_shard_degree)
+        splits = splits_backward(mesh.schedule)
+        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
+        accumulates = mesh.n_micro_batches > 1 and mesh.zero_stage < 2
+        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, accumulates)
+        cut_s, boundary_bytes = cuts(*layout, groups.stages)
+        return CostTable(
+            mesh=mesh,
+            kinds=kinds,
+            recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
+            costs=costs(*layout, placement, mesh.pp > 1, splits),
+            cut_s=cut_s if mesh.pp > 1 else unsent,
+            cut_bytes=(0,) * len(cut_s),
+            gathers_per_micro_batch=mesh.zero_stage == 3,
+            reduces_per_micro_batch=mesh.zero_stage >= 2,
+            keeps_gathered=mesh.zero_stage < 3,
+            overlap_slowdown=profile.overlap_slowdown,
+            per_step_s=_per_step_s(tied, mesh, groups, element_bytes(precision).master, collective),
+            reserved_fixed_bytes=_fixed_bytes(mesh, boundary_bytes),
+            reserved_ratio=RESERVED_RATIO,
+            memory_limit_bytes=profile.device.memory_bytes,
+            sources=() if measured is None else tuple(source for _, source in works(*layout)),
+        )
+
+    return price
+
+
+def _local_pricer(
+    graph: OpGraph, contexts: Callable[[int], WorkContext], shardings: Shardings
+) -> Callable[[int, str], Mapping[int, LocalSegment]]:
+    """(tp, sharding) -> each kind of segment as a rank sees it; layouts of one degree share the legal strategies."""
+    first = graph.first_of_kind()
+
+    @cache
+    def legal(kind: int, tp: int) -> Mapping[Op, tuple[Strategy, ...]]:
+        context = contexts(tp)
+        facts = context.facts
+        return legal_strategies(graph.ops_of(first[kind]), facts.specs, facts.gradients, tp, context.rules)
+
+    @cache
+    def local(tp: int, sharding: str) -> dict[int, LocalSegment]:
+        context = contexts(tp)
+        by_kind = {assignment.kind: assignment for assignment in shardings.get((tp, sharding), ())}
+
+        def layouts(kind: int) -> SegmentLayouts:
+            if kind in by_kind:
+                return read_assignment(by_kind[kind], legal(kind, tp))
+            return read_sharding(graph, first[kind], None, degree=tp, rules=context.rules, facts=context.facts)
+
+        return {kind: local_segment(context, segment, layouts(kind)) for kind, segment in first.items()}
+
+    return local
+
+
+def _works_pricer(
+    graph: OpGraph,
+    contexts: Callable[[int], WorkContext],
+    shardings: Shardings,
+    measured: MeasuredProfile | None,
+    local: Callable[[int, str], Mapping[int, LocalSegment]],
+) -> Callable[[int, str, int], Works]:
+    """(tp, sharding, micro-batch size) -> work of each kind, as measured where it was."""
 
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
-        context = contexts(micro_batch_size, tp)
-        by_kind = {assignment.kind: assignment for assignment in shardings.get((tp, sharding), ())}
-        return {kind: segment_work(context, s, by_kind.get(kind)) for kind, s in graph.first_of_kind().items()}
+        context = contexts(tp)
+        return {kind: segment_work(context, found, micro_batch_size) for kind, found in local(tp, sharding).items()}
 
     correction = None if measured is None else _correction(graph, shardings, measured, computed)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int) -> tuple[tuple[SegmentWork, str], ...]:
+    def works(tp: int, sharding: str, micro_batch_size: int) -> Works:
         found = computed(tp, sharding, micro_batch_size)
         if correction is None:
             return tuple((work, "") for work in found.values())
@@ -108,55 +167,70 @@ def make_pricer(
             for kind, work in found.items()
         )
 
-    optimizer_s = partial(
-        _optimizer_s,
-        element=_element_bytes(precision),
-        profile=profile,
-        measured_s=None if measured is None else measured.optimizer_element_s,
-    )
+    return works
 
-    cuts = _cut_values(graph)
 
+def _costs_pricer(
+    graph: OpGraph,
+    context: ParameterContext,
+    local: Callable[[int, str], Mapping[int, LocalSegment]],
+    works: Callable[[int, str, int], Works],
+) -> Callable[[int, str, int, Placement, bool, bool], Costs]:
+    """(tp, sharding, micro-batch size, placement, whether stages are cut, whether backward is split) -> the costs."""
+    first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
+    equal: dict[Costs, Costs] = {}
 
-    def price(mesh: Mesh) -> CostTable:
-        """The cost table of one mesh."""
-        groups, counted = _Groups.of(profile, mesh), owned[mesh.pp > 1]
-        choices = RECOMPUTE_CHOICES[:1] if splits_backward(mesh.schedule) else RECOMPUTE_CHOICES
-        segments = graph.first_of_kind().values()
-        found = works(mesh.tp, mesh.sharding, mesh.micro_batch_size)
-        costs = tuple(
-            _segment_costs(
-                work, mesh, groups, profile, precision, counted[segment.kind], segment.is_block, optimizer_s
-            )[: len(choices)]
-            for (work, _), segment in zip(found, segments, strict=True)
-        )
-        cut_bytes = tuple(
-            sum(_boundary_bytes(spec, mesh, precision) for spec in specs) if is_legal else None
-            for specs, is_legal in cuts
-        )
-        return CostTable(
-            mesh=mesh,
-            kinds=tuple(segment.kind for segment in graph.segments),
-            recompute_choices=choices,
-            costs=costs,
-            cut_s=tuple(
-                None if n is None else send_s(n, crosses_hosts=groups.stages_cross_hosts, profile=profile)
-                for n in (cut_bytes if mesh.pp > 1 else (None,) * len(cut_bytes))
-            ),
-            cut_bytes=(0,) * len(cut_bytes),
-            gathers_per_micro_batch=mesh.zero_stage == 3,
-            reduces_per_micro_batch=mesh.zero_stage >= 2,
-            keeps_gathered=mesh.zero_stage < 3,
-            overlap_slowdown=profile.overlap_slowdown,
-            per_step_s=_per_step_s(graph, mesh, groups, profile, precision),
-            reserved_fixed_bytes=_fixed_bytes(mesh, max((n or 0 for n in cut_bytes), default=0)),
-            reserved_ratio=RESERVED_RATIO,
-            memory_limit_bytes=profile.device.memory_bytes,
-            sources=() if measured is None else tuple(source for _, source in found),
+    @cache
+    def parameters(tp: int, sharding: str, placement: Placement, is_cut: bool) -> tuple[ParameterCost, ...]:
+        return tuple(
+            parameter_cost(
+                context,
+                sum(count for name, count in found.weights if name in owned[is_cut][kind]),
+                placement,
+                is_block=first[kind].is_block,
+            )
+            for kind, found in local(tp, sharding).items()
         )
 
-    return price
+    @cache
+    def costs(tp: int, sharding: str, micro_batch_size: int, placement: Placement, is_cut: bool, splits: bool) -> Costs:
+        pairs = zip(
+            first.values(),
+            local(tp, sharding).values(),
+            works(tp, sharding, micro_batch_size),
+            parameters(tp, sharding, placement, is_cut),
+            strict=True,
+        )
+        found = tuple(
+            _segment_costs(work, cost, fixed_bytes=here.fixed_bytes, is_block=segment.is_block, splits=splits)
+            for segment, here, (work, _), cost in pairs
+        )
+        return equal.setdefault(found, found)
+
+    return costs
+
+
+def _cuts_pricer(
+    graph: OpGraph, profile: HardwareProfile, precision: str
+) -> Callable[[int, str, int, Group], tuple[Cuts, int]]:
+    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and the most bytes of any."""
+    crossing, legal = _crossing_specs(graph), legal_cuts(graph)
+
+    @cache
+    def boundary_bytes(specs: tuple[TensorSpec, ...], tp: int, sharding: str, micro_batch_size: int) -> int:
+        layout = parse_layout(sharding or "R")
+        return sum(_boundary_spec(spec, layout, tp).n_bytes(micro_batch_size, precision) for spec in specs)
+
+    @cache
+    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, int]:
+        sizes = [boundary_bytes(specs, tp, sharding, micro_batch_size) for specs in crossing]
+        allowed = [n_bytes for n_bytes, is_legal in zip(sizes, legal, strict=True) if is_legal]
+        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in set(allowed)}
+        cut_s = tuple(seconds[n] if is_legal else None for n, is_legal in zip(sizes, legal, strict=True))
+        return cut_s, max(allowed, default=0)
+
+    return cuts
 
 
 def _correction(
@@ -178,53 +252,6 @@ def _correction(
     )
 
 
-def sharding_prices(
-    graph: OpGraph,
-    *,
-    profile: HardwareProfile,
-    precision: str,
-    rules: Mapping[str, OpRule],
-    degree: int,
-    batch_size: int,
-) -> ShardingPrices:
-    """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`."""
-    context = work_contexts(graph, profile, precision, rules)(batch_size, degree)
-    gradients = context.facts.gradients
-    element = _element_bytes(precision)
-
-    def op_s(op: Op, strategy: Strategy) -> float:
-        found = timed(context, op, strategy, gradients)
-        n_bytes = strategy.all_reduce_elements * batch_size * LOSS_STATISTIC_BYTES
-        return found.forward_s + found.backward_s + context.tp_collective_s("all_reduce", n_bytes)
-
-    def parameter_s(spec: TensorSpec, layout: Layout) -> float:
-        return _optimizer_s(local_spec(spec, layout, degree).n_elements(1), element=element, profile=profile)
-
-    return ShardingPrices(
-        op_s=op_s,
-        conversion_s=lambda spec, step: conversion_s(context, spec.n_bytes(batch_size, precision), step),
-        parameter_s=parameter_s,
-    )
-
-
-def work_contexts(
-    graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
-) -> Callable[[int, int], WorkContext]:
-    """A function from micro-batch size and tensor-parallel degree to what the sums depend on."""
-    facts = GraphFacts.of(graph)
-
-    def context(micro_batch_size: int, degree: int) -> WorkContext:
-        group = axis_group(profile, size=degree, stride=1)
-
-        @cache
-        def tp_collective_s(kind: str, n_bytes: float) -> float:
-            return collective_s(kind, n_bytes, group=group, profile=profile)
-
-        return WorkContext(graph, facts, rules, profile.device, precision, micro_batch_size, degree, tp_collective_s)
-
-    return context
-
-
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """Where the axes of a mesh lie on the cluster."""
@@ -232,69 +259,47 @@ class _Groups:
     shard: Group
     replicate: Group
     whole_step: Group
-    stages_cross_hosts: bool
+    stages: Group
 
     @classmethod
-    def of(cls, profile: HardwareProfile, mesh: Mesh) -> _Groups:
-        n_replicas = mesh.dp // mesh.zero_shard_degree
+    def of(cls, profile: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
+        """Those of a mesh with these degrees."""
+        group = partial(axis_group, profile, n_devices=n_devices)
         return cls(
-            shard=axis_group(profile, size=mesh.zero_shard_degree, stride=mesh.tp),
-            replicate=axis_group(profile, size=n_replicas, stride=mesh.tp * mesh.zero_shard_degree),
-            whole_step=axis_group(profile, size=mesh.n_devices, stride=1),
-            stages_cross_hosts=mesh.n_devices > profile.n_devices_per_host,
+            shard=group(size=shard_degree, stride=tp),
+            replicate=group(size=dp // shard_degree, stride=tp * shard_degree),
+            whole_step=group(size=n_devices, stride=1),
+            stages=pair_group(profile, n_devices=n_devices),
         )
 
 
 def _segment_costs(
-    work: SegmentWork,
-    mesh: Mesh,
-    groups: _Groups,
-    profile: HardwareProfile,
-    precision: str,
-    counted: frozenset[str],
-    is_block: bool,
-    optimizer_s: Callable[[int], float],
+    work: SegmentWork, parameters: ParameterCost, *, fixed_bytes: int, is_block: bool, splits: bool
 ) -> tuple[SegmentCost, ...]:
-    """The segment without and with recomputation; only blocks can be recomputed."""
-    element, degree = _element_bytes(precision), mesh.zero_shard_degree
-    n_elements = sum(count for name, count in work.weights if name in counted)
-    n_shard_elements = -(-n_elements // degree)
-    is_wrapped = mesh.dp > 1 or precision in ("bf16", "fp16")
-    gathered_bytes = element.gathered * n_elements if is_wrapped else 0
-    accumulates = mesh.n_micro_batches > 1 and mesh.zero_stage < 2
-    # `fully_shard` keeps what is outside of blocks gathered for a whole pass, and reduces it last.
-    is_held = mesh.zero_stage == 3 and not is_block
-    bandwidth = profile.device.memory_bytes_per_s * profile.device.memory_efficiency
-    unpack_s = 2 * gathered_bytes / bandwidth if mesh.zero_shard_degree > 1 else 0.0
-    pack_s = (element.gathered + element.reduced) * n_elements / bandwidth if is_wrapped else 0.0
-    gathers_often, reduces_often = mesh.zero_stage == 3, mesh.zero_stage >= 2
-    scatter_s, replicas_s = _reduce_s(element.reduced * n_elements, groups, profile)
-    once_s = (0.0 if gathers_often else unpack_s) + (replicas_s if reduces_often else pack_s)
-    held_bytes = (gathered_bytes + element.gathered * n_elements) if is_held else 0
+    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute."""
     launch_forward_s = max(0.0, work.host_forward_s - work.forward_s)
-    launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s)
-    launch_weights_s *= splits_backward(mesh.schedule)
+    launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
     plain = SegmentCost(
-        forward_s=work.forward_s + (unpack_s if gathers_often else 0.0),
-        backward_s=work.backward_s + (unpack_s if gathers_often else 0.0) + (pack_s if reduces_often else 0.0),
+        forward_s=work.forward_s + parameters.unpack_s,
+        backward_s=work.backward_s + parameters.unpack_s + parameters.pack_s,
         recompute_s=0.0,
         launch_forward_s=launch_forward_s,
         launch_backward_s=max(0.0, work.host_backward_s - work.backward_s) + launch_weights_s,
         tp_forward_s=work.tp_forward_s,
         tp_backward_s=work.tp_backward_s,
-        gather_s=collective_s("all_gather", element.gathered * n_elements, group=groups.shard, profile=profile),
-        reduce_s=scatter_s if reduces_often else scatter_s + replicas_s,
-        optimizer_s=optimizer_s(n_shard_elements) + once_s,
-        state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + work.fixed_bytes + held_bytes,
-        gathered_bytes=0 if is_held else gathered_bytes,
-        gradient_bytes=_gradient_bytes(element, accumulates=accumulates, is_held=is_held) * n_elements
-        if is_wrapped
-        else 0,
+        gather_s=parameters.gather_s,
+        reduce_s=parameters.reduce_s,
+        optimizer_s=parameters.optimizer_s,
+        state_bytes=parameters.state_bytes + fixed_bytes,
+        gathered_bytes=parameters.gathered_bytes,
+        gradient_bytes=parameters.gradient_bytes,
         saved_bytes=work.saved_bytes,
         working_bytes=work.working_bytes,
         weight_backward_s=work.weight_backward_s + launch_weights_s,
         pending_bytes=work.pending_bytes,
     )
+    if splits:
+        return (plain,)
     if not is_block:
         return plain, plain
     full = replace(
@@ -306,13 +311,6 @@ def _segment_costs(
     return plain, full
 
 
-def _gradient_bytes(element: _ElementBytes, *, accumulates: bool, is_held: bool) -> int:
-    """Per element: accumulated in the dtype of the reduction, else as computed and beside it the reduction's input."""
-    if accumulates:
-        return element.reduced
-    return element.reduced + (0 if is_held else element.gathered)
-
-
 def _fixed_bytes(mesh: Mesh, boundary_bytes: int) -> int:
     """Context, communicators, and the pipeline's receive buffers.
 
@@ -321,26 +319,6 @@ def _fixed_bytes(mesh: Mesh, boundary_bytes: int) -> int:
     n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
     n_buffers = 2 * mesh.n_chunks * mesh.n_micro_batches if mesh.pp > 1 else 0
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators + n_buffers * boundary_bytes
-
-
-def _reduce_s(n_bytes: int, groups: _Groups, profile: HardwareProfile) -> tuple[float, float]:
-    """Reduce-scatter inside the shard group, and all-reduce of the shards between replicas (once per step)."""
-    scatter_s = collective_s("reduce_scatter", n_bytes, group=groups.shard, profile=profile)
-    share = n_bytes / groups.shard.n_devices
-    return scatter_s, collective_s("all_reduce", share, group=groups.replicate, profile=profile)
-
-
-def _optimizer_s(
-    n_elements: int, *, element: _ElementBytes, profile: HardwareProfile, measured_s: float | None = None
-) -> float:
-    """Read the gradient for the norm; read master, gradient and state; write master and state.
-
-    `measured_s` is the measured time of one element.
-    """
-    if measured_s is not None:
-        return n_elements * measured_s
-    n_bytes = n_elements * (4 * element.master + 2 * element.optimizer)
-    return n_bytes / (profile.device.memory_bytes_per_s * profile.device.memory_efficiency)
 
 
 def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[str]]:
@@ -356,47 +334,51 @@ def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[
     return found
 
 
-def _cut_values(graph: OpGraph) -> tuple[tuple[tuple[TensorSpec, ...], bool], ...]:
-    """Per boundary: the values that cross it, and whether a cut is possible.
+def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Per boundary: the values that cross it."""
+    specs, invariant = graph.specs(), invariant_values(graph)
+    return tuple(
+        tuple(specs[name] for name in crossing_values(graph, index, invariant=invariant))
+        for index in range(1, len(graph.segments))
+    )
+
+
+def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
+    """Per boundary between neighbouring segments, whether the pipeline may be cut there.
 
     The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
     passes between them was not traced.
     """
-    specs, invariant = graph.specs(), invariant_values(graph)
     own_outputs = set(graph.model_outputs) or {graph.loss}
-    found = []
-    for index, segment in enumerate(graph.segments[:-1]):
-        crossing = tuple(specs[name] for name in crossing_values(graph, index + 1, invariant=invariant))
-        is_legal = not graph.is_module_level and own_outputs.isdisjoint(op.name for op in graph.ops[: segment.stop])
-        found.append((crossing, is_legal))
-    return tuple(found)
+    first_made = next((i for i, op in enumerate(graph.ops) if op.name in own_outputs), len(graph.ops))
+    is_cuttable = not graph.is_module_level
+    return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
 
 
-def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
-    """Per boundary between neighbouring segments, whether the pipeline may be cut there."""
-    return tuple(is_legal for _, is_legal in _cut_values(graph))
+def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
+    """What a rank sends of a value."""
+    return local_spec(spec, layout, degree) if can_shard(spec, layout, degree) and spec.is_float else spec
 
 
-def _boundary_bytes(spec: TensorSpec, mesh: Mesh, precision: str) -> int:
-    layout = parse_layout(mesh.sharding) if mesh.sharding else parse_layout("R")
-    local = local_spec(spec, layout, mesh.tp) if can_shard(spec, layout, mesh.tp) and spec.is_float else spec
-    return local.n_bytes(mesh.micro_batch_size, precision)
-
-
-def _per_step_s(graph: OpGraph, mesh: Mesh, groups: _Groups, profile: HardwareProfile, precision: str) -> float:
-    """The gradient norm (one small all-reduce over all ranks), and tied weights summed between two stages."""
-    norm_s = collective_s("all_reduce", DTYPE_BYTES["float32"], group=groups.whole_step, profile=profile)
-    if mesh.pp == 1:
-        return norm_s
+def _tied_elements(graph: OpGraph) -> tuple[int, ...]:
+    """Of each weight that segments of several kinds read: its elements."""
     readers: dict[str, int] = {}
     for segment in graph.first_of_kind().values():
         for name in segment.parameters:
             readers[name] = readers.get(name, 0) + 1
-    element = _element_bytes(precision)
-    tied_bytes = sum(
-        p.spec.n_elements(1) * element.master // (mesh.tp * mesh.zero_shard_degree)
-        for p in graph.parameters
-        if p.is_trainable and readers.get(p.name, 0) > 1
-    )
-    pair = Group(2, 1 if groups.stages_cross_hosts else 2)
-    return norm_s + collective_s("all_reduce", tied_bytes, group=pair, profile=profile)
+    return tuple(p.spec.n_elements(1) for p in graph.parameters if p.is_trainable and readers.get(p.name, 0) > 1)
+
+
+def _per_step_s(
+    tied: tuple[int, ...],
+    mesh: Mesh,
+    groups: _Groups,
+    master_bytes: int,
+    collective: Callable[[str, float, Group], float],
+) -> float:
+    """The gradient norm (one small all-reduce over all ranks), and tied weights summed between two stages."""
+    norm_s = collective("all_reduce", DTYPE_BYTES["float32"], groups.whole_step)
+    if mesh.pp == 1:
+        return norm_s
+    tied_bytes = sum(n * master_bytes // (mesh.tp * mesh.zero_shard_degree) for n in tied)
+    return norm_s + collective("all_reduce", tied_bytes, groups.stages)

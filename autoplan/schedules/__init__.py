@@ -3,7 +3,7 @@
 An action prints as `2F0`: stage 2, forward, micro-batch 0. `B` is the backward pass; a schedule that splits it in two
 has `I`, the gradients of the stage's inputs, and `W`, those of its weights, instead. A schedule file ends with
 `SCHEDULES = {"name": ScheduleKind(build)}`, where `build(n_ranks, n_chunks, n_micro_batches)` returns one tuple of
-actions per rank. All actions of a stage are on one rank, and each rank has `n_chunks` stages (`stage_ranks`).
+actions per rank. All actions of a stage are on one rank, and each rank has `n_chunks` stages (`stage_layout`).
 
 What an action waits for (`dependency`):
 
@@ -20,15 +20,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
+from typing import NamedTuple, NoReturn
 
 from autoplan.errors import InputError, UsageError
 from autoplan.registry import load_table
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One pass of one micro-batch through one stage: "F", "B", "I" or "W"."""
+class Action(NamedTuple):
+    """One pass of one micro-batch through one stage: "F", "B", "I" or "W".
+
+    A named tuple: a schedule has thousands, which are made, hashed and compared in C.
+    """
 
     stage: int
     kind: str
@@ -39,9 +42,15 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-WHOLE, SPLIT = "FB", "FIW"  # the kinds of action of a schedule
+KINDS = "FBIW"  # of action
+WHOLE, SPLIT = "FB", "FIW"  # the kinds of one schedule
 GRADIENT_KINDS = "BW"  # of these, the ones that make gradients of weights and end the life of activations
 IN_TEXT = re.compile(r"(\d+)([FBIW])(\d+)", flags=re.ASCII)
+
+
+def in_turn(stage: int, n_ranks: int) -> int:
+    """The rank of a stage when the stages go round the ranks: 0, 1, ..., 0, 1, ... ."""
+    return stage % n_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +60,52 @@ class ScheduleKind:
     Attributes:
         build: (n_ranks, n_chunks, n_micro_batches) -> one tuple of actions per rank.
         splits_backward: it has I and W actions instead of B.
+        rank_of_stage: (stage, n_ranks) -> the rank that runs the stage.
     """
 
     build: Callable[[int, int, int], Schedule]
     splits_backward: bool = False
+    rank_of_stage: Callable[[int, int], int] = in_turn
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedSchedule:
+    """A schedule, and one order in which all its actions can run.
+
+    Attributes:
+        actions: each rank's in its own order, and every action after the one it waits for.
+        awaited: per action, the place in `actions` of the one it waits for; None if there is none.
+    """
+
+    schedule: Schedule
+    actions: tuple[Action, ...]
+    awaited: tuple[int | None, ...]
 
 
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
 
 
-@lru_cache(maxsize=KEPT_SCHEDULES)
 def build_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int = 1) -> Schedule:
     """The schedule called `name`, checked by `check_schedule`.
 
     Raises: UsageError if no schedule has this name; InputError if it does not exist for these numbers.
     """
+    return ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks).schedule
+
+
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int) -> OrderedSchedule:
+    """The schedule called `name`, checked, and an order to replay it in; raises what `build_schedule` does."""
     kind = _kind(name)
     for field, count in (("pp", n_ranks), ("n_chunks", n_chunks), ("n_micro_batches", n_micro_batches)):
         if count < 1:
             raise InputError.of(f"mesh.{field}", found=count, expected="at least 1", fix=f"set {field} to 1 or more")
     schedule = kind.build(n_ranks, n_chunks, n_micro_batches)
-    check_schedule(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    return schedule
+    _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
+    return _ordered(schedule, n_stages=n_ranks * n_chunks)
 
 
+@lru_cache
 def _kind(name: str) -> ScheduleKind:
     kinds: dict[str, ScheduleKind] = load_table("autoplan.schedules", "SCHEDULES")
     if name not in kinds:
@@ -93,12 +124,18 @@ def splits_backward(name: str) -> bool:
     return _kind(name).splits_backward
 
 
+def stage_layout(name: str, *, n_ranks: int, n_chunks: int) -> tuple[int, ...]:
+    """On which rank each stage lives under the schedule called `name`; builds no schedule.
+
+    Raises: UsageError if no schedule has this name.
+    """
+    rank_of_stage = _kind(name).rank_of_stage
+    return tuple(rank_of_stage(stage, n_ranks) for stage in range(n_ranks * n_chunks))
+
+
 def stage_ranks(schedule: Schedule) -> tuple[int, ...]:
-    """On which rank each stage lives: the first that has an action of it."""
-    found: dict[int, int] = {}
-    for rank, actions in enumerate(schedule):
-        for action in actions:
-            found.setdefault(action.stage, rank)
+    """On which rank each stage of a schedule lives, read off its actions; no stage is on two ranks."""
+    found = {stage: rank for rank, actions in enumerate(schedule) for stage in {action.stage for action in actions}}
     return tuple(found[stage] for stage in sorted(found))
 
 
@@ -129,21 +166,34 @@ def replay_order(schedule: Schedule, *, n_stages: int) -> tuple[Action, ...]:
 
     Assumes no action appears twice. Raises: InputError if some rank would wait for ever.
     """
-    done: set[Action] = set()
-    waiting: dict[Action, int] = {}  # what is awaited -> the rank that stands there
-    position = [0] * len(schedule)
+    return _ordered(schedule, n_stages=n_stages).actions
+
+
+def _ordered(schedule: Schedule, *, n_stages: int) -> OrderedSchedule:
+    stage_kinds = product(range(n_stages), KINDS)
+    sources = {(stage, kind): dependency(Action(stage, kind, 0), n_stages) for stage, kind in stage_kinds}
     order: list[Action] = []
+    places: dict[tuple[int, str, int], int] = {}  # of what has run
+    waiting: dict[tuple[int, str, int], int] = {}  # what is awaited -> the rank that stands there
+    awaited: list[int | None] = []
+    position = [0] * len(schedule)
     runnable = list(reversed(range(len(schedule))))
     while runnable:
         rank = runnable.pop()
-        while position[rank] < len(schedule[rank]):
-            action = schedule[rank][position[rank]]
-            needed = dependency(action, n_stages)
-            if needed is not None and needed not in done:
-                waiting[needed] = rank
-                break
-            done.add(action)
+        actions = schedule[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            source = sources[action.stage, action.kind]
+            place = None
+            if source is not None:
+                needed = (source.stage, source.kind, action.micro_batch)
+                place = places.get(needed)
+                if place is None:
+                    waiting[needed] = rank
+                    break
+            places[action] = len(order)
             order.append(action)
+            awaited.append(place)
             position[rank] += 1
             if action in waiting:
                 runnable.append(waiting.pop(action))
@@ -151,10 +201,10 @@ def replay_order(schedule: Schedule, *, n_stages: int) -> tuple[Action, ...]:
         raise InputError.of(
             f"schedule: rank {rank}, action {position[rank]}",
             found=str(schedule[rank][position[rank]]),
-            expected=f"{needed} to run before it; it never does (deadlock)",
+            expected=f"{Action(*needed)} to run before it; it never does (deadlock)",
             fix="reorder the actions",
         )
-    return tuple(order)
+    return OrderedSchedule(schedule, tuple(order), tuple(awaited))
 
 
 def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
@@ -163,15 +213,22 @@ def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
     Every stage x micro-batch runs forward and backward exactly once, on its own rank, and no rank waits for ever.
     There are as many micro-batches as the largest number says. Either all backward passes are split, or none is.
     """
+    _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
+    _ordered(schedule, n_stages=n_ranks * n_chunks)
+
+
+def _check_complete(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
     if len(schedule) != n_ranks:
         raise InputError.of("schedule", found=f"{len(schedule)} ranks", expected=f"{n_ranks}", fix="one row per rank")
     n_stages = n_ranks * n_chunks
-    counts = Counter(action for actions in schedule for action in actions)
+    counts = Counter(chain.from_iterable(schedule))
     kinds = SPLIT if any(action.kind in "IW" for action in counts) else WHOLE
     _check_places(schedule, n_stages=n_stages, kinds=kinds)
     n_micro_batches = 1 + max((action.micro_batch for action in counts), default=0)
-    for stage, kind, micro_batch in product(range(n_stages), kinds, range(n_micro_batches)):
-        action = Action(stage, kind, micro_batch)
+    if len(counts) == sum(counts.values()) == n_stages * len(kinds) * n_micro_batches:
+        return  # as all are where they belong, each is there once
+    for numbers in product(range(n_stages), kinds, range(n_micro_batches)):
+        action = Action(*numbers)
         if counts[action] != 1:
             raise InputError.of(
                 "schedule",
@@ -179,29 +236,30 @@ def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
                 expected="exactly once",
                 fix="add what is missing, remove what is repeated",
             )
-    replay_order(schedule, n_stages=n_stages)
 
 
 def _check_places(schedule: Schedule, *, n_stages: int, kinds: str) -> None:
     owner: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
-        for position, action in enumerate(actions):
-            where = f"schedule: rank {rank}, action {position}"
-            if action.kind not in kinds:
-                raise InputError.of(
-                    where, found=str(action), expected=" or ".join(kinds), fix="use one kind of backward pass"
-                )
-            if not 0 <= action.stage < n_stages or action.micro_batch < 0:
+        for position, (stage, kind, micro_batch) in enumerate(actions):
+            if kind not in kinds:
+                _refuse(schedule, rank, position, expected=" or ".join(kinds), fix="use one kind of backward pass")
+            if not 0 <= stage < n_stages or micro_batch < 0:
                 expected = f"stage 0 to {n_stages - 1}, micro-batch 0 or more"
-                raise InputError.of(where, found=str(action), expected=expected, fix="drop it")
-            if owner.setdefault(action.stage, rank) != rank:
-                expected = f"rank {owner[action.stage]} to run it, as other actions of its stage"
-                raise InputError.of(where, found=str(action), expected=expected, fix="move it there")
+                _refuse(schedule, rank, position, expected=expected, fix="drop it")
+            if owner.setdefault(stage, rank) != rank:
+                expected = f"rank {owner[stage]} to run it, as other actions of its stage"
+                _refuse(schedule, rank, position, expected=expected, fix="move it there")
     for rank, n_owned in sorted(Counter(owner.values()).items()):
         n_chunks = n_stages // len(schedule)
         if n_owned > n_chunks:
             expected = f"{n_chunks}, as many as on every rank"
             raise InputError.of(f"schedule: rank {rank}", found=f"{n_owned} stages", expected=expected, fix="move some")
+
+
+def _refuse(schedule: Schedule, rank: int, position: int, *, expected: str, fix: str) -> NoReturn:
+    where, found = f"schedule: rank {rank}, action {position}", str(schedule[rank][position])
+    raise InputError.of(where, found=found, expected=expected, fix=fix)
 
 
 def schedule_to_text(schedule: Schedule) -> str:

@@ -1,16 +1,18 @@
 """The search: the best plan of a space, with a proof.
 
-    meshes --least compute--> bound --price--> bound --linear program--> bound --integer program--> plan, bound
-               `compute_bound_s`    `step_bound_s`     `relaxed_bound_s`        and simulator: `refine`
+    meshes --least compute--> bound --price--> bound --whole pieces--> bound, plan --linear program--> bound
+               `compute_bound_s`    `step_bound_s`      `best_partition`, `shared_bound_s`     `relaxed_bound_s`
+           --integer program and simulator--> plan, bound
+                       `refine`
 
-Meshes wait in one queue, ordered by the best lower bound known of each, and the first is always the one examined: its
+Meshes wait in a queue, ordered by the best lower bound known of each, and the first is always the one examined: its
 bound is raised by one more step, or it is solved. When the first bound in the queue is not below the best plan, no mesh
-left can hold a better one; that is the proof, and most meshes are never priced. Equal bounds are taken in the order of
-the enumeration, so the same input gives the same answer.
+left can hold a better one; that is the proof. Most meshes are never priced, and few reach a solver: one stage per rank
+is cut by dynamic programming, whose plan is judged at once. Equal bounds are taken in the order of the enumeration, so
+the same input gives the same answer.
 
-Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone, and
-so is the rest of a tier after `PATIENCE` meshes without a better plan. The status is then "feasible", and the gap says
-how much is unproved.
+Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
+status is then "feasible", and the gap says how much is unproved.
 
 The simulator alone judges plans. `price` must give equal `forward_s` and `backward_s` to meshes that agree in tp,
 sharding, micro-batch size, ZeRO stage, and in whether they have a pipeline: the first bound rests on it.
@@ -23,12 +25,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.schedules import splits_backward
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
 from autoplan.search.linear_model import INFINITY
@@ -43,10 +44,12 @@ from autoplan.search.one_mesh import (
     refine,
     relaxed_bound_s,
 )
+from autoplan.search.partition import best_partition
 from autoplan.search.paths import Shape, shape_of
 from autoplan.search.plans import obeys_recompute
-from autoplan.search.remedies import nearest_fix
+from autoplan.search.rank_shares import balanced_plans, shared_bound_s
 from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.simulate import simulate
 from autoplan.units import GiB
 
 __all__ = ["SearchSpace", "search"]
@@ -54,16 +57,13 @@ __all__ = ["SearchSpace", "search"]
 Price = Callable[[Mesh], CostTable]
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
-UNPRICED, PRICED, RELAXED = 0, 1, 2  # how far a mesh in the queue has been examined
-PATIENCE = 8  # meshes of a tier solved in a row without a better plan before the rest is left with their bounds
-REMEDY_TIME_LIMIT_S = 1.0  # for each change that might make something fit: any plan will do
+UNPRICED, PRICED, CUT, RELAXED = 0, 1, 2, 3  # how far a mesh in the queue has been examined
+N_CLOSEST = 16  # meshes that are asked for the plan that lacks the least memory, when nothing fits
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
 
-STOPS = {  # why a mesh that might hold a better plan was not examined
-    "interrupted": "interrupted",
-    "time limit": "not examined in time",
-    "": f"not examined: {PATIENCE} meshes in a row held nothing better",
-}
+EASY_STAGES = 16  # the integer program of more, several on each rank, takes seconds
+
+STOPS = {"interrupted": "interrupted", "time limit": "not examined in time"}  # why a mesh was not examined
 
 
 @dataclass(slots=True)
@@ -77,13 +77,20 @@ class _Search:
     meshes: tuple[Mesh, ...]
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int, int, bool], float] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int, int, bool], tuple[float, float]] = field(default_factory=dict)
     shapes: dict[tuple[str, int, int, int], Shape] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
     stopped: str = ""
+    first_plan_s: float | None = None  # when the first plan that fits was known
+
+    def keep(self, index: int, plan: Judged) -> None:
+        """Remember the best plan found of a mesh."""
+        self.plans[index] = plan
+        if self.first_plan_s is None:
+            self.first_plan_s = self.clock() - self.started_s
 
     def remaining_s(self) -> float | None:
         """Time left; None when there is no limit."""
@@ -138,14 +145,12 @@ def search(
     options: Options,
     make_plan: MakePlan,
     clock: Callable[[], float] = time.perf_counter,
-    with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None = None,
 ) -> SearchResult:
     """The best plan of `space`, or the proof that none fits.
 
     With objective "cost" the best plan is the one with the least step time x devices used, and `bound_s` is the bound
-    on that product, divided by the devices of the best plan. `with_hosts(n)` gives the space and prices with n hosts;
-    it is asked for only when nothing fits. After Ctrl-C the best plan so far is returned; the meshes not examined are
-    rejected for "time limit" with the detail "interrupted".
+    on that product, divided by the devices of the best plan. After Ctrl-C the best plan so far is returned; the meshes
+    not examined are rejected for "time limit" with the detail "interrupted".
 
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix.
     """
@@ -159,7 +164,7 @@ def search(
         _explain_memory(state)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
-    return _result(state, found, space=space, make_plan=make_plan, with_hosts=with_hosts)
+    return _result(state, found, make_plan=make_plan)
 
 
 # ---------------------------------------------------------------------------------------------------------- the queue
@@ -172,20 +177,23 @@ def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
         index = index_of.get(baseline.table.mesh)
         obeys = obeys_recompute(baseline.table, baseline.judged.stages, recompute=state.recompute)
         if index is not None and obeys and baseline.judged.estimate.fits:
-            state.plans[index] = baseline.judged
+            state.keep(index, baseline.judged)
     for index, mesh in enumerate(state.meshes):
         key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
-        bound_s = compute_bound_s(mesh, compute_s=state.compute_s[key])
+        forward_s, backward_s = state.compute_s[key]
+        bound_s = compute_bound_s(mesh, forward_s=forward_s, backward_s=backward_s)
         state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
 
 
 def _prove(state: _Search) -> None:
     """Examine meshes in order of their bounds until none can beat the best plan.
 
-    Meshes that are easy to solve come first, tier by tier: their plans spare most of the hard ones.
+    First all are taken as far as arithmetic goes; its plans spare most meshes the solver. Of the others those that are
+    easy to solve come first, tier by tier.
     """
+    _cut_all(state)
     tiers: tuple[list[tuple[float, int, int]], ...] = ([], [], [])
     for entry in state.queue:
         tiers[_difficulty(state.meshes[entry[1]])].append(entry)
@@ -202,21 +210,31 @@ def _prove(state: _Search) -> None:
     heapq.heapify(state.queue)
 
 
+def _cut_all(state: _Search) -> None:
+    """Take every mesh that may beat the best plan as far as arithmetic goes."""
+    heapq.heapify(state.queue)
+    waiting: list[tuple[float, int, int]] = []  # for the solver
+    try:
+        while _may_hold_better(state) and not _is_late(state):
+            if state.queue[0][2] >= CUT:
+                waiting.append(heapq.heappop(state.queue))
+            else:
+                _examine(state, to_beat=state.score_to_beat())
+    finally:  # also when interrupted, no mesh may be lost
+        state.queue += waiting
+
+
+def _may_hold_better(state: _Search) -> bool:
+    """Whether the first mesh of the queue may beat the best plan."""
+    return bool(state.queue) and state.queue[0][0] < faster_than(state.score_to_beat(), gap=state.gap)
+
+
 def _difficulty(mesh: Mesh) -> int:
-    if mesh.pp == 1:
-        return 0
-    return 1 if mesh.n_chunks == 1 or splits_backward(mesh.schedule) else 2  # a split pass leaves nothing to recompute
+    return 0 if mesh.n_chunks == 1 else 1 if mesh.n_stages <= EASY_STAGES else 2
 
 
 def _prove_tier(state: _Search) -> None:
-    best, n_solved_then = state.score_to_beat(), len(state.bounds_s)
-    while state.queue and state.queue[0][0] < faster_than(state.score_to_beat(), gap=state.gap):
-        if _is_late(state):
-            return
-        if state.score_to_beat() < best:
-            best, n_solved_then = state.score_to_beat(), len(state.bounds_s)
-        if best < INFINITY and len(state.bounds_s) - n_solved_then >= PATIENCE and not state.options.require_optimal:
-            return
+    while _may_hold_better(state) and not _is_late(state):
         _examine(state, to_beat=state.score_to_beat())
 
 
@@ -239,33 +257,77 @@ def _is_late(state: _Search, *, marks: bool = True) -> bool:
 
 
 def _examine(state: _Search, *, to_beat: float) -> None:
-    """Take the first mesh of the queue one step further."""
+    """Take the first mesh of the queue one step further; it stays there while it may hold a better plan."""
     score, index, examined = state.queue[0]
     mesh = state.meshes[index]
-    if examined == UNPRICED:
-        score = max(score, step_bound_s(state.table(mesh)) * state.weight(mesh))
-        heapq.heapreplace(state.queue, (score, index, PRICED))
-        return
-    if examined == PRICED and shortfall_bytes(state.table(mesh)) == 0:
-        score = max(score, _relax(state, index) * state.weight(mesh))
-        if score < INFINITY:
-            heapq.heapreplace(state.queue, (score, index, RELAXED))
-            return
-    if examined == PRICED:
-        state.rejections[index] = _short_somewhere(state.table(mesh), max(1, shortfall_bytes(state.table(mesh))))
-    else:
+    weight = state.weight(mesh)
+    if examined == CUT and _is_settled(state, index, score / weight):
+        state.bounds_s[index] = score / weight
+    elif examined == RELAXED:
         _solve(state, index, to_beat=to_beat)
+    else:
+        bound_s = RAISE_BOUND[examined](state, index)
+        if index not in state.rejections:
+            heapq.heapreplace(state.queue, (max(score, bound_s * weight), index, examined + 1))
+            return
     heapq.heappop(state.queue)
     state.tables.pop(mesh, None)
     state.programs.pop(index, None)
 
 
+def _is_settled(state: _Search, index: int, bound_s: float) -> bool:
+    """Whether the plan found of a mesh is as good as its bound allows."""
+    plan = state.plans.get(index)
+    return plan is not None and bound_s >= faster_than(plan.estimate.step_s, gap=state.gap)
+
+
+def _price(state: _Search, index: int) -> float:
+    """The bound by arithmetic."""
+    table = state.table(state.meshes[index])
+    short_bytes = shortfall_bytes(table)
+    if short_bytes > 0:
+        state.rejections[index] = _short_somewhere(table, short_bytes)
+    return step_bound_s(table)
+
+
+def _cut(state: _Search, index: int) -> float:
+    """The bound by whole pieces; with one stage per rank the plan behind it is judged too."""
+    mesh = state.meshes[index]
+    table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / state.weight(mesh)
+    if mesh.n_chunks > 1:
+        bound_s = shared_bound_s(table, state.shape(mesh), recompute=state.recompute, limit_s=limit_s)
+        plans = balanced_plans(table, recompute=state.recompute)
+    else:
+        partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
+        bound_s, plans = partition.bound_s, (partition.stages,) if partition.stages else ()
+    for stages in plans if bound_s < limit_s else ():
+        if obeys_recompute(table, stages, recompute=state.recompute):
+            _judge(state, index, stages)
+    if bound_s == INFINITY:
+        state.rejections[index] = _short_somewhere(table, 1)
+    return bound_s
+
+
+def _judge(state: _Search, index: int, stages: tuple[StagePlan, ...]) -> None:
+    """Keep a plan that fits and is the fastest of its mesh."""
+    estimate = simulate(state.table(state.meshes[index]), stages)
+    known = state.plans.get(index)
+    if estimate.fits and (known is None or estimate.step_s < known.estimate.step_s):
+        state.keep(index, Judged(stages, estimate))
+
+
 def _relax(state: _Search, index: int) -> float:
+    """The bound by the linear program."""
     mesh = state.meshes[index]
     program = Program.of(state.table(mesh), state.shape(mesh), recompute=state.recompute)
     state.programs[index] = program
     program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
+    if program.bound_s == INFINITY:
+        state.rejections[index] = _short_somewhere(state.table(mesh), 1)
     return program.bound_s
+
+
+RAISE_BOUND = (_price, _cut, _relax)  # by how far a mesh has been examined
 
 
 def _solve(state: _Search, index: int, *, to_beat: float) -> None:
@@ -280,7 +342,7 @@ def _solve(state: _Search, index: int, *, to_beat: float) -> None:
     )
     outcome = refine(state.programs[index], known=state.plans.get(index), effort=effort)
     if outcome.best is not None:
-        state.plans[index] = outcome.best
+        state.keep(index, outcome.best)
     if is_memory_proof(outcome):
         state.rejections[index] = _short_somewhere(state.table(mesh), 1)
     elif outcome.best is None:
@@ -303,11 +365,22 @@ def _slow(mesh: Mesh, bound_s: float) -> Rejection:
 
 
 def _explain_memory(state: _Search) -> None:
-    """When nothing fits, say of the mesh that is closest which stage lacks how much."""
-    short = [index for index, rejection in state.rejections.items() if rejection.reason == "memory"]
-    if state.plans or not short or state.stopped:
+    """When nothing fits, say of the closest meshes which stage lacks how much.
+
+    They are taken in the order of the least that they lack, until no other can lack less than one of them does.
+    """
+    if state.plans or state.stopped:
         return
-    index = min(short, key=lambda index: (state.rejections[index].short_bytes or 0, index))
+    short = ((item.short_bytes, index) for index, item in state.rejections.items() if item.short_bytes is not None)
+    least = INFINITY
+    for short_bytes, index in sorted(short)[:N_CLOSEST]:
+        if short_bytes >= least or _is_late(state, marks=False):
+            return
+        _explain_shortage(state, index)
+        least = min(least, state.rejections[index].short_bytes or 0)
+
+
+def _explain_shortage(state: _Search, index: int) -> None:
     mesh = state.meshes[index]
     closest = least_memory(
         state.table(mesh), state.shape(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
@@ -317,8 +390,8 @@ def _explain_memory(state: _Search) -> None:
     estimate, least_bytes = closest[0].estimate, max(1, closest[1])
     stage = max(range(mesh.pp), key=lambda rank: estimate.reserved_bytes[rank])
     needed, limit = estimate.reserved_bytes[stage] / GiB, estimate.memory_limit_bytes / GiB
-    detail = f"stage {stage} needs {needed:.1f} GiB, device has {limit:.1f} GiB"
-    state.rejections[index] = Rejection(mesh, "memory", detail, estimate.step_s, least_bytes)
+    detail = f"stage {stage} needs {needed:.1f} GiB, device has {limit:.1f} GiB: {needed - limit:.2f} GiB short"
+    state.rejections[index] = Rejection(mesh, "memory", detail, estimate.step_s, least_bytes, stage)
 
 
 # -------------------------------------------------------------------------------------------------------- the answer
@@ -328,9 +401,7 @@ def _result(
     state: _Search,
     found: tuple[Baseline, ...],
     *,
-    space: SearchSpace,
     make_plan: MakePlan,
-    with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None,
 ) -> SearchResult:
     ranking = state.ranking()
     best = ranking[0] if ranking else None
@@ -338,9 +409,6 @@ def _result(
     candidates = [_candidate(state, index, found, make_plan=make_plan) for index in ranking[: state.options.top + 1]]
     status = _status(state, bound)
     weight = 1.0 if best is None else state.weight(state.meshes[best])
-    fix = ""
-    if status == "infeasible":
-        fix = _remedy(state, space, make_plan=make_plan, with_hosts=with_hosts)
     return SearchResult(
         status=status,
         best=candidates[0] if candidates else None,
@@ -358,7 +426,7 @@ def _result(
         bound_s=bound / weight if 0.0 < bound < INFINITY else None,
         n_meshes=len(state.meshes),
         search_s=state.clock() - state.started_s,
-        nearest_fix=fix,
+        first_plan_s=state.first_plan_s,
         stopped_by=_stopped_by(state, status, bound),
     )
 
@@ -385,7 +453,7 @@ def _stopped_by(state: _Search, status: str, bound: float) -> str:
     if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
         return state.stopped
     remaining_s = state.remaining_s()
-    return "time limit" if remaining_s is not None and remaining_s <= 0.0 else "patience"
+    return "time limit" if remaining_s is not None and remaining_s <= 0.0 else "stalled"
 
 
 def _candidate(state: _Search, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:
@@ -399,10 +467,13 @@ def _candidate(state: _Search, index: int, found: tuple[Baseline, ...], *, make_
 def _rejected(state: _Search, best: int | None) -> tuple[Rejection, ...]:
     """Every mesh but the best one, once, in the order of the enumeration."""
     queued = {index: score for score, index, _ in state.queue}
-    return tuple(_rejection(state, index, queued=queued) for index in range(len(state.meshes)) if index != best)
+    to_beat = faster_than(state.score_to_beat(), gap=state.gap)
+    return tuple(
+        _rejection(state, index, queued=queued, to_beat=to_beat) for index in range(len(state.meshes)) if index != best
+    )
 
 
-def _rejection(state: _Search, index: int, *, queued: dict[int, float]) -> Rejection:
+def _rejection(state: _Search, index: int, *, queued: dict[int, float], to_beat: float) -> Rejection:
     mesh = state.meshes[index]
     if index in state.plans:
         step_s = state.plans[index].estimate.step_s
@@ -410,20 +481,6 @@ def _rejection(state: _Search, index: int, *, queued: dict[int, float]) -> Rejec
     if index in state.rejections:
         return state.rejections[index]
     bound_s = queued.get(index, 0.0) / state.weight(mesh)
-    if queued.get(index, 0.0) < faster_than(state.score_to_beat(), gap=state.gap):
+    if queued.get(index, 0.0) < to_beat:
         return Rejection(mesh, "time limit", STOPS[state.stopped])
     return _slow(mesh, bound_s)
-
-
-def _remedy(
-    state: _Search,
-    space: SearchSpace,
-    *,
-    make_plan: MakePlan,
-    with_hosts: Callable[[int], tuple[SearchSpace, Price]] | None,
-) -> str:
-    def retry(other: SearchSpace, other_price: Price, options: Options) -> Candidate | None:
-        short = replace(options, time_limit_s=REMEDY_TIME_LIMIT_S)
-        return search(other, price=other_price, options=short, make_plan=make_plan, clock=state.clock).best
-
-    return nearest_fix(space, price=state.price, options=state.options, retry=retry, with_hosts=with_hosts)

@@ -10,34 +10,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
+from operator import mul
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
 from autoplan.parallel_plan import Mesh
 from autoplan.schedules import build_schedule, splits_backward, stage_ranks
 
-BISECTIONS = 30
 
-
-def compute_bound_s(mesh: Mesh, *, compute_s: float) -> float:
-    """The least step time of a mesh whose whole model takes `compute_s` per micro-batch on one rank.
+def compute_bound_s(mesh: Mesh, *, forward_s: float, backward_s: float) -> float:
+    """The least step time of a mesh whose whole model takes so long per micro-batch on one rank.
 
     Needs no cost table of this mesh: compute depends only on `tp`, the sharding, the micro-batch size, the ZeRO stage
     (which may copy parameters in and out) and on whether there is a pipeline (which may hold tied weights twice).
     """
-    return mesh.n_micro_batches * compute_s / mesh.pp
+    n, pp = mesh.n_micro_batches, mesh.pp
+    both_s = forward_s + backward_s
+    if mesh.schedule == "gpipe":
+        return both_s + (n - 1) * both_s / pp
+    if mesh.schedule == "1f1b":
+        return both_s + ((n - 1) * backward_s + max(0, n - pp) * forward_s) / pp
+    return n * both_s / pp
 
 
-def least_compute_s(table: CostTable) -> float:
+def least_compute_s(table: CostTable) -> tuple[float, float]:
     """Forward and backward compute of all segments for one micro-batch, without recomputation."""
-    return sum(_least(table, lambda cost: cost.forward_s + cost.backward_s))
+    return _total(table, lambda cost: cost.forward_s), _total(table, lambda cost: cost.backward_s)
 
 
 def step_bound_s(table: CostTable) -> float:
     """A lower bound on the step time of any plan of the mesh. See the module docstring."""
     n = table.mesh.n_micro_batches
-    gathers_s, reduces_s = sum(_least(table, _gather_s)), sum(_least(table, _reduce_s))
+    gathers_s, reduces_s = _total(table, _gather_s), _total(table, _reduce_s)
     communication_s = gathers_s * (2 * n if table.gathers_per_micro_batch else 1)
     communication_s += reduces_s * (n if table.reduces_per_micro_batch else 1)
     bound_s = _whole_bound_s if table.mesh.pp == 1 else _pipeline_bound_s
@@ -47,9 +52,9 @@ def step_bound_s(table: CostTable) -> float:
 def _whole_bound_s(table: CostTable, *, communication_s: float) -> float:
     """One rank does everything: all compute and all communication, beside each other at the slowdown."""
     extra = min(table.overlap_slowdown, 2.0) - 1.0
-    compute_s = table.mesh.n_micro_batches * (sum(_least(table, forward_s)) + sum(_least(table, backward_s)))
+    compute_s = table.mesh.n_micro_batches * (_total(table, forward_s) + _total(table, backward_s))
     longer_s, shorter_s = max(compute_s, communication_s), min(compute_s, communication_s)
-    return longer_s + extra * shorter_s + sum(_least(table, _optimizer_s))
+    return longer_s + extra * shorter_s + _total(table, _optimizer_s)
 
 
 def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
@@ -59,11 +64,11 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
     """
     mesh = table.mesh
     n, pp = mesh.n_micro_batches, mesh.pp
-    forward, backward = sum(_least(table, forward_s)), sum(_least(table, backward_s))
+    forward, backward = _total(table, forward_s), _total(table, backward_s)
     is_split = splits_backward(mesh.schedule)
-    back_s = sum(_least(table, _input_backward_s)) if is_split else backward
-    cut_s = 2 * _n_sends(mesh) * min((s for s in table.cut_s if s is not None), default=0.0)
-    busiest_s = _busiest_rank_s(table)
+    back_s = _total(table, _input_backward_s) if is_split else backward
+    cut_s = 2 * _n_sends(mesh.schedule, pp, mesh.n_chunks) * min((s for s in table.cut_s if s is not None), default=0.0)
+    busiest_s = max((forward + backward) / pp, _largest(table, lambda cost: forward_s(cost) + backward_s(cost)))
     there_and_back_s = forward + back_s + cut_s
     paths_s = [there_and_back_s] if is_split else [n * busiest_s, there_and_back_s]
     if mesh.schedule == "gpipe":
@@ -71,59 +76,16 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
     elif mesh.schedule == "1f1b" and n >= pp:
         paths_s.append(there_and_back_s + ((n - 1) * backward + (n - pp) * forward) / pp)
         paths_s.append(there_and_back_s + (n - pp) * busiest_s)
-    optimizers_s = _least(table, _optimizer_s)
-    average_s = (max(n * (forward + backward), communication_s) + sum(optimizers_s)) / pp
-    return max(average_s, n * busiest_s, max(paths_s) + optimizers_s[0])
+    first_s = min(map(_optimizer_s, table.costs[table.kinds[0]]))
+    average_s = (max(n * (forward + backward), communication_s) + _total(table, _optimizer_s)) / pp
+    return max(average_s, n * busiest_s, max(paths_s) + first_s)
 
 
-def _n_sends(mesh: Mesh) -> int:
+@lru_cache(maxsize=4096)
+def _n_sends(schedule: str, pp: int, n_chunks: int) -> int:
     """How often an activation goes from one rank to another on its way through the stages."""
-    schedule = build_schedule(mesh.schedule, n_ranks=mesh.pp, n_chunks=mesh.n_chunks, n_micro_batches=mesh.pp)
-    return sum(one != other for one, other in pairwise(stage_ranks(schedule)))
-
-
-def _busiest_rank_s(table: CostTable) -> float:
-    """The least that the busiest rank computes per micro-batch, however the pieces are shared out."""
-    mesh = table.mesh
-    pieces_s = _pieces(table, [f + b for f, b in zip(_least(table, forward_s), _least(table, backward_s), strict=True)])
-    if mesh.n_chunks == 1:
-        return _least_bottleneck(pieces_s, n_parts=mesh.pp)
-    ordered = sorted(pieces_s)
-    most_pieces_s = sum(ordered[: -(-len(pieces_s) // mesh.pp)])  # some rank has at least so many pieces
-    return max(most_pieces_s, ordered[-1] + sum(ordered[: mesh.n_chunks - 1]))
-
-
-def _pieces(table: CostTable, values: list[float]) -> list[float]:
-    """Values per segment, summed over the segments between two legal cuts."""
-    sums = [values[0]]
-    for cut_s, value in zip(table.cut_s, values[1:], strict=True):
-        if cut_s is None:
-            sums[-1] += value
-        else:
-            sums.append(value)
-    return sums
-
-
-def _least_bottleneck(values: list[float], *, n_parts: int) -> float:
-    """The least possible largest sum when consecutive values are cut into at most `n_parts` parts; from below."""
-    low, high = max(max(values), sum(values) / n_parts), sum(values)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2.0
-        if _n_parts_within(values, middle) <= n_parts:
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-def _n_parts_within(values: list[float], limit: float) -> int:
-    """How many parts it takes when none may exceed `limit`."""
-    n_parts, filled = 1, 0.0
-    for value in values:
-        filled += value
-        if filled > limit:
-            n_parts, filled = n_parts + 1, value
-    return n_parts
+    ranks = stage_ranks(build_schedule(schedule, n_ranks=pp, n_chunks=n_chunks, n_micro_batches=pp))
+    return sum(one != other for one, other in pairwise(ranks))
 
 
 def _gather_s(cost: SegmentCost) -> float:
@@ -142,10 +104,30 @@ def _optimizer_s(cost: SegmentCost) -> float:
     return cost.optimizer_s
 
 
-def _least(table: CostTable, value: Callable[[SegmentCost], float]) -> list[float]:
-    """Per segment, the least value over the recompute choices."""
-    by_kind = [min(value(cost) for cost in choices) for choices in table.costs]
-    return [by_kind[kind] for kind in table.kinds]
+def _by_kind(table: CostTable, value: Callable[[SegmentCost], float]) -> list[float]:
+    """Per kind, the least value over the recompute choices."""
+    return [min(map(value, choices)) for choices in table.costs]
+
+
+def _total(table: CostTable, value: Callable[[SegmentCost], float]) -> float:
+    """The sum over the segments of the least value."""
+    return sum(map(mul, _by_kind(table, value), _n_of_kind(table.kinds, len(table.costs))))
+
+
+def _largest(table: CostTable, value: Callable[[SegmentCost], float]) -> float:
+    """The largest least value of any segment."""
+    values = _by_kind(table, value)
+    return max(values[kind] for kind in set(table.kinds))
+
+
+@lru_cache(maxsize=64)
+def _n_of_kind(kinds: tuple[int, ...], n_kinds: int) -> tuple[int, ...]:
+    return tuple(map(kinds.count, range(n_kinds)))
+
+
+def in_flight(mesh: Mesh, stage: int) -> int:
+    """Micro-batches whose activations a stage keeps at most, with one stage per rank."""
+    return mesh.n_micro_batches if mesh.schedule == "gpipe" else min(mesh.n_micro_batches, mesh.pp - stage)
 
 
 def memory_room_bytes(table: CostTable) -> float:
@@ -159,19 +141,18 @@ def shortfall_bytes(table: CostTable) -> int:
     With several stages per rank not all need accumulate gradients while all have a micro-batch in flight.
     """
     mesh = table.mesh
-    in_flight = mesh.n_micro_batches if mesh.schedule == "gpipe" else 1
+    n_kept = mesh.n_micro_batches if mesh.schedule == "gpipe" else 1
     accumulates = not table.reduces_per_micro_batch and mesh.n_micro_batches > 1
 
     def needed(cost: SegmentCost, *, with_gradients: bool) -> float:
-        held = cost.state_bytes + in_flight * cost.saved_bytes
+        held = cost.state_bytes + n_kept * cost.saved_bytes
         held += cost.gathered_bytes if table.keeps_gathered else 0
         return held + (cost.gradient_bytes if with_gradients else 0)
 
-    alone = _least(table, _alone(table))
-    running = _least(table, partial(needed, with_gradients=accumulates))
-    resting = _least(table, partial(needed, with_gradients=accumulates and mesh.n_chunks == 1))
-    largest = max(map(sum, zip(running, alone, strict=True)))
-    average = sum(resting) / mesh.pp + (max(alone) if mesh.pp == 1 else 0)
+    alone = _alone(table)
+    largest = _largest(table, lambda cost: needed(cost, with_gradients=accumulates) + alone(cost))
+    average = _total(table, partial(needed, with_gradients=accumulates and mesh.n_chunks == 1)) / mesh.pp
+    average += _largest(table, alone) if mesh.pp == 1 else 0
     reserved = max(average, largest) * table.reserved_ratio + table.reserved_fixed_bytes
     return max(0, math.floor(reserved) - table.memory_limit_bytes)
 

@@ -10,7 +10,7 @@ Run k has L_k pieces (see `plans`). Variables, for each stage s:
 
     minimize T
     stages are contiguous      with N_sk = sum_{s' <= s} n_s'k:  L_k z_sk <= N_sk <= L_k - 1 + z_sk,
-                               N_s(k+1) <= L_(k+1) z_sk,  sum_k n_sk >= 1                   `_add_contiguity`
+                               N_s(k+1) <= L_(k+1) z_sk,  sum_k n_sk in `stage_sizes`         `_add_contiguity`
     passes take their time     x_s >= compute and exposed communication of the pass         `add_pass_times`
     reductions outlast b1      left_s >= what compute cannot hide                           `add_leftovers`
     transfers                  cut_s >= transfer at the boundary after s                    `add_cuts`
@@ -32,8 +32,8 @@ from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.memory_rows import add_memory
 from autoplan.search.pass_times import add_cuts, add_leftovers, add_pass_times, left_symbol
-from autoplan.search.paths import LAST_BACKWARD, Path, Shape, last_pass
-from autoplan.search.plans import repeated_segments, runs_of, staged
+from autoplan.search.paths import LAST_BACKWARD, Path, Shape, initial_paths, last_pass
+from autoplan.search.plans import repeated_segments, runs_of, stage_sizes, staged
 from autoplan.search.terms import Formulation, Terms, Values, cost_values, integer_column, negative, sum_of, time_of
 
 UNITS_PER_BOUND = 1000.0  # T is at least about this many units, so the solver's 1e-6 is 1e-9 of the step
@@ -60,7 +60,7 @@ def formulate(
         add_leftovers(form)
         add_cuts(form)
         _add_totals(form)
-        for path in shape.paths:
+        for path in initial_paths(table.mesh):
             add_path(form, path)
     return form
 
@@ -105,8 +105,10 @@ def _add_contiguity(form: Formulation) -> None:
             if number > 0:
                 before = [(form.finished[stage][number - 1], -float(run.length))]
                 model.add_row(f"begun {name}", so_far + before, upper=0.0)
-    for stage in range(form.n_stages):
-        model.add_row(f"stage {stage} is not empty", [(column, 1.0) for column in form.count[stage]], lower=1.0)
+    sizes = stage_sizes(form.table.mesh, n_pieces=sum(run.length for run in form.runs))
+    for stage, own in enumerate(sizes):
+        terms = [(column, 1.0) for column in form.count[stage]]
+        model.add_row(f"size of stage {stage}", terms, lower=float(own[0]), upper=float(own[-1]))
 
 
 def _add_totals(form: Formulation) -> None:

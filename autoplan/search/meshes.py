@@ -9,8 +9,8 @@ A mesh is in the space when all of this holds:
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
     zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed
 
-and each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has
-zero_stage 0; pp = 1 has schedule "1f1b" and one chunk.
+Each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage 0;
+pp = 1 has schedule "1f1b" and one chunk. How many pieces each stage may have, says `plans.stage_sizes`.
 
 **More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one
 host the powers of two and the divisors of the host, then k hosts for every k of at most `MAX_SIGNIFICANT_BITS`

@@ -34,10 +34,10 @@ from autoplan.units import MiB
 RELATIVE_TOLERANCE = 1e-7  # a plan counts as faster than another only by more than this share
 MAX_STALLED = 3  # programs solved for a large mesh without raising its bound by a share `WORTHWHILE`
 WORTHWHILE = 5e-4
-MAX_NODES = 200  # of the search tree of one program; a count, so that the answer does not depend on the machine
+MAX_NODE_STAGES = 1600  # stages x nodes of the search tree of one program; a count, so that the machine decides nothing
 FIRST_GAP = 0.02  # of the first program of a mesh
 FEW_FORBIDDEN = 4  # plans forbidden before a small mesh has all its plans simulated
-MAX_TRIED_PASSES = 5000  # "small": plans x stages x micro-batches; about one second
+MAX_TRIED_PASSES = 10_000  # "small": plans x stages x micro-batches; about one second
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOut
     program that is still wrong about its plan is wasted.
     """
     best, bound_s, limit_s, solver_gap = known, program.bound_s, effort.interesting_s, FIRST_GAP
-    node_limit = MAX_NODES if effort.gap > 0.0 else None
+    node_limit = max(1, MAX_NODE_STAGES // program.form.n_stages) if effort.gap > 0.0 else None
     while node_limit is None or program.n_stalled <= MAX_STALLED:
         if best is not None:
             limit_s = min(limit_s, best.estimate.step_s)
@@ -111,7 +111,7 @@ def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOut
         if time_left_s is not None and time_left_s <= 0.0:
             break
         if program.n_forbidden >= FEW_FORBIDDEN and program.is_small:
-            return program.try_all(known)
+            break
         solution = program.solve_below(
             faster_than(limit_s), time_limit_s=time_left_s, relative_gap=solver_gap, node_limit=node_limit
         )
@@ -128,6 +128,9 @@ def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOut
         limit_s = min(limit_s, effort.to_beat_s)
         wrong = max(0.0, 1.0 - solution.objective * program.form.unit_s / plan.estimate.step_s)
         solver_gap = _next_gap(solver_gap, wrong=wrong if plan.estimate.fits else 0.0, least=effort.gap / 2.0)
+    time_left_s = effort.remaining_s()
+    if program.is_small and (time_left_s is None or time_left_s > 0.0):
+        return program.try_all(best)
     return MeshOutcome(best, bound_s, is_complete=False)
 
 
@@ -194,7 +197,7 @@ class Program:
     def try_all(self, known: Judged | None) -> MeshOutcome:
         """The best of all plans."""
         table, best = self.form.table, known
-        for stages in all_plans(self.form.runs, n_stages=self.form.n_stages):
+        for stages in all_plans(self.form.runs, self.form.table.mesh):
             if not obeys_recompute(table, stages, recompute=self.recompute):
                 continue
             estimate = simulate(table, stages)
@@ -208,10 +211,7 @@ def _is_small(form: Formulation) -> bool:
     mesh = form.table.mesh
     most_plans = MAX_TRIED_PASSES // (mesh.n_stages * mesh.n_micro_batches)
     n_pieces = sum(run.length for run in form.runs)
-    return (
-        math.comb(n_pieces - 1, mesh.n_stages - 1) <= most_plans
-        and count_plans(form.runs, n_stages=mesh.n_stages) <= most_plans
-    )
+    return math.comb(n_pieces - 1, mesh.n_stages - 1) <= most_plans and count_plans(form.runs, mesh) <= most_plans
 
 
 def least_memory(

@@ -15,8 +15,11 @@ backward pass is split, the path goes back by the passes for inputs, and ends wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from autoplan.parallel_plan import Mesh, TimelineEvent
 from autoplan.schedules import (
@@ -29,6 +32,8 @@ from autoplan.schedules import (
     splits_backward,
     stage_ranks,
 )
+
+Array = Any  # numpy.ndarray
 
 FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "backward", "last backward"
 INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "last backward for weights"
@@ -52,8 +57,9 @@ def _path(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
     return Path(tuple(sorted((key, count) for key, count in counts.items() if count)), last_stage)
 
 
-def initial_paths(mesh: Mesh, schedule: Schedule) -> tuple[Path, ...]:
+def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
     """The paths that bound any plan of the mesh well; `critical_paths` adds what a given plan needs."""
+    schedule = _schedule_of(mesh)
     ranks = stage_ranks(schedule)
     chains = [_through(schedule, rank) for rank in range(mesh.pp)]
     chains += [_around(mesh, schedule, rank, is_fill=is_fill) for rank in range(mesh.pp) for is_fill in (True, False)]
@@ -266,13 +272,41 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
         found[Moment(action.stage, makes_gradients, *numbers, frozenset(begun))] = None
         in_flight[action.stage] -= makes_gradients
         pending[action.stage] -= action.kind == "W"
-    return tuple(m for m in found if not any(_exceeds(other, m) for other in found if other is not m))
+    return tuple(
+        moment for moment, is_exceeded in zip(found, _are_exceeded(list(found)), strict=True) if not is_exceeded
+    )
 
 
-def _exceeds(one: Moment, other: Moment) -> bool:
-    makes = one.makes_gradients >= other.makes_gradients and one.accumulating >= other.accumulating
-    counts = zip(one.in_flight + one.pending, other.in_flight + other.pending, strict=True)
-    return one.stage == other.stage and makes and all(a >= b for (_, a), (_, b) in counts)
+def _are_exceeded(moments: list[Moment]) -> list[bool]:
+    """Per moment, whether another one with the same running stage holds at least as much of everything."""
+    counts = MomentCounts.of(moments)
+    rows = np.column_stack([counts.makes_gradients, counts.accumulating, counts.in_flight, counts.pending])
+    at_least = (rows[None, :, :] >= rows[:, None, :]).all(axis=2) & (counts.running[None, :] == counts.running[:, None])
+    np.fill_diagonal(at_least, False)
+    return [bool(value) for value in at_least.any(axis=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class MomentCounts:
+    """The moments of one rank as arrays (moment, stage of the rank); `running` is the place of the running stage."""
+
+    running: Array
+    makes_gradients: Array
+    in_flight: Array
+    pending: Array
+    accumulating: Array
+
+    @classmethod
+    def of(cls, moments: Sequence[Moment]) -> MomentCounts:
+        """The arrays of these moments."""
+        own = [stage for stage, _ in moments[0].in_flight]
+        return cls(
+            running=np.array([own.index(moment.stage) for moment in moments]),
+            makes_gradients=np.array([moment.makes_gradients for moment in moments]),
+            in_flight=np.array([[count for _, count in moment.in_flight] for moment in moments]),
+            pending=np.array([[count for _, count in moment.pending] for moment in moments]),
+            accumulating=np.array([[stage in moment.accumulating for stage in own] for moment in moments], dtype=int),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,18 +315,24 @@ class Shape:
 
     Attributes:
         ranks: of each stage.
-        moments: per rank.
+        moments, counts: per rank.
     """
 
     ranks: tuple[int, ...]
-    paths: tuple[Path, ...]
     moments: tuple[tuple[Moment, ...], ...]
+    counts: tuple[MomentCounts, ...]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages on a rank."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
 def shape_of(mesh: Mesh) -> Shape:
     """The shape of a mesh's schedule."""
-    schedule = build_schedule(
-        mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks
-    )
+    schedule = _schedule_of(mesh)
     moments = tuple(moments_of(schedule, rank) for rank in range(mesh.pp))
-    return Shape(stage_ranks(schedule), initial_paths(mesh, schedule), moments)
+    return Shape(stage_ranks(schedule), moments, tuple(map(MomentCounts.of, moments)))
+
+
+def _schedule_of(mesh: Mesh) -> Schedule:
+    return build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)

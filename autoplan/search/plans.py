@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 from autoplan.cost.table import CostTable
-from autoplan.parallel_plan import StagePlan
+from autoplan.parallel_plan import Mesh, StagePlan
+
+MAX_FREE_STAGES, MAX_FREE_PIECES = 4, 200  # several stages per rank may have any size up to these numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,15 @@ class Run:
     end_cut_bytes: int
 
 
+def piece_edges(table: CostTable) -> tuple[int, ...]:
+    """The first segment of each piece, and the number of segments."""
+    cuts = (index + 1 for index, cut_s in enumerate(table.cut_s) if cut_s is not None)
+    return (0, *cuts, len(table.kinds))
+
+
 def runs_of(table: CostTable) -> tuple[Run, ...]:
     """The segments of the table as runs of equal pieces."""
-    cuts = [index + 1 for index, cut_s in enumerate(table.cut_s) if cut_s is not None]
-    edges = [0, *cuts, len(table.kinds)]
-    pieces = [(start, table.kinds[start:stop]) for start, stop in zip(edges, edges[1:], strict=False)]
+    pieces = [(start, table.kinds[start:stop]) for start, stop in pairwise(piece_edges(table))]
     runs: list[Run] = []
     for start, piece in pieces:
         end_s, end_bytes = _boundary(table, start + len(piece))
@@ -62,6 +68,20 @@ def _boundary(table: CostTable, segment: int) -> tuple[float, int]:
     return table.cut_s[segment - 1] or 0.0, table.cut_bytes[segment - 1]
 
 
+def stage_sizes(mesh: Mesh, *, n_pieces: int) -> tuple[range, ...]:
+    """How many pieces each stage may have.
+
+    Any number with one stage per rank, or with few in all. Otherwise all stages are alike, to one piece; the first and
+    the last may be smaller, because what they hold besides (embedding, head, loss) is not.
+    """
+    n_stages = mesh.n_stages
+    if mesh.n_chunks == 1 or (n_stages <= MAX_FREE_STAGES and n_pieces <= MAX_FREE_PIECES):
+        return (range(1, n_pieces - n_stages + 2),) * n_stages
+    small = n_pieces // n_stages
+    end, inner = range(1, small + 2), range(small, small + 2)
+    return (end, *(inner,) * (n_stages - 2), end)
+
+
 def repeated_segments(table: CostTable) -> tuple[int, ...]:
     """The segments that "full" recomputation covers: those whose kind occurs again; all when none does."""
     if len(table.recompute_choices) < 2:
@@ -80,25 +100,28 @@ def obeys_recompute(table: CostTable, stages: tuple[StagePlan, ...], *, recomput
     return recompute is None or bool(chosen)
 
 
-def count_plans(runs: tuple[Run, ...], *, n_stages: int) -> int:
+def count_plans(runs: tuple[Run, ...], mesh: Mesh) -> int:
     """How many plans the mesh has, whatever is fixed."""
     n_pieces = sum(run.length for run in runs)
     ways = {0: 1}  # stop of the stages so far, in pieces -> plans
-    for _ in range(n_stages):
+    for own in stage_sizes(mesh, n_pieces=n_pieces):
         following: dict[int, int] = {}
         for start, number in ways.items():
-            for stop in range(start + 1, n_pieces + 1):
+            for stop in range(start + own.start, min(n_pieces, start + own.stop - 1) + 1):
                 choices = math.prod(count + 1 for count, run in _shares(runs, start, stop) for _ in run.piece)
                 following[stop] = following.get(stop, 0) + number * choices
         ways = following
     return ways.get(n_pieces, 0)
 
 
-def all_plans(runs: tuple[Run, ...], *, n_stages: int) -> Iterator[tuple[StagePlan, ...]]:
+def all_plans(runs: tuple[Run, ...], mesh: Mesh) -> Iterator[tuple[StagePlan, ...]]:
     """Every plan of the mesh; of each run in a stage the first segments are recomputed."""
     n_pieces = sum(run.length for run in runs)
-    for cuts in combinations(range(1, n_pieces), n_stages - 1):
+    sizes = stage_sizes(mesh, n_pieces=n_pieces)
+    for cuts in combinations(range(1, n_pieces), mesh.n_stages - 1):
         edges = (0, *cuts, n_pieces)
+        if not all(stop - start in own for own, (start, stop) in zip(sizes, pairwise(edges), strict=True)):
+            continue
         shares = [_shares(runs, start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
         per_stage = [list(product(*(range(count + 1) for count, run in stage for _ in run.piece))) for stage in shares]
         for again in product(*per_stage):

@@ -1,79 +1,114 @@
-"""What would make an infeasible request feasible: the smallest change, verified by searching again.
+"""What would make an infeasible request feasible: changes, the cheapest first, each verified by searching again.
 
-Changes are tried from the least to the most intrusive: give up one thing the user fixed (`FIXES` in order), then all of
-them, then double the hosts until something fits and halve the step back to the fewest that do.
+    another value for one thing that was fixed (`FIXES` in order)  ->  for all of them  ->  more hosts
+
+A value costs nothing and a host does, so hosts come last; giving up everything that was fixed is tried where no single
+thing is enough. Hosts are doubled until something fits, and the last step halved back to the fewest that do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from autoplan.cost.table import CostTable
-from autoplan.errors import InfeasibleError
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh
-from autoplan.search.meshes import SearchSpace
-from autoplan.search.result import Candidate
+from autoplan.search.meshes import MESH_FIELDS
+from autoplan.search.result import Candidate, Remedy, SearchResult
 
+# From the least to the most intrusive. Of what may be fixed, the rest changes neither time nor memory.
 FIXES = ("recompute", "micro_batch", "zero", "shard", "schedule", "pp", "tp", "dp")
 MAX_HOSTS = 64
-RETRY_S = 5.0  # time limit of each search made to verify a change
+TIME_LIMIT_S = 10.0  # of all searches together
+SEARCH_TIME_LIMIT_S = 2.0  # of each: any plan will do
 
-Price = Callable[[Mesh], CostTable]
-Retry = Callable[[SearchSpace, Price, Options], Candidate | None]
-WithHosts = Callable[[int], tuple[SearchSpace, Price]]
+Retry = Callable[[Options, int], SearchResult]  # searches under other options, on that many hosts
 
 
-def nearest_fix(
-    space: SearchSpace, *, price: Price, options: Options, retry: Retry, with_hosts: WithHosts | None
-) -> str:
-    """One sentence with the smallest change that was verified; "" when none was found."""
-    dropped = [name for name in FIXES if name in dict(options.fix)]
-    for names in [*((name,) for name in dropped), *([tuple(dropped)] if len(dropped) > 1 else [])]:
-        best = _try(retry, space, price, _without(options, names))
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """Searches that share one time limit."""
+
+    retry: Retry
+    clock: Callable[[], float]
+    deadline_s: float
+
+    def best(self, options: Options, n_hosts: int) -> Candidate | None:
+        """The best plan under these options; None when there is none, or no time is left to look for one.
+
+        Raises: KeyboardInterrupt when the search was interrupted, whatever it had found.
+        """
+        remaining_s = self.deadline_s - self.clock()
+        if remaining_s <= 0.0:
+            return None
+        result = self.retry(replace(options, time_limit_s=_least(remaining_s, options.time_limit_s)), n_hosts)
+        if result.stopped_by == "interrupted":
+            raise KeyboardInterrupt
+        return result.best
+
+
+def find_remedies(
+    options: Options, *, n_hosts: int, retry: Retry, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Remedy]:
+    """The changes that were verified, the cheapest first, each as soon as it is known.
+
+    They end after `TIME_LIMIT_S`; what was not tried by then is left out.
+    """
+    tries = _Tries(retry, clock, clock() + TIME_LIMIT_S)
+    options = replace(options, top=0, require_optimal=False)
+    fixed = tuple(name for name in FIXES if name in dict(options.fix))
+    n_found = 0
+    for name in fixed:
+        best = tries.best(_without(options, (name,)), n_hosts)
         if best is not None:
-            given = ", ".join(f"{name}={value}" for name, value in options.fix if name in names)
-            return f"without {given} it fits: {_described(best)}"
-    if with_hosts is None:
-        return ""
-    return _more_hosts(space, options=_without(options, ()), retry=retry, with_hosts=with_hosts)
+            n_found += 1
+            yield _other_value(options, name, best, n_hosts=n_hosts)
+    freed = _without(options, fixed)
+    if n_found == 0 and len(fixed) > 1:
+        best = tries.best(freed, n_hosts)
+        if best is not None:
+            n_found += 1
+            yield _remedy(f"without {_text(options, fixed)}", best, fix=freed.fix, n_hosts=n_hosts)
+    yield from _more_hosts(tries, options if n_found else freed, asked=options, n_hosts=n_hosts)
 
 
-def _try(retry: Retry, space: SearchSpace, price: Price, options: Options) -> Candidate | None:
-    try:
-        return retry(space, price, options)
-    except InfeasibleError:  # not one mesh divides devices and batch after this change
-        return None
+def _more_hosts(tries: _Tries, options: Options, *, asked: Options, n_hosts: int) -> Iterator[Remedy]:
+    """The fewest hosts found that are enough; with nothing fixed where no other value was enough on these hosts."""
+    too_few, enough, best = n_hosts, 2 * n_hosts, None
+    while enough <= MAX_HOSTS and best is None:
+        best = tries.best(options, enough)
+        too_few, enough = (too_few, enough) if best is not None else (enough, 2 * enough)
+    if best is None:
+        return
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        candidate = tries.best(options, middle)
+        too_few, enough, best = (too_few, middle, candidate) if candidate else (middle, enough, best)
+    given_up = tuple(name for name, _ in asked.fix if name not in dict(options.fix))
+    change = f"{enough} hosts instead of {n_hosts}" + (f", without {_text(asked, given_up)}" if given_up else "")
+    yield _remedy(change, best, fix=options.fix, n_hosts=enough)
+
+
+def _other_value(options: Options, name: str, best: Candidate, *, n_hosts: int) -> Remedy:
+    """The value that the best plan has of what it was free to choose."""
+    value = best.plan.recompute if name == "recompute" else str(getattr(best.plan.mesh, MESH_FIELDS[name]))
+    fix = tuple((other, value if other == name else given) for other, given in options.fix)
+    return _remedy(f"{name}={value} instead of {_text(options, (name,))}", best, fix=fix, n_hosts=n_hosts)
+
+
+def _remedy(change: str, best: Candidate, *, fix: tuple[tuple[str, str], ...], n_hosts: int) -> Remedy:
+    estimate = best.estimate
+    peak_bytes = max(estimate.reserved_bytes)
+    return Remedy(change, fix, n_hosts, best.plan.mesh, best.plan.recompute, estimate.step_s, peak_bytes)
+
+
+def _text(options: Options, names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.fix if name in names)
 
 
 def _without(options: Options, names: tuple[str, ...]) -> Options:
-    kept = tuple((name, value) for name, value in options.fix if name not in names)
-    time_limit_s = RETRY_S if options.time_limit_s is None else min(RETRY_S, options.time_limit_s)
-    return replace(options, fix=kept, top=0, time_limit_s=time_limit_s)
+    return replace(options, fix=tuple((name, value) for name, value in options.fix if name not in names))
 
 
-def _more_hosts(space: SearchSpace, *, options: Options, retry: Retry, with_hosts: WithHosts) -> str:
-    def fits(n_hosts: int) -> Candidate | None:
-        return _try(retry, *with_hosts(n_hosts), options)
-
-    too_few = max(1, space.n_devices // space.n_devices_per_host)
-    enough, best = 2 * too_few, None
-    while enough <= MAX_HOSTS and best is None:
-        best = fits(enough)
-        too_few, enough = (too_few, enough) if best is not None else (enough, 2 * enough)
-    if best is None:
-        return ""
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        candidate = fits(middle)
-        too_few, enough, best = (too_few, middle, candidate) if candidate else (middle, enough, best)
-    return f"with {enough} hosts it fits: {_described(best)}"
-
-
-def _described(candidate: Candidate) -> str:
-    mesh, estimate = candidate.plan.mesh, candidate.estimate
-    return (
-        f"dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}, micro-batch {mesh.micro_batch_size}, "
-        f"recompute {candidate.plan.recompute}, {estimate.step_s:.3g} s per step"
-    )
+def _least(remaining_s: float, limit_s: float | None) -> float:
+    return min(remaining_s, SEARCH_TIME_LIMIT_S, SEARCH_TIME_LIMIT_S if limit_s is None else limit_s)

@@ -29,6 +29,7 @@ class Rejection:
         detail: a sentence with the figures: `stage 0 needs 96.2 GiB, device has 80.0 GiB`.
         step_s: its simulated step time where it was simulated; None otherwise.
         short_bytes: how much memory it lacks at the least; None unless the reason is "memory".
+        stage: which pipeline rank lacks the most in the plan that lacks the least; None where no plan was made.
     """
 
     mesh: Mesh
@@ -36,6 +37,27 @@ class Rejection:
     detail: str
     step_s: float | None = None
     short_bytes: int | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change that makes an infeasible request feasible, verified by a search that found this plan.
+
+    Attributes:
+        change: in words: "zero=1 instead of zero=0", "3 hosts instead of 1".
+        fix: what to fix then, as in `Options`.
+        n_hosts: how many hosts to have then.
+        peak_bytes: of the rank that needs the most memory.
+    """
+
+    change: str
+    fix: tuple[tuple[str, str], ...]
+    n_hosts: int
+    mesh: Mesh
+    recompute: str
+    step_s: float
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +72,12 @@ class SearchResult:
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
             when it does not exist for this model and cluster.
         bound_s: proved lower bound on the step time over the whole space; None when nothing is proved.
-        nearest_fix: when infeasible, the smallest change that was verified to make it feasible; when not one mesh
-            divides devices and batch (`n_meshes` is 0), the numbers that would.
-        stopped_by: what ended the search before its proof: "time limit", "interrupted" (Ctrl-C), "patience" (a row
-            of meshes held nothing better), or "" when nothing worth looking for is left.
+        nearest_fix: when infeasible, the first of `remedies` in a sentence; when not one mesh divides devices and
+            batch (`n_meshes` is 0), the numbers that would.
+        remedies: when infeasible, the changes that were verified to make it feasible, the cheapest first.
+        stopped_by: what ended the search before its proof: "time limit", "interrupted" (Ctrl-C), "stalled" (meshes
+            are left whose bounds would not rise any further), or "" when nothing worth looking for is left.
+        first_plan_s: when the first plan that fits was known, from the start of the search.
     """
 
     status: str
@@ -66,6 +90,19 @@ class SearchResult:
     search_s: float
     nearest_fix: str = ""
     stopped_by: str = ""
+    first_plan_s: float | None = None
+    remedies: tuple[Remedy, ...] = ()
+
+    @property
+    def closest(self) -> Rejection | None:
+        """When nothing fits, the mesh that lacks the least memory, among those of which a plan was made if any."""
+        short = [item for item in self.rejected if item.short_bytes is not None]
+        return min(short, key=lambda item: (item.stage is None, item.short_bytes), default=None)
+
+    @property
+    def why_nothing(self) -> str:
+        """When nothing fits: what the closest mesh lacks, or which numbers would give a mesh at all."""
+        return self.nearest_fix if self.closest is None else self.closest.detail
 
     @property
     def gap(self) -> float | None:

@@ -1,0 +1,50 @@
+"""What a tensor-parallel layout costs on a cluster, op by op: the prices of the programs of `sharding`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoplan.cost.collectives import axis_group, route_of
+from autoplan.cost.local_segment import local_op, work_contexts
+from autoplan.cost.parameters import optimizer_s
+from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
+from autoplan.graph import Op, OpGraph, TensorSpec
+from autoplan.hardware import HardwareProfile
+from autoplan.layout import Layout, local_spec
+from autoplan.rules import OpRule, Strategy
+from autoplan.sharding import ShardingPrices
+
+
+def sharding_prices(
+    graph: OpGraph,
+    *,
+    profile: HardwareProfile,
+    precision: str,
+    rules: Mapping[str, OpRule],
+    degree: int,
+    batch_size: int,
+) -> ShardingPrices:
+    """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`."""
+    context = work_contexts(graph, profile, precision, rules)(degree)
+
+    def op_s(op: Op, strategy: Strategy) -> float:
+        found = timed(context, local_op(context, op, strategy), batch_size)
+        n_bytes = strategy.all_reduce_elements * batch_size * LOSS_STATISTIC_BYTES
+        return found.forward_s + found.backward_s + context.tp_collective_s("all_reduce", n_bytes)
+
+    def parameter_s(spec: TensorSpec, layout: Layout) -> float:
+        n_elements = local_spec(spec, layout, degree).n_elements(1)
+        return optimizer_s(n_elements, device=profile.device, precision=precision)
+
+    return ShardingPrices(
+        op_s=op_s,
+        conversion_s=lambda spec, step: conversion_s(context, spec.n_bytes(batch_size, precision), step),
+        parameter_s=parameter_s,
+    )
+
+
+def sharding_figures(profile: HardwareProfile, *, degree: int) -> str:
+    """All that `sharding_prices` reads of a cluster: equal text, equal prices."""
+    route = route_of(axis_group(profile, size=degree, stride=1), profile)
+    return f"{replace(profile.device, name='', memory_bytes=0)}, {route}"

@@ -1,0 +1,317 @@
+"""One kind of segment as a tensor-parallel rank sees it: all that does not depend on the micro-batch.
+
+    Segment + layouts of its values --> local ops, conversions, what autograd keeps --segment_work--> seconds and bytes
+
+A tensor is kept once however many ops keep it, and a view counts as the tensor it looks into. Parameters are not
+activations. What depends on no input (rotary tables) is kept once for all micro-batches, and left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from autoplan.cost.collectives import axis_group, collective_s
+from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, PerSample, Segment, TensorSpec
+from autoplan.hardware import Device, HardwareProfile
+from autoplan.layout import Conversion, Layout, R, V, conversion, local_spec
+from autoplan.rules import OpRule, Specs, Strategy, operand_names
+from autoplan.sharding import SegmentLayouts
+
+
+@dataclass(frozen=True, slots=True)
+class WorkContext:
+    """Everything the sums depend on besides the segment and the micro-batch.
+
+    Attributes:
+        tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
+    """
+
+    graph: OpGraph
+    facts: GraphFacts
+    rules: Mapping[str, OpRule]
+    device: Device
+    precision: str
+    degree: int
+    tp_collective_s: Callable[[str, float], float]
+
+
+def work_contexts(
+    graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
+) -> Callable[[int], WorkContext]:
+    """A function from the tensor-parallel degree to what the sums depend on."""
+    facts = GraphFacts.of(graph)
+
+    @cache
+    def context(degree: int) -> WorkContext:
+        group = axis_group(profile, size=degree, stride=1)
+
+        @cache
+        def tp_collective_s(kind: str, n_bytes: float) -> float:
+            return collective_s(kind, n_bytes, group=group, profile=profile)
+
+        return WorkContext(graph, facts, rules, profile.device, precision, degree, tp_collective_s)
+
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOp:
+    """One op in one strategy.
+
+    Attributes:
+        whole_operands: its operands before they are split.
+        operands, results: what a rank holds of each.
+        temporaries: what is alive around it: its results, and gradients of operands with the batch in their shape.
+        precision: what it computes in.
+        is_strided: it reads a tensor whose dims are permuted in memory.
+        all_reduce_elements: per sample; see `Strategy`.
+    """
+
+    op: Op
+    rule: OpRule | None
+    whole_operands: Specs
+    operands: Specs
+    results: Specs
+    temporaries: Specs
+    precision: str
+    has_gradient: bool
+    is_strided: bool
+    all_reduce_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor that autograd keeps: `spec` of it on a rank, part of (`is_part`) or all of the value `root`."""
+
+    root: str
+    is_part: bool
+    spec: TensorSpec
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSegment:
+    """A segment on one rank.
+
+    Attributes:
+        conversions: (global tensor, conversion) for every value that some use reads in another layout; each once.
+        additions: (how often, tensor) of gradients that are added to others.
+        loss_outputs: the model's outputs, where the loss needs them in another precision.
+        inputs: its inputs that carry a gradient.
+        kept: what autograd keeps, apart from what ops keep inside themselves.
+        weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
+        weights: (parameter name, local elements) of the trainable parameters it reads.
+        fixed_bytes: buffers and frozen parameters.
+    """
+
+    ops: tuple[LocalOp, ...]
+    conversions: tuple[tuple[TensorSpec, Conversion], ...]
+    additions: tuple[tuple[int, TensorSpec], ...]
+    loss_outputs: Specs
+    inputs: Specs
+    kept: tuple[KeptTensor, ...]
+    weight_ops: tuple[int, ...]
+    weights: tuple[tuple[str, int], ...]
+    fixed_bytes: int
+
+
+def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> LocalSegment:
+    """One kind of segment in these layouts; `segment` is the first of its kind."""
+    graph, specs, gradients = context.graph, context.facts.specs, context.facts.gradients
+    strided = strided_values(graph, segment, context.rules)
+    roots = storage_roots(graph, segment, context.rules)
+    weights, fixed_bytes = _parameters(context, segment, layouts)
+    inputs = (name for name in segment.inputs if name in gradients)
+    return LocalSegment(
+        ops=tuple(
+            local_op(context, op, layouts.strategies[op.name], is_strided=not strided.isdisjoint(operand_names(op)))
+            for op in graph.ops_of(segment)
+        ),
+        conversions=_conversions(context, segment, layouts),
+        additions=_gradient_additions(context, segment, layouts),
+        loss_outputs=_loss_outputs(context, segment, layouts),
+        inputs=tuple(local_spec(specs[name], layouts.produced[name], context.degree) for name in inputs),
+        kept=_kept_tensors(context, segment, layouts, roots),
+        weight_ops=_weight_ops(context, segment, roots),
+        weights=weights,
+        fixed_bytes=fixed_bytes,
+    )
+
+
+def local_op(context: WorkContext, op: Op, strategy: Strategy, *, is_strided: bool = False) -> LocalOp:
+    """One op in one strategy; `is_strided` when it reads a tensor whose dims are permuted in memory."""
+    facts, names, rule = context.facts, operand_names(op), context.rules.get(op.target)
+    pairs = zip(names, strategy.operands, strict=True)
+    operands = tuple(local_spec(facts.specs[name], layout, context.degree) for name, layout in pairs)
+    results = tuple(local_spec(spec, strategy.result, context.degree) for spec in op.outputs)
+    of_gradients = (
+        spec
+        for name, spec in zip(names, operands, strict=True)
+        if name in facts.gradients and name not in facts.parameters and _depends_on_batch(spec.shape)
+    )
+    return LocalOp(
+        op=op,
+        rule=rule,
+        whole_operands=tuple(facts.specs[name] for name in names),
+        operands=operands,
+        results=results,
+        temporaries=() if rule is not None and rule.is_view else (*results, *of_gradients),
+        precision=_precision_of(context, op),
+        has_gradient=op.name in facts.gradients,
+        is_strided=is_strided,
+        all_reduce_elements=strategy.all_reduce_elements,
+    )
+
+
+def is_nothing(op: Op) -> bool:
+    """A dropout with probability zero hands its operand through."""
+    return op.target == "aten.dropout.default" and not op.args[1]
+
+
+def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> frozenset[str]:
+    """Values whose dims lie permuted in memory: from a transpose up to the product that reads them.
+
+    A second transpose undoes the first. Attention writes its result as it reads its query.
+    """
+    strided: set[str] = set()
+    for op in graph.ops_of(segment):
+        rule = rules.get(op.target, OpRule())
+        is_read_strided = not strided.isdisjoint(op.input_names())
+        if op.target in ("aten.transpose.int", "aten.permute.default"):
+            is_strided = not is_read_strided
+        elif rule.efficiency == "matmul":
+            is_strided = is_read_strided and len(op.outputs[0].shape) == 4
+        else:
+            is_strided = is_read_strided
+        if is_strided:
+            strided.add(op.name)
+    return frozenset(strided)
+
+
+def storage_roots(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> dict[str, str]:
+    """For every value of a segment the value whose memory it looks into (itself, unless it is a view)."""
+    roots: dict[str, str] = {}
+    for op in graph.ops_of(segment):
+        rule = rules.get(op.target)
+        names = operand_names(op)
+        is_alias = (rule is not None and rule.is_view) or is_nothing(op)
+        roots[op.name] = roots.get(names[0], names[0]) if is_alias and names else op.name
+    return roots
+
+
+def _precision_of(context: WorkContext, op: Op) -> str:
+    """The precision an op computes in: float32 in the loss function when the plan has 16 bits."""
+    is_widened = op.module_path == LOSS_PATH and context.precision in ("bf16", "fp16")
+    return "fp32" if is_widened else context.precision
+
+
+def _conversions(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts
+) -> tuple[tuple[TensorSpec, Conversion], ...]:
+    needed: dict[tuple[str, Layout], None] = {}
+    for op in context.graph.ops_of(segment):
+        for name, layout in zip(operand_names(op), layouts.strategies[op.name].operands, strict=True):
+            needed[name, layout] = None
+    needed.update(dict.fromkeys(layouts.leaves_as.items()))
+    found = []
+    for name, layout in needed:
+        step = conversion(layouts.produced[name], layout, has_gradient=name in context.facts.gradients)
+        assert step is not None, (name, layouts.produced[name], layout)
+        if step.function:
+            found.append((context.facts.specs[name], step))
+    return tuple(found)
+
+
+def _gradient_additions(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts
+) -> tuple[tuple[int, TensorSpec], ...]:
+    """One addition per further reader of a value."""
+    facts, readers = context.facts, dict[tuple[str, Layout], int]()
+    for op in context.graph.ops_of(segment):
+        if op.name not in facts.gradients or op.target == "getitem":
+            continue
+        for name, layout in zip(operand_names(op), layouts.strategies[op.name].operands, strict=True):
+            if name in facts.gradients and name not in facts.parameters:
+                readers[name, layout] = readers.get((name, layout), 0) + 1
+    return tuple(
+        (count - 1, local_spec(facts.specs[name], layout, context.degree))
+        for (name, layout), count in readers.items()
+        if count > 1
+    )
+
+
+def _weight_ops(context: WorkContext, segment: Segment, roots: Mapping[str, str]) -> tuple[int, ...]:
+    """The ops that read a trained parameter, or a view of one, and have a gradient; views themselves do nothing."""
+    facts = context.facts
+    trained = facts.parameters & facts.gradients
+    return tuple(
+        index
+        for index, op in enumerate(context.graph.ops_of(segment))
+        if op.name in facts.gradients
+        and roots[op.name] == op.name
+        and not trained.isdisjoint(roots.get(name, name) for name in operand_names(op))
+    )
+
+
+def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> Specs:
+    ops = context.graph.ops_of(segment)
+    if not ops or ops[-1].module_path != LOSS_PATH or _precision_of(context, ops[-1]) == context.precision:
+        return ()
+    return tuple(
+        local_spec(context.facts.specs[name], layouts.produced.get(name, R), context.degree)
+        for name in context.graph.model_outputs
+    )
+
+
+def _parameters(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts
+) -> tuple[tuple[tuple[str, int], ...], int]:
+    table = {parameter.name: parameter for parameter in context.graph.parameters}
+    weights, fixed_bytes = [], 0
+    for name in segment.parameters:
+        spec = local_spec(table[name].spec, layouts.produced[name], context.degree)
+        if table[name].is_trainable:
+            weights.append((name, spec.n_elements(1)))
+        else:
+            fixed_bytes += spec.n_bytes(1, context.precision)
+    return tuple(weights), fixed_bytes
+
+
+def _kept_tensors(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts, roots: Mapping[str, str]
+) -> tuple[KeptTensor, ...]:
+    facts = context.facts
+    left_out = facts.invariant | facts.parameters
+    found: dict[tuple[str, Layout], KeptTensor] = {}
+    for op in context.graph.ops_of(segment):
+        if op.name not in facts.gradients:
+            continue
+        # Without a rule it is not known what the op keeps: everything it touches.
+        rule = context.rules.get(op.target) or OpRule(saves=(*range(len(operand_names(op))), -1))
+        for name, layout in _kept(op, rule, layouts.strategies[op.name], facts.gradients):
+            root = roots.get(name, name)
+            if root not in left_out:
+                spec = local_spec(facts.specs[name], layout, context.degree)
+                kept = KeptTensor(root, layout.kind == "S", spec, _precision_of(context, op))
+                found[root, R if layout == V else layout] = kept
+    return tuple(found.values())
+
+
+def _kept(op: Op, rule: OpRule, strategy: Strategy, gradients: frozenset[str]) -> list[tuple[str, Layout]]:
+    """The tensors autograd keeps for this call. A product keeps a factor only for the gradient of the other one."""
+    names = operand_names(op)
+    kept = []
+    for index in rule.saves:
+        if index < 0:
+            kept.append((op.name, strategy.result))
+        elif index < len(names):
+            others = [name for i, name in enumerate(names) if i != index]
+            if not rule.is_product or any(name in gradients for name in others):
+                kept.append((names[index], strategy.operands[index]))
+    return kept
+
+
+def _depends_on_batch(shape: tuple[object, ...]) -> bool:
+    return any(isinstance(extent, PerSample) for extent in shape)

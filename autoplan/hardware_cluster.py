@@ -1,0 +1,126 @@
+"""Mixed clusters: groups of equal hosts, each with its own devices and network, and what joins the groups.
+
+    description = "8 hosts of A100 and 4 hosts of V100"
+
+    [[group]]                              two or more
+    profile = "dgx_a100_x8"                as for --hw: NAME[/DEVICES][+NETWORK], or a .toml file beside this one
+    n_hosts = 8
+
+    [[group]]
+    profile = "v100_x8"
+    n_hosts = 4
+
+    [between]                              the network between groups; figures as in `autoplan.hardware_profiles`
+    kind = "ethernet"
+    latency_per_step = {...}               start-up of one step from group to group    "50 us"
+    rate_per_group_one_direction = {...}   all uplinks of one group together, in bits  "400 Gbit/s"
+    bus_efficiency = {...}                 achieved bus bandwidth / rate               "80 %"
+
+A `Cluster` is only read so far: plans are made for one group of equal hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoplan.errors import InputError
+from autoplan.hardware import HardwareProfile
+from autoplan.hardware_fields import BETWEEN_FIELDS, Table, check_keys, inner_table, plain, section
+from autoplan.hardware_file import parse_toml, read_path, read_profile
+
+MAX_HOSTS = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLink:
+    """How the groups of a cluster talk to each other.
+
+    Attributes:
+        latency_s: start-up time of one step from group to group.
+        bytes_per_s_per_group: data-sheet rate of all uplinks of one group together, one direction.
+        bus_efficiency: achieved bus bandwidth / that rate.
+    """
+
+    name: str
+    latency_s: float
+    bytes_per_s_per_group: float
+    bus_efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Groups of equal hosts; `sources` are those of `between`, each group has its own."""
+
+    name: str
+    description: str
+    groups: tuple[HardwareProfile, ...]
+    between: GroupLink
+    sources: tuple[tuple[str, str], ...]
+
+    @property
+    def n_devices(self) -> int:
+        """Devices of all groups."""
+        return sum(group.n_devices for group in self.groups)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """The cluster that a file describes; see the module docstring for the schema.
+
+    Raises: InputError for a file that cannot be used, UsageError for a profile that does not exist.
+    """
+    (name, where, text), folder = read_path(Path(path)), Path(path).parent
+
+    def load(profile: str, n_hosts: int) -> HardwareProfile:
+        is_shipped = ".toml" not in profile
+        return read_profile(profile if is_shipped else str(folder / profile), n_hosts=n_hosts, network=None)
+
+    return build_cluster(text, name=name, where=where, load=load)
+
+
+def build_cluster(text: str, *, name: str, where: str, load: Callable[[str, int], HardwareProfile]) -> Cluster:
+    """The cluster that `text` describes; `where` names it in messages, `load` makes a group of a profile's name."""
+    table = parse_toml(text, where=where)
+    check_keys(table, where, ("description", "group", "between"))
+    groups = table.get("group")
+    if not isinstance(groups, list) or len(groups) < 2:
+        raise InputError.of(
+            f"{where}: group",
+            found="nothing" if groups is None else groups,
+            expected="two tables [[group]] or more",
+            fix="add groups; for one kind of host give its profile to --hw",
+        )
+    sources: list[tuple[str, str]] = []
+    return Cluster(
+        name=name,
+        description=plain(table, where, "description", str, "one line for lists of clusters"),
+        groups=tuple(_group(group, f"{where}: group[{index}]", load) for index, group in enumerate(groups)),
+        between=_between(inner_table(table, where, "between"), f"{where}: between", sources),
+        sources=tuple(sources),
+    )
+
+
+def _group(table: Any, label: str, load: Callable[[str, int], HardwareProfile]) -> HardwareProfile:
+    if not isinstance(table, dict):
+        raise InputError.of(label, found=table, expected="a table [[group]]", fix="see the schema")
+    check_keys(table, label, ("profile", "n_hosts"))
+    profile = plain(table, label, "profile", str, "hardware profile of the hosts of this group, as for --hw")
+    n_hosts = plain(table, label, "n_hosts", int, "hosts of this group")
+    if not 1 <= n_hosts <= MAX_HOSTS:
+        raise InputError.of(
+            f"{label}.n_hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix="count the hosts of the group"
+        )
+    return load(profile, n_hosts)
+
+
+def _between(table: Table, label: str, sources: list[tuple[str, str]]) -> GroupLink:
+    kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
+    figures = section(table, label, BETWEEN_FIELDS, others=("kind",), sources=sources)
+    return GroupLink(
+        name=kind,
+        latency_s=figures["latency_per_step"].value,
+        bytes_per_s_per_group=figures["rate_per_group_one_direction"].value,
+        bus_efficiency=figures["bus_efficiency"].value,
+    )

@@ -1,0 +1,134 @@
+"""Why a plan, as plain text: what its time is spent on, why not another one, and what would change the decision.
+
+plan.json                          explain_report
++ a search with a fix              why_not_report
++ searches on better clusters      sensitivity_report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoplan.answer import Answer
+from autoplan.questions import SensitivityRow, WhyNot
+from autoplan.report import (
+    BREAKDOWN_LABELS,
+    breakdown_table,
+    describe_plan,
+    fix_text,
+    heading_parts,
+    memory_table,
+    notes_text,
+    plan_report,
+    rejections_text,
+    shortage_text,
+    status_text,
+    text_table,
+)
+from autoplan.search.result import Candidate
+from autoplan.units import GiB, format_bytes, format_seconds
+
+SAME = 0.0005  # share of a step below which two plans are called as fast
+
+
+def explain_report(answer: Answer) -> str:
+    """Why this plan: where its time goes, what each alternative and each plain recipe would cost instead."""
+    if answer.result.best is None:
+        return plan_report(answer)
+    lines = [*heading_parts(answer), "Why this plan", _reasons(answer)]
+    for candidate in answer.result.alternatives[:1]:
+        title = "Why not the next best"
+        lines += [title, describe_plan(candidate.plan), _difference(answer.best, candidate, other_name="next best")]
+    if answer.result.baselines:
+        lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
+    lines += [breakdown_table(answer.best.estimate.breakdown)]
+    lines += [memory_table(answer.best.estimate), notes_text(answer)]
+    lines += [rejections_text(answer.result.rejected), _sources(answer)]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def why_not_report(why: WhyNot) -> str:
+    """The best plan that has the fix, against the chosen one; or why there is none."""
+    lines = [f"Why not {fix_text(why.fix)}"]
+    instead = why.instead.result.best
+    if instead is None:
+        lines += [status_text(why.instead), shortage_text(why.instead)]
+    elif instead.plan == why.chosen.plan:
+        lines += ["The chosen plan has it.", describe_plan(why.chosen.plan)]
+    else:
+        lines += [f"{_verdict(why.chosen, instead)}:\n{describe_plan(instead.plan)}", status_text(why.instead)]
+        lines += [_difference(why.chosen, instead, other_name="instead")]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def _verdict(chosen: Candidate, instead: Candidate) -> str:
+    ratio = instead.estimate.step_s / chosen.estimate.step_s - 1.0
+    if abs(ratio) < SAME:
+        return "The best plan found that has it is as fast"
+    if ratio > 0:
+        return f"The best plan found that has it is {ratio:.1%} slower"
+    return f"It is {-ratio:.1%} faster than the chosen plan, which was not the fastest: plan again, with more time"
+
+
+def sensitivity_report(rows: Sequence[SensitivityRow]) -> str:
+    """One line per change of the cluster: what it gains, and whether another plan would be chosen."""
+    cells = []
+    for row in rows:
+        step = "-" if row.step_s is None else format_seconds(row.step_s)
+        gain = "-" if row.gain is None else f"{row.gain:.2%}"
+        cells.append((row.change, step, gain, row.plan_changes))
+    table = text_table(("what would change the decision", "step", "gain", ""), cells, right=frozenset({1, 2}))
+    return table + "\n"
+
+
+def _reasons(answer: Answer) -> str:
+    """The two largest parts of the step, and what the plan saves against the best plain recipe that fits."""
+    best = answer.best
+    parts = sorted(
+        ((getattr(best.estimate.breakdown, name), label) for name, label in BREAKDOWN_LABELS), key=lambda part: -part[0]
+    )
+    shares = ", ".join(f"{label} {part_s / best.estimate.step_s:.0%}" for part_s, label in parts[:2] if part_s > 0)
+    lines = [describe_plan(best.plan), f"  its step is {shares}"]
+    peak_bytes, limit_bytes = max(best.estimate.reserved_bytes), best.estimate.memory_limit_bytes
+    lines.append(f"  it needs {peak_bytes / GiB:.1f} of {limit_bytes / GiB:.1f} GiB")
+    fitting = [item for item in answer.result.baselines if item.estimate.fits]
+    if fitting:
+        recipe = min(fitting, key=lambda item: item.estimate.step_s)
+        ratio = recipe.estimate.step_s / best.estimate.step_s
+        same = "as fast as" if ratio < 1.005 else f"{ratio:.2f} x as fast as"
+        lines.append(f"  it is {same} the best plain recipe that fits ({recipe.baseline})")
+    elif answer.result.baselines:
+        lines.append("  none of the plain recipes fits")
+    return "\n".join(lines)
+
+
+def _difference(best: Candidate, other: Candidate, *, other_name: str) -> str:
+    """Component by component, what the other plan costs more (+) or less (-); memory is that of the fullest rank."""
+    estimates = (best.estimate, other.estimate)
+    parts = [(label, *(getattr(item.breakdown, name) for item in estimates)) for name, label in BREAKDOWN_LABELS]
+    parts = [part for part in parts if part[1] or part[2]] + [("step", *(item.step_s for item in estimates))]
+    rows = [(label, format_seconds(a), format_seconds(b), _signed(b - a, format_seconds)) for label, a, b in parts]
+    a, b = (max(item.reserved_bytes) for item in estimates)
+    rows.append(("peak memory", format_bytes(a), format_bytes(b), _signed(b - a, format_bytes)))
+    return text_table(("", "chosen", other_name, "difference"), rows, right=frozenset({1, 2, 3}))
+
+
+def _baseline_line(best: Candidate, item: Candidate) -> str:
+    plan = describe_plan(item.plan).replace("\n", "\n      ")
+    short_bytes = max(item.estimate.reserved_bytes) - item.estimate.memory_limit_bytes
+    if short_bytes > 0:
+        return f"  {item.baseline}: does not fit, by {short_bytes / GiB:.1f} GiB\n      {plan}"
+    slower = item.estimate.step_s / best.estimate.step_s - 1
+    cost = "as fast" if slower < 0.005 else f"{slower:.0%} slower"
+    return f"  {item.baseline}: {format_seconds(item.estimate.step_s)} a step, {cost}\n      {plan}"
+
+
+def _sources(answer: Answer) -> str:
+    if not answer.workload.provenance:
+        return ""
+    return "Sources\n\n" + "\n".join(f"  {name}: {source}" for name, source in answer.workload.provenance)
+
+
+def _signed(amount: float, text: Callable[[float], str]) -> str:
+    sign = "+" if amount > 0 else "-" if amount < 0 else ""
+    return sign + text(abs(amount))

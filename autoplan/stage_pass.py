@@ -1,0 +1,163 @@
+"""One pass of a stage: how long it takes beside the gathers and reductions of its segments.
+
+A compute stream and a communication stream, each first in, first out (`replay_pass`):
+
+    communication   gather 0 | gather 1    | reduce 0 | gather 2 | reduce 1 |    reduce 2 -> left over
+    compute                  | segment 0 | | segment 1      |    | segment 2   |
+
+- The parameters of segment k+1 are gathered from the moment segment k starts to compute; the first gather is exposed.
+- The gradients of segment k are reduced after its backward pass. What is left when the pass ends goes on beside what
+  the rank does next; the optimizer waits for it.
+- While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
+- Tensor-parallel communication, recomputation and launch time are serial with compute.
+- A backward pass in two halves: the one for weights takes `weight_backward_s` and makes the gradients that are reduced,
+  the one for inputs takes the rest. The first stage, whose inputs need no gradient, does all in the pass for weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, forward_s
+from autoplan.schedules import GRADIENT_KINDS
+
+
+class SegmentWork(NamedTuple):
+    """What one pass does in one segment: gather its parameters, compute, reduce its gradients."""
+
+    busy_s: float
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+
+
+class Span(NamedTuple):
+    """One communication of a pass, in seconds from its start.
+
+    `place` is that of its segment in the work of the pass; None for what was left over from before.
+    """
+
+    what: str
+    place: int | None
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """How long one pass of one stage takes.
+
+    Attributes:
+        elapsed_s: `exposed_s` and the compute of all its segments.
+        exposed_s: what communication adds.
+        left_s: communication still to be done when the pass ends.
+        spans: its communication, in order.
+    """
+
+    elapsed_s: float
+    exposed_s: float
+    left_s: float
+    spans: tuple[Span, ...] = ()
+
+
+def pass_work(
+    table: CostTable, choices: Sequence[tuple[int, bool]], kind: str, *, is_edge: bool, is_first: bool
+) -> tuple[SegmentWork, ...]:
+    """What a pass of this kind does in each segment of a stage, in its order: a backward pass from the last on.
+
+    `choices` are (kind, whether it is recomputed) of the stage's segments. The first forward and the last backward pass
+    of a step are at its edge. `is_first`: of the first stage.
+    """
+
+    def work(cost: SegmentCost) -> SegmentWork:
+        busy_s = forward_s(cost) if kind == "F" else backward_part_s(cost, kind, is_first=is_first)
+        return SegmentWork(busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
+
+    gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
+    reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
+    works = {choice: work(table.costs[choice[0]][choice[1]]) for choice in set(choices)}
+    return tuple(works[choice] for choice in (choices if kind == "F" else reversed(choices)))
+
+
+def replay_pass(work: tuple[SegmentWork, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
+    """The times of one pass through `work`, in this order; `left_s` is communication the rank still has to do."""
+    busy_s = sum(item.busy_s for item in work)
+    if left_s == 0.0 and not any(item.gather_s or item.reduce_s for item in work):
+        return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
+    streams = _TwoStreams(slowdown)
+    streams.communicate("reduce", None, left_s)
+    ticket = streams.communicate("gather", 0, work[0].gather_s)
+    next_gathers_s = (*(item.gather_s for item in work[1:]), 0.0)
+    for place, ((own_s, gather_s, reduce_s), next_gather_s) in enumerate(zip(work, next_gathers_s, strict=True)):
+        if gather_s:
+            streams.wait_for(ticket)
+        if next_gather_s:
+            ticket = streams.communicate("gather", place + 1, next_gather_s)
+        streams.compute(own_s)
+        if reduce_s:
+            streams.communicate("reduce", place, reduce_s)
+    left_s = streams.left_s()
+    return PassTimes(busy_s + streams.exposed_s, streams.exposed_s, left_s, tuple(streams.spans))
+
+
+class _TwoStreams:
+    """The compute and the communication stream of one device during one pass."""
+
+    __slots__ = ("_head_done_s", "_head_started_s", "_n_issued", "_pending", "exposed_s", "now_s", "slowdown", "spans")
+
+    def __init__(self, slowdown: float) -> None:
+        self.slowdown = slowdown
+        self.now_s = 0.0
+        self.exposed_s = 0.0
+        self.spans: list[Span] = []
+        self._pending: deque[tuple[str, int | None, float]] = deque()  # what, place, seconds
+        self._head_done_s = 0.0  # of the first pending communication
+        self._head_started_s = 0.0
+        self._n_issued = 0
+
+    def communicate(self, what: str, place: int | None, seconds: float) -> int:
+        """Queue a communication; returns its ticket."""
+        if seconds <= 0.0:
+            return 0
+        if not self._pending:
+            self._head_started_s = self.now_s
+        self._pending.append((what, place, seconds))
+        self._n_issued += 1
+        return self._n_issued
+
+    def wait_for(self, ticket: int) -> None:
+        """Leave compute idle until the communication with this ticket is done."""
+        while self._n_issued - len(self._pending) < ticket:
+            rest_s = self._pending[0][2] - self._head_done_s
+            self.exposed_s += rest_s
+            self.now_s += rest_s
+            self._end_head()
+
+    def compute(self, busy_s: float) -> None:
+        """Compute beside whatever communication is pending."""
+        while busy_s > 0.0 and self._pending:
+            rest_s = self._pending[0][2] - self._head_done_s
+            both_s = busy_s if busy_s < rest_s else rest_s
+            busy_s -= both_s
+            self.exposed_s += both_s * (self.slowdown - 1.0)
+            self.now_s += both_s * self.slowdown
+            if both_s < rest_s:
+                self._head_done_s += both_s
+            else:
+                self._end_head()
+        self.now_s += busy_s
+
+    def left_s(self) -> float:
+        """Communication not done yet; what has begun is noted as a span."""
+        if self._pending and self._head_done_s > 0.0:
+            what, place, _ = self._pending[0]
+            self.spans.append(Span(what, place, self._head_started_s, self.now_s))
+        return sum(seconds for _, _, seconds in self._pending) - self._head_done_s
+
+    def _end_head(self) -> None:
+        """The first pending communication is done, and the next one begins."""
+        what, place, _ = self._pending.popleft()
+        self.spans.append(Span(what, place, self._head_started_s, self.now_s))
+        self._head_done_s, self._head_started_s = 0.0, self.now_s

@@ -1,0 +1,145 @@
+"""Cached layouts: read instead of solved, for exactly what the programs depend on, and never trusted when damaged."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from distributed.programs import graph_of
+
+from autoplan import graph_cache, space
+from autoplan.cost.layout_prices import sharding_figures
+from autoplan.hardware import load_profile
+from autoplan.layout_cache import cached_layouts
+from autoplan.options import Options
+from autoplan.parallel_plan import SegmentSharding
+from autoplan.space import priced_space
+
+LAYOUTS = {
+    "R": (SegmentSharding(0, (("x", "R"), ("w", "S(1/3)")), (("add", "0", "V"), ("", "x", "R"))),),
+    "S(1)": (SegmentSharding(0, (("x", "S(1)"),), ()),),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_cache, "user_cache_dir", lambda name: str(tmp_path / "cache"))
+    return tmp_path / "cache" / "layouts"
+
+
+@pytest.fixture
+def solved(monkeypatch):
+    """The programs that were solved, one entry for each."""
+    calls = []
+
+    def counted(model, **limits):
+        calls.append(model)
+        return solve(model, **limits)
+
+    solve = space.solve
+    monkeypatch.setattr(space, "solve", counted)
+    return calls
+
+
+def counting(calls):
+    def solve_now():
+        calls.append(1)
+        return LAYOUTS
+
+    return solve_now
+
+
+def test_a_second_call_reads_the_same_layouts_without_solving():
+    calls = []
+    found = [cached_layouts(("graph", "bf16"), (), counting(calls)) for _ in range(2)]
+    assert found == [LAYOUTS, LAYOUTS]
+    assert len(calls) == 1
+
+
+def test_another_name_or_another_text_of_a_rules_file_is_solved_anew(tmp_path):
+    calls, rules = [], tmp_path / "my_rules.py"
+    rules.write_text("RULES = {}")
+    for named in ("bf16", "fp32"):
+        cached_layouts((named,), (str(rules),), counting(calls))
+    rules.write_text("RULES = {}  # another")
+    cached_layouts(("bf16",), (str(rules),), counting(calls))
+    cached_layouts(("bf16",), (), counting(calls))
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("S(1/3)", "S(1/4)", 1),
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: json.dumps(json.loads(text) | {"key": "of another question"}),
+        lambda text: json.dumps(json.loads(text) | {"layouts": 7}),
+    ],
+    ids=["altered", "cut off", "no record", "foreign", "no text"],
+)
+def test_a_damaged_or_foreign_entry_is_solved_anew_and_replaced(folder, damage):
+    calls = []
+    cached_layouts(("graph",), (), counting(calls))
+    (entry,) = folder.glob("*.json")
+    entry.write_text(damage(entry.read_text()))
+    assert cached_layouts(("graph",), (), counting(calls)) == LAYOUTS
+    assert cached_layouts(("graph",), (), counting(calls)) == LAYOUTS
+    assert len(calls) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_solving(tmp_path):
+    (tmp_path / "cache").write_text("")
+    calls = []
+    assert cached_layouts(("graph",), (), counting(calls)) == cached_layouts(("graph",), (), counting(calls))
+    assert len(calls) == 2
+
+
+def offered(profile, **options):
+    chosen = Options(global_batch=16, **options)
+    return priced_space(graph_of("gpt"), profile, chosen, global_batch=16)
+
+
+def test_hosts_network_memory_and_price_use_the_layouts_again(solved):
+    first = offered(load_profile("dgx_a100_x8"))
+    n_programs = len(solved)
+    assert n_programs > 0
+    profile = load_profile("dgx_a100_x8+ethernet_10g", n_hosts=4)
+    smaller = replace(profile.device, memory_bytes=profile.device.memory_bytes // 2)
+    second = offered(replace(profile, device=smaller, price_usd_per_device_hour=7.0))
+    assert len(solved) == n_programs
+    assert first.space.shardings == second.space.shardings
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp32"}, {"fix": (("micro_batch", "2"),)}])
+def test_another_precision_or_micro_batch_is_solved_anew(solved, options):
+    offered(load_profile("dgx_a100_x8"))
+    n_programs = len(solved)
+    offered(load_profile("dgx_a100_x8"), **options)
+    assert len(solved) == 2 * n_programs
+
+
+def test_a_slower_link_in_the_host_is_solved_anew(solved):
+    profile = load_profile("dgx_a100_x8")
+    offered(profile)
+    n_programs = len(solved)
+    link = replace(profile.links[0], bytes_per_s=profile.links[0].bytes_per_s / 2)
+    offered(replace(profile, links=(link, *profile.links[1:])))
+    assert len(solved) == 2 * n_programs
+
+
+def test_layouts_read_back_give_the_same_prices(solved):
+    profile = load_profile("dgx_a100_x8")
+    solved_now, read = offered(profile), offered(profile)
+    for tp, keys in solved_now.space.shardings[1:]:
+        mesh = space.Mesh(tp=tp, sharding=keys[0])
+        assert solved_now.price(mesh) == read.price(mesh)
+
+
+def test_the_figures_hold_every_field_of_the_device_but_its_name_and_memory():
+    profile = load_profile("dgx_a100_x8")
+    before = sharding_figures(profile, degree=4)
+    for field in fields(profile.device):
+        value = getattr(profile.device, field.name)
+        other = value[:1] if isinstance(value, tuple) else f"{value}x" if isinstance(value, str) else 2 * value
+        figures = sharding_figures(replace(profile, device=replace(profile.device, **{field.name: other})), degree=4)
+        assert (figures == before) == (field.name in ("name", "memory_bytes")), field.name
