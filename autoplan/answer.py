@@ -31,6 +31,17 @@ _COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "expose
 
 
 @dataclass(frozen=True, slots=True)
+class WorkloadGroup:
+    """One group of a mixed cluster: `n_hosts` hosts of `n_devices_per_host` devices `device`; see `Workload`."""
+
+    hardware: str
+    device: str
+    n_hosts: int
+    n_devices_per_host: int
+    peak_flops_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """What a result is about: the figures a report needs that no plan holds.
 
@@ -45,6 +56,8 @@ class Workload:
         ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
         objective: what was minimized, "time" or "cost".
         limits: what this kind of planning leaves out, one sentence each.
+        groups: of a mixed cluster; its `device` then names all of them, its price is their mean per device, and peaks
+            are those of the groups.
     """
 
     model: str
@@ -62,6 +75,7 @@ class Workload:
     ops_without_rule: tuple[str, ...] = ()
     objective: str = "time"
     limits: tuple[str, ...] = ()
+    groups: tuple[WorkloadGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +154,19 @@ def tokens_per_s(workload: Workload, candidate: Candidate) -> float | None:
 
 def mfu(workload: Workload, candidate: Candidate) -> float | None:
     """Model FLOPs / (step time x peak of the devices the plan uses); None when FLOPs or peak are unknown."""
-    if workload.flops_per_sample is None or workload.peak_flops_per_s is None:
+    peak_flops_per_s = _peak_flops_per_s(workload, candidate.plan)
+    if workload.flops_per_sample is None or peak_flops_per_s is None:
         return None
-    peak = workload.peak_flops_per_s * candidate.plan.mesh.n_devices
-    return workload.flops_per_sample * samples_per_s(candidate) / peak
+    return workload.flops_per_sample * samples_per_s(candidate) / peak_flops_per_s
+
+
+def _peak_flops_per_s(workload: Workload, plan: Plan) -> float | None:
+    """Of the devices the plan uses, together."""
+    if not plan.groups:
+        return None if workload.peak_flops_per_s is None else workload.peak_flops_per_s * plan.mesh.n_devices
+    peaks = [(own.n_ranks, workload.groups[own.group].peak_flops_per_s) for own in plan.groups]
+    known = [count * peak for count, peak in peaks if peak is not None]
+    return plan.mesh.dp * plan.mesh.tp * sum(known) if len(known) == len(peaks) else None
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
@@ -225,6 +248,7 @@ def _summary(answer: Answer) -> dict[str, Any]:
         list(estimate.reserved_bytes),
         list(estimate.allocated_bytes),
         estimate.memory_limit_bytes,
+        [estimate.limit_bytes(rank) for rank in range(len(estimate.reserved_bytes))],
         breakdown_by_axis_s(estimate.breakdown),
         dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
     )
@@ -243,6 +267,7 @@ _SUMMARY_KEYS = (
     "peak_bytes_per_stage",
     "allocated_bytes_per_stage",
     "memory_limit_bytes",
+    "memory_limit_bytes_per_stage",
     "breakdown_s",
     "segment_sources",
 )
@@ -254,6 +279,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     names = ("recompute", "compile", "precision", "batch_norm", "loss_average")
     decision.update({name: getattr(plan, name) for name in names})
     decision["stages"] = _encode(plan.stages)
+    decision["groups"] = _encode(plan.groups)
     return decision
 
 

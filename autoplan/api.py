@@ -13,13 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.answer import Answer, Request, Workload, tokens_per_sample
+from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
+from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
 
 if TYPE_CHECKING:
+    from autoplan.cost.table import CostTable
     from autoplan.graph import OpGraph
     from autoplan.hardware import HardwareProfile
     from autoplan.measured_profile import MeasuredProfile
@@ -42,6 +44,7 @@ class Problem:
 
     Attributes:
         model_file: the file the graph was traced from; an emitted folder holds a copy of it.
+        profile: equal hosts, or a mixed cluster.
         hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
         model: what the user named: the model file, or `hf:CONFIG.JSON`, for which `model_file` was written.
         overrides: (name, value) arguments of its build_model, or fields of its configuration.
@@ -49,7 +52,7 @@ class Problem:
     """
 
     graph: OpGraph
-    profile: HardwareProfile
+    profile: Hardware
     options: Options
     model_file: Path
     hw: str
@@ -126,13 +129,14 @@ def make_problem(
     model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
 ) -> Problem:
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
-    profile = _load_profile(hw, hosts)
+    profile = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
+    _check_hardware(profile, options)
     path, arguments = model_file(model, overrides or {})
     graph = trace_model(path, overrides=arguments, module_level=options.module_level)
     if options.strict:
         _refuse_ops_without_rule(graph, options.rules)
-    measured = measurements_of(options, graph, profile, model=path.name)
+    measured = None if isinstance(profile, Cluster) else measurements_of(options, graph, profile, model=path.name)
     return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
 
 
@@ -219,8 +223,9 @@ def whatif(
 
     if options.get("profile") is not None:
         raise UsageError("profile: measurements are of one device, whatif compares several\n  fix: leave it out")
-    profiles = {(name, count): _load_profile(name, count) for name in hw for count in hosts}
-    first = make_problem(model, hw=hw[0], hosts=hosts[0], overrides=overrides, options=Options(**options))
+    clusters = [(name, count) for name in hw for count in (hosts if not is_cluster_file(name) else (1,))]
+    profiles = {(name, count): load_hardware(name, n_hosts=count) for name, count in clusters}
+    first = make_problem(model, hw=hw[0], hosts=clusters[0][1], overrides=overrides, options=Options(**options))
     n_most = max(profile.n_devices for profile in profiles.values())
     global_batch = first.options.global_batch or default_global_batch(n_most)
     first = replace(first, options=replace(first.options, global_batch=global_batch))
@@ -302,25 +307,21 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
     from autoplan.hugging_face import is_hugging_face
-    from autoplan.launch_scripts import launch_line
-    from autoplan.output_folder import launch_size, read_text_file, report_files
+    from autoplan.output_folder import launch_command, read_text_file, report_files
     from autoplan.report import program_header
     from autoplan.simulate import memory_over_time
-    from autoplan.space import load_rules, price_plan
+    from autoplan.space import load_rules
 
     program = generate(
         problem.graph,
         answer.best.plan,
         rules=load_rules(problem.options.rules),
-        header=program_header(answer, launch_line=launch_line(**launch_size(answer))),
+        header=program_header(answer, launch_line=launch_command(answer)),
         model_text=read_text_file(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
     )
     plan = answer.best.plan
-    table = price_plan(
-        problem.graph, problem.profile, plan, rule_files=problem.options.rules, measured=problem.measured
-    )
-    memory = memory_over_time(table, plan.stages)
+    memory = memory_over_time(_price(problem, plan), plan.stages)
     return {**dict(program.files), **report_files(answer, memory=memory)}
 
 
@@ -357,27 +358,32 @@ def _nothing(status: str, why: str) -> SearchResult:
 def judge(problem: Problem, plan: Plan) -> Estimate:
     """Time and memory of one plan of this problem, which is trusted; see `score` for any other."""
     from autoplan.simulate import simulate
+
+    return simulate(_price(problem, plan), plan.stages, with_timeline=True)
+
+
+def _price(problem: Problem, plan: Plan) -> CostTable:
+    from autoplan.cluster_space import price_mixed_plan
     from autoplan.space import price_plan
 
-    table = price_plan(
-        problem.graph, problem.profile, plan, rule_files=problem.options.rules, measured=problem.measured
-    )
-    return simulate(table, plan.stages, with_timeline=True)
+    graph, profile, rules = problem.graph, problem.profile, problem.options.rules
+    if isinstance(profile, Cluster):
+        return price_mixed_plan(graph, profile, plan, rule_files=rules)
+    return price_plan(graph, profile, plan, rule_files=rules, measured=problem.measured)
 
 
 def _search(problem: Problem) -> SearchResult:
+    from autoplan.cluster_space import mixed_space
     from autoplan.search import search
+    from autoplan.search.mixed import search_mixed
     from autoplan.space import priced_space
 
-    offered = priced_space(
-        problem.graph,
-        problem.profile,
-        problem.options,
-        global_batch=global_batch_size(problem),
-        measured=problem.measured,
-    )
+    graph, profile, options, batch = problem.graph, problem.profile, problem.options, global_batch_size(problem)
     try:
-        return search(offered.space, price=offered.price, options=problem.options, make_plan=offered.make_plan)
+        if isinstance(profile, Cluster):
+            return search_mixed(mixed_space(graph, profile, options, global_batch=batch), options=options)
+        offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
+        return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
     except InfeasibleError as error:
         return _nothing("infeasible", str(error))
 
@@ -386,7 +392,7 @@ def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
     """The same global batch under other options, on that many hosts; a cluster that cannot be has no plan."""
     try:
         is_same = n_hosts == problem.profile.n_hosts
-        profile = problem.profile if is_same else _load_profile(problem.hw, n_hosts)
+        profile = problem.profile if is_same else load_hardware(problem.hw, n_hosts=n_hosts)
         options = replace(options, global_batch=global_batch_size(problem))
         return _search(replace(problem, profile=profile, options=options))
     except InputError as error:
@@ -395,32 +401,68 @@ def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
 
 def _request(problem: Problem) -> Request:
     settings = tuple(f"{name}={value!r}" for name, value in problem.overrides)
-    return Request(problem.model, settings, problem.hw, problem.profile.n_hosts, problem.options)
+    n_hosts = 1 if isinstance(problem.profile, Cluster) else problem.profile.n_hosts  # as --hosts was given
+    return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
 
 
 def _workload(problem: Problem) -> Workload:
     from autoplan.space import flops_per_sample, ops_without_rule
 
     graph, profile = problem.graph, problem.profile
+    kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
     return Workload(
         model=model_name(problem.model),
         hardware=profile.name,
-        device=profile.device.name,
+        device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
         n_hosts=profile.n_hosts,
         n_devices=profile.n_devices,
         n_parameters=graph.n_parameters(),
         flops_per_sample=flops_per_sample(graph, rule_files=problem.options.rules),
         tokens_per_sample=tokens_per_sample(graph),
-        peak_flops_per_s=dict(profile.device.peak_flops_per_s).get(problem.options.precision),
-        price_usd_per_device_hour=profile.price_usd_per_device_hour,
+        peak_flops_per_s=None if isinstance(profile, Cluster) else peaks[0],
+        price_usd_per_device_hour=_mean_price_usd(kinds),
         segment_names=tuple(segment.name for segment in graph.segments),
-        provenance=profile.sources
-        if problem.measured is None
-        else (*profile.sources, ("times of segments", problem.measured.source)),
+        provenance=_provenance(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
         limits=MODULE_LEVEL_LIMITS if graph.is_module_level else (),
+        groups=tuple(
+            WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
+            for kind, peak in zip(kinds, peaks, strict=True)
+        )
+        if isinstance(profile, Cluster)
+        else (),
     )
+
+
+def _kinds(profile: Hardware) -> tuple[HardwareProfile, ...]:
+    """Each kind of host."""
+    return profile.groups if isinstance(profile, Cluster) else (profile,)
+
+
+def _peaks_flops_per_s(problem: Problem) -> list[float | None]:
+    """Of each kind of device, in the precision asked for."""
+    precision = problem.options.precision
+    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in _kinds(problem.profile)]
+
+
+def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
+    """Of a device-hour, over all devices; None unless all are known."""
+    known = [(kind.n_devices, kind.price_usd_per_device_hour) for kind in kinds]
+    total_usd = sum(count * price for count, price in known if price is not None)
+    return None if None in dict(known).values() else total_usd / sum(count for count, _ in known)
+
+
+def _provenance(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """(figure, where it comes from) of all hardware, and of the times of segments."""
+    profile = problem.profile
+    of_groups = [
+        (f"{group.name}: {name}", source)
+        for group in (profile.groups if isinstance(profile, Cluster) else ())
+        for name, source in group.sources
+    ]
+    measured = () if problem.measured is None else (("times of segments", problem.measured.source),)
+    return (*of_groups, *profile.sources, *measured)
 
 
 def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
@@ -439,3 +481,11 @@ def _load_profile(name: str, n_hosts: int) -> HardwareProfile:
     from autoplan.hardware import load_profile
 
     return load_profile(name, n_hosts=n_hosts)
+
+
+def _check_hardware(profile: Hardware, options: Options) -> None:
+    """Refuse options that this hardware cannot have before time is spent on a trace."""
+    from autoplan.cluster_space import check_mixed_options
+
+    if isinstance(profile, Cluster):
+        check_mixed_options(options, profile)

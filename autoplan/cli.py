@@ -104,7 +104,9 @@ _model = _options(
     ),
 )
 _cluster = _options(
-    click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile; see `autoplan hw list`."),
+    click.option(
+        "--hw", required=True, metavar="NAME|FILE", help="Hardware profile, or mixed cluster; see `autoplan hw list`."
+    ),
     click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
 )
 _rules = click.option(
@@ -396,12 +398,12 @@ def hw_show(name: str, hosts: int, output_format: str) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @_output
 def hw_validate(file: Path, output_format: str) -> None:
-    """Check a profile of your own."""
+    """Check a profile or a mixed cluster of your own."""
     from autoplan.hardware import validate_file
+    from autoplan.hardware_cluster import is_cluster_file, load_cluster
 
-    profile = validate_file(file)
-    valid = {"valid": True, "name": profile.name}
-    _print(_json(valid) if output_format == "json" else f"{file}: valid ({profile.name})")
+    name = load_cluster(file).name if is_cluster_file(file) else validate_file(file).name
+    _print(_json({"valid": True, "name": name}) if output_format == "json" else f"{file}: valid ({name})")
 
 
 @hw_group.command("measure")

@@ -48,11 +48,10 @@ def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], O
     found = _read(entry)
     if found is not None:
         return found
-    before = set(sys.modules)
     graph = trace()
     text = graph_to_json(graph)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    write_entry(entry, {"files": user_files(set(sys.modules) - before), "graph_sha256": digest, "graph": text})
+    write_entry(entry, {"files": user_files(set(sys.modules)), "graph_sha256": digest, "graph": text})
     return graph
 
 
@@ -86,12 +85,12 @@ def package_version(package: str) -> str:
 
 def user_files(module_names: set[str]) -> dict[str, str]:
     """Files of loaded modules that no package manager installed, with their hashes."""
-    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    own = str(Path(__file__).parent.parent)
+    paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    elsewhere = tuple(path + os.sep for path in (*paths, str(Path(__file__).parent)))
     files = {}
     for name in sorted(module_names):
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file and name.split(".")[0] != "autoplan" and not file.startswith((*installed, own + os.sep + "autoplan")):
+        if file and name.split(".")[0] != "autoplan" and not file.startswith(elsewhere):
             files[file] = file_sha256(Path(file))
     return files
 

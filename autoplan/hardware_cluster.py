@@ -16,7 +16,7 @@
     rate_per_group_one_direction = {...}   all uplinks of one group together, in bits  "400 Gbit/s"
     bus_efficiency = {...}                 achieved bus bandwidth / rate               "80 %"
 
-A `Cluster` is only read so far: plans are made for one group of equal hosts.
+Plans for it are made by `cluster_space` and `search.mixed`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_fields import BETWEEN_FIELDS, Table, check_keys, inner_table, plain, section
 from autoplan.hardware_file import parse_toml, read_path, read_profile
@@ -64,6 +64,40 @@ class Cluster:
     def n_devices(self) -> int:
         """Devices of all groups."""
         return sum(group.n_devices for group in self.groups)
+
+    @property
+    def n_hosts(self) -> int:
+        """Hosts of all groups."""
+        return sum(group.n_hosts for group in self.groups)
+
+
+Hardware = HardwareProfile | Cluster
+
+
+def load_hardware(name_or_path: str, *, n_hosts: int = 1) -> Hardware:
+    """What --hw names: `n_hosts` equal hosts (see `load_profile`), or a mixed cluster, whose file counts its hosts.
+
+    Raises: InputError for a file that cannot be used; UsageError for a name that does not exist, or a number of hosts
+        beside a mixed cluster.
+    """
+    if not is_cluster_file(name_or_path):
+        return read_profile(name_or_path, n_hosts=n_hosts, network=None)
+    if n_hosts != 1:
+        raise UsageError.of(
+            "--hosts",
+            found=f"{n_hosts}, beside {name_or_path}",
+            expected="nothing, since the file says how many hosts each group has",
+            fix="leave --hosts out, and change n_hosts in the file",
+        )
+    return load_cluster(name_or_path)
+
+
+def is_cluster_file(name_or_path: str | Path) -> bool:
+    """Whether this is the file of a mixed cluster; raises InputError when it is a file that cannot be read."""
+    if not str(name_or_path).endswith(".toml"):
+        return False
+    _, where, text = read_path(Path(name_or_path))
+    return "group" in parse_toml(text, where=where)
 
 
 def load_cluster(path: str | Path) -> Cluster:

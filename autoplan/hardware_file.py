@@ -149,6 +149,13 @@ def build_profile(
     `n_devices_per_host` is how many devices of each host are ours; None takes all.
     """
     table = parse_toml(text, where=where)
+    if "group" in table:
+        raise InputError.of(
+            where,
+            found="a mixed cluster, of several [[group]]",
+            expected="one kind of host",
+            fix="give the profile of one group",
+        )
     check_keys(table, where, ("description", "default_network", "device", "host", "host_link", "network"))
     assumed = _shared()["assumed"]
     sources: Sources = []

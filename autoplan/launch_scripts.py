@@ -8,9 +8,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
+from typing import NamedTuple
 
 RENDEZVOUS_PORT = 29500
 TRAIN_JOB_IMAGE = "REPLACE-WITH-YOUR-IMAGE"
+
+
+class LaunchGroup(NamedTuple):
+    """Equal hosts that a plan starts, with as many processes on each as it uses devices."""
+
+    hardware: str
+    n_hosts: int
+    n_devices_per_host: int
 
 
 def launch_line(*, n_hosts: int, n_devices_per_host: int) -> str:
@@ -30,6 +40,48 @@ def launch_files(job: str, *, n_hosts: int, n_devices_per_host: int) -> tuple[tu
         ("launch/torchrun.sh", torchrun_script(**sizes)),
         ("launch/job.sbatch", slurm_script(job, **sizes)),
         ("launch/trainjob.yaml", train_job(job, **sizes)),
+    )
+
+
+def mixed_launch_line(groups: Sequence[LaunchGroup]) -> str:
+    """The command for a plan on several groups of hosts, to be run once on each of them, numbered group by group.
+
+    Ranks follow the numbers of the hosts, since the numbers are given and not found out by the launcher.
+    """
+    return (
+        f'torchrun --nnodes {sum(group.n_hosts for group in groups)} --node-rank "$NODE_RANK" '
+        f'--nproc-per-node "$N_PROCESSES" --master-addr "$MASTER_ADDR" --master-port {RENDEZVOUS_PORT} train.py'
+    )
+
+
+def mixed_launch_files(groups: Sequence[LaunchGroup]) -> tuple[tuple[str, str], ...]:
+    """Likewise (path, text); torchrun alone, as one Slurm or Kubernetes job has hosts of one kind."""
+    return (("launch/torchrun.sh", mixed_torchrun_script(groups)),)
+
+
+def mixed_torchrun_script(groups: Sequence[LaunchGroup]) -> str:
+    """Start the program with torchrun on hosts of several kinds; arguments are passed on to train.py."""
+    listed, branches, first = "", "", 0
+    for group in groups:
+        last = first + group.n_hosts - 1
+        numbers = str(first) if last == first else f"{first} to {last}"
+        listed += f"#   {numbers}: {group.hardware}, {group.n_devices_per_host} processes each\n"
+        branches += (
+            f"{'elif' if first else 'if'} ((NODE_RANK <= {last})); then N_PROCESSES={group.n_devices_per_host}\n"
+        )
+        first = last + 1
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# Run this on each of the {first} hosts, with NODE_RANK set to the number of the host:\n"
+        f"{listed}"
+        "set -euo pipefail\n"
+        ': "${MASTER_ADDR:?set it to the address of host 0, the same on every host}"\n'
+        ': "${NODE_RANK:?set it to the number of this host, as listed above}"\n'
+        f"{branches}"
+        f'else echo "NODE_RANK is $NODE_RANK, there are {first} hosts" >&2; exit 2\n'
+        "fi\n"
+        'cd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
+        f'exec {mixed_launch_line(groups)} "$@"\n'
     )
 
 

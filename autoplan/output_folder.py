@@ -20,7 +20,7 @@ from typing import Any
 from autoplan.answer import Answer, answer_from_json, answer_to_json
 from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.errors import InputError, OutputError
-from autoplan.launch_scripts import launch_files
+from autoplan.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import rejected_csv
 from autoplan.report_html import html_report
@@ -83,15 +83,43 @@ def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...],
         "report.html": html_report(answer),
         "trace.json.gz": gzip.compress(trace.encode(), mtime=0),
         "rejected.csv": rejected_csv(answer.result.rejected),
-        **dict(launch_files(answer.workload.model, **launch_size(answer))),
+        **dict(_launch_files(answer)),
     }
 
 
 def launch_size(answer: Answer) -> dict[str, int]:
-    """How many hosts and processes per host the plan starts; a plan may leave hosts idle."""
-    workload, n_devices = answer.workload, answer.best.plan.mesh.n_devices
-    n_per_host = min(workload.n_devices // workload.n_hosts, n_devices)
-    return {"n_hosts": -(-n_devices // n_per_host), "n_devices_per_host": n_per_host}
+    """How many hosts, and processes per host at the most, the plan starts; a plan may leave hosts idle."""
+    groups = launch_groups(answer)
+    return {
+        "n_hosts": sum(group.n_hosts for group in groups),
+        "n_devices_per_host": max(group.n_devices_per_host for group in groups),
+    }
+
+
+def launch_groups(answer: Answer) -> tuple[LaunchGroup, ...]:
+    """The hosts that the plan starts, in order of rank: of each group of a mixed cluster, or of the one kind."""
+    workload, plan = answer.workload, answer.best.plan
+    if not plan.groups:
+        kind = workload.hardware, workload.n_devices // workload.n_hosts
+        return (_launch_group(*kind, n_devices=plan.mesh.n_devices),)
+    kinds = [(workload.groups[own.group], own.n_ranks * plan.mesh.dp * plan.mesh.tp) for own in plan.groups]
+    return tuple(_launch_group(kind.hardware, kind.n_devices_per_host, n_devices=n) for kind, n in kinds)
+
+
+def launch_command(answer: Answer) -> str:
+    """The command that starts the program of the plan."""
+    groups = launch_groups(answer)
+    return mixed_launch_line(groups) if len(groups) > 1 else launch_line(**launch_size(answer))
+
+
+def _launch_files(answer: Answer) -> tuple[tuple[str, str], ...]:
+    groups = launch_groups(answer)
+    return mixed_launch_files(groups) if len(groups) > 1 else launch_files(answer.workload.model, **launch_size(answer))
+
+
+def _launch_group(hardware: str, n_devices_per_host: int, *, n_devices: int) -> LaunchGroup:
+    n_per_host = min(n_devices_per_host, n_devices)
+    return LaunchGroup(hardware, -(-n_devices // n_per_host), n_per_host)
 
 
 def read_answer(path: str | Path) -> Answer:

@@ -85,6 +85,18 @@ class SegmentSharding:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRanks:
+    """`n_ranks` neighbouring pipeline ranks on the hosts of one group of a mixed cluster.
+
+    `group` is an index into the groups of the cluster, `hardware` the name of its profile.
+    """
+
+    group: int
+    n_ranks: int
+    hardware: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One complete decision: enough, with the graph, to generate the program.
 
@@ -96,6 +108,7 @@ class Plan:
         batch_norm: "local" or "synchronized" over the data-parallel ranks.
         loss_average: over which targets a loss that leaves some out is averaged: those of each "micro_batch", and then
             over micro-batches, or all those of the "global_batch".
+        groups: where the pipeline ranks are on a mixed cluster, in their order; empty with one kind of host.
     """
 
     mesh: Mesh
@@ -109,6 +122,7 @@ class Plan:
     recompute: str = "none"
     batch_norm: str = "local"
     loss_average: str = "micro_batch"
+    groups: tuple[GroupRanks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +166,8 @@ class Estimate:
         reserved_bytes: per pipeline rank, `allocated_bytes` with allocator rounding, fragmentation, the device
             context and communication buffers; this is what must not exceed `memory_limit_bytes`.
         memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `reserved_bytes`.
+        memory_limit_bytes: what a device offers; of several kinds, the one with the least.
+        rank_limits_bytes: per pipeline rank, what its devices offer, where they differ; empty where all are alike.
         segment_sources: per segment, whether its times are "measured", "scaled" or "calibrated"; empty without a
             measured profile.
     """
@@ -163,9 +179,19 @@ class Estimate:
     memory_parts_bytes: tuple[tuple[tuple[str, int], ...], ...]
     memory_limit_bytes: int
     segment_sources: tuple[str, ...] = ()
+    rank_limits_bytes: tuple[int, ...] = ()
     timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
+
+    def limit_bytes(self, rank: int) -> int:
+        """What the devices of a pipeline rank offer."""
+        return self.rank_limits_bytes[rank] if self.rank_limits_bytes else self.memory_limit_bytes
+
+    @property
+    def tightest_rank(self) -> int:
+        """The pipeline rank that has the least memory left, or lacks the most."""
+        return max(range(len(self.reserved_bytes)), key=lambda rank: self.reserved_bytes[rank] - self.limit_bytes(rank))
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within the memory limit."""
-        return max(self.reserved_bytes) <= self.memory_limit_bytes
+        """Whether every rank stays within its memory limit."""
+        return self.reserved_bytes[self.tightest_rank] <= self.limit_bytes(self.tightest_rank)

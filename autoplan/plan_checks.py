@@ -12,6 +12,7 @@ from autoplan.cost.price import legal_cuts
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
+from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
 from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, PRECISIONS
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
@@ -27,8 +28,8 @@ COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_ba
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile, *, rule_files: Sequence[str] = ()) -> None:
-    """Return when `plan` is a plan for this model that this cluster has the devices for.
+def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Sequence[str] = ()) -> None:
+    """Return when `plan` is a plan for this model that this cluster, perhaps a mixed one, has the devices for.
 
     Raises: PlanMismatchError when it belongs to another model or needs more devices; InputError naming the field that
         is impossible.
@@ -44,6 +45,7 @@ def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile, *, rule_fil
             f"the plan needs {plan.mesh.n_devices} devices, {profile.name} has {profile.n_devices}\n"
             "  fix: raise --hosts, or plan again"
         )
+    _check_groups(plan, profile.groups if isinstance(profile, Cluster) else (), name=profile.name)
     if plan.precision not in PRECISIONS:
         _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
     if plan.batch_norm not in BATCH_NORMS:
@@ -56,6 +58,29 @@ def check_plan(plan: Plan, graph: OpGraph, profile: HardwareProfile, *, rule_fil
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     _check_shardings(plan, graph, load_rules(rule_files))
+
+
+def _check_groups(plan: Plan, groups: tuple[HardwareProfile, ...], *, name: str) -> None:
+    """The groups of a mixed cluster; `groups` is empty where there is one kind of host."""
+    if bool(plan.groups) != bool(groups):
+        kind = "a mixed cluster" if plan.groups else "one kind of host"
+        raise PlanMismatchError(f"the plan was made for {kind}, {name} is another\n  fix: plan again for {name}")
+    if not groups:
+        return
+    mesh, indices = plan.mesh, [own.group for own in plan.groups]
+    if len(set(indices)) != len(indices) or not set(indices) <= set(range(len(groups))):
+        _refuse("groups", indices, f"different ones among 0 to {len(groups) - 1}, the groups of {name}")
+    if any(own.n_ranks < 1 for own in plan.groups) or sum(own.n_ranks for own in plan.groups) != mesh.pp:
+        _refuse("groups", [own.n_ranks for own in plan.groups], f"1 rank or more each, together pp, which is {mesh.pp}")
+    if len(indices) > 1 and mesh.n_chunks > 1:
+        _refuse("mesh.n_chunks", mesh.n_chunks, "1, since the pipeline is on several groups")
+    for own in plan.groups:
+        group, n_devices = groups[own.group], own.n_ranks * mesh.dp * mesh.tp
+        if own.hardware != group.name or n_devices > group.n_devices:
+            raise PlanMismatchError(
+                f"the plan needs {n_devices} devices of {own.hardware} in group {own.group} of {name},"
+                f" which has {group.n_devices} of {group.name}\n  fix: raise n_hosts in the file, or plan again"
+            )
 
 
 def _check_mesh(mesh: Mesh) -> None:

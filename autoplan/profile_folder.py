@@ -23,7 +23,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.rules import OpRule
 from autoplan.segment_key import assignment_key, content_key
-from autoplan.space import all_shardings, load_rules
+from autoplan.space import all_shardings, layout_size, load_rules
 
 Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
 MEASUREMENT = "measurement.json"
@@ -105,12 +105,12 @@ def _splits(
         found[1, "", ()] = request.micro_batch_sizes
     wanted: list[tuple[tuple[str, str], ...]] = [(("tp", str(n)),) for n in request.degrees if n > 1]
     for fix in [()] if not request.degrees else wanted:
-        for planned, sizes in ((1, request.micro_batch_sizes), *((n, (n,)) for n in request.micro_batch_sizes)):
-            options = replace(request.options, fix=(*fix, ("micro_batch", str(planned))))
-            splits = all_shardings(request.graph, request.profile, options, rules)
+        options = replace(request.options, fix=fix)
+        for planned, size in sorted({(at, n) for n in request.micro_batch_sizes for at in (n, layout_size(n))}):
+            splits = all_shardings(request.graph, request.profile, options, rules, batch_size=planned)
             for (degree, boundary), assignments in splits.items():
                 key = (degree, boundary, assignments)
-                found[key] = tuple(sorted({*found.get(key, ()), *sizes}))
+                found[key] = tuple(sorted({*found.get(key, ()), size}))
     return found
 
 

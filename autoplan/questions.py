@@ -9,7 +9,7 @@ Both plans are judged now, so that an old plan.json is not compared with the fig
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from autoplan.answer import Answer
 from autoplan.api import Problem, checked, decide, judge, make_problem, score
 from autoplan.errors import InputError
+from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hugging_face import PREFIX
 from autoplan.option_checks import parse_overrides
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
@@ -107,7 +108,7 @@ def sensitivity(
     a plan that is better on the cluster as it is, too: then the first row shows it, and gains are measured from it.
     """
     chosen, deadline_s = _judged(problem, answer.best.plan), clock() + SENSITIVITY_TIME_LIMIT_S
-    changes = betterments(problem.profile, is_measured=problem.measured is not None)
+    changes = tuple(betterments(problem.profile, is_measured=problem.measured is not None))
     found: list[tuple[str, Candidate | None]] = []
     for number, (change, profile) in enumerate(changes):
         share_s = (deadline_s - clock()) / (len(changes) - number)
@@ -120,8 +121,18 @@ def sensitivity(
     return (*rows, *(_row(problem, change, item, before=now, chosen=chosen.plan) for change, item in found))
 
 
-def betterments(profile: HardwareProfile, *, is_measured: bool = False) -> tuple[tuple[str, HardwareProfile], ...]:
+def betterments(profile: Hardware, *, is_measured: bool = False) -> Iterator[tuple[str, Hardware]]:
     """(what is better, the cluster with it); measured times of segments do not follow the peak of the device."""
+    if not isinstance(profile, Cluster):
+        yield from _host_betterments(profile, is_measured=is_measured)
+        return
+    for index, group in enumerate(profile.groups):
+        for change, better in _host_betterments(group, is_measured=is_measured):
+            groups = (*profile.groups[:index], better, *profile.groups[index + 1 :])
+            yield f"{group.name}: {change}", replace(profile, groups=groups)
+
+
+def _host_betterments(profile: HardwareProfile, *, is_measured: bool) -> tuple[tuple[str, HardwareProfile], ...]:
     device = profile.device
     memory = replace(device, memory_bytes=device.memory_bytes + MORE_MEMORY_BYTES)
     peaks = tuple((precision, MORE_COMPUTE * rate) for precision, rate in device.peak_flops_per_s)

@@ -75,7 +75,7 @@ def plan_report(answer: Answer) -> str:
 def program_header(answer: Answer, *, launch_line: str) -> str:
     """What an emitted train.py opens with: how to start it, the plan, the estimate."""
     plan, estimate = answer.best.plan, answer.best.estimate
-    peak = max(estimate.reserved_bytes) / GiB
+    peak, limit = (n_bytes / GiB for n_bytes in tightest_bytes(estimate))
     return "\n".join(
         [
             f"{answer.workload.model} on {answer.workload.hardware}, {count(plan.mesh.n_devices, 'device')}.",
@@ -85,7 +85,7 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
             text_table(("", ""), plan_rows(plan), show_header=False),
             "",
             f"Estimate: {format_seconds(estimate.step_s)} a step, {rate_text(samples_per_s(answer.best))} samples/s, "
-            f"{peak:.1f} GiB of {estimate.memory_limit_bytes / GiB:.1f} GiB.",
+            f"{peak:.1f} GiB of {limit:.1f} GiB.",
             *(["", notes_text(answer)] if answer.notes else []),
         ]
     )
@@ -108,7 +108,27 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
         ("precision", plan.precision + (", compiled" if plan.compile else "")),
+        *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
     ]
+
+
+def groups_text(plan: Plan) -> str:
+    """Where the pipeline ranks are on a mixed cluster: `8 on dgx_a100_x8 (28 segments), 4 on v100_x8 (6 segments)`."""
+    if len(plan.groups) == 1:
+        return f"all on {plan.groups[0].hardware}"
+    texts, first = [], 0
+    for own in plan.groups:
+        stages = plan.stages[first : first + own.n_ranks]
+        segments = count(stages[-1].stop - stages[0].start, "segment")
+        texts.append(f"{own.n_ranks} on {own.hardware} ({segments})")
+        first += own.n_ranks
+    return ", ".join(texts)
+
+
+def tightest_bytes(estimate: Estimate) -> tuple[int, int]:
+    """What the pipeline rank with the least memory left needs, and what its devices offer."""
+    rank = estimate.tightest_rank
+    return estimate.reserved_bytes[rank], estimate.limit_bytes(rank)
 
 
 def plan_table(answer: Answer) -> str:
@@ -131,14 +151,14 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
     return (
         str(mesh.dp),
         str(mesh.tp),
-        str(mesh.pp),
+        "+".join(str(own.n_ranks) for own in plan.groups) or str(mesh.pp),
         zero,
         f"{mesh.micro_batch_size}x{mesh.n_micro_batches}",
         mesh.schedule if mesh.pp > 1 else "-",
         plan.recompute,
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else f"{share:.0%}",
-        f"{max(estimate.reserved_bytes) / GiB:.1f}",
+        f"{tightest_bytes(estimate)[0] / GiB:.1f}",
         note if estimate.fits else f"{note} (too big)".strip(),
     )
 
@@ -158,9 +178,9 @@ def breakdown_table(breakdown: Breakdown) -> str:
 
 def memory_table(estimate: Estimate) -> str:
     """Peak memory of each pipeline rank against the limit."""
-    limit_bytes = estimate.memory_limit_bytes
     rows = []
     for rank, (allocated, reserved) in enumerate(zip(estimate.allocated_bytes, estimate.reserved_bytes, strict=True)):
+        limit_bytes = estimate.limit_bytes(rank)
         share = reserved / limit_bytes
         bar = "#" * min(round(share * BAR_WIDTH), BAR_WIDTH)
         note = "" if reserved <= limit_bytes else f" short of {(reserved - limit_bytes) / GiB:.1f} GiB"
@@ -170,11 +190,17 @@ def memory_table(estimate: Estimate) -> str:
                 f"{allocated / GiB:.2f}",
                 f"{reserved / GiB:.2f}",
                 f"{share:.0%}",
-                f"[{bar:<{BAR_WIDTH}}]{note}",
+                f"[{bar:<{BAR_WIDTH}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
             )
         )
-    header = ("rank", "allocated GiB", "reserved GiB", "share", f"of {limit_bytes / GiB:.1f} GiB")
+    of_all = "of its device" if estimate.rank_limits_bytes else of_limit(estimate.memory_limit_bytes).strip()
+    header = ("rank", "allocated GiB", "reserved GiB", "share", of_all)
     return text_table(header, rows, right=frozenset({0, 1, 2, 3}))
+
+
+def of_limit(limit_bytes: int) -> str:
+    """` of 80.0 GiB`."""
+    return f" of {limit_bytes / GiB:.1f} GiB"
 
 
 def notes_text(answer: Answer) -> str:
@@ -257,7 +283,8 @@ def _printable(cell: str) -> str:
 def describe_plan(plan: Plan) -> str:
     """Mesh and recomputation on one line, or on two when one is too short."""
     line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
-    return line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
+    line = line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
+    return f"{line},\npipeline ranks: {groups_text(plan)}" if plan.groups else line
 
 
 def heading_parts(answer: Answer) -> list[str]:

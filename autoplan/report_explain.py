@@ -24,6 +24,7 @@ from autoplan.report import (
     shortage_text,
     status_text,
     text_table,
+    tightest_bytes,
 )
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
@@ -89,7 +90,7 @@ def _reasons(answer: Answer) -> str:
     )
     shares = ", ".join(f"{label} {part_s / best.estimate.step_s:.0%}" for part_s, label in parts[:2] if part_s > 0)
     lines = [describe_plan(best.plan), f"  its step is {shares}"]
-    peak_bytes, limit_bytes = max(best.estimate.reserved_bytes), best.estimate.memory_limit_bytes
+    peak_bytes, limit_bytes = tightest_bytes(best.estimate)
     lines.append(f"  it needs {peak_bytes / GiB:.1f} of {limit_bytes / GiB:.1f} GiB")
     fitting = [item for item in answer.result.baselines if item.estimate.fits]
     if fitting:
@@ -115,7 +116,8 @@ def _difference(best: Candidate, other: Candidate, *, other_name: str) -> str:
 
 def _baseline_line(best: Candidate, item: Candidate) -> str:
     plan = describe_plan(item.plan).replace("\n", "\n      ")
-    short_bytes = max(item.estimate.reserved_bytes) - item.estimate.memory_limit_bytes
+    peak_bytes, limit_bytes = tightest_bytes(item.estimate)
+    short_bytes = peak_bytes - limit_bytes
     if short_bytes > 0:
         return f"  {item.baseline}: does not fit, by {short_bytes / GiB:.1f} GiB\n      {plan}"
     slower = item.estimate.step_s / best.estimate.step_s - 1

@@ -136,7 +136,7 @@ def _chosen(answer: Answer, best: Candidate) -> dict[str, object]:
         "plan": plan_rows(best.plan),
         "breakdown": _breakdown_rows(best.estimate.breakdown),
         "memory": _memory_rows(best.estimate),
-        "memory_limit": f"{best.estimate.memory_limit_bytes / GiB:.1f} GiB",
+        "memory_limit": _limits_text(best.estimate),
         "chart": timeline_chart(best.estimate.timeline, step_s=best.estimate.step_s),
         "chart_width": CHART_WIDTH,
         "row_height": ROW_HEIGHT,
@@ -160,11 +160,16 @@ def _breakdown_rows(breakdown: Breakdown) -> list[tuple[str, str, float]]:
     return [(label, format_seconds(part_s), 100 * part_s / breakdown.total_s) for label, part_s in parts if part_s > 0]
 
 
+def _limits_text(estimate: Estimate) -> str:
+    limits = dict.fromkeys(map(estimate.limit_bytes, range(len(estimate.reserved_bytes))))
+    return " or ".join(f"{limit_bytes / GiB:.1f} GiB" for limit_bytes in limits)
+
+
 def _memory_rows(estimate: Estimate) -> list[dict[str, object]]:
     """Per pipeline rank: its parts as (name, GiB, percent of the limit), and the total."""
-    limit_bytes = estimate.memory_limit_bytes
     rows = []
     for rank, (reserved, parts) in enumerate(zip(estimate.reserved_bytes, estimate.memory_parts_bytes, strict=True)):
+        limit_bytes = estimate.limit_bytes(rank)
         shown = [(name, f"{size / GiB:.2f} GiB", 100 * size / limit_bytes) for name, size in parts if size > 0]
         total = f"{reserved / GiB:.1f} GiB, {reserved / limit_bytes:.0%}"
         rows.append({"rank": rank, "parts": shown, "total": total})

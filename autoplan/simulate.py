@@ -1,7 +1,8 @@
 """The simulator: replays a plan and says how long a step takes and how much memory each rank needs.
 
 It is the only judge of time and memory. It reads a CostTable and the stages, and knows nothing of the search. All
-data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed.
+data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed, by the figures of
+its own devices (`CostTable.at_rank`).
 
 **One pass of a stage** is replayed by `stage_pass`, **memory** is added up by `rank_memory`.
 
@@ -117,13 +118,14 @@ class _Stage:
 def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> _Stage:
     recomputed = frozenset(plan.recomputed)
     segments = range(plan.start, plan.stop)
-    costs = tuple(table.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
+    own = table.at_rank(ranks[index])
+    costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
     return _Stage(
         plan=plan,
         rank=ranks[index],
         choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
         costs=costs,
-        held=stage_bytes(table, costs, start=plan.start),
+        held=stage_bytes(own, costs, start=plan.start),
         send_activation_s=_send_s(table, plan.stop, between=ranks[index : index + 2]),
         send_gradient_s=_send_s(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
     )
@@ -133,7 +135,7 @@ def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> floa
     """Time of a transfer over the boundary before `segment`; 0 at both ends of the model and within a rank."""
     if len(set(between)) == 1:
         return 0.0
-    cut_s = table.cut_s[segment - 1]
+    cut_s = table.at_rank(between[0]).cut_s[segment - 1]
     assert cut_s is not None
     return cut_s
 
@@ -217,6 +219,7 @@ class _Pass:
     """
 
     clock: _RankClock
+    slowdown: float
     work: tuple[SegmentWork, ...]
     times: dict[float, PassTimes]
     link: _Link
@@ -227,14 +230,15 @@ def _passes(
     table: CostTable, stages: tuple[_Stage, ...], *, script: _Script, clocks: tuple[_RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[SegmentWork, ...], dict[float, PassTimes]] = {}
+    known: dict[tuple[float, tuple[SegmentWork, ...]], dict[float, PassTimes]] = {}
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
-        work = pass_work(table, stage.choices, kind, is_edge=is_edge, is_first=index == 0)
-        times, link = known.setdefault(work, {}), links[stage.rank, kind == "F"]
-        found.append(_Pass(clocks[stage.rank], work, times, link, stage.send_s(kind)))
+        own = table.at_rank(stage.rank)
+        work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
+        times, link = known.setdefault((slowdown, work), {}), links[stage.rank, kind == "F"]
+        found.append(_Pass(clocks[stage.rank], slowdown, work, times, link, stage.send_s(kind)))
     return tuple(found)
 
 
@@ -252,7 +256,7 @@ def _replay_step(
             clock.wait_for(runs[awaited])
         times = running.times.get(clock.left_s)
         if times is None:
-            times = replay_pass(running.work, slowdown=table.overlap_slowdown, left_s=clock.left_s)
+            times = replay_pass(running.work, slowdown=running.slowdown, left_s=clock.left_s)
             running.times[clock.left_s] = times
         start_s = clock.free_s
         stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s
@@ -316,14 +320,17 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
-    parts = tuple(reserved_parts(table, peak) for peak in peaks)
+    own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
+    parts = tuple(reserved_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
+    limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
     return Estimate(
         step_s=slowest.total_s,
         breakdown=slowest,
         allocated_bytes=tuple(peak.total_bytes for peak in peaks),
         reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
-        memory_limit_bytes=table.memory_limit_bytes,
+        memory_limit_bytes=min(limits_bytes),
+        rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),
         segment_sources=tuple(table.sources[kind] for kind in table.kinds) if table.sources else (),
         timeline=_timeline(replay, optimizer_s=tuple(b.optimizer_s for b in breakdowns)) if with_timeline else (),
     )

@@ -5,9 +5,10 @@ OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.price import Shardings, legal_cuts, make_pricer
@@ -26,6 +27,10 @@ from autoplan.search.solve import solve
 from autoplan.semantics import check_batch_norm, check_loss_average
 from autoplan.sharding import shard_graph
 
+Value = TypeVar("Value")
+
+# Micro-batch sizes for which layouts are solved: starting a collective counts for small ones, bytes for large ones.
+LAYOUT_SIZES = (1, 8)
 BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
 
 
@@ -69,9 +74,9 @@ def priced_space(
     check_batch_norm(graph, fixed(options, "batch_norm"))
     _check_recompute(graph, fixed(options, "recompute"))
     rules = load_rules(options.rules)
-    shardings = {} if graph.is_module_level else all_shardings(graph, profile, options, rules)
+    by_size = shardings_by_size(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
-    for degree, key in shardings:
+    for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
     space = SearchSpace(
         n_devices=n_devices or profile.n_devices,
@@ -82,18 +87,21 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
     )
-    price = make_pricer(
-        graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules, measured=measured
-    )
+    pricers = {
+        size: make_pricer(
+            graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules, measured=measured
+        )
+        for size, shardings in by_size.items()
+    }
     make_plan = partial(
         _make_plan,
         graph,
-        shardings,
+        by_size,
         options,
         (profile.name, profile.n_hosts),
         graph.content_hash(),
     )
-    return PricedSpace(space, price, make_plan)
+    return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), make_plan)
 
 
 def price_plan(
@@ -131,10 +139,36 @@ def ops_without_rule(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> tuple
     return tuple(dict.fromkeys(op.target for op in graph.ops if op.target not in rules))
 
 
-def all_shardings(graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]) -> Shardings:
+def shardings_by_size(
+    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
+) -> dict[int, Shardings]:
+    """Tensor-parallel assignments per micro-batch size that they are solved for; all have the same keys."""
+    if graph.is_module_level:
+        return {1: {}}
+    wanted = fixed_int(options, "micro_batch")
+    sizes = LAYOUT_SIZES if wanted is None else (wanted,)
+    found = {size: all_shardings(graph, profile, options, rules, batch_size=size) for size in sizes}
+    first = found[sizes[0]]
+    return {size: {key: own.get(key, first[key]) for key in first} for size, own in found.items()}
+
+
+def layout_size(micro_batch_size: int, sizes: Iterable[int] = LAYOUT_SIZES) -> int:
+    """For which of these micro-batch sizes the layouts of another one are solved."""
+    return max((size for size in sizes if size <= 2 * micro_batch_size), default=min(sizes))
+
+
+def of_size(by_size: Mapping[int, Value], mesh: Mesh) -> Value:
+    """The entry that is meant for the micro-batches of a mesh."""
+    return by_size[layout_size(mesh.micro_batch_size, tuple(by_size))]
+
+
+def all_shardings(
+    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule], *, batch_size: int
+) -> Shardings:
     """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
 
-    `rules` are those that `options` name; what was solved before is read from the user's cache.
+    They are the best for micro-batches of `batch_size`. `rules` are those that `options` name; what was solved before
+    is read from the user's cache.
     """
     wanted = fixed_int(options, "tp")
     degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
@@ -145,11 +179,13 @@ def all_shardings(graph: OpGraph, profile: HardwareProfile, options: Options, ru
     for degree in degrees:
         if degree == 1 or degree > profile.n_devices:
             continue
-        best = _layouts(graph, profile, options, rules, degree=degree, graph_hash=graph_hash)
+        best = _layouts(graph, profile, options, rules, degree=degree, batch_size=batch_size, graph_hash=graph_hash)
         found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
     if wanted not in (None, 1) and not found:
         free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
-        legal = sorted({1, *(degree for degree, _ in all_shardings(graph, profile, free, rules))})
+        legal = sorted(
+            {1, *(degree for degree, _ in all_shardings(graph, profile, free, rules, batch_size=batch_size))}
+        )
         raise UsageError.of(
             f"--fix tp={wanted}",
             found=f"nothing in the model that gains by being split over {wanted} devices",
@@ -166,10 +202,10 @@ def _layouts(
     rules: Mapping[str, OpRule],
     *,
     degree: int,
+    batch_size: int,
     graph_hash: str,
 ) -> Layouts:
     """What `shard_graph` finds at one degree, now or in an earlier run."""
-    batch_size = fixed_int(options, "micro_batch") or 1
 
     def solve_now() -> Layouts:
         prices = sharding_prices(
@@ -213,7 +249,7 @@ def _splits_something(assignments: tuple[SegmentSharding, ...]) -> bool:
 
 def _make_plan(
     graph: OpGraph,
-    shardings: Shardings,
+    by_size: Mapping[int, Shardings],
     options: Options,
     hardware: tuple[str, int],
     graph_hash: str,
@@ -228,7 +264,7 @@ def _make_plan(
         mesh=mesh,
         stages=kept,
         precision=options.precision,
-        shardings=shardings.get((mesh.tp, mesh.sharding), ()),
+        shardings=of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ()),
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],

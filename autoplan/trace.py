@@ -83,6 +83,13 @@ def load_model_file(path: Path) -> ModuleType:
     """
     if not path.is_file():
         raise InputError.of(str(path), found="no such file", expected="a Python model file", fix="check the path")
+    if path.suffix != ".py":
+        raise InputError.of(
+            str(path),
+            found=f"a file that ends in {path.suffix!r}",
+            expected="a Python model file",
+            fix="name the .py file; a Hugging Face config is hf:PATH",
+        )
     spec = importlib.util.spec_from_file_location(f"autoplan_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -12,7 +12,7 @@ from typing import Any
 from autoplan.answer import Answer, device_hours, mfu, samples_per_s, step_interval_s, tokens_per_s
 from autoplan.errors import UsageError
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import describe_mesh, rate_text, text_table
+from autoplan.report import describe_mesh, groups_text, rate_text, text_table
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import format_seconds
 
@@ -70,7 +70,9 @@ def compare(
     for hardware, n_hosts in clusters:
         answer = solve(hardware, n_hosts)
         wanted = _n_samples(answer, n_samples=n_samples, n_tokens=n_tokens)
-        row = WhatIfRow(hardware, n_hosts, answer.workload.n_devices, global_batch, answer.result.status)
+        workload = answer.workload
+        n_hosts = workload.n_hosts if workload.groups else n_hosts
+        row = WhatIfRow(hardware, n_hosts, workload.n_devices, global_batch, answer.result.status)
         rows.append(_filled(row, answer, n_samples=wanted, price=prices.get(hardware)))
     return tuple(rows)
 
@@ -92,7 +94,7 @@ def _filled(row: WhatIfRow, answer: Answer, *, n_samples: float | None, price: f
     hours = None if n_samples is None else device_hours(workload, best, n_samples=n_samples)
     return replace(
         row,
-        plan=describe_mesh(best.plan.mesh),
+        plan=describe_mesh(best.plan.mesh) + (f"; ranks: {groups_text(best.plan)}" if best.plan.groups else ""),
         step_s=best.estimate.step_s,
         step_s_interval=step_interval_s(best),
         samples_per_s=samples_per_s(best),

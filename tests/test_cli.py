@@ -235,7 +235,7 @@ def test_explain_of_a_missing_plan_exits_3(tmp_path: Path, capsys) -> None:
 
 
 def test_whatif_prints_one_row_per_cluster(monkeypatch: pytest.MonkeyPatch, capsys, answer: Answer) -> None:
-    monkeypatch.setattr(api, "_load_profile", lambda name, n_hosts: SimpleNamespace(n_devices=4 * n_hosts))
+    monkeypatch.setattr(api, "load_hardware", lambda name, n_hosts: SimpleNamespace(n_devices=4 * n_hosts))
     monkeypatch.setattr(
         api, "make_problem", lambda *_, **__: api.Problem(None, None, Options(), Path("toy.py"), "a", "toy.py")
     )

@@ -83,9 +83,13 @@ class LocalOp:
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A tensor that autograd keeps: `spec` of it on a rank, part of (`is_part`) or all of the value `root`."""
+    """A tensor that autograd keeps: `spec` of it on a rank, sharded (`is_part`) or whole, in the memory of `root`.
+
+    `piece` is "" where it is all of the root's memory, else a name that views of the same piece of it share.
+    """
 
     root: str
+    piece: str
     is_part: bool
     spec: TensorSpec
     precision: str
@@ -284,7 +288,8 @@ def _kept_tensors(
 ) -> tuple[KeptTensor, ...]:
     facts = context.facts
     left_out = facts.invariant | facts.parameters
-    found: dict[tuple[str, Layout], KeptTensor] = {}
+    pieces = _pieces(context.graph, segment, context.rules)
+    found: dict[tuple[str, str, Layout], KeptTensor] = {}
     for op in context.graph.ops_of(segment):
         if op.name not in facts.gradients:
             continue
@@ -294,9 +299,26 @@ def _kept_tensors(
             root = roots.get(name, name)
             if root not in left_out:
                 spec = local_spec(facts.specs[name], layout, context.degree)
-                kept = KeptTensor(root, layout.kind == "S", spec, _precision_of(context, op))
-                found[root, R if layout == V else layout] = kept
+                piece = pieces.get(name, "")
+                kept = KeptTensor(root, piece, layout.kind == "S", spec, _precision_of(context, op))
+                found[root, piece, R if layout == V else layout] = kept
     return tuple(found.values())
+
+
+def _pieces(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> dict[str, str]:
+    """For every view of a piece of some memory (an item of a split, a slice): the first value that is this piece."""
+    specs = graph.specs()
+    pieces: dict[str, str] = {}
+    for op in graph.ops_of(segment):
+        rule, names = rules.get(op.target), operand_names(op)
+        if rule is None or not rule.is_view or not names:
+            continue
+        is_smaller = specs[op.name].n_elements(1) < specs[names[0]].n_elements(1)
+        if op.target == "getitem" or is_smaller:
+            pieces[op.name] = op.name
+        elif names[0] in pieces:
+            pieces[op.name] = pieces[names[0]]
+    return pieces
 
 
 def _kept(op: Op, rule: OpRule, strategy: Strategy, gradients: frozenset[str]) -> list[tuple[str, Layout]]:

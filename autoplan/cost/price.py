@@ -51,6 +51,8 @@ COMMUNICATOR_BYTES = 256 * MiB
 RESERVED_RATIO = 1.15
 
 
+GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
+
 # Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
 # 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core.
 WEIGHT_OP_HOST_S = 6e-5
@@ -59,6 +61,8 @@ WEIGHT_OP_HOST_S = 6e-5
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
 Cuts = tuple[float | None, ...]  # likewise
+Pricer = Callable[[Mesh], CostTable]
+PartPricer = Callable[[Mesh, int], CostTable]  # with so many of the mesh's pipeline ranks on this cluster
 
 
 def make_pricer(
@@ -69,10 +73,29 @@ def make_pricer(
     shardings: Shardings,
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
-) -> Callable[[Mesh], CostTable]:
+) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`.
+    """
+    price = make_part_pricer(
+        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured
+    )
+    return lambda mesh: price(mesh, mesh.pp)
+
+
+def make_part_pricer(
+    graph: OpGraph,
+    *,
+    profile: HardwareProfile,
+    precision: str,
+    shardings: Shardings,
+    rules: Mapping[str, OpRule],
+    measured: MeasuredProfile | None = None,
+) -> PartPricer:
+    """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
+
+    The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
     contexts = work_contexts(graph, profile, precision, rules)
     local = _local_pricer(graph, contexts, shardings)
@@ -82,12 +105,13 @@ def make_pricer(
     costs = _costs_pricer(graph, ParameterContext(profile.device, precision, collective, element_s), local, works)
     cuts = _cuts_pricer(graph, profile, precision)
     groups_of = cache(partial(_Groups.of, profile))
-    kinds, tied = tuple(segment.kind for segment in graph.segments), _tied_elements(graph)
+    kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
-    def price(mesh: Mesh) -> CostTable:
+    def price(mesh: Mesh, n_ranks: int) -> CostTable:
         """The cost table of one mesh."""
-        groups = groups_of(mesh.n_devices, mesh.dp, mesh.tp, mesh.zero_shard_degree)
+        groups = groups_of(mesh.dp * mesh.tp * n_ranks, mesh.dp, mesh.tp, mesh.zero_shard_degree)
+        tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
         splits = splits_backward(mesh.schedule)
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
         accumulates = mesh.n_micro_batches > 1 and mesh.zero_stage < 2
@@ -104,7 +128,8 @@ def make_pricer(
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
             overlap_slowdown=profile.overlap_slowdown,
-            per_step_s=_per_step_s(tied, mesh, groups, element_bytes(precision).master, collective),
+            per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
+            + collective("all_reduce", tied_bytes, groups.stages),
             reserved_fixed_bytes=_fixed_bytes(mesh, boundary_bytes),
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
@@ -215,22 +240,35 @@ def _cuts_pricer(
     graph: OpGraph, profile: HardwareProfile, precision: str
 ) -> Callable[[int, str, int, Group], tuple[Cuts, int]]:
     """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and the most bytes of any."""
+    boundary_bytes = make_boundary_sizer(graph, precision)
+
+    @cache
+    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, int]:
+        sizes = boundary_bytes(tp, sharding, micro_batch_size)
+        allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
+        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in allowed}
+        return tuple(None if n_bytes is None else seconds[n_bytes] for n_bytes in sizes), max(allowed, default=0)
+
+    return cuts
+
+
+def make_boundary_sizer(graph: OpGraph, precision: str) -> Callable[[int, str, int], tuple[int | None, ...]]:
+    """(tp, sharding, micro-batch size) -> bytes a rank sends over each boundary; None where the model is not cut."""
     crossing, legal = _crossing_specs(graph), legal_cuts(graph)
 
     @cache
-    def boundary_bytes(specs: tuple[TensorSpec, ...], tp: int, sharding: str, micro_batch_size: int) -> int:
+    def of_specs(specs: tuple[TensorSpec, ...], tp: int, sharding: str, micro_batch_size: int) -> int:
         layout = parse_layout(sharding or "R")
         return sum(_boundary_spec(spec, layout, tp).n_bytes(micro_batch_size, precision) for spec in specs)
 
     @cache
-    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, int]:
-        sizes = [boundary_bytes(specs, tp, sharding, micro_batch_size) for specs in crossing]
-        allowed = [n_bytes for n_bytes, is_legal in zip(sizes, legal, strict=True) if is_legal]
-        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in set(allowed)}
-        cut_s = tuple(seconds[n] if is_legal else None for n, is_legal in zip(sizes, legal, strict=True))
-        return cut_s, max(allowed, default=0)
+    def sizes(tp: int, sharding: str, micro_batch_size: int) -> tuple[int | None, ...]:
+        return tuple(
+            of_specs(specs, tp, sharding, micro_batch_size) if is_legal else None
+            for specs, is_legal in zip(crossing, legal, strict=True)
+        )
 
-    return cuts
+    return sizes
 
 
 def _correction(
@@ -360,7 +398,7 @@ def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
     return local_spec(spec, layout, degree) if can_shard(spec, layout, degree) and spec.is_float else spec
 
 
-def _tied_elements(graph: OpGraph) -> tuple[int, ...]:
+def tied_elements(graph: OpGraph) -> tuple[int, ...]:
     """Of each weight that segments of several kinds read: its elements."""
     readers: dict[str, int] = {}
     for segment in graph.first_of_kind().values():
@@ -369,16 +407,9 @@ def _tied_elements(graph: OpGraph) -> tuple[int, ...]:
     return tuple(p.spec.n_elements(1) for p in graph.parameters if p.is_trainable and readers.get(p.name, 0) > 1)
 
 
-def _per_step_s(
-    tied: tuple[int, ...],
-    mesh: Mesh,
-    groups: _Groups,
-    master_bytes: int,
-    collective: Callable[[str, float, Group], float],
-) -> float:
-    """The gradient norm (one small all-reduce over all ranks), and tied weights summed between two stages."""
-    norm_s = collective("all_reduce", DTYPE_BYTES["float32"], groups.whole_step)
+def tied_weight_bytes(tied: tuple[int, ...], mesh: Mesh, precision: str) -> int:
+    """Gradients of weights of so many elements, as a rank sums them between the first and the last stage."""
     if mesh.pp == 1:
-        return norm_s
-    tied_bytes = sum(n * master_bytes // (mesh.tp * mesh.zero_shard_degree) for n in tied)
-    return norm_s + collective("all_reduce", tied_bytes, groups.stages)
+        return 0
+    master_bytes = element_bytes(precision).master
+    return sum(n * master_bytes // (mesh.tp * mesh.zero_shard_degree) for n in tied)

@@ -159,14 +159,14 @@ def _saved_bytes(segment: LocalSegment, batch_size: int) -> int:
 
 
 def _kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
-    """Views of one tensor have layouts of different dims but are the same memory: the largest per root counts,
-    unless a gathered and a sharded copy of it are both kept.
+    """Views of one tensor have layouts of different dims but are the same memory: the largest per root counts, or the
+    sum of its pieces where only those are kept; a gathered and a sharded copy count both.
     """
-    largest: dict[tuple[str, bool], int] = {}
+    largest: dict[tuple[str, bool], dict[str, int]] = {}
     for tensor in kept:
-        key = tensor.root, tensor.is_part
-        largest[key] = max(largest.get(key, 0), tensor.spec.n_bytes(batch_size, tensor.precision))
-    return sum(largest.values())
+        pieces = largest.setdefault((tensor.root, tensor.is_part), {})
+        pieces[tensor.piece] = max(pieces.get(tensor.piece, 0), tensor.spec.n_bytes(batch_size, tensor.precision))
+    return sum(pieces.get("", sum(pieces.values())) for pieces in largest.values())
 
 
 def _working_bytes(local: LocalOp, batch_size: int) -> int:

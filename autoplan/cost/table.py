@@ -78,6 +78,9 @@ class CostTable:
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.
         sources: per kind, one of SOURCES; empty when nothing was measured.
+        rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
+            `cut_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`, `per_step_s`,
+            what is gathered and reduced when) is the same in all of them and in this one.
     """
 
     mesh: Mesh
@@ -95,6 +98,11 @@ class CostTable:
     reserved_ratio: float
     memory_limit_bytes: int
     sources: tuple[str, ...] = ()
+    rank_tables: tuple[CostTable, ...] = ()
+
+    def at_rank(self, rank: int) -> CostTable:
+        """The table of one pipeline rank."""
+        return self.rank_tables[rank] if self.rank_tables else self
 
     def cost_of(self, segment: int, *, recomputed: bool) -> SegmentCost:
         """The cost of segment number `segment` with or without recomputation."""

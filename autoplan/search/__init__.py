@@ -5,11 +5,11 @@
            --integer program and simulator--> plan, bound
                        `refine`
 
-Meshes wait in a queue, ordered by the best lower bound known of each, and the first is always the one examined: its
-bound is raised by one more step, or it is solved. When the first bound in the queue is not below the best plan, no mesh
-left can hold a better one; that is the proof. Most meshes are never priced, and few reach a solver: one stage per rank
-is cut by dynamic programming, whose plan is judged at once. Equal bounds are taken in the order of the enumeration, so
-the same input gives the same answer.
+Meshes wait in a queue, ordered by the best lower bound known of each. The first one's bound is raised by one more step,
+as far as arithmetic goes (`_cut_all`); then those left are solved, the easy ones first (`_prove_tier`). When no bound
+in the queue is below the best plan, no mesh left can hold a better one; that is the proof. Most meshes are never
+priced, and few reach a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once. Equal
+bounds are taken in the order of the enumeration, so the same input gives the same answer.
 
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
@@ -85,10 +85,12 @@ class _Search:
     rejections: dict[int, Rejection] = field(default_factory=dict)
     stopped: str = ""
     first_plan_s: float | None = None  # when the first plan that fits was known
+    ranked: list[int] | None = None  # `ranking`, while no plan has been added
 
     def keep(self, index: int, plan: Judged) -> None:
         """Remember the best plan found of a mesh."""
         self.plans[index] = plan
+        self.ranked = None
         if self.first_plan_s is None:
             self.first_plan_s = self.clock() - self.started_s
 
@@ -120,7 +122,9 @@ class _Search:
 
     def ranking(self) -> list[int]:
         """The meshes with a plan, best first."""
-        return sorted(self.plans, key=lambda index: (self.score(index), index))
+        if self.ranked is None:
+            self.ranked = sorted(self.plans, key=lambda index: (self.score(index), index))
+        return self.ranked
 
     def score_to_beat(self, rank: int = 0) -> float:
         """The score of the plan at this place of the ranking; INFINITY when there are fewer."""
@@ -292,15 +296,16 @@ def _price(state: _Search, index: int) -> float:
 
 def _cut(state: _Search, index: int) -> float:
     """The bound by whole pieces; with one stage per rank the plan behind it is judged too."""
-    mesh = state.meshes[index]
-    table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / state.weight(mesh)
+    mesh, weight = state.meshes[index], state.weight(state.meshes[index])
+    table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / weight
     if mesh.n_chunks > 1:
         bound_s = shared_bound_s(table, state.shape(mesh), recompute=state.recompute, limit_s=limit_s)
-        plans = balanced_plans(table, recompute=state.recompute)
+        promising = bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap)
+        plans = balanced_plans(table, recompute=state.recompute) if promising else ()
     else:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
         bound_s, plans = partition.bound_s, (partition.stages,) if partition.stages else ()
-    for stages in plans if bound_s < limit_s else ():
+    for stages in plans:
         if obeys_recompute(table, stages, recompute=state.recompute):
             _judge(state, index, stages)
     if bound_s == INFINITY:
@@ -321,7 +326,8 @@ def _relax(state: _Search, index: int) -> float:
     mesh = state.meshes[index]
     program = Program.of(state.table(mesh), state.shape(mesh), recompute=state.recompute)
     state.programs[index] = program
-    program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
+    known_s = state.queue[0][0] / state.weight(mesh)
+    program.bound_s = max(program.bound_s, known_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
     if program.bound_s == INFINITY:
         state.rejections[index] = _short_somewhere(state.table(mesh), 1)
     return program.bound_s

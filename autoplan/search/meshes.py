@@ -105,13 +105,14 @@ def device_counts(space: SearchSpace) -> tuple[int, ...]:
     hosts = {
         k
         for k in range(1, space.n_devices // space.n_devices_per_host + 1)
-        if _significant_bits(k) <= MAX_SIGNIFICANT_BITS
+        if significant_bits(k) <= MAX_SIGNIFICANT_BITS
     }
     counts = {*powers, *divisors(host), *(k * space.n_devices_per_host for k in hosts), space.n_devices}
     return tuple(sorted(counts, reverse=True))
 
 
-def _significant_bits(number: int) -> int:
+def significant_bits(number: int) -> int:
+    """Binary digits from the first to the last 1."""
     return len(bin(number)[2:].rstrip("0"))
 
 
@@ -151,7 +152,7 @@ def legal_tensor_degrees(space: SearchSpace, options: Options) -> tuple[int, ...
 def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> Iterator[Mesh]:
     keys = dict(space.shardings)[tp]
     batches = micro_batch_sizes(space, options, dp=dp)
-    zeros = _zero_choices(space, options, tp=tp, dp=dp)
+    zeros = zero_choices(space, options, tp=tp, dp=dp)
     for sharding, micro_batch_size, (zero_stage, shard_degree) in product(keys, batches, zeros):
         n_micro_batches = space.global_batch // dp // micro_batch_size
         for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
@@ -187,7 +188,7 @@ def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple
     return tuple(size for size in divisors(space.global_batch // dp) if size <= largest and wanted in (None, size))
 
 
-def _zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
+def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
     """(zero_stage, zero_shard_degree): over all of `dp`, or over the ranks of one host (hybrid sharding)."""
     stages = {stage for stage in space.zero_stages if stage == 0 or dp > 1}
     in_host = max(1, space.n_devices_per_host // tp)

@@ -14,32 +14,36 @@ With D(x) this least sum under G <= x, the bound is the minimum of D(x) + x; bet
 D(b) + a, and thresholds are halved until that is not below the best found (`_best_threshold`).
 
 A stage that lacks memory recomputes as little as will do. Exact for one kind of block: whole blocks; else the fraction
-of the kind with the most bytes per second. All that communication adds is taken between the neighbours a segment has
-(`hidden_extra_s`), as in `simulate.replay_pass`.
-
-Everything is an array over (stop, count): the `count` pieces (see `plans`) before boundary `stop` as one stage.
+of the kind with the most bytes per second. Ranks on different devices have times and memory of their own (`_Passes`);
+the path is the same. Everything is an array over ranges of pieces (see `ranges`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
 
 import numpy as np
 
-from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
-from autoplan.parallel_plan import StagePlan
+from autoplan.cost.table import CostTable
+from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import in_flight, memory_room_bytes
 from autoplan.search.linear_model import INFINITY
-from autoplan.search.plans import piece_edges, repeated_segments
-
-Array = Any  # numpy.ndarray of floats
+from autoplan.search.ranges import (
+    ONE_BYTE,
+    Array,
+    Ranges,
+    Segments,
+    backward_pass_s,
+    carries,
+    forward_pass_s,
+    stage_edges,
+)
 
 MAX_HALVINGS = 24
+MAX_VISITS = 4  # of `partitions_below`: stages looked at per stage that may be returned
 CLOSE_ENOUGH = 2e-4  # share of the bound; thresholds are not halved below it
-ONE_BYTE = 1.0  # of slack: a plan that fits to the byte is never cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,223 +63,71 @@ def best_partition(table: CostTable, *, recompute: str | None, limit_s: float = 
     `recompute` is what the user fixed, or None. Plans slower than `limit_s` are not looked at: the bound is then
     `limit_s`.
     """
-    segments = Segments.of(table, recompute)
-    ranges = Ranges.of(table, _widest(table, segments, limit_s=limit_s - table.per_step_s))
-    stages = _stages(table, segments, ranges)
+    ranges, stages = _prepared(table, recompute=recompute, limit_s=limit_s)
     least_bottleneck_s = _least_bottleneck_s(ranges, stages)
     if least_bottleneck_s == INFINITY:
         return Partition(INFINITY if ranges.width >= ranges.widest_possible else limit_s, ())
-    bound_s, stops = _best_threshold(ranges, stages, least_bottleneck_s)
+    floor_s, _ = _least_sum(ranges, stages, INFINITY)
+    if floor_s + least_bottleneck_s + table.per_step_s >= limit_s:
+        return Partition(limit_s, ())
+    bound_s, stops = _best_threshold(ranges, stages, least_bottleneck_s, floor_s=floor_s)
     bound_s += table.per_step_s
     if bound_s >= limit_s:
         return Partition(limit_s, ())
-    return Partition(bound_s, _decode(segments, ranges, stages, stops=stops))
+    return Partition(bound_s, _decode(ranges, stages, stops=stops))
 
 
-# -------------------------------------------------------------------------------------------------- numbers per segment
+def partitions_below(
+    table: CostTable, *, recompute: str | None, limit_s: float, n_most: int
+) -> list[tuple[tuple[StagePlan, ...], tuple[StagePlan, ...]]] | None:
+    """Every way to cut the model whose bound is below `limit_s`; None if there are more than `n_most`, or nearly.
 
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Per segment, in order. With the choice that is faster; `again` is the other one, where it spares memory.
-
-    Attributes:
-        forward_extra_s, backward_extra_s: what communication adds while the segment computes, between all neighbours.
-        alone_extra_s: likewise for the segment that opens a backward pass; `closing_extra_s`: that closes it.
-        again_s: what recomputing adds to a backward pass; INFINITY where it spares nothing.
-        spared_bytes: what it spares per micro-batch in flight.
-        is_again: whether the faster choice is to recompute, or the only one.
+    Each as two plans: the one that recomputes as little as will do, and the one with the fastest choice of every
+    segment, which may not fit and than which no other of this cut is faster.
     """
-
-    forward_s: Array
-    backward_s: Array
-    gather_s: Array
-    reduce_s: Array
-    optimizer_s: Array
-    forward_extra_s: Array
-    backward_extra_s: Array
-    opening_extra_s: Array
-    closing_extra_s: Array
-    resident_bytes: Array
-    gathered_bytes: Array
-    gradient_bytes: Array
-    saved_bytes: Array
-    working_bytes: Array
-    least_working_bytes: Array
-    again_working_bytes: float
-    again_s: Array
-    spared_bytes: Array
-    accumulated_bytes: Array
-    pending_bytes: Array
-    is_again: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, table: CostTable, recompute: str | None) -> Segments:
-        """The segments of the table."""
-        pairs = _choices(table, recompute)
-        base, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-        def column(value: Callable[[SegmentCost], float], costs: list[SegmentCost] = base) -> Array:
-            by_cost = {id(cost): value(cost) for cost in costs}
-            return np.array([by_cost[id(cost)] for cost in costs], dtype=float)
-
-        forward, backward = column(forward_s), column(backward_s)
-        gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
-        slower = min(table.overlap_slowdown, 2.0) - 1.0
-        nothing = np.zeros(len(base))
-        before, after = np.append(nothing[:1], gather[:-1]), np.append(gather[1:], nothing[:1])
-        gathers_back = before if table.gathers_per_micro_batch else nothing
-        reduced = np.append(reduce[1:], nothing[:1]) if table.reduces_per_micro_batch else nothing
-
-        def backward_extra(compute: Array) -> Array:
-            waits = hidden_extra_s(compute, gathers_back + reduced, slower)
-            return np.where(gathers_back > 0.0, waits, slower * np.minimum(compute, reduced))
-
-        extra = backward_extra(backward)
-        spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
-        longer = column(backward_s, other) - backward
-        added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
-        working, other_working = column(lambda c: c.working_bytes), column(lambda c: c.working_bytes, other)
-        accumulates = not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
-        resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
-        gradient = column(lambda cost: cost.gradient_bytes)
-        return cls(
-            forward_s=forward,
-            backward_s=backward,
-            gather_s=gather,
-            reduce_s=reduce,
-            optimizer_s=column(lambda cost: cost.optimizer_s),
-            forward_extra_s=hidden_extra_s(forward, after, slower),
-            backward_extra_s=extra,
-            opening_extra_s=hidden_extra_s(backward, gathers_back, slower),
-            closing_extra_s=slower * np.minimum(backward, reduced),
-            resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
-            gathered_bytes=nothing if table.keeps_gathered else gathered,
-            gradient_bytes=nothing if accumulates else gradient,
-            saved_bytes=column(lambda cost: cost.saved_bytes),
-            working_bytes=working,
-            least_working_bytes=np.minimum(working, other_working),
-            again_working_bytes=float(min(other_working[spared > 0.0], default=0.0)),
-            again_s=np.where(spared > 0.0, added, INFINITY),
-            spared_bytes=np.maximum(spared, 0.0),
-            accumulated_bytes=gradient if accumulates else nothing,
-            pending_bytes=column(lambda cost: cost.pending_bytes),
-            is_again=tuple(cost is not table.costs[kind][0] for kind, cost in zip(table.kinds, base, strict=True)),
-        )
+    ranges, stages = _prepared(table, recompute=recompute, limit_s=limit_s)
+    rest_s = _least_rests(ranges, stages)
+    found: list[tuple[int, ...]] = []
+    waiting: list[tuple[tuple[int, ...], float, float]] = [((), table.per_step_s, 0.0)]  # stops, sum of A, most of G
+    for n_visited in count():
+        if len(found) > n_most or n_visited > n_most * len(stages) * MAX_VISITS:
+            return None
+        if not waiting:
+            break
+        stops, sum_s, most_s = waiting.pop()
+        if len(stops) == len(stages):
+            found.append(stops)
+            continue
+        own, start = stages[len(stops)], stops[-1] if stops else 0
+        stop = np.arange(start + 1, min(start + ranges.width, ranges.n_pieces) + 1)
+        sums_s = sum_s + own.sum_s[stop, stop - start - 1]
+        mosts_s = np.maximum(most_s, own.bottleneck_s[stop, stop - start - 1])
+        for place in np.flatnonzero(sums_s + mosts_s + rest_s[len(stops) + 1][stop] < limit_s):
+            waiting.append(((*stops, int(stop[place])), float(sums_s[place]), float(mosts_s[place])))
+    cuts = [list(stops) for stops in found]
+    return [
+        (_decode(ranges, stages, stops=stops), _decode(ranges, stages, stops=stops, spares=False)) for stops in cuts
+    ]
 
 
-def _choices(table: CostTable, recompute: str | None) -> list[tuple[SegmentCost, SegmentCost]]:
-    """Per segment, the faster choice and the other one, as far as the user leaves a choice."""
-    must = set(repeated_segments(table)) if recompute == "full" else set()
-    pairs = []
-    for segment, kind in enumerate(table.kinds):
-        costs = table.costs[kind]
-        kept, again = costs[0], costs[-1]
-        if segment in must:
-            pairs.append((again, again))
-        elif recompute == "none":
-            pairs.append((kept, kept))
-        else:
-            pairs.append((kept, again) if backward_s(kept) <= backward_s(again) else (again, kept))
-    return pairs
+def _prepared(table: CostTable, *, recompute: str | None, limit_s: float) -> tuple[Ranges, list[_Stage]]:
+    """The ranges that may be stages, and what each is as each stage."""
+    own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
+    kinds = {id(own): (own, Segments.of(own, recompute)) for own in {id(own): own for own in own_tables}.values()}
+    segments = tuple(found for _, found in kinds.values())
+    ranges = Ranges.of(table, _widest(table, segments, limit_s=limit_s - table.per_step_s))
+    passes = {number: _Passes.of(own, found, ranges) for number, (own, found) in kinds.items()}
+    return ranges, _stages(table.mesh, tuple(passes[id(own)] for own in own_tables), ranges)
 
 
-def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> Array:
-    """What communication adds to compute that must wait for its end: the rest of it, and the slowdown by the overlap.
-
-    `slower` is the slowdown - 1.
-    """
-    both = np.minimum(compute_s, communication_s)
-    return communication_s - both + slower * both
-
-
-# --------------------------------------------------------------------------------------------------- ranges of pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Ranges:
-    """All ranges of at most `width` consecutive pieces; arrays are (n_pieces + 1, width), by stop and count - 1.
-
-    Attributes:
-        edges: the first segment of each piece, and the end.
-        start: first piece of each range; 0 where the range would begin before the model.
-        exists: whether it does not.
-    """
-
-    edges: Array
-    width: int
-    widest_possible: int
-    stop: Array
-    start: Array
-    exists: Array
-
-    @classmethod
-    def of(cls, table: CostTable, width: int) -> Ranges:
-        """The ranges that a stage may be."""
-        edges = np.array(_edges(table))
-        n_pieces = len(edges) - 1
-        widest_possible = n_pieces - table.mesh.pp + 1
-        stop = np.arange(n_pieces + 1)[:, None]
-        counts = np.arange(1, min(width, widest_possible) + 1)[None, :]
-        start = stop - counts
-        return cls(edges, counts.shape[1], widest_possible, stop, np.maximum(start, 0), start >= 0)
-
-    @property
-    def n_pieces(self) -> int:
-        """Pieces of the model."""
-        return len(self.edges) - 1
-
-    def total(self, per_segment: Array) -> Array:
-        """The sum over the segments of each range."""
-        sums = np.append(0.0, np.cumsum(per_segment))[self.edges]
-        return sums[self.stop] - sums[self.start]
-
-    def first(self, per_segment: Array) -> Array:
-        """The value of the first segment of each range."""
-        return per_segment[np.minimum(self.edges[self.start], len(per_segment) - 1)]
-
-    def last(self, per_segment: Array) -> Array:
-        """The value of the last segment of each range, as one column."""
-        return per_segment[np.maximum(self.edges[self.stop] - 1, 0)]
-
-    def largest(self, per_piece: Array) -> Array:
-        """The largest value of any piece of each range."""
-        values = np.full((self.n_pieces + 1, self.width), -INFINITY)
-        for place in range(self.width):
-            values[place + 1 :, place] = per_piece[: self.n_pieces - place]
-        return np.maximum.accumulate(values, axis=1)
-
-    def largest_segment(self, per_segment: Array) -> Array:
-        """The largest value of any segment of each range."""
-        return self.largest(np.maximum.reduceat(per_segment, self.edges[:-1]))
-
-    def largest_neighbours(self, per_segment: Array) -> Array:
-        """The largest sum of two neighbouring segments of each range; of the one where it is alone."""
-        alone = self.largest_segment(per_segment)
-        pairs = np.append(per_segment[:-1] + per_segment[1:], 0.0)
-        last_of_piece = self.edges[1:] - 1
-        inside = pairs.copy()
-        inside[last_of_piece] = 0.0
-        most = np.maximum(alone, self.largest_segment(inside))
-        if self.width > 1:  # a pair that straddles two pieces belongs to ranges that hold both
-            joints = np.append(0.0, pairs[last_of_piece][:-1])
-            straddling = self.largest(joints)
-            most[:, 1:] = np.maximum(most[:, 1:], straddling[:, :-1])
-        return most
-
-
-def _edges(table: CostTable) -> tuple[int, ...]:
-    """Where a stage may begin or end; with one stage, only where the model does."""
-    return (0, len(table.kinds)) if table.mesh.n_stages == 1 else piece_edges(table)
-
-
-def _widest(table: CostTable, segments: Segments, *, limit_s: float) -> int:
+def _widest(table: CostTable, segments: tuple[Segments, ...], *, limit_s: float) -> int:
     """The most pieces that any stage may have in a step of at most `limit_s`; 1 or more."""
-    edges = _edges(table)
+    edges = stage_edges(table)
     n_pieces = len(edges) - 1
     if limit_s == INFINITY:
         return n_pieces
-    sums = np.append(0.0, np.cumsum(segments.forward_s + segments.backward_s))[list(edges)]
+    least_s = np.minimum.reduce([own.forward_s + own.backward_s for own in segments])
+    sums = np.append(0.0, np.cumsum(least_s))[list(edges)]
     low, high = 1, n_pieces
     while low < high:
         middle = (low + high + 1) // 2
@@ -294,65 +146,73 @@ class _Stage:
     A and G are INFINITY where the range does not fit.
     """
 
+    segments: Segments
     sum_s: Array
     bottleneck_s: Array
     missing_bytes: Array
     n_in_flight: int
 
 
-def _stages(table: CostTable, segments: Segments, ranges: Ranges) -> list[_Stage]:
-    mesh = table.mesh
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What each range is on one kind of rank.
+
+    Attributes:
+        backward_s: nothing recomputed for want of memory.
+        carry_s: what a reduction leaves to the next pass.
+        first_cut_s: the transfer over its first boundary when the rank before it is of this kind.
+    """
+
+    table: CostTable
+    segments: Segments
+    first_forward_s: Array
+    forward_s: Array
+    backward_s: Array
+    carry_s: Array
+    first_cut_s: Array
+    memory: _Memory
+
+    @classmethod
+    def of(cls, table: CostTable, segments: Segments, ranges: Ranges) -> _Passes:
+        """The passes of each range."""
+        inner_cuts_s = (table.cut_s[edge - 1] or 0.0 for edge in ranges.edges[1:-1])
+        return cls(
+            table=table,
+            segments=segments,
+            first_forward_s=forward_pass_s(segments, ranges, gathers=True),
+            forward_s=forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch),
+            backward_s=backward_pass_s(table, segments, ranges),
+            carry_s=ranges.first(segments.reduce_s) if carries(table, segments) else 0.0,
+            first_cut_s=np.array([0.0, *inner_cuts_s, 0.0])[ranges.start],
+            memory=_Memory.of(table, segments, ranges),
+        )
+
+
+def _stages(mesh: Mesh, passes: tuple[_Passes, ...], ranges: Ranges) -> list[_Stage]:
+    """The stages of a mesh; `passes` are those of each rank."""
     n, is_gpipe = mesh.n_micro_batches, mesh.schedule == "gpipe"
-    first_forward_s = forward_pass_s(segments, ranges, gathers=True)
-    forward = forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch)
-    backward = backward_pass_s(table, segments, ranges)
-    carry_s = ranges.first(segments.reduce_s) if carries(table, segments) else 0.0
-    cuts_s = np.array([0.0, *(table.cut_s[edge - 1] or 0.0 for edge in ranges.edges[1:-1]), 0.0])[ranges.start]
-    memory = _Memory.of(table, segments, ranges)
     stages = []
-    for stage in range(mesh.pp):
-        missing_bytes, again_s = memory.recomputing(in_flight(mesh, stage))
-        whole_s = backward + again_s
+    for stage, own in enumerate(passes):
+        missing_bytes, again_s = own.memory.recomputing(in_flight(mesh, stage))
+        whole_s = own.backward_s + again_s
         # Under gpipe the path reaches the stages after `s` with the last micro-batch.
-        opening_s = forward if is_gpipe and stage > 0 else first_forward_s
-        edges_s = 2.0 * cuts_s if stage > 0 else _ends_s(table, segments, ranges, backward_s=whole_s)
+        opening_s = own.forward_s if is_gpipe and stage > 0 else own.first_forward_s
+        edges_s = 2.0 * passes[stage - 1].first_cut_s if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
         n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
         fits = np.isfinite(again_s) & ranges.exists
-        bottleneck_s = np.where(fits, np.where(fits, whole_s + carry_s, 0.0) * (n - 1) + n_forwards * forward, INFINITY)
+        backwards_s = np.where(fits, whole_s + own.carry_s, 0.0) * (n - 1)
+        bottleneck_s = np.where(fits, backwards_s + n_forwards * own.forward_s, INFINITY)
         sum_s = np.where(fits, opening_s + whole_s + edges_s, INFINITY)
-        stages.append(_Stage(sum_s, bottleneck_s, missing_bytes, in_flight(mesh, stage)))
+        stages.append(_Stage(own.segments, sum_s, bottleneck_s, missing_bytes, in_flight(mesh, stage)))
     return stages
 
 
-def forward_pass_s(segments: Segments, ranges: Ranges, *, gathers: bool) -> Array:
-    """Time of a forward pass of each range."""
-    if not gathers:
-        return ranges.total(segments.forward_s)
-    waits = ranges.total(segments.forward_s + segments.forward_extra_s) - ranges.last(segments.forward_extra_s)
-    return waits + ranges.first(segments.gather_s)
-
-
-def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Array:
-    """Time of a backward pass of each range, nothing recomputed: its last segment opens it, its first one closes it."""
-    extra = segments.backward_extra_s
-    opening = ranges.last(extra - segments.opening_extra_s)
-    closing = ranges.first(extra - segments.closing_extra_s)
-    is_alone = ranges.first(np.arange(len(extra))) == ranges.last(np.arange(len(extra)))
-    missing = np.where(is_alone, ranges.first(extra), opening + closing)
-    first_gather = ranges.last(segments.gather_s) if table.gathers_per_micro_batch else 0.0
-    return ranges.total(segments.backward_s + extra) - missing + first_gather
-
-
-def carries(table: CostTable, segments: Segments) -> bool:
-    """Whether every pass waits for the reduction that the pass before it left."""
-    return table.gathers_per_micro_batch and table.reduces_per_micro_batch and min(segments.gather_s) > 0.0
-
-
-def _ends_s(table: CostTable, segments: Segments, ranges: Ranges, *, backward_s: Array) -> Array:
+def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
     """What the first stage does after its last backward pass, and the slowdown of that pass by its reductions.
 
     left >= all reductions - compute after the first of them;   slowed >= (slowdown - 1) (reductions - left)
     """
+    table, segments = first.table, first.segments
     optimizer_s, last_s = ranges.total(segments.optimizer_s), ranges.first(segments.reduce_s)
     if table.gathers_per_micro_batch:
         return optimizer_s + last_s
@@ -448,9 +308,20 @@ def _least_sum(ranges: Ranges, stages: list[_Stage], threshold_s: float) -> tupl
     return float(least[-1]), stops[::-1]
 
 
-def _best_threshold(ranges: Ranges, stages: list[_Stage], lowest_s: float) -> tuple[float, list[int]]:
-    """The least D(x) + x from below, and the stops of the best threshold tried."""
-    floor_s, _ = _least_sum(ranges, stages, INFINITY)
+def _least_rests(ranges: Ranges, stages: list[_Stage]) -> list[Array]:
+    """Per stage, and at the end: the least sum of A from it on, by the piece it starts with."""
+    rests = [np.append(np.full(ranges.n_pieces, INFINITY), 0.0)]
+    for stage in reversed(stages):
+        least = np.full(ranges.n_pieces + 1, INFINITY)
+        np.minimum.at(least, ranges.start, np.where(ranges.exists, stage.sum_s + rests[-1][:, None], INFINITY))
+        rests.append(least)
+    return rests[::-1]
+
+
+def _best_threshold(
+    ranges: Ranges, stages: list[_Stage], lowest_s: float, *, floor_s: float
+) -> tuple[float, list[int]]:
+    """The least D(x) + x from below, and the stops of the best threshold tried; `floor_s` is D(INFINITY)."""
     least_s, stops = _least_sum(ranges, stages, lowest_s)
     best_s = least_s + lowest_s
     waiting = [(floor_s + lowest_s, lowest_s, lowest_s + least_s - floor_s, floor_s)]  # bound, from, to, D(to)
@@ -467,12 +338,12 @@ def _best_threshold(ranges: Ranges, stages: list[_Stage], lowest_s: float) -> tu
     return min(best_s, waiting[0][0]), stops
 
 
-def _decode(segments: Segments, ranges: Ranges, stages: list[_Stage], *, stops: list[int]) -> tuple[StagePlan, ...]:
-    """The stages that end at these pieces, each with what it must recompute to fit."""
+def _decode(ranges: Ranges, stages: list[_Stage], *, stops: list[int], spares: bool = True) -> tuple[StagePlan, ...]:
+    """The stages that end at these pieces, each with what it must recompute to fit if it `spares` memory."""
     found = []
     for start, stop, stage in zip([0, *stops], stops, stages, strict=False):
         first, last = int(ranges.edges[start]), int(ranges.edges[stop])
-        missing_bytes = float(stage.missing_bytes[stop, stop - start - 1])
+        segments, missing_bytes = stage.segments, float(stage.missing_bytes[stop, stop - start - 1]) * spares
         switched = _switched(segments, range(first, last), missing_bytes=missing_bytes / stage.n_in_flight)
         recomputed = tuple(i for i in range(first, last) if segments.is_again[i] != (i in switched))
         found.append(StagePlan(first, last, recomputed))

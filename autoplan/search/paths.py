@@ -315,23 +315,22 @@ class Shape:
 
     Attributes:
         ranks: of each stage.
-        moments, counts: per rank.
+        stages_of, moments, counts: per rank.
     """
 
     ranks: tuple[int, ...]
+    stages_of: tuple[tuple[int, ...], ...]
     moments: tuple[tuple[Moment, ...], ...]
     counts: tuple[MomentCounts, ...]
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages on a rank."""
-        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
 
 def shape_of(mesh: Mesh) -> Shape:
     """The shape of a mesh's schedule."""
     schedule = _schedule_of(mesh)
     moments = tuple(moments_of(schedule, rank) for rank in range(mesh.pp))
-    return Shape(stage_ranks(schedule), moments, tuple(map(MomentCounts.of, moments)))
+    ranks = stage_ranks(schedule)
+    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(mesh.pp))
+    return Shape(ranks, stages_of, moments, tuple(map(MomentCounts.of, moments)))
 
 
 def _schedule_of(mesh: Mesh) -> Schedule:

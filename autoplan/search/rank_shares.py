@@ -24,9 +24,9 @@ from autoplan.parallel_plan import StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search.bounds import memory_room_bytes
 from autoplan.search.linear_model import INFINITY
-from autoplan.search.partition import ONE_BYTE, Array, Ranges, Segments, backward_pass_s, carries, forward_pass_s
 from autoplan.search.paths import Shape
 from autoplan.search.plans import piece_edges, stage_sizes
+from autoplan.search.ranges import ONE_BYTE, Array, Ranges, Segments, backward_pass_s, carries, forward_pass_s
 from autoplan.search.terms import accumulates
 
 
@@ -156,31 +156,29 @@ def _ways(n_pieces: int, sizes: tuple[range, ...], own: tuple[int, ...]) -> Arra
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """What `times_s` needs."""
+    """What `times_s` needs; `ways` are (way, stage of the rank), every choice of sizes, per rank."""
 
     table: CostTable
     shape: Shape
     needs: _Needs
     segments: Segments
     n_pieces: int
+    ways: tuple[Array, ...]
 
     @classmethod
     def of(cls, table: CostTable, shape: Shape, recompute: str | None) -> _Shares:
         """The shares of the ranks of a mesh."""
-        segments = Segments.of(table, recompute)
-        return cls(table, shape, _Needs.of(table, segments), segments, len(piece_edges(table)) - 1)
-
-    def ways(self, rank: int) -> Array:
-        """(way, stage of the rank): every choice of sizes."""
-        sizes = stage_sizes(self.table.mesh, n_pieces=self.n_pieces)
-        return _ways(self.n_pieces, sizes, tuple(self.shape.stages_of(rank)))
+        segments, n_pieces = Segments.of(table, recompute), len(piece_edges(table)) - 1
+        sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
+        ways = tuple(_ways(n_pieces, sizes, own) for own in shape.stages_of)
+        return cls(table, shape, _Needs.of(table, segments), segments, n_pieces, ways)
 
     def times_s(self, rank: int, *, recomputes: bool) -> Array:
         """Per number of pieces, the least time of this rank's part of the step; INFINITY where it cannot be.
 
         Without `recomputes` memory is left out.
         """
-        mesh, ways = self.table.mesh, self.ways(rank)
+        mesh, ways = self.table.mesh, self.ways[rank]
         again_s = self._recomputing_s(rank) if recomputes else np.zeros(len(ways))
         n_turns = 1 if splits_backward(mesh.schedule) else mesh.n_chunks
         found = self._turn_s(rank, 0, again_s)
@@ -197,7 +195,7 @@ class _Shares:
         backward. A split backward pass leads back to no other stage.
         """
         table, needs, pp, n = self.table, self.needs, self.table.mesh.pp, self.table.mesh.n_micro_batches
-        own = self.shape.stages_of(rank)
+        own = self.shape.stages_of[rank]
         before = [stage for stage in range(own[chunk]) if stage not in own]
         cut_s = own[chunk] * min((s for s in table.cut_s if s is not None), default=0.0)
         there_s = cut_s + float(needs.first_forward_s[before].min(axis=1).sum())
@@ -215,7 +213,7 @@ class _Shares:
 
     def _chosen(self, per_stage: Array, rank: int) -> Array:
         """(way, stage of the rank): the values of its stages."""
-        return per_stage[self.shape.stages_of(rank), self.ways(rank)]
+        return per_stage[list(self.shape.stages_of[rank]), self.ways[rank]]
 
     def _sum(self, per_stage: Array, rank: int) -> Array:
         return self._chosen(per_stage, rank).sum(axis=1)

@@ -1,0 +1,108 @@
+"""Price on a mixed cluster: one table per group of hosts, joined into one whose pipeline ranks differ.
+
+    pipeline ranks    0    1    2  |  3    4        rank r of group g: figures of g's devices, links and memory
+    group             0    0    0  |  1    1        its cuts: sent over g's network, the last rank's over `between`
+
+A data- or tensor-parallel group never spans groups of hosts, so everything but three things is priced inside of one
+group: what the pipeline sends from group to group (`_between_cuts`), the norm of the gradient, and tied weights, which
+the first and the last stage sum (`_per_step_s`). At a boundary all dp x tp devices of a rank send at once and share
+`between`; the slowest network on the way counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from autoplan.cost.collectives import Group, send_s
+from autoplan.cost.price import (
+    GRADIENT_NORM_BYTES,
+    Cuts,
+    Shardings,
+    make_boundary_sizer,
+    make_part_pricer,
+    tied_elements,
+    tied_weight_bytes,
+)
+from autoplan.cost.table import CostTable
+from autoplan.graph import OpGraph
+from autoplan.hardware import HardwareProfile
+from autoplan.hardware_cluster import Cluster, GroupLink
+from autoplan.parallel_plan import GroupRanks, Mesh
+from autoplan.rules import OpRule
+
+MixedPricer = Callable[[Mesh, tuple[GroupRanks, ...]], CostTable]
+TWO_HOSTS = Group(2, 1)
+
+
+def make_mixed_pricer(
+    graph: OpGraph, *, cluster: Cluster, precision: str, shardings: Shardings, rules: Mapping[str, OpRule]
+) -> MixedPricer:
+    """A function that prices one mesh whose pipeline ranks are on these groups, in order."""
+    parts = [
+        make_part_pricer(graph, profile=group, precision=precision, shardings=shardings, rules=rules)
+        for group in cluster.groups
+    ]
+    sizes, tied = make_boundary_sizer(graph, precision), tied_elements(graph)
+
+    @cache
+    def between_cuts(tp: int, sharding: str, size: int, dp: int, first: int, second: int) -> Cuts:
+        ends = (cluster.groups[first], cluster.groups[second])
+        return _between_cuts(sizes(tp, sharding, size), cluster.between, ends, n_devices=dp * tp)
+
+    def price(mesh: Mesh, groups: tuple[GroupRanks, ...]) -> CostTable:
+        tables = [parts[own.group](mesh, own.n_ranks) for own in groups]
+        if len(groups) == 1:
+            return tables[0]
+        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.dp
+        pairs = zip(groups, groups[1:], strict=False)
+        cuts = [between_cuts(*layout, one.group, other.group) for one, other in pairs]
+        tied_bytes = tied_weight_bytes(tied, mesh, precision)
+        per_step_s = _per_step_s(tables, cluster.between, tied_bytes, n_devices=mesh.dp * mesh.tp)
+        return joined(tables, [own.n_ranks for own in groups], cuts, per_step_s=per_step_s)
+
+    return price
+
+
+def joined(
+    tables: Sequence[CostTable], n_ranks: Sequence[int], cuts: Sequence[Cuts], *, per_step_s: float
+) -> CostTable:
+    """One table of a pipeline over several groups; `cuts` are those from each group to the next."""
+    tables = [replace(table, per_step_s=per_step_s) for table in tables]
+    ranks: list[CostTable] = []
+    for table, count, leaving in zip(tables, n_ranks, (*cuts, tables[-1].cut_s), strict=True):
+        ranks += [table] * (count - 1) + [replace(table, cut_s=leaving)]
+    return replace(tables[0], rank_tables=tuple(ranks))
+
+
+def _between_cuts(
+    sizes: tuple[int | None, ...], between: GroupLink, ends: tuple[HardwareProfile, ...], *, n_devices: int
+) -> Cuts:
+    """Seconds to send over each boundary from group to group, `n_devices` at once."""
+    networks = [group for group in ends if group.n_hosts > 1]
+
+    def seconds(n_bytes: int) -> float:
+        own_s = [send_s(n_bytes, pair=TWO_HOSTS, profile=group) for group in networks]
+        return max([between_s(n_bytes, between, n_devices=n_devices), *own_s])
+
+    known = {n_bytes: seconds(n_bytes) for n_bytes in set(sizes) if n_bytes is not None}
+    return tuple(None if n_bytes is None else known[n_bytes] for n_bytes in sizes)
+
+
+def between_s(n_bytes: float, between: GroupLink, *, n_devices: int) -> float:
+    """Time to send `n_bytes` from each of `n_devices` of a group to another one: latency + n_devices x size / rate."""
+    if n_bytes == 0:
+        return 0.0
+    rate = between.bytes_per_s_per_group * between.bus_efficiency
+    return between.latency_s + n_devices * n_bytes / rate
+
+
+def _per_step_s(tables: Sequence[CostTable], between: GroupLink, tied_bytes: int, *, n_devices: int) -> float:
+    """The gradient norm, summed inside the groups at once and then from group to group and back; and tied weights.
+
+    Two ends that sum a tensor send it to each other, at once.
+    """
+    norm_s = 2 * (len(tables) - 1) * between_s(GRADIENT_NORM_BYTES, between, n_devices=1)
+    tied_s = between_s(tied_bytes, between, n_devices=n_devices)
+    return max(table.per_step_s for table in tables) + norm_s + tied_s

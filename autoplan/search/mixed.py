@@ -1,0 +1,417 @@
+"""The search on a mixed cluster: groups of hosts, each of its own kind.
+
+Plans are of two sorts, and the best of both is the answer:
+
+    one group       everything that `search` finds in a group alone, the other groups idle
+    several groups  a pipeline: some ranks in a row on one group, some on the next; dp and tp the same everywhere,
+                    dp never spans groups; 1f1b or gpipe, one stage per rank; groups in every order
+
+The meshes of pipelines are examined in the order of their bounds (`mixed_meshes`): priced, cut by `best_partition` (a
+rank's stage by its own figures, so that faster ranks get more layers), simulated; of a small mesh all plans are. What
+is left unproved is the gap of the result.
+
+Groups alone are searched after the first half of the time, and only those whose devices could do the work of a step in
+less than the best plan takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, product
+
+import numpy as np
+
+from autoplan.cost.table import CostTable
+from autoplan.errors import InfeasibleError
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.search import GOOD_ENOUGH, search
+from autoplan.search.bounds import in_flight, least_compute_s
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
+from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MixedSpace, families
+from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
+from autoplan.search.partition import best_partition, partitions_below
+from autoplan.search.plans import all_plans, count_plans, obeys_recompute, piece_edges, runs_of
+from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.simulate import simulate
+from autoplan.units import GiB
+
+MAX_REPAIRS = 4  # of one plan that lacks memory
+WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to be improved piece by piece
+
+
+def search_mixed(
+    space: MixedSpace, *, options: Options, clock: Callable[[], float] = time.perf_counter
+) -> SearchResult:
+    """The best plan of `space`, with the bound that is proved; see `search`.
+
+    Of the pipelines over several groups, those examined are among the result's `rejected`, the rest are only counted.
+
+    Raises: InfeasibleError if there is no mesh at all; InputError for a wrong fix.
+    """
+    state = _Search(space, options, clock, clock())
+    try:
+        state.families = tuple(families(space, options))
+        state.queue = _queue(state.families)
+        _examine_until(state, share=0.5)
+        _search_groups(state)
+        _examine_until(state, share=1.0)
+    except KeyboardInterrupt:
+        state.stopped = "interrupted"
+    return _result(state)
+
+
+# ---------------------------------------------------------------------------------------------------- the search so far
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best plan of a mesh."""
+
+    mesh: Mesh
+    groups: Groups
+    judged: Judged
+    bound_s: float
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search under way; `queue` holds (bound, family, row) of the pipelines left."""
+
+    space: MixedSpace
+    options: Options
+    clock: Callable[[], float]
+    started_s: float
+    families: tuple[Family, ...] = ()
+    queue: list[tuple[float, int, int]] = field(default_factory=list)
+    found: list[_Found] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    results: dict[int, SearchResult] = field(default_factory=dict)  # of groups alone
+    left_bounds_s: dict[int, float] = field(default_factory=dict)  # of groups that cannot hold a better plan
+    impossible: dict[int, str] = field(default_factory=dict)  # why a group has no mesh at all
+    least_bound_s: float = INFINITY  # of pipelines examined that may hold a better plan than was found of them
+    first_plan_s: float | None = None
+    stopped: str = ""
+
+    def note_plan(self) -> None:
+        """Remember when the first plan that fits was known."""
+        if self.first_plan_s is None and self.best_s < INFINITY:
+            self.first_plan_s = self.clock() - self.started_s
+
+    @property
+    def best_s(self) -> float:
+        """The step time of the best plan so far."""
+        groups_s = (result.best.estimate.step_s for result in self.results.values() if result.best is not None)
+        return min((*(item.judged.estimate.step_s for item in self.found), *groups_s), default=INFINITY)
+
+    @property
+    def gap(self) -> float:
+        """How much faster a plan must be to be worth looking for."""
+        return 0.0 if self.options.require_optimal else GOOD_ENOUGH
+
+    @property
+    def to_beat_s(self) -> float:
+        """The step time that a plan must be below to be worth looking for."""
+        return faster_than(self.best_s, gap=self.gap)
+
+    def remaining_s(self) -> float:
+        """Time left; INFINITY when there is no limit."""
+        limit_s = self.options.time_limit_s
+        return INFINITY if limit_s is None else limit_s - (self.clock() - self.started_s)
+
+
+# ------------------------------------------------------------------------------------------------------- examining them
+
+
+def _queue(own: tuple[Family, ...]) -> list[tuple[float, int, int]]:
+    """Every mesh that may fit, as a heap."""
+    queue = []
+    for number, family in enumerate(own):
+        rows = np.flatnonzero(np.isfinite(family.bounds_s))
+        queue += [(float(family.bounds_s[row]), number, int(row)) for row in rows]
+    heapq.heapify(queue)
+    return queue
+
+
+def _examine_until(state: _Search, *, share: float) -> None:
+    """Examine pipelines in order of their bounds until none can be better, or this share of the time is over."""
+    limit_s = state.options.time_limit_s
+    kept_s = 0.0 if limit_s is None else (1.0 - share) * limit_s
+    while state.queue and state.queue[0][0] < state.to_beat_s:
+        if state.remaining_s() <= kept_s:
+            state.stopped = "time limit" if share == 1.0 else ""
+            return
+        bound_s, number, row = state.queue[0]
+        _examine(state, *state.families[number].member(row), bound_s=bound_s)
+        state.note_plan()
+        heapq.heappop(state.queue)
+
+
+def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> None:
+    """The plan of a mesh by whole pieces; where the mesh is small and that proves too little, the best of all plans."""
+    table, recompute = state.space.price(mesh, groups), fixed(state.options, "recompute")
+    limit_s = state.best_s
+    partition = best_partition(table, recompute=recompute, limit_s=limit_s)
+    bound_s = max(bound_s, partition.bound_s)
+    best = _fitting(table, [partition.stages] if partition.stages else [], recompute=recompute)
+    if best is None and partition.stages:
+        best = _repaired(table, partition.stages, recompute=recompute)
+    if best is not None and best.estimate.step_s < (1.0 + WORTH_IMPROVING) * limit_s:
+        best = _improved(state, table, best, recompute=recompute)
+    known_s = min(limit_s, INFINITY if best is None else best.estimate.step_s)
+    if known_s < INFINITY and bound_s < faster_than(known_s, gap=state.gap):
+        best, bound_s = _settled(state, table, best, bound_s=bound_s, known_s=known_s)
+        known_s = min(known_s, INFINITY if best is None else best.estimate.step_s)
+    if bound_s < faster_than(known_s, gap=state.gap) and _is_small(table):
+        known = [] if best is None else [best.stages]
+        best = _fitting(table, chain(known, all_plans(runs_of(table), mesh)), recompute=recompute)
+        bound_s = INFINITY if best is None else best.estimate.step_s
+    state.least_bound_s = min(state.least_bound_s, bound_s)
+    if best is None:
+        state.rejections.append(_rejection(table, groups, bound_s=bound_s))
+    else:
+        state.found.append(_Found(mesh, groups, best, min(bound_s, best.estimate.step_s)))
+
+
+def _fitting(table: CostTable, plans: Iterable[tuple[StagePlan, ...]], *, recompute: str | None) -> Judged | None:
+    """The fastest of these plans that fits and has the recomputation the user fixed."""
+    allowed = (stages for stages in plans if obeys_recompute(table, stages, recompute=recompute))
+    judged = (Judged(stages, simulate(table, stages)) for stages in allowed)
+    return min((item for item in judged if item.estimate.fits), key=lambda item: item.estimate.step_s, default=None)
+
+
+def _repaired(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> Judged | None:
+    """The plan with more recomputed on the ranks that lack memory; None when that is not enough."""
+    for _ in range(MAX_REPAIRS):
+        estimate = simulate(table, stages)
+        if estimate.fits:
+            return _fitting(table, [stages], recompute=recompute)
+        short_bytes = [needed - estimate.limit_bytes(rank) for rank, needed in enumerate(estimate.reserved_bytes)]
+        repaired = tuple(_recomputing_more(table, rank, stage, short_bytes[rank]) for rank, stage in enumerate(stages))
+        if repaired == stages:
+            return None
+        stages = repaired
+    return None
+
+
+def _recomputing_more(table: CostTable, rank: int, stage: StagePlan, short_bytes: int) -> StagePlan:
+    own, n_in_flight, chosen = table.at_rank(rank), in_flight(table.mesh, rank), list(stage.recomputed)
+    for segment in range(stage.start, stage.stop):
+        kept, again = own.cost_of(segment, recomputed=False), own.cost_of(segment, recomputed=True)
+        if short_bytes <= 0:
+            break
+        if segment not in stage.recomputed and again.saved_bytes < kept.saved_bytes:
+            chosen.append(segment)
+            short_bytes -= n_in_flight * (kept.saved_bytes - again.saved_bytes)
+    return replace(stage, recomputed=tuple(sorted(chosen)))
+
+
+def _settled(
+    state: _Search, table: CostTable, best: Judged | None, *, bound_s: float, known_s: float
+) -> tuple[Judged | None, float]:
+    """Plan and bound after simulating every way to cut that may be faster; unchanged where these are too many."""
+    recompute, limit_s = fixed(state.options, "recompute"), faster_than(known_s, gap=state.gap)
+    n_most = MAX_TRIED_PASSES // (table.mesh.pp * table.mesh.n_micro_batches)
+    pairs = partitions_below(table, recompute=recompute, limit_s=limit_s, n_most=n_most)
+    if pairs is None:
+        return best, bound_s
+    least_s = limit_s
+    for stages, fastest in pairs:
+        fastest_s = simulate(table, fastest).step_s
+        least_s = min(least_s, fastest_s)
+        better = _fitting(table, [stages], recompute=recompute) if fastest_s < known_s else None
+        if better is not None and (best is None or better.estimate.step_s < best.estimate.step_s):
+            best = better
+    return best, max(bound_s, least_s)
+
+
+def _improved(state: _Search, table: CostTable, best: Judged, *, recompute: str | None) -> Judged:
+    """The plan after moving pieces from stage to stage, one by one, as long as that makes it faster."""
+    edges = piece_edges(table)
+    while True:
+        better = None
+        for stages in _neighbours(best.stages, edges):
+            if state.remaining_s() <= 0.0:
+                break
+            moved = _fitting(table, [stages], recompute=recompute)
+            if moved is not None and moved.estimate.step_s < faster_than((better or best).estimate.step_s):
+                better = moved
+        if better is None:
+            return best
+        best = better
+
+
+def _neighbours(stages: tuple[StagePlan, ...], edges: tuple[int, ...]) -> Iterator[tuple[StagePlan, ...]]:
+    """The plans in which one boundary is a piece further, or a piece less far; what is recomputed stays."""
+    chosen = {segment for stage in stages for segment in stage.recomputed}
+    cuts = [stage.start for stage in stages[1:]]
+    for place, cut in enumerate(cuts):
+        number = edges.index(cut)
+        for moved in (edges[number - 1], edges[number + 1]):
+            ends = (0, *cuts[:place], moved, *cuts[place + 1 :], edges[-1])
+            if ends[place] < moved < ends[place + 2]:
+                yield tuple(
+                    StagePlan(start, stop, tuple(i for i in range(start, stop) if i in chosen))
+                    for start, stop in pairwise(ends)
+                )
+
+
+def _is_small(table: CostTable) -> bool:
+    """Whether all plans of a mesh are simulated in about a second."""
+    runs, mesh = runs_of(table), table.mesh
+    n_most = MAX_TRIED_PASSES // (mesh.pp * mesh.n_micro_batches)
+    n_pieces = sum(run.length for run in runs)
+    return math.comb(n_pieces - 1, mesh.pp - 1) <= n_most and count_plans(runs, mesh) <= n_most
+
+
+def _least_short(own: Family) -> Rejection | None:
+    """Of the meshes that are too large altogether, the one that lacks the least memory."""
+    short_bytes = np.where(own.short_bytes > 0.0, own.short_bytes, INFINITY)
+    row = int(short_bytes.argmin())
+    if short_bytes[row] == INFINITY:
+        return None
+    mesh, groups = own.member(row)
+    detail = f"{_where(groups)}: {short_bytes[row] / GiB:.1f} GiB short at least, on average"
+    return Rejection(mesh, "memory", detail, short_bytes=int(short_bytes[row]))
+
+
+def _where(groups: Groups) -> str:
+    counts, numbers = (
+        " + ".join(map(str, of_all)) for of_all in zip(*((o.n_ranks, o.group) for o in groups), strict=True)
+    )
+    return f"{counts} ranks on groups {numbers}"
+
+
+def _rejection(table: CostTable, groups: Groups, *, bound_s: float) -> Rejection:
+    where = _where(groups)
+    if bound_s == INFINITY:
+        detail = f"{where}: some stage needs more than its device has"
+        return Rejection(table.mesh, "memory", detail, short_bytes=1)
+    return Rejection(table.mesh, "bound", f"{where}: no plan of it is faster than {bound_s:.6g} s")
+
+
+# --------------------------------------------------------------------------------------------------------- groups alone
+
+
+def _search_groups(state: _Search) -> None:
+    """Search the groups whose devices could do the work of a step in less than the best plan takes, strongest first."""
+    work_s = {index: _work_s(group, state.options) for index, group in enumerate(state.space.groups)}
+    for number, index in enumerate(sorted(work_s, key=lambda index: (work_s[index], index))):
+        if state.best_s < INFINITY and work_s[index] >= state.to_beat_s:
+            state.left_bounds_s[index] = work_s[index]
+            continue
+        group, remaining_s = state.space.groups[index], state.remaining_s()
+        share_s = None if remaining_s == INFINITY else max(0.0, remaining_s / (len(work_s) - number + 1))
+        options = replace(state.options, time_limit_s=share_s)
+        try:
+            result = search(group.space, price=group.price, options=options, make_plan=group.make_plan)
+        except InfeasibleError as error:
+            state.impossible[index] = str(error)
+            continue
+        state.results[index] = result
+        state.note_plan()
+        if result.stopped_by == "interrupted":
+            raise KeyboardInterrupt
+
+
+def _work_s(group: GroupSpace, options: Options) -> float:
+    """The least time in which all devices of a group do the compute of a step, whatever the plan."""
+    space = group.space
+    least_s = INFINITY
+    for tp in legal_tensor_degrees(space, options):
+        for sharding, size in product(dict(space.shardings)[tp], micro_batch_sizes(space, options, dp=1)):
+            table = group.price(Mesh(tp=tp, sharding=sharding, micro_batch_size=size))
+            least_s = min(least_s, tp * sum(least_compute_s(table)) / size)
+    return least_s * space.global_batch / space.n_devices
+
+
+# ----------------------------------------------------------------------------------------------------------- the answer
+
+
+def _result(state: _Search) -> SearchResult:
+    n_meshes = sum(len(family.n_ranks) for family in state.families)
+    n_meshes += sum(result.n_meshes for result in state.results.values())
+    if n_meshes == 0 and state.impossible:
+        raise InfeasibleError("\n".join(dict.fromkeys(state.impossible.values())))
+    candidates = _candidates(state)
+    best = candidates[0] if candidates else None
+    bound_s = _proved_s(state)
+    is_proved = best is not None and bound_s >= faster_than(best.estimate.step_s)
+    if best is not None:
+        status = "optimal" if is_proved else "feasible"
+    else:
+        status = "infeasible" if bound_s == INFINITY and not state.stopped else "unknown"
+    return SearchResult(
+        status=status,
+        best=best,
+        alternatives=tuple(candidates[1:]),
+        baselines=tuple(
+            replace(item, baseline=f"{item.baseline} on group {index}")
+            for index, result in sorted(state.results.items())
+            for item in result.baselines
+        ),
+        rejected=_rejected(state, best),
+        bound_s=best.estimate.step_s if best is not None and is_proved else bound_s if 0 < bound_s < INFINITY else None,
+        n_meshes=n_meshes,
+        search_s=state.clock() - state.started_s,
+        first_plan_s=state.first_plan_s,
+        stopped_by=_stopped_by(state, bound_s) if status == "feasible" else state.stopped,
+    )
+
+
+def _candidates(state: _Search) -> list[Candidate]:
+    """The best plans of different meshes, fastest first."""
+    n_kept = state.options.top + 1
+    pipelines = sorted(state.found, key=lambda item: item.judged.estimate.step_s)[:n_kept]
+    found = [
+        Candidate(state.space.make_plan(item.mesh, item.groups, item.judged.stages), item.judged.estimate, item.bound_s)
+        for item in pipelines
+    ]
+    for result in state.results.values():
+        found += [item for item in (result.best, *result.alternatives) if item is not None]
+    return sorted(found, key=lambda item: item.estimate.step_s)[:n_kept]
+
+
+def _proved_s(state: _Search) -> float:
+    """No plan of the space that fits is faster; 0 when that is not known of some."""
+    bounds_s = [state.least_bound_s, *(bound_s for bound_s, _, _ in state.queue[:1])]
+    for index in range(len(state.space.groups)):
+        result = state.results.get(index)
+        if index in state.left_bounds_s:
+            bounds_s.append(state.left_bounds_s[index])
+        elif result is not None:
+            bounds_s.append(INFINITY if result.status == "infeasible" else result.bound_s or 0.0)
+        elif index not in state.impossible:
+            return 0.0
+    return min(bounds_s)
+
+
+def _stopped_by(state: _Search, bound_s: float) -> str:
+    """What ended the search; see `SearchResult`."""
+    if bound_s >= faster_than(state.best_s, gap=GOOD_ENOUGH):
+        return ""
+    reasons = {result.stopped_by for result in state.results.values()} - {""}
+    return state.stopped or ("time limit" if "time limit" in reasons else "stalled")
+
+
+def _is_of(plan: Plan, item: _Found) -> bool:
+    places = [[(own.group, own.n_ranks) for own in groups] for groups in (plan.groups, item.groups)]
+    return plan.mesh == item.mesh and places[0] == places[1]
+
+
+def _rejected(state: _Search, best: Candidate | None) -> tuple[Rejection, ...]:
+    """Every mesh that was looked at but the best one; without a plan also the least too large of each family."""
+    others = [
+        Rejection(item.mesh, "slower", f"its best plan found takes {item.judged.estimate.step_s:.6g} s", step_s)
+        for item in state.found
+        for step_s in (item.judged.estimate.step_s,)
+        if best is None or not _is_of(best.plan, item)
+    ]
+    too_large = [item for item in map(_least_short, state.families) if item is not None] if best is None else []
+    of_groups = [item for result in state.results.values() for item in result.rejected]
+    return (*others, *state.rejections, *too_large, *of_groups)

@@ -1,0 +1,242 @@
+"""Numbers per segment and sums over ranges of pieces, as arrays: what bounds on whole pieces are made of.
+
+Arrays over ranges are (stop, count - 1): the `count` pieces (see `plans`) before boundary `stop` as one stage. All that
+communication adds to a pass is taken between the neighbours a segment has (`hidden_extra_s`), as in
+`stage_pass.replay_pass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.plans import piece_edges, repeated_segments
+
+Array = Any  # numpy.ndarray of floats
+
+ONE_BYTE = 1.0  # of slack: a plan that fits to the byte is never cut off
+
+
+# -------------------------------------------------------------------------------------------------- numbers per segment
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Per segment, in order. With the choice that is faster; `again` is the other one, where it spares memory.
+
+    Attributes:
+        forward_extra_s, backward_extra_s: what communication adds while the segment computes, between all neighbours.
+        opening_extra_s: likewise for the segment that opens a backward pass; `closing_extra_s`: that closes it.
+        again_s: what recomputing adds to a backward pass; INFINITY where it spares nothing.
+        spared_bytes: what it spares per micro-batch in flight.
+        is_again: whether the faster choice is to recompute, or the only one.
+    """
+
+    forward_s: Array
+    backward_s: Array
+    gather_s: Array
+    reduce_s: Array
+    optimizer_s: Array
+    forward_extra_s: Array
+    backward_extra_s: Array
+    opening_extra_s: Array
+    closing_extra_s: Array
+    resident_bytes: Array
+    gathered_bytes: Array
+    gradient_bytes: Array
+    saved_bytes: Array
+    working_bytes: Array
+    least_working_bytes: Array
+    again_working_bytes: float
+    again_s: Array
+    spared_bytes: Array
+    accumulated_bytes: Array
+    pending_bytes: Array
+    is_again: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, table: CostTable, recompute: str | None) -> Segments:
+        """The segments of the table."""
+        base, other, is_again = zip(*_choices(table, recompute), strict=True)
+        kinds = list(table.kinds)
+
+        def column(value: Callable[[SegmentCost], float], costs: tuple[SegmentCost, ...] = base) -> Array:
+            return np.array([value(cost) for cost in costs], dtype=float)[kinds]
+
+        forward, backward = column(forward_s), column(backward_s)
+        gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
+        slower = min(table.overlap_slowdown, 2.0) - 1.0
+        nothing = np.zeros(len(kinds))
+        before, after = np.append(nothing[:1], gather[:-1]), np.append(gather[1:], nothing[:1])
+        gathers_back = before if table.gathers_per_micro_batch else nothing
+        reduced = np.append(reduce[1:], nothing[:1]) if table.reduces_per_micro_batch else nothing
+
+        def backward_extra(compute: Array) -> Array:
+            waits = hidden_extra_s(compute, gathers_back + reduced, slower)
+            return np.where(gathers_back > 0.0, waits, slower * np.minimum(compute, reduced))
+
+        extra = backward_extra(backward)
+        spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
+        longer = column(backward_s, other) - backward
+        added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
+        working, other_working = column(lambda c: c.working_bytes), column(lambda c: c.working_bytes, other)
+        accumulates = not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
+        resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
+        gradient = column(lambda cost: cost.gradient_bytes)
+        return cls(
+            forward_s=forward,
+            backward_s=backward,
+            gather_s=gather,
+            reduce_s=reduce,
+            optimizer_s=column(lambda cost: cost.optimizer_s),
+            forward_extra_s=hidden_extra_s(forward, after, slower),
+            backward_extra_s=extra,
+            opening_extra_s=hidden_extra_s(backward, gathers_back, slower),
+            closing_extra_s=slower * np.minimum(backward, reduced),
+            resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
+            gathered_bytes=nothing if table.keeps_gathered else gathered,
+            gradient_bytes=nothing if accumulates else gradient,
+            saved_bytes=column(lambda cost: cost.saved_bytes),
+            working_bytes=working,
+            least_working_bytes=np.minimum(working, other_working),
+            again_working_bytes=float(min(other_working[spared > 0.0], default=0.0)),
+            again_s=np.where(spared > 0.0, added, INFINITY),
+            spared_bytes=np.maximum(spared, 0.0),
+            accumulated_bytes=gradient if accumulates else nothing,
+            pending_bytes=column(lambda cost: cost.pending_bytes),
+            is_again=tuple(is_again[kind] for kind in kinds),
+        )
+
+
+def _choices(table: CostTable, recompute: str | None) -> list[tuple[SegmentCost, SegmentCost, bool]]:
+    """Per kind, the faster choice, the other one (if the user leaves it), and whether the first recomputes."""
+    repeated = {table.kinds[segment] for segment in repeated_segments(table)}
+    pairs = []
+    for kind, costs in enumerate(table.costs):
+        kept, again = costs[0], costs[-1]
+        if recompute == "full" and kind in repeated:
+            pairs.append((again, again, True))
+        elif recompute == "none":
+            pairs.append((kept, kept, False))
+        else:
+            is_again = backward_s(again) < backward_s(kept)
+            pairs.append((again, kept, True) if is_again else (kept, again, False))
+    return pairs
+
+
+def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> Array:
+    """What communication adds to compute that must wait for its end: the rest of it, and the slowdown by the overlap.
+
+    `slower` is the slowdown - 1.
+    """
+    both = np.minimum(compute_s, communication_s)
+    return communication_s - both + slower * both
+
+
+# --------------------------------------------------------------------------------------------------- ranges of pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """All ranges of at most `width` consecutive pieces; arrays are (n_pieces + 1, width), by stop and count - 1.
+
+    Attributes:
+        edges: the first segment of each piece, and the end.
+        start: first piece of each range; 0 where the range would begin before the model.
+        exists: whether it does not.
+    """
+
+    edges: Array
+    width: int
+    widest_possible: int
+    stop: Array
+    start: Array
+    exists: Array
+
+    @classmethod
+    def of(cls, table: CostTable, width: int) -> Ranges:
+        """The ranges that a stage may be."""
+        edges = np.array(stage_edges(table))
+        n_pieces = len(edges) - 1
+        widest_possible = n_pieces - table.mesh.pp + 1
+        stop = np.arange(n_pieces + 1)[:, None]
+        counts = np.arange(1, min(width, widest_possible) + 1)[None, :]
+        start = stop - counts
+        return cls(edges, counts.shape[1], widest_possible, stop, np.maximum(start, 0), start >= 0)
+
+    @property
+    def n_pieces(self) -> int:
+        """Pieces of the model."""
+        return len(self.edges) - 1
+
+    def total(self, per_segment: Array) -> Array:
+        """The sum over the segments of each range."""
+        sums = np.append(0.0, np.cumsum(per_segment))[self.edges]
+        return sums[self.stop] - sums[self.start]
+
+    def first(self, per_segment: Array) -> Array:
+        """The value of the first segment of each range."""
+        return per_segment[np.minimum(self.edges[self.start], len(per_segment) - 1)]
+
+    def last(self, per_segment: Array) -> Array:
+        """The value of the last segment of each range, as one column."""
+        return per_segment[np.maximum(self.edges[self.stop] - 1, 0)]
+
+    def largest(self, per_piece: Array) -> Array:
+        """The largest value of any piece of each range."""
+        values = np.full((self.n_pieces + 1, self.width), -INFINITY)
+        for place in range(self.width):
+            values[place + 1 :, place] = per_piece[: self.n_pieces - place]
+        return np.maximum.accumulate(values, axis=1)
+
+    def largest_segment(self, per_segment: Array) -> Array:
+        """The largest value of any segment of each range."""
+        return self.largest(np.maximum.reduceat(per_segment, self.edges[:-1]))
+
+    def largest_neighbours(self, per_segment: Array) -> Array:
+        """The largest sum of two neighbouring segments of each range; of the one where it is alone."""
+        alone = self.largest_segment(per_segment)
+        pairs = np.append(per_segment[:-1] + per_segment[1:], 0.0)
+        last_of_piece = self.edges[1:] - 1
+        inside = pairs.copy()
+        inside[last_of_piece] = 0.0
+        most = np.maximum(alone, self.largest_segment(inside))
+        if self.width > 1:  # a pair that straddles two pieces belongs to ranges that hold both
+            joints = np.append(0.0, pairs[last_of_piece][:-1])
+            straddling = self.largest(joints)
+            most[:, 1:] = np.maximum(most[:, 1:], straddling[:, :-1])
+        return most
+
+
+def stage_edges(table: CostTable) -> tuple[int, ...]:
+    """Where a stage may begin or end; with one stage, only where the model does."""
+    return (0, len(table.kinds)) if table.mesh.n_stages == 1 else piece_edges(table)
+
+
+def forward_pass_s(segments: Segments, ranges: Ranges, *, gathers: bool) -> Array:
+    """Time of a forward pass of each range."""
+    if not gathers:
+        return ranges.total(segments.forward_s)
+    waits = ranges.total(segments.forward_s + segments.forward_extra_s) - ranges.last(segments.forward_extra_s)
+    return waits + ranges.first(segments.gather_s)
+
+
+def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Array:
+    """Time of a backward pass of each range, nothing recomputed: its last segment opens it, its first one closes it."""
+    extra = segments.backward_extra_s
+    opening = ranges.last(extra - segments.opening_extra_s)
+    closing = ranges.first(extra - segments.closing_extra_s)
+    is_alone = ranges.first(np.arange(len(extra))) == ranges.last(np.arange(len(extra)))
+    missing = np.where(is_alone, ranges.first(extra), opening + closing)
+    first_gather = ranges.last(segments.gather_s) if table.gathers_per_micro_batch else 0.0
+    return ranges.total(segments.backward_s + extra) - missing + first_gather
+
+
+def carries(table: CostTable, segments: Segments) -> bool:
+    """Whether every pass waits for the reduction that the pass before it left."""
+    return table.gathers_per_micro_batch and table.reduces_per_micro_batch and min(segments.gather_s) > 0.0

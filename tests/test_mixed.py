@@ -1,0 +1,355 @@
+"""Mixed clusters: pipelines over groups of different devices, against brute force and by law."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+
+import pytest
+from brute_force import Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
+
+from autoplan import api
+from autoplan.answer import answer_from_json, answer_to_json
+from autoplan.cost.mixed import between_s, joined, make_mixed_pricer
+from autoplan.cost.price import make_pricer
+from autoplan.cost.table import CostTable
+from autoplan.errors import InfeasibleError, PlanMismatchError, UsageError
+from autoplan.hardware import load_profile
+from autoplan.hardware_cluster import GroupLink, load_cluster
+from autoplan.options import Options
+from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
+from autoplan.report import plan_report
+from autoplan.report_explain import explain_report
+from autoplan.report_html import html_report
+from autoplan.search.mixed import search_mixed
+from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace, families
+from autoplan.search.partition import best_partition
+from autoplan.search.result import SearchResult
+from autoplan.simulate import simulate
+from autoplan.space import load_rules
+
+EXACT = Options(max_micro_batch_size=2, top=1, require_optimal=True)
+
+
+def table_between(toys: tuple[Toy, ...], between_s: float, mesh: Mesh, groups: Groups) -> CostTable:
+    """The table of a toy pipeline; a transfer from group to group takes `between_s`."""
+    tables = [toys[own.group].price(mesh) for own in groups]
+    cuts = tuple(between_s if legal else None for legal in toys[0].space.cuts)
+    return joined(tables, [own.n_ranks for own in groups], [cuts] * (len(groups) - 1), per_step_s=0.02)
+
+
+def mixed_space(toys: tuple[Toy, ...], between_s: float = 0.1) -> MixedSpace:
+    def plan(mesh: Mesh, groups: Groups, stages: tuple[StagePlan, ...]) -> Plan:
+        return Plan(mesh=mesh, stages=stages, groups=groups)
+
+    return MixedSpace(
+        groups=tuple(GroupSpace(toy.space, toy.price, make_plan) for toy in toys),
+        pipelines=toys[0].space,
+        price=lambda mesh, groups: table_between(toys, between_s, mesh, groups),
+        make_plan=plan,
+    )
+
+
+def slower(toy: Toy, rng: random.Random) -> Toy:
+    """The same model on other devices: each kind of segment slower or faster by a factor of its own, other memory."""
+    costs = []
+    for cost in toy.kind_costs:
+        speed, names = rng.uniform(0.4, 3.0), ("forward_s", "backward_s", "weight_backward_s")
+        costs.append(replace(cost, **{name: getattr(cost, name) * speed for name in names}))
+    return replace(
+        toy,
+        kind_costs=tuple(costs),
+        overlap_slowdown=rng.choice([1.0, 1.3, 1.7]),
+        memory_limit_bytes=int(toy.memory_limit_bytes * rng.uniform(0.4, 2.0)),
+    )
+
+
+def two_toys(seed: int, *, n_devices: int = 2) -> tuple[Toy, Toy]:
+    rng = random.Random(seed)
+    toy = random_toy(seed, n_segments=rng.randint(3, 5), n_devices=n_devices)
+    return toy, slower(toy, rng)
+
+
+def toy_pipelines(toys: tuple[Toy, ...]) -> Iterator[tuple[Mesh, Groups]]:
+    """Every pipeline over both groups of two devices: (ranks of each, tp, dp), micro-batch, ZeRO and schedule."""
+    batch = toys[0].space.global_batch
+    shapes = [(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]
+    for order, (first, second, tp, dp), size in product(permutations((0, 1)), shapes, (1, 2)):
+        n, pp = batch // dp // size, first + second
+        for zero, schedule in product(range(4) if dp > 1 else (0,), ("1f1b", "gpipe")):
+            if n * size * dp != batch or (schedule == "1f1b" and n < pp) or pp > toys[0].space.n_pieces:
+                continue
+            sharding = "a" if tp > 1 else ""
+            mesh = Mesh(pp, dp, tp, zero, dp if zero else 1, size, n, schedule, 1, sharding)
+            yield mesh, (GroupRanks(order[0], first), GroupRanks(order[1], second))
+
+
+def best_of_all(toys: tuple[Toy, Toy], between_s: float) -> float | None:
+    """The least step time of any plan that fits, by trying."""
+    times = [best_by_trying(toy, EXACT) for toy in toys]
+    for mesh, groups in toy_pipelines(toys):
+        table = table_between(toys, between_s, mesh, groups)
+        estimates = (simulate(table, stages) for stages in all_stages(toys[0], mesh))
+        times.append(min((item.step_s for item in estimates if item.fits), default=None))
+    return min((step_s for step_s in times if step_s is not None), default=None)
+
+
+def best_s(result: SearchResult) -> float:
+    assert result.status in ("optimal", "infeasible")
+    return float("inf") if result.best is None else result.best.estimate.step_s
+
+
+# ------------------------------------------------------------------------------------------------------ brute force
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_the_plan_equals_brute_force_on_64_random_clusters(block: int) -> None:
+    n_over_both = 0
+    for seed in range(8 * block, 8 * block + 8):
+        toys, between_s = two_toys(seed), random.Random(seed).choice([0.0, 0.1, 0.5])
+        want = best_of_all(toys, between_s)
+        result = search_mixed(mixed_space(toys, between_s), options=EXACT)
+        assert result.status == ("infeasible" if want is None else "optimal"), seed
+        if want is not None:
+            assert result.best is not None
+            assert best_s(result) == pytest.approx(want, rel=1e-6), seed
+            n_over_both += len(result.best.plan.groups) == 2
+    assert n_over_both > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_bound_of_a_pipeline_exceeds_its_fastest_plan(seed: int) -> None:
+    toys = two_toys(seed)
+    space = mixed_space(toys)
+    for family in families(space, EXACT):
+        for row, bound_s in enumerate(family.bounds_s):
+            mesh, groups = family.member(row)
+            table = space.price(mesh, groups)
+            estimates = [simulate(table, stages) for stages in all_stages(toys[0], mesh)]
+            fastest_s = min((item.step_s for item in estimates if item.fits), default=float("inf"))
+            assert bound_s <= fastest_s * (1 + 1e-9)
+            partition = best_partition(table, recompute=None)
+            assert partition.bound_s <= fastest_s * (1 + 1e-9)
+
+
+FIXES = {
+    "dp": ("2", lambda plan: plan.mesh.dp == 2),
+    "tp": ("2", lambda plan: plan.mesh.tp == 2),
+    "pp": ("3", lambda plan: plan.mesh.pp == 3),
+    "zero": ("2", lambda plan: plan.mesh.zero_stage == 2),
+    "micro_batch": ("2", lambda plan: plan.mesh.micro_batch_size == 2),
+    "schedule": ("gpipe", lambda plan: plan.mesh.pp == 1 or plan.mesh.schedule == "gpipe"),
+    "recompute": ("none", lambda plan: not any(stage.recomputed for stage in plan.stages)),
+}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_every_plan_has_what_was_fixed(name: str) -> None:
+    value, has = FIXES[name]
+    options, n_plans = replace(EXACT, fix=((name, value),), top=20), 0
+    for seed in range(4):
+        toys = tuple(replace(toy, memory_limit_bytes=2**50) for toy in two_toys(seed))
+        try:
+            result = search_mixed(mixed_space(toys), options=options)
+        except InfeasibleError:  # too few cuts for three stages
+            continue
+        plans = [item.plan for item in (result.best, *result.alternatives) if item is not None]
+        assert all(map(has, plans))
+        n_plans += sum(len(plan.groups) == 2 for plan in plans)
+    assert n_plans > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_more_hosts_in_any_group_are_never_slower(seed: int, group: int) -> None:
+    toys = two_toys(seed)
+    larger = tuple(with_space(toy, n_devices=4) if index == group else toy for index, toy in enumerate(toys))
+    few, more = (search_mixed(mixed_space(own), options=EXACT) for own in (toys, larger))
+    assert few.best is None or more.best is not None
+    assert few.best is None or more.best.estimate.step_s <= few.best.estimate.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_order_of_the_groups_in_the_file_changes_nothing(seed: int) -> None:
+    toys = two_toys(seed)
+    one, other = (search_mixed(mixed_space(own), options=EXACT) for own in (toys, toys[::-1]))
+    assert best_s(one) == pytest.approx(best_s(other), rel=1e-9)
+
+
+def layered(n_layers: int, *, layer_s: float) -> Toy:
+    """A model of equal layers on one device, with room for everything."""
+    toy = random_toy(0, n_segments=n_layers, n_devices=1, global_batch=16, tight=False)
+    costs = tuple(
+        replace(cost, forward_s=layer_s, backward_s=2 * layer_s, launch_forward_s=0.0, launch_backward_s=0.0)
+        for cost in toy.kind_costs[:1]
+    )
+    toy = replace(toy, kind_costs=costs, cut_s=0.0, memory_limit_bytes=2**50)
+    return with_space(toy, kinds=(0,) * n_layers, cuts=(True,) * (n_layers - 1), n_devices_per_host=1)
+
+
+def test_a_group_twice_as_fast_gets_twice_the_layers() -> None:
+    toys = layered(12, layer_s=1.0), layered(12, layer_s=2.0)
+    result = search_mixed(mixed_space(toys, 0.0), options=replace(EXACT, fix=(("pp", "2"), ("micro_batch", "1"))))
+    assert result.best is not None
+    plan = result.best.plan
+    layers = {own.group: stage.stop - stage.start for own, stage in zip(plan.groups, plan.stages, strict=True)}
+    assert layers == {0: 8, 1: 4}  # 8 x 1 s = 4 x 2 s
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_equal_groups_and_a_network_as_fast_as_theirs_are_one_group(seed: int) -> None:
+    toy = random_toy(seed, n_segments=5, n_devices=2)
+    mesh = Mesh(pp=4, n_micro_batches=4) if sum(toy.space.cuts) >= 3 else Mesh(pp=2, n_micro_batches=4)
+    if sum(toy.space.cuts) == 0:
+        return
+    groups = (GroupRanks(0, mesh.pp // 2), GroupRanks(1, mesh.pp // 2))
+    one = toy.price(mesh)
+    both = joined([one, one], [own.n_ranks for own in groups], [one.cut_s], per_step_s=one.per_step_s)
+    for stages in all_stages(toy, mesh):
+        assert simulate(both, stages) == simulate(one, stages)
+
+
+def test_each_rank_has_the_memory_of_its_own_group() -> None:
+    toy = layered(4, layer_s=1.0)
+    mesh = Mesh(pp=2, n_micro_batches=4)
+    large, small = (replace(toy, memory_limit_bytes=limit).price(mesh) for limit in (2**40, 2**20))
+    stages = (StagePlan(0, 2), StagePlan(2, 4))
+    estimate = simulate(joined([large, small], [1, 1], [large.cut_s], per_step_s=0.0), stages)
+    assert (estimate.limit_bytes(0), estimate.limit_bytes(1)) == (2**40, 2**20)
+    assert estimate.tightest_rank == 1
+    assert not estimate.fits
+    assert simulate(joined([large, large], [1, 1], [large.cut_s], per_step_s=0.0), stages).rank_limits_bytes == ()
+
+
+def test_all_devices_of_a_rank_share_the_network_between_groups() -> None:
+    link = GroupLink("ethernet", latency_s=0.001, bytes_per_s_per_group=1e9, bus_efficiency=0.5)
+    # 0.001 s + 4 devices x 1 MB / 0.5 GB/s
+    assert between_s(1e6, link, n_devices=4) == pytest.approx(0.001 + 0.008)
+
+
+# ------------------------------------------------------------------------------------------------------- real models
+
+CLUSTER = """
+description = "two A100 and two V100"
+
+[[group]]
+profile = "dgx_a100_x8/2"
+n_hosts = 1
+
+[[group]]
+profile = "v100_x8/2"
+n_hosts = 1
+
+[between]
+kind = "ethernet"
+latency_per_step = { value = "50 us", source = "by hand" }
+rate_per_group_one_direction = { value = "100 Gbit/s", source = "by hand" }
+bus_efficiency = { value = "80 %", source = "by hand" }
+"""
+SMALL = {"size": "char", "n_layers": 2, "width": 48, "context": 32}
+GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    return str(path)
+
+
+def test_a_plan_over_both_groups_is_written_read_and_trains_like_one_process(cluster_file: str, tmp_path: Path) -> None:
+    options = Options(global_batch=16, precision="fp32", fix=(("dp", "2"), ("pp", "2")))
+    problem = api.make_problem(GPT, hw=cluster_file, overrides=SMALL, options=options)
+    answer = api.solve(problem)
+    assert [(own.hardware, own.n_ranks) for own in answer.best.plan.groups] in (
+        [("dgx_a100_x8/2", 1), ("v100_x8/2", 1)],
+        [("v100_x8/2", 1), ("dgx_a100_x8/2", 1)],
+    )
+    assert answer_from_json(answer_to_json(answer)) == answer
+    assert api.score(problem, answer.best.plan).best.estimate.step_s == pytest.approx(answer.best.estimate.step_s)
+    api.emit(problem, answer, tmp_path / "out")
+    script = (tmp_path / "out" / "launch" / "torchrun.sh").read_text()
+    assert '--nnodes 2 --node-rank "$NODE_RANK"' in script
+    assert "#   1: " in script
+    report = tmp_path / "report.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
+    program = ["--device", "cpu", "--dtype", "float64", "--check", "--steps", "2", "--out-json", str(report)]
+    subprocess.run([*launcher, *program], cwd=tmp_path / "out", check=True, timeout=300)
+    steps = json.loads(report.read_text())["steps"]
+    assert all(max(step["differences"].values()) < 1e-9 for step in steps)
+
+
+def test_reports_say_where_the_ranks_are_and_what_memory_each_has(cluster_file: str) -> None:
+    options = Options(global_batch=16, precision="fp32", fix=(("dp", "2"), ("pp", "2")))
+    problem = api.make_problem(GPT, hw=cluster_file, overrides=SMALL, options=options)
+    answer = api.solve(problem)
+    for text in (plan_report(answer), explain_report(answer), html_report(answer)):
+        assert "1 on dgx_a100_x8/2" in text
+        assert "1 on v100_x8/2" in text
+        assert "29.8 GiB" in text
+        assert "80.0 GiB" in text
+    wrong = replace(answer.best.plan, groups=(GroupRanks(0, 2, "dgx_a100_x8/2"),))
+    with pytest.raises(PlanMismatchError, match="4 devices of dgx_a100_x8/2 in group 0"):
+        api.score(problem, wrong)
+    with pytest.raises(PlanMismatchError, match="made for one kind of host"):
+        api.score(problem, replace(answer.best.plan, groups=()))
+
+
+def test_two_equal_groups_of_a_real_model_cost_what_one_group_does(tmp_path: Path) -> None:
+    fast = CLUSTER.replace("dgx_a100_x8/2", "v100_x8/2").replace('"50 us"', '"1 us"').replace("100 Gbit", "4000 Gbit")
+    (tmp_path / "equal.toml").write_text(fast)
+    graph = api.trace_model(GPT, overrides={"size": "char"})
+    cluster, whole = load_cluster(tmp_path / "equal.toml"), load_profile("v100_x8/2", n_hosts=2)
+    parts = {"precision": "fp32", "shardings": {}, "rules": load_rules()}
+    mesh = Mesh(pp=2, dp=2, micro_batch_size=2, n_micro_batches=4)
+    groups = (GroupRanks(0, 1), GroupRanks(1, 1))
+    both = make_mixed_pricer(graph, cluster=cluster, **parts)(mesh, groups)
+    one = make_pricer(graph, profile=whole, **parts)(mesh)
+    half = len(graph.segments) // 2
+    stages = (StagePlan(0, half), StagePlan(half, len(graph.segments)))
+    # the network between the groups is faster than that between the hosts of one group
+    assert 0.9 * simulate(one, stages).step_s < simulate(both, stages).step_s <= simulate(one, stages).step_s
+    assert both.at_rank(0).costs == one.costs
+    assert both.at_rank(1).costs == one.costs
+
+
+REFUSED = {
+    "hosts": ({"hosts": 2}, {}, ["--hosts", "n_hosts in the file"]),
+    "cost": ({}, {"objective": "cost"}, ["--objective", "--hw dgx_a100_x8/2"]),
+    "profile": ({}, {"profile": "measured.json"}, ["--profile", "several kinds"]),
+    "tp": ({}, {"fix": (("tp", "4"),)}, ["--fix tp=4", "use tp=1 or tp=2"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_mixed_cluster_cannot_have_is_a_usage_error_that_says_what_to_do(case: str, cluster_file: str) -> None:
+    arguments, options, expected = REFUSED[case]
+    with pytest.raises(UsageError) as error:
+        api.make_problem(GPT, hw=cluster_file, options=Options(**options), **arguments)
+    for part in [*expected, "fix:"]:
+        assert part in str(error.value)
+
+
+def test_whatif_compares_a_mixed_cluster_with_its_groups(cluster_file: str) -> None:
+    rows = api.whatif(
+        GPT,
+        hw=(cluster_file, "v100_x8/2"),
+        hosts=(1, 2),
+        n_samples=1e6,
+        prices_usd_per_device_hour={cluster_file: 2.0},
+        overrides={"size": "char"},
+        precision="fp32",
+    )
+    assert [(row.n_hosts, row.n_devices) for row in rows] == [(2, 4), (1, 2), (2, 4)]
+    mixed = rows[0]
+    assert mixed.step_s < rows[1].step_s  # it has everything that the V100 alone have
+    assert mixed.cost_usd == pytest.approx(2.0 * 4 * mixed.train_s / 3600)
