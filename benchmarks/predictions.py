@@ -3,6 +3,7 @@
     python benchmarks/predictions.py emit FOLDER                 plans each case (needs autoplan)
     python benchmarks/predictions.py run FOLDER RESULTS.jsonl    runs the programs (needs torch and the devices only)
     python benchmarks/predictions.py table RESULTS.jsonl         prints the table
+    python benchmarks/predictions.py table RESULTS.jsonl FOLDER  the same with the predictions of plans emitted since
 
 A row holds the plan's own prediction and what the program measured: the median step after warm-up, and the largest
 allocated memory of any rank. Bad rows are rows.
@@ -83,8 +84,12 @@ def run(folder: Path, results: Path) -> None:
             file.flush()
 
 
-def table(results: Path) -> None:
+def table(results: Path, folder: Path | None = None) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
+    for row in rows if folder is not None else ():
+        plan = json.loads((folder / row["case"].replace(" ", "_") / "plan.json").read_text())
+        row["predicted_step_s"] = plan["step_s"]
+        row["predicted_allocated_bytes"] = plan["allocated_bytes_per_stage"]
     print(
         f"{'case':24} {'predicted s':>11} {'measured s':>10} {'error':>7}  "
         f"{'pred. GiB':>9} {'meas. GiB':>9} {'error':>7}"

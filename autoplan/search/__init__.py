@@ -50,7 +50,7 @@ from autoplan.search.plans import obeys_recompute
 from autoplan.search.rank_shares import balanced_plans, shared_bound_s
 from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.simulate import simulate
-from autoplan.units import GiB
+from autoplan.units import GiB, MiB
 
 __all__ = ["SearchSpace", "search"]
 
@@ -363,6 +363,8 @@ def _short_somewhere(table: CostTable, short_bytes: int) -> Rejection:
     needed = (table.memory_limit_bytes + short_bytes) / GiB
     limit = table.memory_limit_bytes / GiB
     detail = f"some stage needs at least {needed:.1f} GiB, device has {limit:.1f} GiB"
+    if short_bytes < MiB:  # proved, but not by how much
+        detail = f"some stage always needs more than the {limit:.1f} GiB that a device has"
     return Rejection(table.mesh, "memory", detail, short_bytes=short_bytes)
 
 
