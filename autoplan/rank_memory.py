@@ -86,7 +86,7 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
     return StageBytes(
         state=sum(cost.state_bytes for cost in costs),
         gathered=_held_bytes([cost.gathered_bytes for cost in costs], all_of_them=table.keeps_gathered),
-        gradients=_held_bytes([cost.gradient_bytes for cost in costs], all_of_them=_accumulates(table)),
+        gradients=_held_bytes([cost.gradient_bytes for cost in costs], all_of_them=table.accumulates),
         saved=sum(cost.saved_bytes for cost in costs),
         received=table.cut_bytes[start - 1] if start > 0 else 0,
         pending=sum(cost.pending_bytes for cost in costs),
@@ -99,11 +99,6 @@ def _held_bytes(parts: Sequence[int], *, all_of_them: bool) -> int:
     if all_of_them or len(parts) == 1:
         return sum(parts)
     return max(first + second for first, second in pairwise(parts))
-
-
-def _accumulates(table: CostTable) -> bool:
-    """Whether whole gradients are kept from one micro-batch to the next."""
-    return not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
 
 
 class Memory(NamedTuple):
@@ -125,7 +120,7 @@ class Memory(NamedTuple):
 
 def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Moment]) -> Iterator[Memory]:
     """The memory of the rank that has these stages, at each of these moments."""
-    accumulates = _accumulates(table)
+    accumulates = table.accumulates
     state = sum(stage.state for stage in stages)
     kept = sum(stage.gathered for stage in stages) if table.keeps_gathered else 0
     gradients, saved, received, pending = zip(

@@ -104,6 +104,11 @@ class CostTable:
         """The table of one pipeline rank."""
         return self.rank_tables[rank] if self.rank_tables else self
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether whole gradients are kept from one micro-batch to the next."""
+        return not self.reduces_per_micro_batch and self.mesh.n_micro_batches > 1
+
     def cost_of(self, segment: int, *, recomputed: bool) -> SegmentCost:
         """The cost of segment number `segment` with or without recomputation."""
         return self.costs[self.kinds[segment]][1 if recomputed else 0]

@@ -86,7 +86,7 @@ KEPT_SCHEDULES = 256  # a search asks for the same few again and again
 
 
 def build_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int = 1) -> Schedule:
-    """The schedule called `name`, checked by `check_schedule`.
+    """The schedule called `name`, checked as `check_schedule` does.
 
     Raises: UsageError if no schedule has this name; InputError if it does not exist for these numbers.
     """

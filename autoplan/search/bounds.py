@@ -142,7 +142,6 @@ def shortfall_bytes(table: CostTable) -> int:
     """
     mesh = table.mesh
     n_kept = mesh.n_micro_batches if mesh.schedule == "gpipe" else 1
-    accumulates = not table.reduces_per_micro_batch and mesh.n_micro_batches > 1
 
     def needed(cost: SegmentCost, *, with_gradients: bool) -> float:
         held = cost.state_bytes + n_kept * cost.saved_bytes
@@ -150,8 +149,8 @@ def shortfall_bytes(table: CostTable) -> int:
         return held + (cost.gradient_bytes if with_gradients else 0)
 
     alone = _alone(table)
-    largest = _largest(table, lambda cost: needed(cost, with_gradients=accumulates) + alone(cost))
-    average = _total(table, partial(needed, with_gradients=accumulates and mesh.n_chunks == 1)) / mesh.pp
+    largest = _largest(table, lambda cost: needed(cost, with_gradients=table.accumulates) + alone(cost))
+    average = _total(table, partial(needed, with_gradients=table.accumulates and mesh.n_chunks == 1)) / mesh.pp
     average += _largest(table, alone) if mesh.pp == 1 else 0
     reserved = max(average, largest) * table.reserved_ratio + table.reserved_fixed_bytes
     return max(0, math.floor(reserved) - table.memory_limit_bytes)
@@ -159,10 +158,9 @@ def shortfall_bytes(table: CostTable) -> int:
 
 def _alone(table: CostTable) -> Callable[[SegmentCost], float]:
     """What a segment needs beyond what `shortfall_bytes` adds up, while it runs."""
-    accumulates = not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
 
     def value(cost: SegmentCost) -> float:
         held = cost.working_bytes + (0 if table.keeps_gathered else cost.gathered_bytes)
-        return held + (0 if accumulates else cost.gradient_bytes)
+        return held + (0 if table.accumulates else cost.gradient_bytes)
 
     return value

@@ -16,7 +16,6 @@ from autoplan.search.paths import Shape
 from autoplan.search.terms import (
     Formulation,
     Terms,
-    accumulates,
     at_boundary,
     cost_values,
     ends_in,
@@ -50,7 +49,7 @@ def add_memory(form: Formulation, shape: Shape) -> None:
                 terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved) + _received(form, stage)]
             for stage, n_pending in moment.pending if any(pending.values()) else ():
                 terms += [(c, n_pending * v) for c, v in sum_of(form, stage, pending)]
-            for stage in moment.accumulating if accumulates(table) else ():
+            for stage in moment.accumulating if table.accumulates else ():
                 terms += sum_of(form, stage, gradients)
             if form.shortfall is not None:
                 terms.append((form.shortfall, -1.0))
@@ -79,7 +78,7 @@ def _held(form: Formulation, stage: int) -> Terms:
 
 def _unreduced(form: Formulation, stage: int) -> Terms:
     """Gradients that a running backward pass holds until they are reduced."""
-    if accumulates(form.table):
+    if form.table.accumulates:
         return []
     return _neighbours(form, stage, "gradients", lambda cost: cost.gradient_bytes)
 

@@ -206,10 +206,9 @@ def _by_kind(tables: list[CostTable], value: Callable[[SegmentCost], float]) -> 
 
 def _least_bytes(table: CostTable) -> Callable[[SegmentCost], float]:
     """What a segment needs at some moment whatever the plan, on any rank."""
-    accumulates = not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
 
     def value(cost: SegmentCost) -> float:
         gathered = cost.gathered_bytes if table.keeps_gathered else 0
-        return cost.state_bytes + cost.saved_bytes + gathered + (cost.gradient_bytes if accumulates else 0)
+        return cost.state_bytes + cost.saved_bytes + gathered + (cost.gradient_bytes if table.accumulates else 0)
 
     return value

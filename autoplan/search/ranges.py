@@ -85,7 +85,6 @@ class Segments:
         longer = column(backward_s, other) - backward
         added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
         working, other_working = column(lambda c: c.working_bytes), column(lambda c: c.working_bytes, other)
-        accumulates = not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
         gradient = column(lambda cost: cost.gradient_bytes)
         return cls(
@@ -100,14 +99,14 @@ class Segments:
             closing_extra_s=slower * np.minimum(backward, reduced),
             resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
             gathered_bytes=nothing if table.keeps_gathered else gathered,
-            gradient_bytes=nothing if accumulates else gradient,
+            gradient_bytes=nothing if table.accumulates else gradient,
             saved_bytes=column(lambda cost: cost.saved_bytes),
             working_bytes=working,
             least_working_bytes=np.minimum(working, other_working),
             again_working_bytes=float(min(other_working[spared > 0.0], default=0.0)),
             again_s=np.where(spared > 0.0, added, INFINITY),
             spared_bytes=np.maximum(spared, 0.0),
-            accumulated_bytes=gradient if accumulates else nothing,
+            accumulated_bytes=gradient if table.accumulates else nothing,
             pending_bytes=column(lambda cost: cost.pending_bytes),
             is_again=tuple(is_again[kind] for kind in kinds),
         )

@@ -27,7 +27,6 @@ from autoplan.search.linear_model import INFINITY
 from autoplan.search.paths import Shape
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import ONE_BYTE, Array, Ranges, Segments, backward_pass_s, carries, forward_pass_s
-from autoplan.search.terms import accumulates
 
 
 def shared_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, limit_s: float = INFINITY) -> float:
@@ -231,7 +230,7 @@ class _Shares:
         used = self._sum(needs.resident_bytes, rank)[:, None]
         used = used + self._chosen(needs.saved_bytes, rank) @ moments.in_flight.T
         used = used + self._chosen(needs.pending_bytes, rank) @ moments.pending.T
-        if accumulates(self.table):
+        if self.table.accumulates:
             used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
         plain, with_gradients = (self._chosen(needs.held_bytes[..., index], rank) for index in (0, 1))
         running = moments.running

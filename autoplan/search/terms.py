@@ -125,8 +125,3 @@ def at_boundary(form: Formulation, number: int, what: str) -> float:
         return inner
     before = float(getattr(form.runs[number - 1], f"end_{what}"))
     return before if run.length == 1 else min(before, inner)
-
-
-def accumulates(table: CostTable) -> bool:
-    """Whether whole gradients are kept from one micro-batch to the next."""
-    return not table.reduces_per_micro_batch and table.mesh.n_micro_batches > 1
