@@ -13,20 +13,15 @@ import typing
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from autoplan.cost.table import CALIBRATED, MEASURED, SCALED, SOURCES
+from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
+from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import SECONDS_PER_HOUR
 
-UNCALIBRATED = "uncalibrated"
-# Assumptions, not measurements: an uncalibrated estimate is arithmetic on data-sheet figures. Kernels reach different
-# fractions of a peak (so it may be too slow by a quarter), and what no table lists (input pipeline, stragglers,
-# allocator stalls) only adds time (so the intervals lean upwards). With a measured profile what remains is
-# communication and the host, and the correction itself where a segment was not measured as it is planned.
-INTERVALS = {UNCALIBRATED: (0.75, 1.45), CALIBRATED: (0.8, 1.35), SCALED: (0.87, 1.22), MEASURED: (0.9, 1.15)}
 _COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "exposed_pp_s"))
 
 
@@ -117,20 +112,29 @@ class Answer:
 
 
 def trust(estimate: Estimate) -> str:
-    """How the times of the segments were found, by the one that is known least; a key of `INTERVALS`."""
-    return max(estimate.segment_sources, key=SOURCES.index, default=UNCALIBRATED)
+    """How the times of the segments were found, by the one that is known least; of `intervals.STEP_ERRORS`."""
+    return max(estimate.segment_sources, key=SOURCES.index, default=COMPUTED)
 
 
 def step_interval_s(candidate: Candidate) -> tuple[float, float]:
-    """Between which two step times the truth is expected; see `INTERVALS`."""
-    low, high = INTERVALS[trust(candidate.estimate)]
-    return low * candidate.estimate.step_s, high * candidate.estimate.step_s
+    """Between which two step times the truth is expected; see `intervals`."""
+    return interval(candidate.estimate.step_s, _step_errors(candidate.estimate))
+
+
+def _step_errors(estimate: Estimate) -> Errors:
+    return STEP_ERRORS[trust(estimate), is_host_bound(estimate.breakdown.launch_s, estimate.step_s)]
+
+
+def allocated_interval_bytes(candidate: Candidate) -> tuple[tuple[int, int], ...]:
+    """Per pipeline rank, between which two sizes its peak of allocated memory is expected; see `intervals`."""
+    errors = MEMORY_ERRORS[trust(candidate.estimate)]
+    bounds = (interval(n_bytes, errors) for n_bytes in candidate.estimate.allocated_bytes)
+    return tuple((round(low), round(high)) for low, high in bounds)
 
 
 def interval_source(estimate: Estimate) -> str:
-    """Where the interval comes from."""
-    low, high = INTERVALS[trust(estimate)]
-    return f"{trust(estimate)}: {low:g} to {high:g} times the estimate, an assumption until verified"
+    """Where the interval of the step comes from."""
+    return f"{trust(estimate)}: {_step_errors(estimate)}"
 
 
 def segment_sources_text(estimate: Estimate) -> str:
@@ -247,6 +251,7 @@ def _summary(answer: Answer) -> dict[str, Any]:
         mfu(workload, candidate),
         list(estimate.reserved_bytes),
         list(estimate.allocated_bytes),
+        [list(bounds) for bounds in allocated_interval_bytes(candidate)],
         estimate.memory_limit_bytes,
         [estimate.limit_bytes(rank) for rank in range(len(estimate.reserved_bytes))],
         breakdown_by_axis_s(estimate.breakdown),
@@ -266,6 +271,7 @@ _SUMMARY_KEYS = (
     "mfu",
     "peak_bytes_per_stage",
     "allocated_bytes_per_stage",
+    "allocated_bytes_interval_per_stage",
     "memory_limit_bytes",
     "memory_limit_bytes_per_stage",
     "breakdown_s",
@@ -276,7 +282,7 @@ _SUMMARY_KEYS = (
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The decision in short: degrees, batch, schedule, recomputation and stages."""
     decision: dict[str, Any] = _encode(plan.mesh)
-    names = ("recompute", "compile", "precision", "batch_norm", "loss_average")
+    names = ("recompute", "precision", "batch_norm", "loss_average")
     decision.update({name: getattr(plan, name) for name in names})
     decision["stages"] = _encode(plan.stages)
     decision["groups"] = _encode(plan.groups)
@@ -307,6 +313,12 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         notes=_decode(tuple[str, ...], content["notes"], f"{where}: notes"),
         request=_decode(Request | None, content["request"], f"{where}: request"),
     )
+
+
+def plan_from_dict(content: object, *, where: str) -> Plan:
+    """The plan that stands in a plan.json under "best"."""
+    plan: Plan = _decode(Plan, content, where)
+    return plan
 
 
 _RESULT_KEYS = tuple(field.name for field in fields(SearchResult))

@@ -173,19 +173,23 @@ def measurement_folder(
     overrides: Overrides | None = None,
     degrees: Sequence[int] = (),
     micro_batch_sizes: Sequence[int] = DEFAULT_MEASURED_SIZES,
+    compile: str = "off",
     **options: Any,
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
 
-    `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by.
+    `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
+    the loss are measured eager (`compile` is "off"), compiled ("on") or "both".
     """
     from autoplan.output_folder import read_text_file
-    from autoplan.profile_folder import MeasurementRequest, measurement_files, value_ranges
+    from autoplan.profile_folder import COMPILE_WAYS, MeasurementRequest, measurement_files, value_ranges
     from autoplan.trace import example_batch, model_source
 
     profile, chosen = _load_profile(hw, 1), checked(Options(**options))
     if chosen.module_level:
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
+    if compile not in COMPILE_WAYS:
+        raise UsageError(f"profile: compile: found {compile!r}\n  expected: one of {', '.join(COMPILE_WAYS)}")
     path, overrides = model_file(model, overrides or {})
     graph = trace_model(path, overrides=overrides)
     batch = example_batch(model_source(path, dict(overrides)), 1)
@@ -198,6 +202,7 @@ def measurement_folder(
         degrees=tuple(degrees),
         micro_batch_sizes=tuple(micro_batch_sizes),
         ranges=value_ranges(batch),
+        compile=compile,
     )
     return measurement_files(request)
 

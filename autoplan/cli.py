@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from autoplan import __version__
-from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, UsageError
+from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, ToleranceError, UsageError
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
 from autoplan.parallel_plan import SCHEMA_VERSION
 
@@ -291,12 +291,14 @@ def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @_output
 def verify_command(folder: Path, n_steps: int, device: str, output_format: str) -> None:
-    """Run the program of DIR (this runs its code): parity with one process on CPU, timing on CUDA."""
-    from autoplan.verify import verification_text, verify_folder
+    """Run the program of DIR (this runs its code): parity with one process on CPU, the prediction on CUDA."""
+    from autoplan.verify import outside_text, verification_text, verify_folder
 
     _progress(f"running {folder} for {n_steps} steps on {device}")
     found = verify_folder(folder, n_steps=n_steps, device=device)
     _print(_json(asdict(found)) if output_format == "json" else verification_text(found))
+    if found.within_interval is False:
+        raise ToleranceError(f"{folder}: outside of what was predicted: {outside_text(found)}")
 
 
 @cli.command("profile")
@@ -305,6 +307,13 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
 @click.option("--precision", type=click.Choice(PRECISIONS), default=_DEFAULTS.precision, show_default=True)
 @click.option("--tp", "degrees", metavar="1,2,...", help="Tensor-parallel degrees [all that fit into a host].")
 @click.option("--micro-batch", "sizes", default="1,2,4", show_default=True, metavar="1,2,...", help="Samples.")
+@click.option(
+    "--compile",
+    type=click.Choice(["off", "on", "both"]),
+    default="off",
+    show_default=True,
+    help="Measure blocks and the loss eager, compiled, or both ways; to compile takes up to a minute each.",
+)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="Append results there; go on where it ends."

@@ -20,7 +20,7 @@ from autoplan.graph import OpGraph
 from autoplan.hardware_cluster import Cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
-from autoplan.search.meshes import divisors, fixed_int
+from autoplan.search.meshes import divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
 from autoplan.space import load_rules, of_size, priced_space, shardings_by_size
 
@@ -77,6 +77,13 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             "--profile",
             found=options.profile,
             expected=f"nothing: measurements are of one device, {cluster.name} has several kinds",
+            fix=f"leave it out, {alone}",
+        )
+    if fixed(options, "compile") == "on":
+        raise UsageError.of(
+            "--fix compile=on",
+            found=cluster.name,
+            expected="one kind of device, since compiled blocks have a price only where they were measured",
             fix=f"leave it out, {alone}",
         )
     tp, common = fixed_int(options, "tp"), _common_host_size(cluster)

@@ -27,6 +27,7 @@ from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
 TRACERS = (
     "trace.py",
+    "constant_masks.py",
     "module_level.py",
     "segments.py",
     "graph.py",

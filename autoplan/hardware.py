@@ -13,6 +13,29 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class ShardingHost:
+    """What `fully_shard` takes of the host, in seconds per block and for each parameter tensor of it.
+
+    Attributes:
+        hooks_s, hooks_of_parameter_s: in every forward and every backward pass.
+        gather_s, gather_of_parameter_s: where the pass gathers the block.
+        reduce_s, reduce_of_parameter_s: where the pass reduces its gradients.
+        optimizer_of_parameter_s: the gradient norm and the optimizer, once per step.
+    """
+
+    hooks_s: float
+    hooks_of_parameter_s: float
+    gather_s: float
+    gather_of_parameter_s: float
+    reduce_s: float
+    reduce_of_parameter_s: float
+    optimizer_of_parameter_s: float
+
+
+NO_SHARDING = ShardingHost(*[0.0] * 7)  # where the host does not run `fully_shard`
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator.
 
@@ -20,10 +43,14 @@ class Device:
         peak_flops_per_s: (precision, dense peak) pairs; a precision that is absent is not supported.
         memory_bytes: what the driver offers.
         memory_bytes_per_s: data-sheet memory bandwidth.
-        matmul_efficiency: best achieved fraction of the peak by a large matrix product.
+        matmul_efficiency: fraction of the peak that matrix products keep up for seconds; less than the best of a burst,
+            where the power limit lowers the clock.
         memory_efficiency: best achieved fraction of the memory bandwidth by an elementwise op.
-        launch_s: host time to launch one op in eager mode.
+        launch_s: host time to launch one bare op in eager mode; ops of a model take a multiple of it
+            (`cost.op_time.host_s`).
         kernel_s: shortest time of one kernel on the device.
+        collective_launch_s: host time to start one collective.
+        sharding: see `ShardingHost`.
     """
 
     name: str
@@ -34,6 +61,8 @@ class Device:
     memory_efficiency: float
     launch_s: float
     kernel_s: float
+    collective_launch_s: float
+    sharding: ShardingHost
 
 
 @dataclass(frozen=True, slots=True)

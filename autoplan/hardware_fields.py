@@ -73,10 +73,23 @@ DEVICE_FIELDS: Mapping[str, Quantity] = {
     "memory_bandwidth": Quantity(
         units.BYTE_RATE_UNITS, units.GB, 100 * units.TB, "2039 GB/s", "data-sheet memory bandwidth"
     ),
-    "matmul_efficiency": _percent("87 %", "best achieved fraction of the bf16 (else fp16) peak"),
+    "matmul_efficiency": _percent("69 %", "fraction of the bf16 (else fp16) peak that products keep up for seconds"),
     "memory_efficiency": _percent("90 %", "best achieved fraction of the memory bandwidth"),
-    "launch": _seconds(1e-7, 1e-3, "6 us", "host time to launch one op in eager mode"),
+    "launch": _seconds(1e-7, 1e-3, "6 us", "host time to launch one bare op in eager mode"),
     "kernel": _seconds(1e-8, 1e-3, "2 us", "shortest time of one kernel on the device"),
+    "collective_launch": _seconds(1e-7, 1e-2, "100 us", "host time to start one collective"),
+}
+SHARDING_FIELDS: Mapping[str, Quantity] = {
+    key: _seconds(1e-9, 0.1, "100 us", f"host time of fully_shard: {purpose}")
+    for key, purpose in (
+        ("hooks", "hooks of a block, in a pass"),
+        ("hooks_of_parameter", "hooks of each of its parameters, in a pass"),
+        ("gather", "gathering a block"),
+        ("gather_of_parameter", "gathering each of its parameters"),
+        ("reduce", "reducing the gradients of a block"),
+        ("reduce_of_parameter", "reducing each of its gradients"),
+        ("optimizer_of_parameter", "norm and optimizer of a parameter, in a step"),
+    )
 }
 HOST_FIELDS: Mapping[str, Quantity] = {
     "price_per_device_hour": Quantity(units.USD_PER_HOUR_UNITS, 0.001, 1000, "1.5 USD/h", "price of one device"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from autoplan import units
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import Device, HardwareProfile, LinkTier
+from autoplan.hardware import Device, HardwareProfile, LinkTier, ShardingHost
 from autoplan.hardware_fields import (
     BUS_RATE,
     DEVICE_FIELDS,
@@ -24,6 +24,7 @@ from autoplan.hardware_fields import (
     HOST_LINK_FIELDS,
     PEAK,
     PEAK_PRECISIONS,
+    SHARDING_FIELDS,
     SHARED_FILE,
     Table,
     check_choice,
@@ -211,7 +212,8 @@ def _full_name(name: str, host: HostShape, network: str) -> str:
 
 def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Device:
     label = f"{where}: device"
-    figures = section(table, label, DEVICE_FIELDS, others=("name", "peak"), fallback=assumed, sources=sources)
+    others = ("name", "peak", "sharding")
+    figures = section(table, label, DEVICE_FIELDS, others=others, fallback=assumed, sources=sources)
     peaks = inner_table(table, label, "peak")
     peak_fields = dict.fromkeys(PEAK_PRECISIONS, PEAK)
     peak_figures = section(peaks, f"{label}.peak", peak_fields, sources=sources, required=False)
@@ -226,7 +228,16 @@ def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Devic
         memory_efficiency=figures["memory_efficiency"].value,
         launch_s=figures["launch"].value,
         kernel_s=figures["kernel"].value,
+        collective_launch_s=figures["collective_launch"].value,
+        sharding=_sharding(table.get("sharding", {}), f"{label}.sharding", assumed["sharding"], sources),
     )
+
+
+def _sharding(table: Any, label: str, assumed: Table, sources: Sources) -> ShardingHost:
+    if not isinstance(table, dict):
+        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+    figures = section(table, label, SHARDING_FIELDS, fallback=assumed, sources=sources)
+    return ShardingHost(**{f"{key}_s": figure.value for key, figure in figures.items()})
 
 
 def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> LinkTier:

@@ -1,6 +1,6 @@
 """Measure generated segments on one device: run by itself, beside a `runtime/` and the segments' sources.
 
-    python measure.py [--device cuda|cpu] [--out measured.json] [--seconds 0.35]
+    python measure.py [--device cuda|cpu] [--out measured.json] [--seconds 0.35] [--backend inductor]
 
 `autoplan profile` writes this file into a folder with `measurement.json`, which says what to measure. It needs torch
 and nothing else of autoplan. Each result is one line of JSON, appended as soon as it is there; what the file already
@@ -15,10 +15,14 @@ what they took together; so the longer of the two is always what was seen under 
 
 On one rank of a tensor-parallel group the collectives are replaced by copies that give the right shapes. These copies
 are timed by themselves and subtracted: communication is priced by the hardware profile.
+
+What is measured compiled is compiled as `runtime.parallel` does it: the forward pass of a block, of whose copies all
+run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -38,19 +42,23 @@ from torch import nn
 SCHEMA_VERSION = 1
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 SECONDS = 0.35
+BACKEND = "inductor"
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 MAX_SPREAD = 0.10
 RESOLUTION_S = 2e-5
 MAX_COPIES = 4
 COPIED_WEIGHT_BYTES = 256 * 2**20  # enough copies to hold this much, so that no weight waits in the cache
 MEMORY_SHARE = 0.4  # of what is free, for copies and what they save
-# An interval shows the host where the device alone takes less than this share of it; below the other, it cannot.
+# An interval shows the host where the device alone takes less than this share of it, and less than the host alone (a
+# device that was let rest runs faster for a while); below the other share it cannot.
 HOST_BOUND, MAYBE_HOST_BOUND = 0.9, 0.4
 SLEEP_CYCLES_PER_S = 2e9
 COPY_LAUNCH_S = 2e-5  # more than the host takes to launch a copy
 WEIGHT_STD = 0.02
 ADAM_ELEMENTS, ADAM_TENSORS = 2**22, 16
 Pair = tuple[float, float]  # forward and backward
+Loss = Callable[[Any], torch.Tensor]  # of the outputs
+Compile = Callable[[Any], Any]  # torch.compile, or nothing where things run as they are
 
 
 class Clock:
@@ -117,7 +125,7 @@ class Round:
 class Call:
     """One copy of a segment with its weights and inputs."""
 
-    def __init__(self, module: nn.Module, inputs: list[torch.Tensor], loss: Callable[[Any], torch.Tensor] | None):
+    def __init__(self, module: nn.Module, inputs: list[torch.Tensor], loss: Loss | None):
         self.module, self.inputs, self._loss = module, inputs, loss
         self._gradients: list[torch.Tensor] | None = None
         self._leaves = [t for t in (*module.parameters(), *inputs) if t.requires_grad]
@@ -149,8 +157,15 @@ class Call:
         return sum(_n_bytes(p.grad) for p in self.module.parameters() if p.grad is not None)
 
 
+@torch.library.custom_op("autoplan::collective", mutates_args=("target",))
+def _opaque_copy(target: torch.Tensor, source: torch.Tensor | None) -> None:
+    """A copy that compiled code calls as it would a collective: it is not merged with what stands around it."""
+    if source is not None:
+        target.view(-1, *source.shape).copy_(source)
+
+
 class LocalCollectives:
-    """Stands in for torch.distributed on one device: copies with the right shapes, which are remembered."""
+    """Stands in for torch.distributed on one device: copies with the right shapes, remembered unless compiled."""
 
     ReduceOp = dist.ReduceOp
 
@@ -159,10 +174,12 @@ class LocalCollectives:
 
     def all_reduce(self, x: torch.Tensor, **_: Any) -> None:
         """The partial sum stands for the sum."""
+        if torch.compiler.is_compiling():
+            _opaque_copy(x, None)
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
         """Copies of one part stand for all parts."""
-        self._copy(whole.view(-1, *part.shape), part)
+        self._copy(whole, part)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, **_: Any) -> None:
         """The first part of the partial sum stands for that of the sum."""
@@ -173,6 +190,10 @@ class LocalCollectives:
         self._copy(arriving, leaving)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            _opaque_copy(target, source)
+            return
+        target = target.view(-1, *source.shape)
         self.seen.append((tuple(target.shape), tuple(source.shape), target.dtype))
         target.copy_(source)
 
@@ -193,14 +214,23 @@ class RankOfOne:
 # ------------------------------------------------------------------------------------------- one region
 
 
-def measure_region(folder: Path, region: dict[str, Any], batch_size: int, plan: dict[str, Any], clock: Clock) -> Any:
+def measure_region(
+    region: dict[str, Any], batch_size: int, plan: dict[str, Any], clock: Clock, *, compiled: Compile | None
+) -> Any:
     """Times and bytes of one segment at one micro-batch size, as fields of a result line."""
     collectives = _replace_collectives()
-    call = _build_call(folder, region, batch_size, plan, clock.device)
+    torch.compiler.reset()  # what was compiled for other regions counts against torch's limit of variants
+    build = _builder(region, batch_size, DTYPES[plan["precision"]], clock.device, compiled)
+    seen = None
+    if compiled is not None and region["tp"] > 1:  # compiled code does not tell
+        eager = _builder(region, batch_size, DTYPES[plan["precision"]], clock.device, None)
+        seen = _memory(eager(), region, clock, collectives)["collectives"]
+    call = build()
     memory = _memory(call, region, clock, collectives)
+    memory["collectives"] = seen or memory["collectives"]
     copies = [call]
     for _ in range(_n_more_copies(call, memory, clock)):
-        copies.append(_build_call(folder, region, batch_size, plan, clock.device))
+        copies.append(build())
     times = _times(Round(copies), clock)
     if max(times["forward_spread"], times["backward_spread"]) > MAX_SPREAD:
         times = min(times, _times(Round(copies), clock), key=lambda t: max(t["forward_spread"], t["backward_spread"]))
@@ -227,7 +257,7 @@ def _times(run: Round, clock: Clock) -> dict[str, float]:
     for way, name in enumerate(("forward", "backward")):
         loaded_s = _median(found, way) / n_copies
         alone_s = _median(alone, way) / n_alone if alone else loaded_s
-        waits = alone_s < HOST_BOUND * loaded_s
+        waits = alone_s < min(HOST_BOUND * loaded_s, host_s[way] / n_copies)
         times[f"{name}_s"] = alone_s if waits else loaded_s
         times[f"{name}_spread"] = _spread(alone if waits else found, way)
         times[f"host_{name}_s"] = loaded_s if waits else min(host_s[way] / n_copies, loaded_s)
@@ -316,6 +346,8 @@ def _memory(call: Call, region: dict[str, Any], clock: Clock, collectives: Local
     start_bytes = _restart_peak(clock)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = call.forward()
+    for tensor in _kept_aside(results):
+        pack(tensor)
     forward_peak_bytes = _restart_peak(clock, peak=True)
     forward_seen, n_forward = list(collectives.seen), len(collectives.seen)
     new_bytes = sum(size for storage, size in saved.items() if storage not in before)
@@ -334,6 +366,17 @@ def _memory(call: Call, region: dict[str, Any], clock: Clock, collectives: Local
         "working_bytes": working_bytes,
         "collectives": (forward_seen, list(backward_seen)),
     }
+
+
+def _kept_aside(results: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What compiled code keeps for its backward pass without autograd's hooks knowing (torch 2.12 and later)."""
+    waiting, known = [result.grad_fn for result in results], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            yield from getattr(node, "_tensors_no_vc_check", None) or ()
+            waiting.extend(before for before, _ in node.next_functions)
 
 
 def _restart_peak(clock: Clock, *, peak: bool = False) -> int:
@@ -378,12 +421,24 @@ def _replace_collectives() -> LocalCollectives:
     return local
 
 
+def _builder(
+    region: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device, compiled: Compile | None
+) -> Callable[[], Call]:
+    """Makes copies of a region; all share one loss function, as micro-batches do."""
+    loss = _loss(region, batch_size, dtype, device, compiled)
+    return lambda: _build_call(region, batch_size, dtype, device, compiled, loss)
+
+
 def _build_call(
-    folder: Path, region: dict[str, Any], batch_size: int, plan: dict[str, Any], device: torch.device
+    region: dict[str, Any],
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiled: Compile | None,
+    loss: Loss | None,
 ) -> Call:
     generated = importlib.import_module(region["module"])
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
-    dtype = DTYPES[plan["precision"]]
     with _default_dtype(dtype), device:
         module = getattr(generated, region["class"])(tp).train()
     frozen = set(region["frozen"])
@@ -394,22 +449,29 @@ def _build_call(
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = (buffer.to(dtype) if buffer.is_floating_point() else buffer).fill_(1)
+    if compiled is not None and region["compiles_forward"]:
+        module.forward = compiled(module.forward)
     inputs = [_input(described, batch_size, dtype, device) for described in region["inputs"]]
-    return Call(module, inputs, _loss(generated, region, tp, batch_size, dtype, device))
+    return Call(module, inputs, loss)
 
 
 def _loss(
-    generated: Any, region: dict[str, Any], tp: Any, batch_size: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[Any], torch.Tensor] | None:
+    region: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device, compiled: Compile | None
+) -> Loss | None:
+    """The loss of a region's outputs and targets of its own; None where it has none."""
     if not region["has_loss"]:
         return None
+    generated: Any = importlib.import_module(region["module"])
     parallel: Any = importlib.import_module("runtime.parallel")
+    tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
     targets = _structure([(d["path"], _input(d, batch_size, dtype, device)) for d in region["targets"]])
 
     def loss_fn(outputs: Any, targets: Any) -> Any:
         return generated.loss_fn(outputs, targets, tp)
 
-    return lambda outputs: parallel.loss_of(loss_fn, outputs, targets)
+    loss_of = functools.partial(parallel.loss_of, loss_fn)
+    loss_of = loss_of if compiled is None else compiled(loss_of)
+    return lambda outputs: loss_of(outputs, targets)
 
 
 def _structure(leaves: list[tuple[list[Any], Any]]) -> Any:
@@ -512,7 +574,7 @@ def _driver() -> str:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What identifies a result."""
     names = ("what", "content", "assignment", "tp", "micro_batch_size", "precision", "device", "torch", "driver")
-    return tuple(row.get(name) for name in names)
+    return (*(row.get(name) for name in names), bool(row.get("compiled")))
 
 
 def read_results(path: Path) -> set[tuple[Any, ...]]:
@@ -527,18 +589,19 @@ def read_results(path: Path) -> set[tuple[Any, ...]]:
 
 
 def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
-    """(fields that identify it, region, micro-batch size) of everything to measure; the optimizer comes first."""
+    """(fields that identify it, region, micro-batch size) of everything to measure: optimizer, eager, compiled."""
     common = {"schema_version": SCHEMA_VERSION, "model": plan["model"], "precision": plan["precision"]}
     yield {**common, "what": "optimizer"}, {}, 0
-    for region in plan["regions"]:
-        for batch_size in region["micro_batch_sizes"]:
-            names = ("segment", "content", "assignment", "tp", "boundary")
-            described = {name: region[name] for name in names}
-            yield {**common, "what": "segment", **described, "micro_batch_size": batch_size}, region, batch_size
+    names = ("segment", "content", "assignment", "tp", "boundary")
+    for compiled in (False, True):
+        for region in (region for region in plan["regions"] if compiled in region["compiled"]):
+            described = {"what": "segment", **{name: region[name] for name in names}, "compiled": compiled}
+            for batch_size in region["micro_batch_sizes"]:
+                yield {**common, **described, "micro_batch_size": batch_size}, region, batch_size
 
 
-def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = SECONDS) -> None:
-    """Measure everything that `out` does not hold yet."""
+def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = SECONDS, backend: str = BACKEND) -> None:
+    """Measure everything that `out` does not hold yet; `backend` is that of torch.compile."""
     plan = json.loads((folder / "measurement.json").read_text())
     found = environment(device)
     if plan["device"].lower() != found["device"].lower():
@@ -547,24 +610,33 @@ def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = S
     if plan["has_own_ops"]:
         importlib.import_module("model")
     clock, done, everything = Clock(device, seconds), read_results(out), list(tasks(plan))
+    compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
     torch.manual_seed(0)
     with out.open("a") as file:
         for number, (row, region, batch_size) in enumerate(everything, 1):
             row |= found
             is_known = key_of(row) in done
             if not is_known:
-                row |= _measured(folder, region, batch_size, plan, clock)
+                row |= _measured(region, batch_size, plan, clock, compiled if row.get("compiled") else None)
                 done.add(key_of(row))
                 file.write(json.dumps(row) + "\n")
                 file.flush()
             _show(f"[{number}/{len(everything)}] {_described(row)}: {'known' if is_known else _result(row)}")
 
 
-def _measured(folder: Path, region: dict[str, Any], batch_size: int, plan: dict[str, Any], clock: Clock) -> Any:
+def _measured(
+    region: dict[str, Any], batch_size: int, plan: dict[str, Any], clock: Clock, compiled: Compile | None
+) -> Any:
     try:
-        return measure_region(folder, region, batch_size, plan, clock) if region else measure_optimizer(plan, clock)
+        if not region:
+            return measure_optimizer(plan, clock)
+        return measure_region(region, batch_size, plan, clock, compiled=compiled)
     except torch.OutOfMemoryError:
         return {"status": "out of memory"}
+    except RuntimeError as error:  # what torch.compile raises, whichever part of it fails
+        if compiled is None:
+            raise
+        return {"status": "not compiled", "why": str(error).strip().split("\n")[0]}
     finally:
         gc.collect()
         if clock.is_cuda:
@@ -575,12 +647,13 @@ def _described(row: dict[str, Any]) -> str:
     if row["what"] == "optimizer":
         return "optimizer"
     boundary = f" {row['boundary']}" if row["boundary"] else ""
-    return f"{row['segment']}, tp {row['tp']}{boundary}, micro-batch {row['micro_batch_size']}"
+    way = ", compiled" if row["compiled"] else ""
+    return f"{row['segment']}, tp {row['tp']}{boundary}, micro-batch {row['micro_batch_size']}{way}"
 
 
 def _result(row: dict[str, Any]) -> str:
-    if row["status"] == "out of memory":
-        return "out of memory"
+    if row["status"] not in ("measured", "noisy"):
+        return f"{row['status']} {row.get('why', '')}".strip()
     if row["what"] == "optimizer":
         return f"{row['per_element_s'] * 1e12:.2f} ps per element"
     times = f"forward {row['forward_s'] * 1e3:.3f} ms, backward {row['backward_s'] * 1e3:.3f} ms"
@@ -598,10 +671,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=Path("measured.json"))
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--backend", default=BACKEND, help="Of torch.compile.")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("measure: found no CUDA device\n  expected: one GPU of the target\n  fix: run on it, or --device cpu")
-    measure(Path(__file__).resolve().parent, given.out, torch.device(given.device), seconds=given.seconds)
+    folder, device = Path(__file__).resolve().parent, torch.device(given.device)
+    measure(folder, given.out, device, seconds=given.seconds, backend=given.backend)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_file import build_profile
 from autoplan.measure_device import device_rates
-from autoplan.measure_links import Ranks, link_times, overlap_times
+from autoplan.measure_links import Ranks, collective_launch, link_times, overlap_times
+from autoplan.measure_sharding import sharded_passes
 from autoplan.measured_host import MeasuredHost, measured_json, profile_text
 from autoplan.nccl_log import LOG_SUBSYSTEMS, SOCKET, Transport, link_kind, read_nccl_log
 from autoplan.units import MiB
@@ -97,8 +98,11 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
         return host
     progress("measuring collectives")
     times = link_times(ranks)
+    rates += (collective_launch(ranks),)
     progress("measuring overlap")
     overlap = overlap_times(ranks)
+    progress("measuring fully_shard")
+    passes = sharded_passes(ranks)
     transport = Transport((_GLOO,), None, False)
     kind = SOCKET
     if on_cuda:
@@ -112,8 +116,10 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
     dist.destroy_process_group()
     return replace(
         host,
+        rates=rates,
         times=times,
         overlap=overlap,
+        sharded_passes=passes,
         transport=str(transport),
         link_kind=kind,
         has_multicast=transport.has_multicast,

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from autoplan.link_fit import CollectiveTime
-from autoplan.measure_device import CALL_S, Call, head_start, product_call, time_calls
-from autoplan.measured_host import Overlap
+from autoplan.measure_device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
+from autoplan.measured_host import Overlap, Rate
 from autoplan.units import GiB, KiB, MiB
 
 GROWTH = 4
+N_COLLECTIVES = 200
 LARGEST_BYTES = {"cuda": GiB, "cpu": 16 * MiB}
 SLOWEST_CALL_S = 0.25
 BATCH_S = 0.02
@@ -53,6 +54,20 @@ class Ranks:
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value.item()
+
+
+def collective_launch(ranks: Ranks) -> Rate:
+    """Host time to start one collective (on a CPU, all of its time)."""
+    x = torch.zeros(N_SMALL, device=ranks.device)
+    for _ in range(20):
+        dist.all_reduce(x)
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+    start_s = time.perf_counter()
+    for _ in range(N_COLLECTIVES):
+        dist.all_reduce(x)
+    seconds = ranks.slowest((time.perf_counter() - start_s) / N_COLLECTIVES)
+    return Rate("collective_launch", N_SMALL, 8 * N_SMALL, seconds, N_COLLECTIVES)
 
 
 # --- one collective at a time ----------------------------------------------------------------------------------

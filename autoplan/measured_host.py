@@ -16,8 +16,16 @@ from dataclasses import asdict, dataclass
 
 from autoplan import units
 from autoplan.hardware import HardwareProfile, LinkTier, load_profile, profile_names
-from autoplan.hardware_fields import DEVICE_FIELDS, HOST_FIELDS, PEAK, PEAK_PRECISIONS, Quantity
+from autoplan.hardware_fields import (
+    DEVICE_FIELDS,
+    HOST_FIELDS,
+    PEAK,
+    PEAK_PRECISIONS,
+    SHARDING_FIELDS,
+    Quantity,
+)
 from autoplan.hardware_file import link_kind_rate
+from autoplan.host_shares import ShardedPasses, sharding_host
 from autoplan.link_fit import CollectiveTime, LinkFit, fit_links
 from autoplan.nccl_log import HOST_MEMORY, UNKNOWN_LINK
 
@@ -30,7 +38,8 @@ class Rate:
     """One timed op of a device.
 
     Attributes:
-        what: "product bf16", "elementwise", "copy", "host to device", "device to host", "kernel" or "launch".
+        what: "product bf16", "elementwise", "copy", "host to device", "device to host", "kernel", "launch" or
+            "collective_launch".
         size: rows of the square matrices, or bytes of the tensor.
         amount: FLOPs of a product, else bytes moved (read and written, where it is memory of one device).
         seconds: of one call, on the slowest device.
@@ -83,7 +92,7 @@ class MeasuredHost:
         transport: over what the devices really talked, in words; empty for one device.
         link_kind: one of `[link_kind.*]` in shared.toml; None for one device.
         environment: (name, value) of the variables that steer the communication.
-        times: empty for one device.
+        times, sharded_passes: empty for one device.
         overlap: None for one device.
     """
 
@@ -100,6 +109,7 @@ class MeasuredHost:
     environment: tuple[tuple[str, str], ...] = ()
     times: tuple[CollectiveTime, ...] = ()
     overlap: Overlap | None = None
+    sharded_passes: tuple[ShardedPasses, ...] = ()
 
     def best(self, what: str) -> Rate | None:
         """The fastest of the rates of one sort."""
@@ -115,7 +125,7 @@ class MeasuredHost:
 def profile_text(host: MeasuredHost) -> str:
     """The hardware file of a measured host."""
     sheet = data_sheet(host.device_name)
-    lines = [*_head(host), *_device(host, sheet), "", *_peaks(host, sheet), "", *_host(host)]
+    lines = [*_head(host), *_device(host, sheet), "", *_peaks(host, sheet), "", *_sharding(host), *_host(host)]
     fit = host.fit()
     if fit is not None:
         lines += ["", *_link(host, fit, sheet)]
@@ -175,6 +185,8 @@ def _device(host: MeasuredHost, sheet: HardwareProfile | None) -> Iterator[str]:
     copied = f"x * 2 over {units.format_bytes(elementwise.size)}: {_rate(elementwise.per_s)}, copy: {_rate(copy.per_s)}"
     yield _ratio("memory_efficiency", elementwise.per_s / bandwidth, f"{copied}, {host.versions}")
     yield _seconds("launch", host, f"x.add_(1) {{seconds}}, host time in eager mode, {host.versions}")
+    if host.best("collective_launch") is not None:
+        yield _seconds("collective_launch", host, f"all-reduce of 64 elements {{seconds}}, host time, {host.versions}")
     if host.best("kernel") is None:
         yield f"# kernel is left out: {NO_KERNEL}"
     else:
@@ -212,6 +224,19 @@ def _peaks(host: MeasuredHost, sheet: HardwareProfile | None) -> Iterator[str]:
         else:
             source = _source(sheet, f"device.peak.{precision}")
             yield _figure(precision, _flops(peak), f"{source}; measured: {achieved}" if achieved else source)
+
+
+def _sharding(host: MeasuredHost) -> Iterator[str]:
+    if not host.sharded_passes:
+        return
+    yield "[device.sharding]"
+    n_blocks = ", ".join(str(n) for n in sorted({passes.n_parameters for passes in host.sharded_passes}))
+    source = f"fully_shard on {host.n_devices} devices, blocks of {n_blocks} small parameters, {host.versions}"
+    found = sharding_host(host.sharded_passes)
+    for key, quantity in SHARDING_FIELDS.items():
+        seconds = max(getattr(found, f"{key}_s"), quantity.low)
+        yield _in_range(key, seconds, quantity, _short_seconds(seconds), source)
+    yield ""
 
 
 def _host(host: MeasuredHost) -> Iterator[str]:

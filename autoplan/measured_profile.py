@@ -4,27 +4,30 @@
 
 so results of several models, precisions and devices may stand in one file. Lines of other devices and precisions are
 left out; a file none of whose lines belongs to this device, precision and model is an error that says which of them is
-wrong. Of two lines for one thing the later one counts.
+wrong. Of two lines for one thing the later one counts. A line without `compiled` was measured eager.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.errors import InputError
 
 SCHEMA_VERSION = 1
-MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"
+MEASURED, NOISY, OUT_OF_MEMORY, NOT_COMPILED = "measured", "noisy", "out of memory", "not compiled"
+STATUSES = MEASURED, NOISY, OUT_OF_MEMORY, NOT_COMPILED
 _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "content": str,
     "assignment": str,
+    "segment": str,
     "boundary": str,
     "tp": int,
     "micro_batch_size": int,
 }
+HOST_BOUND = 0.9  # as in measure.py: a host faster than this share of the device's time is not what it waits for
 _TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
 
 
@@ -39,6 +42,7 @@ class SegmentTime:
         host_forward_s, host_backward_s: what the host takes to launch it.
         saved_bytes: distinct tensors that it keeps from forward to backward.
         working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
+        compiled: whether it ran as it does under `Plan.mesh.compile`; segments that are not compiled are the same then.
     """
 
     content: str
@@ -53,6 +57,7 @@ class SegmentTime:
     saved_bytes: int
     working_bytes: int | None
     is_noisy: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,22 @@ class MeasuredProfile:
     Attributes:
         optimizer_element_s: gradient norm and one AdamW step, per element; None when not measured.
         source: file, device, and versions, for reports.
+        not_compiled: (segment, tp) that torch.compile failed on.
     """
 
     segments: tuple[SegmentTime, ...]
     optimizer_element_s: float | None
     source: str
+    not_compiled: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether anything was measured compiled."""
+        return any(row.compiled for row in self.segments)
+
+    def rows(self, *, compiled_contents: Collection[str] = ()) -> tuple[SegmentTime, ...]:
+        """The measurements of segments when those of these contents are compiled, and the others are not."""
+        return tuple(row for row in self.segments if row.compiled == (row.content in compiled_contents))
 
 
 def parse_profile(
@@ -88,15 +104,46 @@ def parse_profile(
     optimizer = [row["per_element_s"] for row in own if row["what"] == "optimizer" and row["status"] != OUT_OF_MEMORY]
     versions = dict.fromkeys(f"torch {row['torch']}, driver {row['driver'] or 'unknown'}" for row in segments.values())
     return MeasuredProfile(
-        segments=tuple(_segment_time(row) for row in segments.values() if row["status"] != OUT_OF_MEMORY),
+        segments=_with_least_host(
+            tuple(_segment_time(row) for row in segments.values() if row["status"] in (MEASURED, NOISY))
+        ),
         optimizer_element_s=optimizer[-1] if optimizer else None,
         source=f"{where}: {device}, {'; '.join(versions)}",
+        not_compiled=tuple((row["segment"], row["tp"]) for row in segments.values() if row["status"] == NOT_COMPILED),
     )
+
+
+def _with_least_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ...]:
+    """The host takes as long for every micro-batch size, and only ever longer when disturbed: the least time counts.
+
+    A row whose device seemed to wait, for a host that by this is faster, saw the device's own time under load.
+    """
+    groups: dict[tuple[object, ...], list[SegmentTime]] = {}
+    for row in segments:
+        groups.setdefault((row.content, row.assignment, row.tp, row.compiled), []).append(row)
+    return tuple(
+        replace(
+            row,
+            forward_s=_device_s(row.forward_s, row.host_forward_s, least_s=least_forward_s),
+            backward_s=_device_s(row.backward_s, row.host_backward_s, least_s=least_backward_s),
+            host_forward_s=least_forward_s,
+            host_backward_s=least_backward_s,
+        )
+        for group in groups.values()
+        for least_forward_s in [min(row.host_forward_s for row in group)]
+        for least_backward_s in [min(row.host_backward_s for row in group)]
+        for row in group
+    )
+
+
+def _device_s(device_s: float, host_s: float, *, least_s: float) -> float:
+    return host_s if device_s < host_s and least_s < HOST_BOUND * host_s else device_s
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a line is about."""
-    return tuple(row[name] for name in ("content", "assignment", "tp", "micro_batch_size"))
+    names = ("content", "assignment", "tp", "micro_batch_size")
+    return (*(row[name] for name in names), row.get("compiled", False))
 
 
 def _matching(rows: list[dict[str, Any]], where: str, field: str, wanted: str, fix: str) -> list[dict[str, Any]]:
@@ -123,7 +170,7 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
 
 def _check_numbers(row: Mapping[str, Any], where: str) -> None:
     has_times = row["status"] in (MEASURED, NOISY)
-    is_known = row["what"] in ("segment", "optimizer") and (has_times or row["status"] == OUT_OF_MEMORY)
+    is_known = row["what"] in ("segment", "optimizer") and row["status"] in STATUSES
     _require(
         where, is_known, f"{row['what']}, {row['status']}", "a segment or the optimizer, measured", "profile again"
     )
@@ -131,6 +178,8 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
         names: tuple[str, ...] = ("per_element_s",)
     else:
         names = (*_TIME_FIELDS, "saved_bytes")
+        compiled = row.get("compiled", False)  # files of before it existed are eager
+        _require(f"{where}: compiled", isinstance(compiled, bool), compiled, "true or false", "profile again")
         for name, kind in _SEGMENT_FIELDS.items():
             fits = isinstance(row.get(name), kind) and (kind is str or row[name] > 0)
             _require(f"{where}: {name}", fits, row.get(name), "a text" if kind is str else "a count", "profile again")
@@ -168,4 +217,5 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         saved_bytes=int(row["saved_bytes"]),
         working_bytes=None if working is None else int(working),
         is_noisy=row["status"] == NOISY,
+        compiled=row.get("compiled", False),
     )

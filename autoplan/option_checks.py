@@ -137,5 +137,3 @@ def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:
         _check_word(f"--fix {name}", value, words)
     elif words is None and not (value.isascii() and value.isdigit() and int(value) > 0):
         raise UsageError(f"--fix {name}: found {value!r}\n  expected: a whole number above 0")
-    if (name, value) == ("compile", "on"):
-        raise UsageError("--fix: compile=on is not available in this version\n  fix: leave it out, or compile=off")

@@ -21,6 +21,7 @@ class Mesh:
         micro_batch_size: samples of one micro-batch on one data-parallel rank.
         n_chunks: pipeline stages per rank; above 1 with "interleaved" and "zero_bubble_v" only.
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
+        compile: whether torch.compile makes one function of each block, and of the loss.
     """
 
     pp: int = 1
@@ -33,6 +34,7 @@ class Mesh:
     schedule: str = "1f1b"
     n_chunks: int = 1
     sharding: str = ""
+    compile: bool = False
 
     @property
     def n_devices(self) -> int:
@@ -114,7 +116,6 @@ class Plan:
     mesh: Mesh
     stages: tuple[StagePlan, ...]
     precision: str = "bf16"
-    compile: bool = False
     shardings: tuple[SegmentSharding, ...] = ()
     graph_hash: str = ""
     hardware: str = ""

@@ -53,8 +53,8 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     if plan.loss_average not in LOSS_AVERAGES:
         _refuse("loss_average", plan.loss_average, f"one of {', '.join(LOSS_AVERAGES)}")
     check_loss_average(graph, plan.loss_average)
-    if plan.compile:
-        _refuse("compile", plan.compile, "false; compiling is not available in this version")
+    if plan.mesh.compile and plan.groups:
+        _refuse("mesh.compile", plan.mesh.compile, "false: compiled blocks have a price only where they were measured")
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     _check_shardings(plan, graph, load_rules(rule_files))
@@ -129,6 +129,8 @@ def _check_split_backward(plan: Plan) -> None:
     if not splits_backward(mesh.schedule) or mesh.pp == 1:
         return
     reason = f'with schedule "{mesh.schedule}", whose backward pass is split'
+    if mesh.compile:
+        _refuse("mesh.compile", mesh.compile, f"false {reason}")
     if mesh.zero_stage > MAX_SPLIT_ZERO_STAGE:
         _refuse("mesh.zero_stage", mesh.zero_stage, f"0 to {MAX_SPLIT_ZERO_STAGE} {reason}")
     for index, stage in enumerate(plan.stages):

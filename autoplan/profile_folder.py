@@ -1,6 +1,7 @@
 """What to measure, as a folder that runs by itself: segment sources, `runtime/`, `measure.py`, `measurement.json`.
 
-    regions = unique kinds of segments x (tensor-parallel degree, boundary layout), each at several micro-batch sizes
+    regions = unique kinds of segments x (tensor-parallel degree, boundary layout), each at several micro-batch sizes,
+              eager, compiled as the program compiles it, or both; what it does not compile is eager either way
 
 A region is left out when another one computes the same in the same layouts. Layouts are those that the tensor-parallel
 program finds at micro-batch 1, as in a search, and at each micro-batch size by itself, as with `--fix micro_batch`.
@@ -15,6 +16,7 @@ from typing import Any
 
 from autoplan.codegen import runtime_files
 from autoplan.codegen.segment_modules import SegmentClass, measuring_script, segment_modules
+from autoplan.cost.measured import compiled_kinds
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
@@ -27,6 +29,7 @@ from autoplan.space import all_shardings, layout_size, load_rules
 
 Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
 MEASUREMENT = "measurement.json"
+COMPILE_WAYS = {"off": (False,), "on": (True,), "both": (False, True)}
 RESULTS = "measured.json"
 
 
@@ -38,6 +41,7 @@ class MeasurementRequest:
         model: name of the model file, `model_text` what it says; where it defines operators, they must exist.
         degrees: of tensor parallelism; none stands for all that a host has and the model gains by.
         ranges: values that integer inputs take.
+        compile: a key of COMPILE_WAYS, for what the program can compile.
     """
 
     graph: OpGraph
@@ -48,6 +52,7 @@ class MeasurementRequest:
     degrees: tuple[int, ...]
     micro_batch_sizes: tuple[int, ...]
     ranges: Ranges
+    compile: str = "off"
 
 
 def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
@@ -128,7 +133,8 @@ def _regions(
     boundary: str,
     assignments: Sequence[SegmentSharding],
 ) -> list[dict[str, Any]]:
-    graph, facts = request.graph, GraphFacts.of(request.graph)
+    graph, facts, compiled = request.graph, GraphFacts.of(request.graph), compiled_kinds(request.graph)
+    has_blocks = any(segment.is_block for segment in graph.segments)
     by_kind = {assignment.kind: assignment for assignment in assignments}
     inputs = {item.name: item for item in graph.inputs}
     frozen = {parameter.name for parameter in graph.parameters if not parameter.is_trainable}
@@ -144,6 +150,8 @@ def _regions(
                 "assignment": assignment_key(graph, segment, by_kind.get(kind)),
                 "tp": degree,
                 "boundary": boundary,
+                "compiled": list(COMPILE_WAYS[request.compile if kind in compiled else "off"]),
+                "compiles_forward": segment.is_block or not has_blocks,
                 "class": called.name,
                 "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
                 "inputs": [

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import MeasureError, OutputError
-from autoplan.measured_profile import MEASURED, NOISY, OUT_OF_MEMORY
+from autoplan.measured_profile import MEASURED, NOISY, NOT_COMPILED, STATUSES
 from autoplan.output_folder import read_text_file, write_folder
 from autoplan.report import text_table
 from autoplan.units import MiB, format_seconds
 
 Start = Callable[[Sequence[str]], int]
-_STATUSES = (MEASURED, NOISY, OUT_OF_MEMORY)
 
 
 def start_process(command: Sequence[str]) -> int:
@@ -58,14 +57,16 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def count_results(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """How many results of each status."""
-    return {f"n_{status.replace(' ', '_')}": sum(row["status"] == status for row in rows) for status in _STATUSES}
+    return {f"n_{status.replace(' ', '_')}": sum(row["status"] == status for row in rows) for status in STATUSES}
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     split = f"{row['tp']} {row['boundary']}".strip()
     first = (row["segment"], split, str(row["micro_batch_size"]))
-    if row["status"] == OUT_OF_MEMORY:
-        return (*first, "-", "-", "-", "-", OUT_OF_MEMORY)
+    is_compiled = row.get("compiled", False) and row["status"] != NOT_COMPILED
+    note = ", ".join(["compiled"] * is_compiled + [row["status"]] * (row["status"] != MEASURED))
+    if row["status"] not in (MEASURED, NOISY):
+        return (*first, "-", "-", "-", "-", note)
     host_s = row["host_forward_s"] + row["host_backward_s"]
     times = (format_seconds(row["forward_s"]), format_seconds(row["backward_s"]), format_seconds(host_s))
-    return (*first, *times, f"{row['saved_bytes'] / MiB:.1f}", "" if row["status"] == MEASURED else row["status"])
+    return (*first, *times, f"{row['saved_bytes'] / MiB:.1f}", note)

@@ -1,13 +1,24 @@
 """The memory of one pipeline rank: the bytes of a rank while one action runs.
 
-    state + gathered parameters + unreduced gradients + working bytes of the running stage's largest segment
-          + (saved activations + received input) x micro-batches in flight, the running one included
-          + gradients pending x micro-batches between their pass for inputs and their pass for weights
+    state + workspaces + message buffers + parameters that stay gathered
+          + gradients of earlier passes + saved activations of the other micro-batches in flight + sent outputs of all
+          + pending gradients x micro-batches between their pass for inputs and their pass for weights
+          + the peak of the running pass: one of its segments runs, with what that pass has made so far
+
+**The peak of a pass** (`_passes`) is the largest moment of its segments. While segment s runs backward there are
+
+    saved activations of segments up to s, working bytes of s, parameters of s and of the one gathered ahead
+    gradients of the segments behind s: in the first pass of the step only these, later all of them
+    gradients, as computed, of what is outside of blocks, from its own backward to the end of the pass, which reduces it
+    the input of the last reduction, until the next one begins
+
+so neither the gradients nor, after the head, the activations of all segments meet the largest working bytes. At the
+end of a pass no activations are left, but what is outside of blocks is reduced. All of this is the order in which
+`fully_shard` takes and frees references; the caching allocator counts by these, not by when kernels are done.
 
 The numbers of micro-batches are the schedule's (`moments`), the bytes the plan's (`stage_bytes`); `memories` puts them
-together. Parameters that stay gathered are counted all step; whole gradients that accumulate, from the first backward
-pass of their stage. Left out: the gradient received by the one running backward pass, and activations whose send is
-not done.
+together. A forward pass is taken to need the working bytes of the backward pass. Left out: that the halves of a split
+backward pass free activations one by one.
 """
 
 from __future__ import annotations
@@ -15,12 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
-from autoplan.schedules import GRADIENT_KINDS, Action
+from autoplan.schedules import GRADIENT_KINDS, Action, splits_backward
 
 
 class Moment(NamedTuple):
@@ -28,14 +39,16 @@ class Moment(NamedTuple):
 
     Attributes:
         running: place of the running stage among those of the rank; None between two actions.
-        makes_gradients: the running action does, of weights.
+        kind: of the running action; "" between two.
+        is_last: whether the running action is the last of its stage that makes gradients of weights.
         in_flight: micro-batches from their forward pass to the gradients of weights.
         pending: micro-batches from their pass for inputs to that for weights.
-        accumulating: whether the stage has begun to make gradients of weights.
+        accumulating: whether a pass that is over has made gradients of weights.
     """
 
     running: int | None
-    makes_gradients: bool
+    kind: str
+    is_last: bool
     in_flight: tuple[int, ...]
     pending: tuple[int, ...]
     accumulating: tuple[bool, ...]
@@ -45,70 +58,183 @@ def moments(actions: Sequence[Action]) -> Iterator[Moment]:
     """The moments of a rank, one while each of its actions runs."""
     place = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
     in_flight, pending, accumulating = [0] * len(place), [0] * len(place), [False] * len(place)
+    n_left = [0] * len(place)
+    for stage, kind, _ in actions:
+        n_left[place[stage]] += kind in GRADIENT_KINDS
     for stage, kind, _ in actions:
         running, makes_gradients = place[stage], kind in GRADIENT_KINDS
-        if kind == "F":
-            in_flight[running] += 1
-        elif kind == "I":
-            pending[running] += 1
-        else:
-            accumulating[running] = True
-        yield Moment(running, makes_gradients, tuple(in_flight), tuple(pending), tuple(accumulating))
+        in_flight[running] += kind == "F"
+        pending[running] += kind == "I"
+        n_left[running] -= makes_gradients
+        is_last = makes_gradients and n_left[running] == 0
+        yield Moment(running, kind, is_last, tuple(in_flight), tuple(pending), tuple(accumulating))
         if makes_gradients:
             in_flight[running] -= 1
             pending[running] -= kind == "W"
+            accumulating[running] = True
 
 
 def moment_after(moment: Moment) -> Moment:
     """The moment right after the action that runs in `moment`."""
-    in_flight, pending = list(moment.in_flight), list(moment.pending)
-    if moment.makes_gradients and moment.running is not None:
+    in_flight, pending, accumulating = list(moment.in_flight), list(moment.pending), list(moment.accumulating)
+    if moment.kind in GRADIENT_KINDS and moment.running is not None:
         in_flight[moment.running] -= 1
         pending[moment.running] = max(0, pending[moment.running] - 1)  # none is pending where B makes them
-    return Moment(None, False, tuple(in_flight), tuple(pending), moment.accumulating)
+        accumulating[moment.running] = True
+    return Moment(None, "", False, tuple(in_flight), tuple(pending), tuple(accumulating))
+
+
+class PassPeak(NamedTuple):
+    """What a running pass holds at its peak; `gradients` beyond those that earlier passes left, or less than these."""
+
+    gathered: int
+    gradients: int
+    saved: int
+    working: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of one stage: saved, received and pending ones per micro-batch, all but `state` only at times."""
+    """Bytes of one stage.
+
+    Attributes:
+        state, buffers: all step. `buffers` are those for what is sent and received over the cuts.
+        gathered: of parameters that stay gathered.
+        gradients: of all its segments, after a pass.
+        saved, received, sent, pending: per micro-batch.
+        forward, first, later, last: the peaks of a forward pass, and of the first, another and the last backward pass.
+    """
 
     state: int
+    buffers: int
     gathered: int
     gradients: int
     saved: int
     received: int
+    sent: int
     pending: int
-    working: int
+    forward: PassPeak
+    first: PassPeak
+    later: PassPeak
+    last: PassPeak
+
+    def peak(self, moment: Moment, *, is_first: bool) -> PassPeak:
+        """The peak of the pass that runs."""
+        if moment.kind not in GRADIENT_KINDS:
+            return self.forward
+        if is_first:
+            return self.first
+        return self.last if moment.is_last else self.later
 
 
 def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -> StageBytes:
     """The bytes of a stage of these segments, which begins with segment number `start`."""
+    stop, n_micro_batches = start + len(costs), table.mesh.n_micro_batches
+    message_in = table.message_bytes[start - 1] if table.message_bytes and start > 0 else 0
+    message_out = table.message_bytes[stop - 1] if table.message_bytes and stop < len(table.kinds) else 0
+    forward, first, later, last = _passes(table, costs)
     return StageBytes(
         state=sum(cost.state_bytes for cost in costs),
-        gathered=_held_bytes([cost.gathered_bytes for cost in costs], all_of_them=table.keeps_gathered),
-        gradients=_held_bytes([cost.gradient_bytes for cost in costs], all_of_them=table.accumulates),
+        buffers=n_micro_batches * (message_in + message_out) + message_in,  # the last gradient is still being sent
+        gathered=sum(cost.gathered_bytes for cost in costs) if table.keeps_gathered else 0,
+        gradients=sum(cost.gradient_bytes for cost in costs),
         saved=sum(cost.saved_bytes for cost in costs),
         received=table.cut_bytes[start - 1] if start > 0 else 0,
+        sent=message_out,
         pending=sum(cost.pending_bytes for cost in costs),
-        working=max(cost.working_bytes for cost in costs),
+        forward=forward,
+        first=first,
+        later=later,
+        last=last,
     )
 
 
-def _held_bytes(parts: Sequence[int], *, all_of_them: bool) -> int:
-    """The sum, or the two neighbours that are largest together: the current segment's and the next one's."""
-    if all_of_them or len(parts) == 1:
-        return sum(parts)
-    return max(first + second for first, second in pairwise(parts))
+class _Behind(NamedTuple):
+    """What the segments behind one have left when it runs backward.
+
+    Attributes:
+        made, reduced: gradients of blocks, before and after their reduction.
+        late: gradients, as computed, of what is reduced at the end of the pass.
+        reducing: the input of the last reduction.
+    """
+
+    made: int = 0
+    reduced: int = 0
+    late: int = 0
+    reducing: int = 0
+
+
+def _behind(costs: Sequence[SegmentCost]) -> list[_Behind]:
+    """What the segments have left at the end of a pass, and then those behind each one."""
+    found = [_Behind()]
+    for cost in reversed(costs):
+        made, reduced, late, reducing = found[-1]
+        if cost.late_gradient_bytes:
+            late += cost.late_gradient_bytes
+        else:
+            made, reduced = made + cost.gradient_bytes, reduced + cost.reduced_bytes
+            reducing = cost.reducing_bytes or reducing
+        found.append(_Behind(made, reduced, late, reducing))
+    return found[::-1]
+
+
+def _passes(table: CostTable, costs: Sequence[SegmentCost]) -> tuple[PassPeak, PassPeak, PassPeak, PassPeak]:
+    """The peaks of a forward pass, and of the first, another and the last backward pass of the step.
+
+    The only pass is the first one. What was reduced last in a pass is what is outside of blocks, if anything is.
+    """
+    n_micro_batches, reduces = table.mesh.n_micro_batches, table.reduces_per_micro_batch
+    outer = [cost for cost in costs if cost.late_gradient_bytes]
+    outer_reducing = sum(cost.reducing_bytes for cost in outer)
+    carried = (outer_reducing or costs[0].reducing_bytes) if reduces and n_micro_batches > 1 else 0
+    saved = list(accumulate(cost.saved_bytes for cost in costs))
+    if splits_backward(table.mesh.schedule):
+        saved = [saved[-1]] * len(saved)
+    forward, first, later, last = [], [], [], []
+    ended, *behind = _behind(costs)
+    for cost, before, kept, left in zip(costs, (None, *costs[:-1]), saved, behind, strict=True):
+        received = ahead = 0  # parameters where they are received, besides where they are used
+        if not table.keeps_gathered:
+            received, ahead = cost.gathered_bytes, 0 if before is None else before.gathered_bytes
+        gathered, working = received, cost.working_bytes
+        reducing = left.reducing or carried
+        forward.append(PassPeak(gathered + received, 0, kept, working))
+        made = left.made + left.late + (left.reducing if reduces or n_micro_batches == 1 else 0)
+        first.append(PassPeak(gathered + ahead, made, kept, working))
+        later.append(PassPeak(gathered + ahead, left.late + (reducing if reduces else 0), kept, working))
+        freed = left.made - left.reduced if table.accumulates else 0
+        last.append(PassPeak(gathered + ahead, left.late + reducing - freed, kept, working))
+    for passes, gradients in zip((first, later, last), _ends(table, ended, outer), strict=True):
+        passes.append(PassPeak(0, gradients, 0, 0))
+    return _largest(forward), _largest(first), _largest(later), _largest(last)
+
+
+def _ends(table: CostTable, ended: _Behind, outer: Sequence[SegmentCost]) -> tuple[int, int, int]:
+    """Gradients at the end of the first, another and the last pass, beyond those of earlier passes.
+
+    There the gradients of what is outside of blocks are reduced, or added to those of earlier micro-batches.
+    """
+    gradients = sum(cost.gradient_bytes for cost in outer)
+    reducing, reduced = (sum(getattr(c, name) for c in outer) for name in ("reducing_bytes", "reduced_bytes"))
+    if table.accumulates:
+        return ended.made + gradients + ended.late, ended.late, ended.reduced - ended.made + reducing
+    reduction = reducing + max(ended.late, reduced)
+    return ended.made + reduction, reduction, reduction
+
+
+def _largest(passes: Sequence[PassPeak]) -> PassPeak:
+    return max(passes, key=sum)
 
 
 class Memory(NamedTuple):
     """Bytes of one rank at one moment, by part."""
 
     state: int
+    workspaces: int
     gathered_parameters: int
-    unreduced_gradients: int
+    gradients: int
     saved_activations: int
-    received_inputs: int
+    messages: int
     pending_gradients: int
     working: int
 
@@ -118,27 +244,31 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+NO_PASS = PassPeak(0, 0, 0, 0)
+
+
 def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Moment]) -> Iterator[Memory]:
     """The memory of the rank that has these stages, at each of these moments."""
-    accumulates = table.accumulates
     state = sum(stage.state for stage in stages)
-    kept = sum(stage.gathered for stage in stages) if table.keeps_gathered else 0
-    gradients, saved, received, pending = zip(
-        *((stage.gradients, stage.saved, stage.received, stage.pending) for stage in stages), strict=True
+    kept = sum(stage.gathered for stage in stages)
+    buffers = sum(stage.buffers for stage in stages)
+    gradients, saved, messages, pending = zip(
+        *((stage.gradients, stage.saved, stage.received + stage.sent, stage.pending) for stage in stages), strict=True
     )
     for moment in at:
-        stage = None if moment.running is None else stages[moment.running]
-        unreduced = sum(map(mul, moment.accumulating, gradients)) if accumulates else 0
-        if stage is not None and moment.makes_gradients and not accumulates:
-            unreduced = stage.gradients
+        running, peak = moment.running, NO_PASS
+        if running is not None:
+            peak = stages[running].peak(moment, is_first=not moment.accumulating[running])
+        own_saved = 0 if running is None else saved[running]
         yield Memory(
             state=state,
-            gathered_parameters=kept if stage is None or table.keeps_gathered else stage.gathered,
-            unreduced_gradients=unreduced,
-            saved_activations=sum(map(mul, moment.in_flight, saved)),
-            received_inputs=sum(map(mul, moment.in_flight, received)),
+            workspaces=table.workspace_bytes,
+            gathered_parameters=kept + peak.gathered,
+            gradients=sum(map(mul, moment.accumulating, gradients)) + peak.gradients,
+            saved_activations=sum(map(mul, moment.in_flight, saved)) - own_saved + peak.saved,
+            messages=buffers + sum(map(mul, moment.in_flight, messages)),
             pending_gradients=sum(map(mul, moment.pending, pending)),
-            working=0 if stage is None else stage.working,
+            working=peak.working,
         )
 
 

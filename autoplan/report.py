@@ -107,7 +107,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("global batch", f"{mesh.global_batch_size} samples"),
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
-        ("precision", plan.precision + (", compiled" if plan.compile else "")),
+        ("precision", plan.precision + (", compiled" if mesh.compile else "")),
         *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
     ]
 
@@ -159,7 +159,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else f"{share:.0%}",
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        note if estimate.fits else f"{note} (too big)".strip(),
+        " ".join([note] * bool(note) + ["compiled"] * mesh.compile + ["(too big)"] * (not estimate.fits)),
     )
 
 
@@ -219,7 +219,8 @@ def describe_mesh(mesh: Mesh) -> str:
     text += f", micro-batch {mesh.micro_batch_size} x {mesh.n_micro_batches}"
     if mesh.pp > 1:
         text += f", {mesh.schedule}"
-    return text + (f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")
+    text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
+    return text + (", compiled" if mesh.compile else "")
 
 
 def recompute_text(plan: Plan) -> str:

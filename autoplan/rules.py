@@ -64,6 +64,8 @@ class OpRule:
         extra_saved_bytes: what is kept besides (dropout mask, statistics), from the op and its local operand specs.
         flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
         moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
+        backward_bytes: (local operands, local results, batch size, precision) -> memory traffic of backward, at the
+            rate of a copy; replaces `backward_bytes_ratio`.
         n_calls: how often the op stands for its kernels; None for once.
         is_view: no kernel, no memory: the result shares its operand's storage.
         is_product: an operand is kept only for the gradient of the others.
@@ -71,6 +73,7 @@ class OpRule:
         finite_in: operands that may hold any finite number: result and gradients are finite then. Only these may be
             padded, in the equation's letters that are not contracted.
         efficiency: "matmul" (limited by matrix units) or "memory".
+        is_matrix_product: the matrix units read its tensors as they are, so that odd rows slow it down.
         rate_fraction, backward_rate_fraction: achieved rate / that of a large matrix product (or copy).
         strategies: replaces the equation where an equation is not enough; yields what it allows beside all-R and all-V.
     """
@@ -85,12 +88,14 @@ class OpRule:
     extra_saved_bytes: Callable[[Op, Specs, int, str], int] | None = None
     flops: Callable[[Op, Specs, int], int] | None = None
     moved_bytes: Callable[[Op, int, str], int] | None = None
+    backward_bytes: Callable[[Specs, Specs, int, str], float] | None = None
     n_calls: Callable[[Op], int] | None = None
     is_view: bool = False
     is_product: bool = False
     linear_in: tuple[int, ...] = ()
     finite_in: tuple[int, ...] = ()
     efficiency: str = "memory"
+    is_matrix_product: bool = False
     rate_fraction: float = 1.0
     backward_rate_fraction: float = 1.0
     strategies: Callable[[Op, Specs, TensorSpec, int], Iterator[Strategy]] | None = None

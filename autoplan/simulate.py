@@ -10,11 +10,11 @@ its own devices (`CostTable.at_rank`).
 sender; a rank sends its activations one after the other, and so its gradients. Left out: that sends slow compute, and
 gathers that begin before the input has arrived. With M micro-batches, on the slowest rank:
 
-    step_s = M x (compute + recompute + tensor-parallel + launch)        `_breakdown`
+    step_s = M x (compute + recompute + tensor-parallel + launch) + what launch adds once      `_breakdown`
            + exposed_dp    gathers and reductions beside which nothing is computed, and the slowdown by the others
            + exposed_pp    waiting for a transfer that is under way
            + bubble        waiting for another rank to compute
-           + optimizer     optimizer_s of its segments, and per_step_s
+           + optimizer     optimizer_s of its segments less what they wait for the host once, and per_step_s
 
 The first and the last line of any rank are together a lower bound on the step time, under any schedule.
 
@@ -332,7 +332,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),
         segment_sources=tuple(table.sources[kind] for kind in table.kinds) if table.sources else (),
-        timeline=_timeline(replay, optimizer_s=tuple(b.optimizer_s for b in breakdowns)) if with_timeline else (),
+        timeline=_timeline(table, replay) if with_timeline else (),
     )
 
 
@@ -347,8 +347,9 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock) 
         exposed_dp_s=clock.exposed_dp_s,
         exposed_pp_s=clock.exposed_pp_s,
         bubble_s=clock.bubble_s,
-        optimizer_s=table.per_step_s + sum(cost.optimizer_s for cost in costs),
-        launch_s=n_micro_batches * sum(cost.launch_forward_s + cost.launch_backward_s for cost in costs),
+        optimizer_s=table.per_step_s + sum(cost.optimizer_s - cost.launch_once_s for cost in costs),
+        launch_s=n_micro_batches * sum(cost.launch_forward_s + cost.launch_backward_s for cost in costs)
+        + sum(cost.launch_once_s for cost in costs),
     )
 
 
@@ -368,7 +369,7 @@ def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[t
     return tuple(curves)
 
 
-def _timeline(replay: _Replay, *, optimizer_s: tuple[float, ...]) -> tuple[TimelineEvent, ...]:
+def _timeline(table: CostTable, replay: _Replay) -> tuple[TimelineEvent, ...]:
     events: list[TimelineEvent] = []
     for rank, places in enumerate(replay.places()):
         starts_s = (*(replay.runs[place].start_s for place in places[1:]), math.inf)
@@ -376,7 +377,8 @@ def _timeline(replay: _Replay, *, optimizer_s: tuple[float, ...]) -> tuple[Timel
             events += _events_of(replay, place, rank=rank, until_s=next_start_s)
         last = replay.runs[places[-1]]
         done_s = last.stop_s + last.times.left_s
-        events.append(TimelineEvent(rank, rank, "compute", "optimizer", done_s, done_s + optimizer_s[rank]))
+        once_s = table.per_step_s + sum(cost.optimizer_s for stage in replay.stages_of(rank) for cost in stage.costs)
+        events.append(TimelineEvent(rank, rank, "compute", "optimizer", done_s, done_s + once_s))
     return tuple(events)
 
 

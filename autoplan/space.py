@@ -86,6 +86,7 @@ def priced_space(
         kinds=tuple(segment.kind for segment in graph.segments),
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
+        compile_choices=compile_choices(options, measured),
     )
     pricers = {
         size: make_pricer(
@@ -113,12 +114,47 @@ def price_plan(
     measured: MeasuredProfile | None = None,
 ) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
+    if plan.mesh.compile:
+        _check_compile(measured, where="plan: mesh.compile", degree=plan.mesh.tp)
     shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
     rules = load_rules(rule_files)
     pricer = make_pricer(
         graph, profile=profile, precision=plan.precision, shardings=shardings, rules=rules, measured=measured
     )
     return pricer(plan.mesh)
+
+
+def compile_choices(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
+    """Whether blocks may be left as they are, and compiled: what is fixed, else both where both were measured.
+
+    Raises: UsageError when compiled blocks are asked for and have no price.
+    """
+    wanted = fixed(options, "compile")
+    if wanted == "on":
+        _check_compile(measured, where="--fix compile=on", degree=fixed_int(options, "tp"))
+    if wanted is not None:
+        return (wanted == "on",)
+    is_known = measured is not None and measured.has_compiled and not measured.not_compiled
+    return (False, True) if is_known else (False,)
+
+
+def _check_compile(measured: MeasuredProfile | None, *, where: str, degree: int | None) -> None:
+    """Refuse to price compiled blocks that were not measured, or that torch.compile failed on at this degree or any."""
+    if measured is None or not measured.has_compiled:
+        raise UsageError.of(
+            where,
+            found="no segment that was measured compiled",
+            expected="--profile FILE with compiled segments, since what compiling gains cannot be computed",
+            fix="run autoplan profile MODEL --compile both, or leave compile out",
+        )
+    failed = [f"{name} (tp {tp})" for name, tp in measured.not_compiled if degree in (None, tp)]
+    if failed:
+        raise UsageError.of(
+            where,
+            found=f"torch.compile failed on {', '.join(dict.fromkeys(failed))}",
+            expected="a model that compiles, as in the measurements",
+            fix="leave compile out, or mend the model and measure it again",
+        )
 
 
 def flops_per_sample(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> int:

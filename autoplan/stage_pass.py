@@ -9,7 +9,8 @@ A compute stream and a communication stream, each first in, first out (`replay_p
 - The gradients of segment k are reduced after its backward pass. What is left when the pass ends goes on beside what
   the rank does next; the optimizer waits for it.
 - While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
-- Tensor-parallel communication, recomputation and launch time are serial with compute.
+- Tensor-parallel communication, recomputation and what launch adds to every pass are serial with compute; what it adds
+  once is part of `optimizer_s`.
 - A backward pass in two halves: the one for weights takes `weight_backward_s` and makes the gradients that are reduced,
   the one for inputs takes the rest. The first stage, whose inputs need no gradient, does all in the pass for weights.
 """

@@ -8,7 +8,7 @@ The model is traced in bfloat16 with two batch sizes, and the two graphs are lai
 
 So the graph is exact for every batch size, and what depends on the batch in another way is found and refused instead
 of guessed. Whatever is bfloat16 becomes the compute precision; a forward that branches on its dtype (T5 does) is
-planned as it runs in bfloat16.
+planned as it runs in bfloat16. Attention masks that say nothing are left out (`constant_masks`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoplan.constant_masks import constant_masks, fold_masks
 from autoplan.dissolved import watch_dissolved
 from autoplan.effects import COPY, restore_effects
 from autoplan.errors import InputError, TraceError
@@ -282,6 +283,7 @@ def _overlay(source: ModelSource, first: _Trace, second: _Trace) -> OpGraph:
     )
     output_names, written = _outputs(first, value_names)
     ops = restore_effects(ops, written=written)
+    ops = fold_masks(ops, constant_masks(nodes_a, nodes_b, traced_dtype=DTYPE))
     loss, *model_outputs = output_names
     output_names = output_names if has_loss_fn else [loss]
     ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})

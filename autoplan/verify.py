@@ -1,6 +1,13 @@
-"""Run an emitted program: does it train like one process, and as fast as predicted?
+"""Run an emitted program: does it train like one process, and do time and memory come out as predicted?
 
-The program checks itself (`train.py --check`); this module starts it, reads what it measured, and compares.
+The program checks itself (`train.py --check`) and profiles itself (`train.py --profile-step`); this module starts it,
+reads what it measured, and compares:
+
+    step         median of the steps after warm-up
+    peak memory  per pipeline rank, the largest of its ranks
+    components   of the rank that the others waited for, as the estimate is that of the slowest rank; see `_COMPONENTS`
+
+Step and allocated memory have a predicted interval and are judged by it.
 """
 
 from __future__ import annotations
@@ -9,19 +16,66 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autoplan.answer import Answer, step_interval_s
+from autoplan.answer import Answer, allocated_interval_bytes, interval_source, step_interval_s
 from autoplan.errors import InputError, MeasureError, ToleranceError
+from autoplan.intervals import is_inside
 from autoplan.output_folder import launch_size, read_answer
-from autoplan.report import text_table
-from autoplan.units import format_seconds
+from autoplan.parallel_plan import Estimate, Mesh
+from autoplan.report import WIDTH, text_table
+from autoplan.units import format_bytes, format_seconds
 
 Start = Callable[[Sequence[str], Path], int]
+
+STEP, PROFILED_STEP, ALLOCATED, RESERVED = "step", "profiled step", "allocated", "reserved"
+# Of the predicted reserved memory, the part that torch's allocator, which reports what was measured, does not see.
+_OUTSIDE_ALLOCATOR = "fixed"
+# component: (fields of the predicted `Breakdown`, what the profiled step says: a field, or an axis of `exposed_s`)
+_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "compute and recompute": (("compute_s", "recompute_s"), "compute_s"),
+    "launch (device idle)": (("launch_s",), "idle_s"),
+    "exposed tp": (("exposed_tp_s",), "tp"),
+    "exposed dp": (("exposed_dp_s",), "dp"),
+    "exposed pp and bubble": (("exposed_pp_s", "bubble_s"), "pp"),
+    "exposed, axis unknown": ((), "unknown"),
+    "optimizer": (("optimizer_s",), "optimizer_s"),
+}
+_OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
+COMPONENTS_NOTE = (
+    "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
+    "communication is predicted as exposed and measured as compute. Idle beyond launch is any wait for the host."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure, predicted and measured, in seconds or bytes as `unit` says.
+
+    Attributes:
+        difference: predicted / measured - 1; of a component (predicted - measured) / measured profiled step, so that
+            those of all components sum to that of the profiled step. None when it was not measured.
+        interval: where the measured figure is expected; None for what has none.
+    """
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float | None
+    difference: float | None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the measured figure lies in the interval; None without one of both."""
+        if self.interval is None or self.measured is None:
+            return None
+        return is_inside(self.measured, self.interval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +85,9 @@ class Verification:
     Attributes:
         parity: whether loss, gradients and parameters agreed with one process; None when that was not checked.
         measured_step_s: None on other hardware than planned for, where a step time says nothing about the estimate.
-        within_interval: whether the measured step lies in the predicted interval; None when not measured.
+        within_interval: whether step and allocated memory lie in the predicted intervals; None when not measured.
+        interval_source: what the intervals rest on.
+        comparisons: step, memory, and the components of the step.
         details: what the program reported.
     """
 
@@ -39,9 +95,10 @@ class Verification:
     n_steps: int
     parity: bool | None
     predicted_step_s: float
-    predicted_step_s_interval: tuple[float, float]
     measured_step_s: float | None
     within_interval: bool | None
+    interval_source: str
+    comparisons: tuple[Comparison, ...]
     details: dict[str, Any]
 
 
@@ -53,7 +110,8 @@ def start_process(command: Sequence[str], folder: Path) -> int:
 def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
     """Check the folder, run its program for `n_steps`, and compare.
 
-    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed.
+    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed, and
+    profiled for two more steps.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
         when it does not run on this device.
@@ -87,42 +145,124 @@ def _was_compared(details: dict[str, Any]) -> bool:
 def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
     program = ["train.py", "--steps", str(n_steps), "--device", device, "--out-json", str(report)]
-    return [*launcher, *program, *(["--dtype", "float64", "--check"] if device == "cpu" else [])]
+    return [*launcher, *program, *(["--dtype", "float64", "--check"] if device == "cpu" else ["--profile-step"])]
 
 
 def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verification:
-    """On the planned hardware, the median step against the prediction; the first step is warm-up."""
-    low_s, high_s = step_interval_s(answer.best)
-    times_s = [step["step_s"] for step in details.get("steps", ())][1:]
-    is_planned_device = details.get("device") == answer.workload.device
-    measured_s = median(times_s) if times_s and is_planned_device else None
+    """Measured figures against the prediction, on the planned hardware; elsewhere only the prediction."""
+    best = answer.best
+    measured = details if details.get("device") == answer.workload.device else {}
+    step_s = _measured_step_s(measured)
+    comparisons = (
+        _comparison(STEP, "s", best.estimate.step_s, step_s, step_interval_s(best)),
+        *_memory(answer, measured),
+        *_components(best.estimate, measured.get("profiled_step_per_rank") or ()),
+    )
+    judged = [item.is_inside for item in comparisons if item.is_inside is not None]
     return Verification(
-        n_processes=answer.best.plan.mesh.n_devices,
+        n_processes=best.plan.mesh.n_devices,
         n_steps=n_steps,
         parity=True if _was_compared(details) else None,
-        predicted_step_s=answer.best.estimate.step_s,
-        predicted_step_s_interval=(low_s, high_s),
-        measured_step_s=measured_s,
-        within_interval=None if measured_s is None else low_s <= measured_s <= high_s,
+        predicted_step_s=best.estimate.step_s,
+        measured_step_s=step_s,
+        within_interval=all(judged) if judged else None,
+        interval_source=interval_source(best.estimate),
+        comparisons=comparisons,
         details=details,
     )
 
 
+def _comparison(
+    what: str, unit: str, predicted: float, measured: float | None, interval: tuple[float, float] | None = None
+) -> Comparison:
+    return Comparison(what, unit, predicted, measured, predicted / measured - 1 if measured else None, interval)
+
+
+def _measured_step_s(measured: Mapping[str, Any]) -> float | None:
+    """The median without the first third of the steps, at least one, which are warm-up."""
+    times_s = [step["step_s"] for step in measured.get("steps", ())]
+    counted_s = times_s[max(1, len(times_s) // 3) :]
+    return median(counted_s) if counted_s else None
+
+
+def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Allocated memory of each pipeline rank, then what the allocator reserved."""
+    estimate, mesh = answer.best.estimate, answer.best.plan.mesh
+    allocated = _per_pipeline_rank(measured.get("peak_allocated_bytes_per_rank"), mesh)
+    reserved = _per_pipeline_rank(measured.get("peak_reserved_bytes_per_rank"), mesh)
+    intervals = allocated_interval_bytes(answer.best)
+    for rank, predicted in enumerate(estimate.allocated_bytes):
+        yield _comparison(_of_rank(ALLOCATED, rank, mesh), "bytes", predicted, allocated[rank], intervals[rank])
+    for rank, predicted in enumerate(estimate.reserved_bytes):
+        outside = dict(estimate.memory_parts_bytes[rank]).get(_OUTSIDE_ALLOCATOR, 0)
+        yield _comparison(_of_rank(RESERVED, rank, mesh), "bytes", predicted - outside, reserved[rank])
+
+
+def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:
+    """The largest of the ranks of each pipeline rank; rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    n_ranks = mesh.dp * mesh.tp
+    parts = [(sizes or ())[n_ranks * rank : n_ranks * (rank + 1)] for rank in range(mesh.pp)]
+    return [max((size for size in part if size is not None), default=None) for part in parts]
+
+
+def _of_rank(what: str, rank: int, mesh: Mesh) -> str:
+    return f"{what}, pp rank {rank}" if mesh.pp > 1 else what
+
+
+def _components(estimate: Estimate, profiles: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
+    """The parts of the step, without those that are zero on both sides, then the step that they sum to."""
+    if not profiles:
+        return
+    slowest = max(profiles, key=lambda profile: float(profile["until_optimizer_s"]))
+    step_s = float(slowest["step_s"])
+    for what, (names, place) in _COMPONENTS.items():
+        predicted_s = sum((getattr(estimate.breakdown, name) for name in names), 0.0)
+        exposed_s = slowest["exposed_s"].get(place, {}).values()
+        measured_s = float(slowest[place]) if place in slowest else float(sum(exposed_s))
+        if predicted_s or measured_s:
+            yield Comparison(what, "s", predicted_s, measured_s, (predicted_s - measured_s) / step_s)
+    yield _comparison(PROFILED_STEP, "s", estimate.step_s, step_s)
+
+
 def verification_text(found: Verification) -> str:
     """What the run showed, as text."""
-    low_s, high_s = found.predicted_step_s_interval
     rows = [("processes", str(found.n_processes)), ("steps", str(found.n_steps))]
     if found.parity is not None:
         rows.append(("loss, gradients and parameters equal one process", "yes" if found.parity else "NO"))
-    rows.append(
-        (
-            "predicted step",
-            f"{format_seconds(found.predicted_step_s)} ({format_seconds(low_s)} to {format_seconds(high_s)})",
-        )
-    )
+    whole = [item for item in found.comparisons if item.what not in _OF_PROFILED_STEP]
+    parts = [item for item in found.comparisons if item.what in _OF_PROFILED_STEP]
+    tables = [text_table(("verify", ""), rows), _table(whole, "difference", "expected"), found.interval_source]
+    if parts:
+        tables += [_table(parts, "of the step", ""), COMPONENTS_NOTE]
     if found.measured_step_s is None:
-        rows.append(("measured step", "not on the planned hardware"))
-    else:
-        place = "inside" if found.within_interval else "OUTSIDE"
-        rows.append(("measured step", f"{format_seconds(found.measured_step_s)}, {place} the interval"))
-    return text_table(("verify", ""), rows) + "\n"
+        tables.append("Measured on other hardware than planned for: not compared.")
+    return "\n\n".join(text if "\n" in text else textwrap.fill(text, WIDTH) for text in tables) + "\n"
+
+
+def _table(items: Sequence[Comparison], difference: str, expected: str) -> str:
+    header = ("", "predicted", "measured", difference, expected)
+    return text_table(header, map(_cells, items), right=frozenset({1, 2, 3}))
+
+
+def outside_text(found: Verification) -> str:
+    """Which figures lie outside of their interval, for an error; nothing if none does."""
+    outside = [item for item in found.comparisons if item.is_inside is False]
+    return "; ".join(f"{item.what} {_quantity(item, item.measured)}, expected {_expected(item)}" for item in outside)
+
+
+def _cells(item: Comparison) -> tuple[str, ...]:
+    difference = "-" if item.difference is None else f"{item.difference:+.1%}"
+    predicted, measured = _quantity(item, item.predicted), _quantity(item, item.measured)
+    return item.what, predicted, measured, difference, _expected(item) + (" OUTSIDE" if item.is_inside is False else "")
+
+
+def _expected(item: Comparison) -> str:
+    if item.interval is None:
+        return ""
+    return " to ".join(_quantity(item, bound) for bound in item.interval)
+
+
+def _quantity(item: Comparison, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return format_bytes(value) if item.unit == "bytes" else format_seconds(value)

@@ -1,117 +1,278 @@
-"""Predicted against measured: emit the program of each case, run it on real devices, print one table.
+"""Predicted against measured: emit the program of each case in cases.csv, run it on real devices, print one table.
 
-    python benchmarks/predictions.py emit FOLDER                 plans each case (needs autoplan)
-    python benchmarks/predictions.py run FOLDER RESULTS.jsonl    runs the programs (needs torch and the devices only)
-    python benchmarks/predictions.py table RESULTS.jsonl         prints the table
-    python benchmarks/predictions.py table RESULTS.jsonl FOLDER  the same with the predictions of plans emitted since
+    python benchmarks/predictions.py emit FOLDER [PROFILE.jsonl]              plans each case (needs autoplan)
+    python benchmarks/predictions.py run FOLDER RESULTS.jsonl [LINKS [S]]     runs the programs (needs torch and GPUs)
+    python benchmarks/predictions.py table RESULTS.jsonl PROFILE.jsonl DIR    predicts each plan anew, prints the table
+    python benchmarks/predictions.py table RESULTS.jsonl - DIR                the same without measured segments
 
-A row holds the plan's own prediction and what the program measured: the median step after warm-up, and the largest
-allocated memory of any rank. Bad rows are rows.
+A row holds what the program measured: the median step after warm-up, and the largest allocated memory of any rank. Bad
+rows are rows. A prediction takes the measured segments of PROFILE (`autoplan profile`) and the links of
+DIR/LINKS.toml (`autoplan hw measure`), where there are any.
+
+`run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
+several programs at once on devices of their own, each in processes forked from one that has imported torch already.
+It starts none after S seconds; run again, it goes on with what RESULTS does not hold.
 """
 
+import csv
 import json
+import os
+import runpy
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+HERE = Path(__file__).parent
 N_STEPS, N_WARM_UP = 12, 4
+PATIENCE_S = 150
 HARDWARE = "h200_x4"
-# name: (example, --set values, global batch, --fix)
-PIPELINE = "recompute=none,schedule=1f1b"
-CASES = {
-    "llama-1b ddp": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=0,micro_batch=2,recompute=none"),
-    "llama-1b zero1": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=1,micro_batch=2,recompute=none"),
-    "llama-1b zero2": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=2,micro_batch=2,recompute=none"),
-    "llama-1b zero3": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=3,micro_batch=2,recompute=none"),
-    "llama-1b zero3 full": ("llama.py", ("size=1b",), 16, "dp=4,tp=1,pp=1,zero=3,micro_batch=4,recompute=full"),
-    "llama-1b tp2 dp2": ("llama.py", ("size=1b",), 16, "dp=2,tp=2,pp=1,zero=1,micro_batch=2,recompute=none"),
-    "llama-1b tp4": ("llama.py", ("size=1b",), 16, "dp=1,tp=4,pp=1,zero=0,micro_batch=4,recompute=none"),
-    "llama-1b pp2 dp2": ("llama.py", ("size=1b",), 16, f"dp=2,tp=1,pp=2,zero=0,micro_batch=1,{PIPELINE}"),
-    "llama-1b pp4": ("llama.py", ("size=1b",), 16, f"dp=1,tp=1,pp=4,zero=0,micro_batch=1,{PIPELINE}"),
-    "llama-1b pp2 tp2": ("llama.py", ("size=1b",), 16, f"dp=1,tp=2,pp=2,zero=0,micro_batch=1,{PIPELINE}"),
-    "gpt-1.5b zero3": ("gpt.py", ("size=1.5b",), 64, "dp=4,tp=1,pp=1,zero=3,micro_batch=8,recompute=none"),
-    "gpt-1.5b tp2 dp2": ("gpt.py", ("size=1.5b",), 64, "dp=2,tp=2,pp=1,zero=1,micro_batch=8,recompute=none"),
-    "llama-8b zero3 full": ("llama.py", ("size=8b",), 8, "dp=4,tp=1,pp=1,zero=3,micro_batch=2,recompute=full"),
-    "llama-8b tp4": ("llama.py", ("size=8b",), 8, "dp=1,tp=4,pp=1,zero=0,micro_batch=1,recompute=none"),
-}  # fmt: skip
-EXAMPLES = Path(__file__).parent.parent / "examples"
+FIRST_PORT = 29600
+EXAMPLES = {"llama": HERE.parent / "examples" / "llama.py"}
 
 
-def emit(folder: Path) -> None:
+@dataclass(frozen=True)
+class Case:
+    """One line of cases.csv; `fix` is what `autoplan plan --fix` takes."""
+
+    links: str
+    name: str
+    model: str
+    set: str
+    devices: int
+    global_batch: int
+    fix: str
+
+    @property
+    def folder(self) -> str:
+        return f"{self.links}_{self.name.replace(' ', '_')}"
+
+    @property
+    def file(self) -> Path:
+        return EXAMPLES.get(self.model, HERE / "models" / f"{self.model}.py")
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        return {"size": self.set} if self.set else {}
+
+    @property
+    def fixed(self) -> tuple[tuple[str, str], ...]:
+        return tuple(tuple(item.split("=")) for item in self.fix.split(","))
+
+
+def cases() -> list[Case]:
+    with (HERE / "cases.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return [Case(**row | {"devices": int(row["devices"]), "global_batch": int(row["global_batch"])}) for row in rows]
+
+
+def problem(case: Case, hardware: str, *, profile: Path | None = None, fix: bool = False):
+    """One case on this hardware."""
+    from autoplan import api
+    from autoplan.options import Options
+
+    options = Options(global_batch=case.global_batch, fix=case.fixed if fix else (), profile=profile and str(profile))
+    return api.make_problem(case.file, hw=f"{hardware}/{case.devices}", overrides=case.overrides, options=options)
+
+
+def emit(folder: Path, profile: Path | None = None) -> None:
+    from autoplan import AutoplanError, api
+
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (example, sets, global_batch, fix) in CASES.items():
-        options = [f"--set={text}" for text in sets]
-        out = folder / name.replace(" ", "_")
-        command = [
-            sys.executable, "-m", "autoplan", "plan", str(EXAMPLES / example), "--hw", HARDWARE, *options,
-            "--global-batch", str(global_batch), "--fix", fix, "--out", str(out), "--force", "--top", "1",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(f"{name}: {'ok' if done.returncode == 0 else done.stderr.strip()[-300:]}", flush=True)
+    for case in cases():
+        try:
+            asked = problem(case, HARDWARE, profile=profile, fix=True)
+            answer = api.solve(asked)
+            api.emit(asked, answer, folder / case.folder, force=True)
+            print(f"{case.folder}: {answer.best.estimate.step_s:.4f} s", flush=True)
+        except AutoplanError as error:
+            print(f"{case.folder}: {error}", flush=True)
 
 
-def run(folder: Path, results: Path) -> None:
-    with results.open("w") as file:
-        for name in CASES:
-            path = folder / name.replace(" ", "_")
-            if not (path / "plan.json").exists():
+# ------------------------------------------------------------------------------------------------------- running
+
+
+def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf") -> None:
+    stop_s = time.perf_counter() + float(seconds)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch.distributed
+    import torch.distributed.fsdp
+    import transformers  # noqa: F401  (most model files import it)
+
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
+    free, running = list(range(len(found))), []
+    known = {(row["links"], row["case"]) for row in read(results) if not row["exit_code"]}
+    waiting = [case for case in cases() if case.links == links and (links, case.name) not in known]
+    waiting = [case for case in waiting if case.devices <= len(free) and (folder / case.folder / "train.py").exists()]
+    waiting.sort(key=lambda case: -case.devices)
+    with results.open("a") as file:
+        while waiting or running:
+            waiting = waiting if time.perf_counter() < stop_s else []
+            fitting = next((case for case in waiting if case.devices <= len(free)), None)
+            if fitting is not None:
+                waiting.remove(fitting)
+                running.append(Run(fitting, folder / fitting.folder, [free.pop() for _ in range(fitting.devices)]))
                 continue
-            plan = json.loads((path / "plan.json").read_text())
-            started_s = time.perf_counter()
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                str(plan["plan"]["dp"] * plan["plan"]["tp"] * plan["plan"]["pp"]),
-                "train.py", "--steps", str(N_STEPS), "--out-json", "measured.json",
-            ]  # fmt: skip
-            try:
-                done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=150, check=False)
-                code, error = done.returncode, done.stderr[-1500:]
-            except subprocess.TimeoutExpired:
-                code, error = 124, "timed out"
-            row = {"case": name, "exit_code": code, "run_s": time.perf_counter() - started_s}
-            row |= {"predicted_step_s": plan["step_s"], "plan": plan["plan"], "breakdown_s": plan["breakdown_s"]}
-            row["predicted_memory_bytes"] = plan["peak_bytes_per_stage"]
-            row["predicted_allocated_bytes"] = plan.get("allocated_bytes_per_stage")
-            row |= json.loads((path / "measured.json").read_text()) if code == 0 else {"error": error}
-            print(json.dumps({k: row[k] for k in ("case", "exit_code", "run_s", "predicted_step_s")}), flush=True)
-            if code == 0:
-                print([round(step["step_s"], 4) for step in row["steps"]], row["steps"][-1]["loss"], flush=True)
-            else:
-                print(error, flush=True)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+            time.sleep(0.05)
+            for done in [item for item in running if item.is_done()]:
+                running.remove(done)
+                free += done.devices
+                row = done.row() | {"torch": torch.__version__, "device": found[0].split(": ")[1].split(" (")[0]}
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                brief = {key: row[key] for key in ("case", "exit_code", "run_s")}
+                print(json.dumps(brief | {"step_s": median_step_s(row)}), row.get("error", ""), flush=True)
 
 
-def table(results: Path, folder: Path | None = None) -> None:
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    for row in rows if folder is not None else ():
-        plan = json.loads((folder / row["case"].replace(" ", "_") / "plan.json").read_text())
-        row["predicted_step_s"] = plan["step_s"]
-        row["predicted_allocated_bytes"] = plan["allocated_bytes_per_stage"]
-    print(
-        f"{'case':24} {'predicted s':>11} {'measured s':>10} {'error':>7}  "
-        f"{'pred. GiB':>9} {'meas. GiB':>9} {'error':>7}"
-    )
-    errors, memory_errors = [], []
-    for row in rows:
-        if row["exit_code"]:
-            print(f"{row['case']:24} {row['predicted_step_s']:11.4f}     failed with exit code {row['exit_code']}")
+def read(results: Path) -> list[dict]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+class Run:
+    """The processes of one program."""
+
+    n_started = 0
+
+    def __init__(self, case: Case, folder: Path, devices: list[int]) -> None:
+        self.case, self.folder, self.devices = case, folder, devices
+        self.started_s = time.perf_counter()
+        self.codes: dict[int, int | None] = {}
+        port = FIRST_PORT + Run.n_started
+        Run.n_started += 1
+        (folder / "measured.json").unlink(missing_ok=True)
+        for rank in range(case.devices):
+            self.codes[self._fork(rank, port)] = None
+
+    def _fork(self, rank: int, port: int) -> int:
+        process = os.fork()
+        if process:
+            return process
+        code = 1
+        try:
+            os.chdir(self.folder)
+            log = os.open(f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.case.devices, "MASTER_PORT": port}
+            ranks |= {"LOCAL_WORLD_SIZE": self.case.devices, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+            os.environ |= {key: str(value) for key, value in ranks.items()}
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+            sys.path[0] = str(self.folder)
+            sys.argv = [
+                "train.py",
+                "--steps",
+                str(N_STEPS),
+                "--out-json",
+                "measured.json",
+                *os.environ.get("TRAIN_OPTIONS", "").split(),
+            ]
+            runpy.run_path("train.py", run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def is_done(self) -> bool:
+        """Whether all have ended; one that fails, or takes too long, ends the others."""
+        for process, code in self.codes.items():
+            if code is None:
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if ended:
+                    self.codes[process] = os.waitstatus_to_exitcode(status)
+        left = [process for process, code in self.codes.items() if code is None]
+        if any(self.codes.values()) or time.perf_counter() - self.started_s > PATIENCE_S:
+            for process in left:
+                os.kill(process, signal.SIGKILL)
+        return not left
+
+    def row(self) -> dict:
+        plan = json.loads((self.folder / "plan.json").read_text())["best"]["plan"]
+        code = next((code for code in self.codes.values() if code), 0)
+        row = {"case": self.case.name, "links": self.case.links, "exit_code": code, "plan": plan}
+        row["run_s"] = time.perf_counter() - self.started_s
+        if code == 0:
+            return row | json.loads((self.folder / "measured.json").read_text())
+        logs = [(self.folder / f"rank_{rank}.log").read_text() for rank in range(self.case.devices)]
+        return row | {"error": max(logs, key=len)[-1500:]}
+
+
+def median_step_s(row: dict) -> float | None:
+    return statistics.median(step["step_s"] for step in row["steps"][N_WARM_UP:]) if "steps" in row else None
+
+
+# --------------------------------------------------------------------------------------------------- the table
+
+
+def predictions(results: Path, profile: Path | None, hardware: Path | None) -> Iterator[tuple[dict, object]]:
+    """Each run, with the estimate of its plan by today's cost model; compiled ones need a profile."""
+    from autoplan import api
+    from autoplan.answer import plan_from_dict
+
+    by_name = {(case.links, case.name): case for case in cases()}
+    for row in read(results):
+        case = by_name[row["links"], row["case"]]
+        if profile is None and row["plan"]["mesh"]["compile"]:
             continue
-        measured_s = statistics.median(step["step_s"] for step in row["steps"][N_WARM_UP:])
-        error = row["predicted_step_s"] / measured_s - 1
-        predicted, measured = max(row["predicted_allocated_bytes"]), max(row["peak_allocated_bytes_per_rank"])
-        memory_error = predicted / measured - 1
-        errors.append(abs(error))
-        memory_errors.append(abs(memory_error))
-        print(
-            f"{row['case']:24} {row['predicted_step_s']:11.4f} {measured_s:10.4f} {error:+7.1%}  "
-            f"{predicted / 2**30:9.1f} {measured / 2**30:9.1f} {memory_error:+7.1%}"
-        )
-    print(f"mean absolute error: step {statistics.mean(errors):.1%}, memory {statistics.mean(memory_errors):.1%}")
+        links = hardware and hardware / f"{case.links}.toml"
+        name = str(links) if links and links.exists() else HARDWARE
+        yield row, api.score(problem(case, name, profile=profile), plan_from_dict(row["plan"], where=case.name)).best
+
+
+def table(results: Path, profile: Path | None = None, hardware: Path | None = None) -> None:
+    profile = None if profile and profile.name == "-" else profile
+    print(f"{'links':12}{'case':26}{'pred. s':>9}{'meas. s':>9}{'error':>8}{'pred. GiB':>11}{'GiB':>7}{'error':>8}")
+    from autoplan.answer import allocated_interval_bytes, step_interval_s, trust
+    from autoplan.intervals import coverage, errors_of, is_host_bound
+
+    errors: dict[str, list[tuple[float, str]]] = {}
+    memory_errors, steps, memories = [], [], []
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for row, best in predictions(results, profile, hardware):
+        estimate, start = best.estimate, f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
+        if row["exit_code"]:
+            print(f"{start}   failed with exit code {row['exit_code']}")
+            continue
+        measured_s = median_step_s(row)
+        error = estimate.step_s / measured_s - 1
+        predicted, measured = max(estimate.allocated_bytes), max(row["peak_allocated_bytes_per_rank"])
+        memory_errors.append(predicted / measured - 1)
+        is_waiting = is_host_bound(estimate.breakdown.launch_s, estimate.step_s)
+        group = f"{row['links']}, {'host' if is_waiting else 'device'}-bound"
+        errors.setdefault(group, []).append((error, row["case"]))
+        pairs.setdefault(f"step, {trust(estimate)}, {group.split()[1]}", []).append((estimate.step_s, measured_s))
+        pairs.setdefault(f"memory, {trust(estimate)}", []).append((predicted, measured))
+        steps.append((step_interval_s(best), measured_s))
+        memories.append((max(allocated_interval_bytes(best)), measured))
+        cells = f"{measured_s:9.4f}{error:+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"
+        print(f"{start}{cells}{memory_errors[-1]:+8.1%}", flush=True)
+    for group, found in sorted(errors.items()):
+        print(f"{group}: {len(found)} runs, {summary([error for error, _ in found])}")
+    worst = sorted((pair for found in errors.values() for pair in found), key=lambda pair: -abs(pair[0]))[:10]
+    print("worst: " + ", ".join(f"{case} {error:+.0%}" for error, case in worst))
+    print(f"memory: {len(memory_errors)} runs, {summary(memory_errors)}")
+    for name, found in sorted(pairs.items()):
+        errors_found = errors_of(found, source="")
+        print(f"{name}: Errors({errors_found.rms:.2g}, {errors_found.n_runs})")
+    print(f"inside the 90 % interval: {coverage(steps):.0%} of the steps, {coverage(memories):.0%} of the peaks")
+
+
+def summary(errors: list[float]) -> str:
+    mean, worst = statistics.mean(map(abs, errors)), max(errors, key=abs)
+    return f"mean absolute error {mean:.1%}, median {statistics.median(errors):+.1%}, worst {worst:+.1%}"
 
 
 if __name__ == "__main__":
-    action, *paths = sys.argv[1:]
-    {"emit": emit, "run": run, "table": table}[action](*map(Path, paths))
+    action, *given = sys.argv[1:]
+    paths = [Path(text).absolute() if action != "run" or i < 2 else text for i, text in enumerate(given)]
+    {"emit": emit, "run": run, "table": table}[action](*paths)

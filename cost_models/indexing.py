@@ -4,6 +4,8 @@ Additions at positions (scatter_add, index_add, index_put with accumulate) may a
 its share, which leaves partial sums. This is how messages of a graph network meet at their nodes.
 """
 
+from autoplan.cost_models.embedding import SCATTER_KERNELS, scattered_bytes
+
 from autoplan.equations import Marks, added, all_whole, argument, broadcast_marks, dim_names, marked, write_equation
 from autoplan.graph import Op, Ref, TensorSpec
 from autoplan.rules import OpRule, Specs
@@ -132,14 +134,20 @@ def _buckets(op: Op, operands: Specs) -> str:
     return write_equation([names, *([("all^",)] if len(operands) == 2 else [])], names)
 
 
-_READ = {"backward_bytes_ratio": 3.0, "n_backward_kernels": 2}
-_ADD = {"backward_bytes_ratio": 1.0, "n_backward_kernels": 1}
+def _no_flops(op: Op, operands: Specs, batch_size: int) -> int:
+    """Numbers are only moved; the points of the iteration space are not all visited."""
+    return 0
+
+
+_READ = {"flops": _no_flops, "backward_bytes_ratio": 3.0, "n_backward_kernels": 2}
+_ADD = {"flops": _no_flops, "backward_bytes_ratio": 1.0, "n_backward_kernels": 1}
+_READ_ANYWHERE = {"flops": _no_flops, "backward_bytes": scattered_bytes, "n_backward_kernels": SCATTER_KERNELS}
 
 RULES = {
     "aten.gather.default": OpRule(_gather, saves=(1,), linear_in=(0,), **_READ),
     "aten.take_along_dim.default": OpRule(_gather, saves=(1,), linear_in=(0,), **_READ),
     "aten.index_select.default": OpRule(_index_select, saves=(1,), linear_in=(0,), **_READ),
-    "aten.index.Tensor": OpRule(_index, linear_in=(0,), **_READ),
+    "aten.index.Tensor": OpRule(_index, linear_in=(0,), **_READ_ANYWHERE),
     "aten.index_put.default": OpRule(_index_put, **_ADD),
     "aten.scatter.src": OpRule(_scatter, saves=(1,), **_ADD),
     "aten.scatter.value": OpRule(_scatter, saves=(1,), **_ADD),

@@ -12,6 +12,11 @@ from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op, TensorSpec, extent_a
 from autoplan.layout import R, padded, sharded
 from autoplan.rules import OpRule, Specs, Strategy
 
+# Times that cross-entropy goes over the float32 logits, reading or writing. H200, torch 2.11, 50304 and 128256 classes:
+# what product (679 TFLOP/s) and cast leave of the head in benchmarks/results/profile_h200_2026-11-21.jsonl.
+# (The kernels read three times and write the log-softmax; backward zeroes a gradient, reads two tensors, writes one.)
+_FORWARD_PASSES, _BACKWARD_PASSES = 5.0, 3.4
+
 _NONE, _SUM = 0, 2  # reductions, as ATen numbers them
 
 
@@ -80,6 +85,8 @@ RULES = {
         backward_bytes_ratio=2.0,
         n_kernels=2,
         n_backward_kernels=2,
+        rate_fraction=1 / _FORWARD_PASSES,
+        backward_rate_fraction=2 / _BACKWARD_PASSES,
         extra_saved_bytes=_log_probabilities,
         strategies=_split_classes,
     ),

@@ -99,6 +99,7 @@ def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tup
         saves=saves,
         is_product=True,
         efficiency="matmul",
+        is_matrix_product=True,
         linear_in=linear_in,
         finite_in=(0, 1, 2),
     )

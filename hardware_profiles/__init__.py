@@ -11,10 +11,14 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     name = "NVIDIA A100-SXM4-80GB"
     memory = {...}                                 that the driver offers           "81920 MiB"
     memory_bandwidth = {...}                       data sheet                       "2039 GB/s"
-    matmul_efficiency = {...}                 *    best matrix product / bf16 peak  "86.9 %"
+    matmul_efficiency = {...}                 *    sustained product / bf16 peak    "68.6 %"
     memory_efficiency = {...}                 *    best elementwise op / bandwidth  "90 %"
-    launch = {...}                            *    host time to launch one op       "6 us"
+    launch = {...}                            *    host time to launch one bare op  "6 us"
     kernel = {...}                            *    shortest kernel on the device    "1.1 us"
+    collective_launch = {...}                 *    host time to start a collective  "100 us"
+    [device.sharding]                         *    host time of fully_shard, see `hardware.ShardingHost`; keys as there:
+    hooks = {...}                             *    hooks, gather, reduce of a block; each also `_of_parameter`;
+                                                   and optimizer_of_parameter       "120 us"
     [device.peak]                                  dense; a precision that is left out is not supported
     bf16 = {...}                                   also fp64, fp32, tf32, fp16, fp8 "312 TFLOP/s"
 

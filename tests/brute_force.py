@@ -53,19 +53,25 @@ class Toy:
             ),
             cut_bytes=tuple(self.cut_bytes * mesh.micro_batch_size for _ in self.space.cuts),
             gathers_per_micro_batch=is_zero3,
-            reduces_per_micro_batch=mesh.zero_stage >= 2 and not self.reduces_late,
+            reduces_per_micro_batch=self._reduces_often(mesh),
             keeps_gathered=mesh.zero_stage in (1, 2),
             overlap_slowdown=self.overlap_slowdown,
             per_step_s=0.01,
             reserved_fixed_bytes=MIB,
             reserved_ratio=self.reserved_ratio,
             memory_limit_bytes=self.memory_limit_bytes,
+            workspace_bytes=MIB // 2,
+            message_bytes=tuple(self.cut_bytes * mesh.micro_batch_size for _ in self.space.cuts) if mesh.pp > 1 else (),
         )
+
+    def _reduces_often(self, mesh: Mesh) -> bool:
+        return mesh.zero_stage >= 2 and not self.reduces_late
 
     def _cost(self, cost: SegmentCost, mesh: Mesh, again: bool) -> SegmentCost:
         size, tp, shard = mesh.micro_batch_size, mesh.tp, mesh.zero_shard_degree
         comm = self.comm_factor
         is_sharded = mesh.zero_stage > 0
+        accumulates = mesh.n_micro_batches > 1 and not self._reduces_often(mesh)
         forward_s, backward_s = cost.forward_s * (0.3 + size) / tp, cost.backward_s * (0.3 + size) / tp
         tp_s = comm * cost.tp_forward_s * size * (tp > 1)
         return SegmentCost(
@@ -81,11 +87,14 @@ class Toy:
             optimizer_s=cost.optimizer_s / tp / shard,
             state_bytes=cost.state_bytes // tp // shard,
             gathered_bytes=cost.gathered_bytes // tp if is_sharded else 0,
-            gradient_bytes=cost.gradient_bytes // tp if mesh.zero_stage >= 2 else 0,
+            gradient_bytes=cost.gradient_bytes // tp // (1 if accumulates else shard),
             saved_bytes=cost.saved_bytes * size // tp // (8 if again else 1),
             working_bytes=cost.working_bytes * size // tp + (cost.saved_bytes * size // tp if again else 0),
             weight_backward_s=cost.weight_backward_s * (0.3 + size) / tp,
             pending_bytes=cost.pending_bytes * size // tp,
+            reduced_bytes=cost.gradient_bytes // tp // shard,
+            reducing_bytes=cost.reducing_bytes // tp,
+            late_gradient_bytes=cost.late_gradient_bytes // tp,
         )
 
 
@@ -139,6 +148,8 @@ def _random_cost(rng: random.Random) -> SegmentCost:
         gradient_bytes=rng.randint(5, 40) * MIB,
         saved_bytes=rng.randint(1, 60) * MIB,
         working_bytes=rng.randint(0, 40) * MIB,
+        reducing_bytes=rng.choice([0, 5, 40]) * MIB,
+        late_gradient_bytes=rng.choice([0, 0, 20]) * MIB,
         weight_backward_s=rng.uniform(0.0, 0.9) * backward_s,
         pending_bytes=rng.randint(0, 30) * MIB,
     )

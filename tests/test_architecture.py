@@ -19,11 +19,13 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py
 TORCH_PLACES = (
     "autoplan/trace.py",
     "autoplan/module_level.py",
+    "autoplan/constant_masks.py",
     "autoplan/dissolved.py",
     "autoplan/measure.py",
     "autoplan/measure_device.py",
     "autoplan/measure_hardware.py",
     "autoplan/measure_links.py",
+    "autoplan/measure_sharding.py",
     "autoplan/rule_discovery.py",
     "autoplan/runtime/",
 )

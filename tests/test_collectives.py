@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autoplan.cost.collectives import KINDS, Group, axis_group, collective_s, route_of, send_s
 from autoplan.errors import InputError
-from autoplan.hardware import Device, HardwareProfile, LinkTier, load_profile, profile_names
+from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile, profile_names
 from autoplan.registry import load_table
 from autoplan.units import GB, MB, MiB
 
@@ -18,7 +18,7 @@ SIZES = st.floats(1.0, 1e11)
 
 def toy(*, n_per_host=4, n_hosts=4, host_latency_s=0.0, network_latency_s=0.0, network_bytes_per_s=0.1 * GB, half=0):
     """4 hosts of 4 devices: 1 GB/s in a host, 0.1 GB/s per device between hosts, every link at its full rate."""
-    device = Device("toy", (("fp32", 1e12),), 10**9, 1e9, 1.0, 1.0, 1e-6, 1e-6)
+    device = Device("toy", (("fp32", 1e12),), 10**9, 1e9, 1.0, 1.0, 1e-6, 1e-6, 1e-6, NO_SHARDING)
     tiers = (
         LinkTier("wire", n_per_host, host_latency_s, 1.0 * GB, 1.0, half),
         LinkTier("net", n_per_host * n_hosts, network_latency_s, network_bytes_per_s, 1.0, half),

@@ -206,7 +206,7 @@ def test_without_transformers_the_error_says_how_to_install_it(tmp_path, monkeyp
 
 def test_an_emitted_folder_holds_the_model_and_trains_like_one_process(tmp_path):
     path = f"hf:{written(tmp_path, 'qwen3')}"
-    options = Options(global_batch=4, fix=(("dp", "2"), ("zero", "3")))
+    options = Options(global_batch=4, fix=(("dp", "2"), ("tp", "1"), ("pp", "1"), ("zero", "3")))
     problem = api.make_problem(path, hw="dgx_a100_x8", overrides={"num_hidden_layers": 1}, options=options)
     api.emit(problem, api.solve(problem), tmp_path / "out")
     text = (tmp_path / "out" / "model.py").read_text()

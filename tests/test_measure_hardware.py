@@ -12,7 +12,7 @@ import pytest
 from autoplan import cli
 from autoplan.cost.collectives import Group, collective_s, send_s
 from autoplan.errors import InputError, MeasureError
-from autoplan.hardware import Device, HardwareProfile, LinkTier, load_profile
+from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile
 from autoplan.hardware_file import build_profile
 from autoplan.link_fit import CollectiveTime, fit_links
 from autoplan.measured_host import MeasuredHost, Overlap, Rate, measured_json, profile_text
@@ -28,8 +28,9 @@ LINK = LinkTier(
     "nvlink", 4, latency_s=3e-6, bytes_per_s=400e9, bus_efficiency=0.75, half_rate_bytes=5 * MiB,
     gather_bus_efficiency=0.7, group_bus_efficiency=((2, 0.5),),
 )  # fmt: skip
+TOY_DEVICE = Device("toy", (("bf16", 1e14),), 80 * GiB, 1e12, 0.5, 0.5, 1e-6, 1e-6, 1e-6, NO_SHARDING)
 TOY = HardwareProfile(
-    "toy", "four devices", Device("toy", (("bf16", 1e14),), 80 * GiB, 1e12, 0.5, 0.5, 1e-6, 1e-6), 4, 1, (LINK,), 1.3,
+    "toy", "four devices", TOY_DEVICE, 4, 1, (LINK,), 1.3,
     None, (),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ def test_a_plan_with_a_split_backward_pass_is_accepted():
         ({"dp": 2, "zero_stage": 3, "zero_shard_degree": 2}, "zero_stage: found 3\n  expected: 0 to 2 with schedule"),
         ({"recompute": "full"}, r"stages\[0\].recomputed: found .*\n  expected: nothing with schedule"),
         ({"n_chunks": 1}, "n_chunks: found 1\n  expected: 2"),
+        ({"compile": True}, "mesh.compile: found True\n  expected: false with schedule"),
     ],
 )
 def test_what_does_not_go_with_a_split_backward_pass_is_refused(fields, message):

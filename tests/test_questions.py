@@ -119,11 +119,14 @@ def test_sensitivity_finds_what_the_step_is_bound_by(asked) -> None:
 
 
 def test_sensitivity_says_which_plan_more_memory_would_allow(asked) -> None:
-    # the best plan of one device is short of memory by 1 MiB, so a slower one is chosen, until there is 1 GiB more
+    # the best plan of one device is short of memory by a byte, so a slower one is chosen, until there is 1 GiB more;
+    # the batch is large enough for activations to need more than gradients
     problem, _ = asked
-    free = replace(problem, options=replace(problem.options, fix=(("dp", "1"), ("tp", "1"), ("pp", "1"))))
+    fix = (("dp", "1"), ("tp", "1"), ("pp", "1"))
+    large = {"global_batch": 2**16, "max_micro_batch_size": 2**16}
+    free = replace(problem, options=replace(problem.options, fix=fix, **large))
     best = api.decide(free).best
-    tight = _with_device(free, memory_bytes=max(best.estimate.reserved_bytes) - 2**20)
+    tight = _with_device(free, memory_bytes=max(best.estimate.reserved_bytes) - 1)
     chosen = api.decide(tight).best
     memory = next(row for row in questions.sensitivity(tight, api.decide(tight)) if row.change == "+1 GiB of memory")
     assert memory.step_s == pytest.approx(best.estimate.step_s)

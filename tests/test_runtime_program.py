@@ -50,6 +50,27 @@ def test_program_with_tensor_and_pipeline_parallelism_equals_one_process_and_rep
         assert step["samples_per_s"] == pytest.approx(4 / step["step_s"])
 
 
+def test_profiled_step_of_every_rank_is_the_sum_of_its_parts(tmp_path):
+    config = {"tp": 2, "pp": 2, "micro_batch_size": 2, "n_micro_batches": 2, "precision": "fp64"}
+    emit(tmp_path, config=config, has_parallel_model=True)
+    options = ("--steps", "2", "--device", "cpu", "--profile-step", "--out-json", "result.json")
+    done = run_folder(tmp_path, 4, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("profiled step ")
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert len(report["steps"]) == 2
+    profiles = report["profiled_step_per_rank"]
+    assert len(profiles) == 4
+    for profile in profiles:
+        exposed_s = [part_s for kinds in profile["exposed_s"].values() for part_s in kinds.values()]
+        parts_s = (profile["compute_s"], profile["optimizer_s"], profile["idle_s"], *exposed_s)
+        assert sum(parts_s) == pytest.approx(profile["step_s"])
+        assert profile["compute_s"] > 0.0 and profile["optimizer_s"] > 0.0 and sum(exposed_s) > 0.0
+        assert 0.0 < profile["until_optimizer_s"] < profile["step_s"]
+    # gloo names its calls: transfers of the pipeline, reductions of tensor parallelism
+    assert {kind for profile in profiles for kind in profile["exposed_s"].get("pp", {})} == {"send_recv"}
+
+
 def test_program_that_forgets_to_reduce_gradients_fails_its_check_after_the_first_step(tmp_path):
     emit(tmp_path, config={"dp": 2, "blocks": ("blocks.0",)}, has_parallel_model=False)
     zero = (tmp_path / "runtime" / "zero.py").read_text()

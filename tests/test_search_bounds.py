@@ -170,7 +170,7 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
     late = replace(plain, saved_bytes=4, gradient_bytes=0)
     table = replace(
         _plain_table(mesh), kinds=(0, 0, 1, 1), costs=((early, early), (late, late)), cut_s=(0.0,) * 3,
-        cut_bytes=(0,) * 3, reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
+        cut_bytes=(0,) * 3, message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=8,
     )  # fmt: skip
     assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).reserved_bytes == (8, 8)
@@ -183,9 +183,17 @@ def _plain_table(mesh: Mesh) -> CostTable:
     cost = replace(
         toy.kind_costs[0], forward_s=1.0, backward_s=2.0, launch_forward_s=0.0, launch_backward_s=0.0,
         tp_forward_s=0.0, gather_s=0.0, reduce_s=0.0, optimizer_s=0.0, weight_backward_s=0.5,
+        reduced_bytes=0, reducing_bytes=0, late_gradient_bytes=0,
     )  # fmt: skip
     return replace(
-        toy.price(mesh), kinds=(0,) * 8, costs=((cost, cost),), cut_s=(0.25,) * 7, cut_bytes=(0,) * 7, per_step_s=0.0
+        toy.price(mesh),
+        kinds=(0,) * 8,
+        costs=((cost, cost),),
+        cut_s=(0.25,) * 7,
+        cut_bytes=(0,) * 7,
+        per_step_s=0.0,
+        message_bytes=(),
+        workspace_bytes=0,
     )
 
 
@@ -252,7 +260,8 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     cost = replace(table.costs[0][0], backward_s=1.0, gather_s=1.5, reduce_s=2.0)
     table = replace(
         table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3, cut_bytes=(0,) * 3,
-        overlap_slowdown=1.0, gathers_per_micro_batch=True, reduces_per_micro_batch=True, memory_limit_bytes=2**60,
+        message_bytes=(), overlap_slowdown=1.0, gathers_per_micro_batch=True, reduces_per_micro_batch=True,
+        memory_limit_bytes=2**60,
     )  # fmt: skip
     stages = (StagePlan(0, 2), StagePlan(2, 4))
     form = formulate(table, shape_of(mesh))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from autoplan.cost.collectives import KINDS, Group, Spread, axis_group, collective_s, pair_group, route_of, send_s
 from autoplan.errors import InputError
-from autoplan.hardware import Device, HardwareProfile, LinkTier, load_profile
+from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile
 from autoplan.units import GB, MiB
 
-DEVICE = Device("toy", (("fp32", 1e12),), 10**9, 1e9, 1.0, 1.0, 1e-6, 1e-6)
+DEVICE = Device("toy", (("fp32", 1e12),), 10**9, 1e9, 1.0, 1.0, 1e-6, 1e-6, 1e-6, NO_SHARDING)
 RACK = (Spread(8, 2),)  # 16 devices: 8 in each of two racks
 
 

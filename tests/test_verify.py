@@ -1,4 +1,4 @@
-"""verify: what the program reports becomes parity, timing, or an error with the right exit code."""
+"""verify: what the program reports becomes parity, a comparison, or an error with the right exit code."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.answer import Answer
+from autoplan.answer import Answer, allocated_interval_bytes, step_interval_s
 from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.output_folder import report_files, write_folder
-from autoplan.verify import verification_text, verify_folder
+from autoplan.units import GiB
+from autoplan.verify import ALLOCATED, RESERVED, STEP, Verification, outside_text, verification_text, verify_folder
 
 AGREES = {"loss": 1e-15, "gradient": 1e-14, "parameter": 0.0}
+# 0.9 + 0.1 + (0.05 + 0.05) + 0.3 + 0.2 = 1.6 s; the other ranks began their optimizer earlier
+PROFILE = {
+    "step_s": 1.6,
+    "compute_s": 0.9,
+    "exposed_s": {"dp": {"all_gather": 0.05, "reduce_scatter": 0.05}, "pp": {"send_recv": 0.3}},
+    "optimizer_s": 0.1,
+    "idle_s": 0.2,
+    "until_optimizer_s": 1.5,
+}
+OTHER = {**PROFILE, "compute_s": 0.7, "idle_s": 0.4, "until_optimizer_s": 1.4}
 
 
 @pytest.fixture
@@ -21,7 +32,7 @@ def folder(tmp_path: Path, answer: Answer) -> Path:
     return tmp_path / "out"
 
 
-def _program(*, code: int = 0, device: str = "cpu", times_s=(9.0, 1.5, 1.7), differences=AGREES):
+def _program(*, code: int = 0, device: str = "cpu", times_s=(9.0, 1.5, 1.7), differences=AGREES, **measured):
     """Stands for the launched program: keeps its command line, writes its report."""
     seen: list[str] = []
 
@@ -29,10 +40,16 @@ def _program(*, code: int = 0, device: str = "cpu", times_s=(9.0, 1.5, 1.7), dif
         seen.extend(command)
         steps = [{"step_s": time_s, "differences": differences} for time_s in times_s]
         report = Path(command[command.index("--out-json") + 1])
-        report.write_text(json.dumps({"device": device, "steps": steps}))
+        report.write_text(json.dumps({"device": device, "steps": steps, **measured}))
         return code
 
     return start, seen
+
+
+def _verified(folder: Path, **measured) -> Verification:
+    """On the planned device; 4 ranks: 2 pipeline ranks of 2 data-parallel ranks."""
+    start, _ = _program(device="Toy 1T", differences=None, **measured)
+    return verify_folder(folder, n_steps=3, device="cuda", start=start)
 
 
 def test_cpu_run_checks_parity_in_float64_on_every_process_of_the_plan(folder: Path) -> None:
@@ -45,19 +62,78 @@ def test_cpu_run_checks_parity_in_float64_on_every_process_of_the_plan(folder: P
 
 
 def test_step_time_on_the_planned_device_is_the_median_without_warm_up(folder: Path) -> None:
-    # the median of 1.5 and 1.7 is 1.6 s; the estimate is 1.6 s, its interval 1.2 to 2.32 s
+    # the median of 1.5 and 1.7 is 1.6 s, which is the estimate
     start, seen = _program(device="Toy 1T", differences=None)
     found = verify_folder(folder, n_steps=3, device="cuda", start=start)
     assert found.measured_step_s == pytest.approx(1.6)
     assert found.within_interval is True and found.parity is None
-    assert "--check" not in seen
+    assert "--check" not in seen and "--profile-step" in seen
 
 
-def test_step_time_outside_the_interval_is_said(folder: Path) -> None:
-    start, _ = _program(device="Toy 1T", times_s=(9.0, 3.0, 3.0), differences=None)
-    found = verify_folder(folder, n_steps=3, device="cuda", start=start)
+def test_step_time_outside_the_interval_is_said(folder: Path, answer: Answer) -> None:
+    low_s, high_s = step_interval_s(answer.best)
+    for step_s in (low_s * 0.99, high_s * 1.01):
+        found = _verified(folder, times_s=(9.0, step_s, step_s))
+        assert found.within_interval is False
+        assert "OUTSIDE" in verification_text(found)
+        assert outside_text(found).startswith(f"{STEP} ")
+
+
+def test_memory_is_judged_per_pipeline_rank_by_its_largest_rank(folder: Path, answer: Answer) -> None:
+    # 4 and 7 GiB allocated, 4 and 7 GiB reserved beside a context of 1 GiB are predicted
+    _, (low, high) = allocated_interval_bytes(answer.best)
+    found = _verified(folder, peak_allocated_bytes_per_rank=[3 * GiB, 4 * GiB, high, low])
+    memory = {item.what: item for item in found.comparisons if item.what.startswith(ALLOCATED)}
+    assert [item.measured for item in memory.values()] == [4 * GiB, high]
+    assert memory[f"{ALLOCATED}, pp rank 0"].difference == 0.0
+    assert found.within_interval is True
+    found = _verified(folder, peak_allocated_bytes_per_rank=[3 * GiB, 4 * GiB, high + 1, low])
+    assert found.measured_step_s == pytest.approx(1.6)
     assert found.within_interval is False
-    assert "OUTSIDE" in verification_text(found)
+    assert outside_text(found).startswith(f"{ALLOCATED}, pp rank 1 ")
+
+
+def test_reserved_memory_is_compared_without_what_the_allocator_does_not_see(folder: Path) -> None:
+    found = _verified(folder, peak_reserved_bytes_per_rank=[5 * GiB, 4 * GiB, 8 * GiB, 8 * GiB])
+    reserved = [item for item in found.comparisons if item.what.startswith(RESERVED)]
+    # the estimate's "fixed" part is left out; the toy plan has none, so 5 and 8 GiB
+    assert [item.difference for item in reserved] == [0.0, 0.0]
+    assert all(item.is_inside is None for item in reserved)
+
+
+def test_components_are_those_of_the_rank_that_was_waited_for(folder: Path) -> None:
+    found = _verified(folder, profiled_step_per_rank=[OTHER, PROFILE, OTHER, OTHER])
+    components = {item.what: (item.predicted, item.measured) for item in found.comparisons if item.unit == "s"}
+    assert components == {
+        "step": (1.6, pytest.approx(1.6)),
+        "compute and recompute": (0.8, 0.9),
+        "launch (device idle)": (0.1, 0.2),
+        "exposed dp": (0.1, pytest.approx(0.1)),
+        "exposed pp and bubble": (0.5, 0.3),
+        "optimizer": (0.1, 0.1),
+        "profiled step": (1.6, 1.6),
+    }
+    text = verification_text(found)
+    assert "-6.2%" in text  # (0.8 - 0.9) / 1.6
+    assert "exposed tp" not in text  # none predicted, none measured
+
+
+def test_differences_of_the_components_sum_to_that_of_the_profiled_step(folder: Path) -> None:
+    slower = {**PROFILE, "step_s": 2.0, "idle_s": 0.6}
+    found = _verified(folder, profiled_step_per_rank=[slower] * 4)
+    names = [item.what for item in found.comparisons]
+    first = names.index("compute and recompute")
+    *parts, total = found.comparisons[first:]
+    assert total.difference == pytest.approx(1.6 / 2.0 - 1)
+    assert sum(item.difference for item in parts) == pytest.approx(total.difference)
+
+
+def test_nothing_is_judged_on_other_hardware_than_planned(folder: Path) -> None:
+    start, _ = _program(device="Other 2T", differences=None, profiled_step_per_rank=[PROFILE] * 4)
+    found = verify_folder(folder, n_steps=3, device="cuda", start=start)
+    assert found.within_interval is None and found.measured_step_s is None
+    assert all(item.measured is None for item in found.comparisons)
+    assert "other hardware than planned" in verification_text(found)
 
 
 def test_disagreement_with_one_process_is_a_tolerance_error(folder: Path) -> None:

@@ -78,7 +78,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "schedule": mesh.schedule,
         "n_chunks": mesh.n_chunks,
         "precision": plan.precision,
-        "compile": plan.compile,
+        "compile": mesh.compile,
         "batch_norm": plan.batch_norm,
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": tuple(dict.fromkeys(recomputed)),

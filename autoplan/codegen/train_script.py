@@ -36,6 +36,7 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
     parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
     parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures")
+    parser.add_argument("--profile-step", action="store_true", help="then say where the time of one more step goes")
     parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
     return parser.parse_args()
@@ -65,8 +66,11 @@ def main():
         done.append(step)
         if mesh.rank == 0:
             print(step, flush=True)
+    profile = profile_step(model, model_file, seed=arguments.seed) if arguments.profile_step else None
+    if profile and mesh.rank == 0:
+        print(profile, flush=True)
     if arguments.out_json:
-        write_records(arguments.out_json, model, done)
+        write_records(arguments.out_json, model, done, profile)
     stop_process_group()
     return exit_code(done)
 
@@ -75,8 +79,8 @@ if __name__ == "__main__":
     sys.exit(main())
 '''
 _RUNTIME_NAMES = (
-    "Config", "ParallelModel", "PlainTraining", "build_rank_mesh", "check_steps", "exit_code", "start_process_group",
-    "stop_process_group", "train_steps", "write_records",
+    "Config", "ParallelModel", "PlainTraining", "build_rank_mesh", "check_steps", "exit_code", "profile_step",
+    "start_process_group", "stop_process_group", "train_steps", "write_records",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from autoplan.cost.local_segment import local_op, work_contexts
 from autoplan.cost.parameters import optimizer_s
 from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
 from autoplan.graph import Op, OpGraph, TensorSpec
-from autoplan.hardware import HardwareProfile
+from autoplan.hardware import NO_SHARDING, HardwareProfile
 from autoplan.layout import Layout, local_spec
 from autoplan.rules import OpRule, Strategy
 from autoplan.sharding import ShardingPrices
@@ -47,4 +47,5 @@ def sharding_prices(
 def sharding_figures(profile: HardwareProfile, *, degree: int) -> str:
     """All that `sharding_prices` reads of a cluster: equal text, equal prices."""
     route = route_of(axis_group(profile, size=degree, stride=1), profile)
-    return f"{replace(profile.device, name='', memory_bytes=0)}, {route}"
+    device = replace(profile.device, name="", memory_bytes=0, collective_launch_s=0.0, sharding=NO_SHARDING)
+    return f"{device}, {route}"

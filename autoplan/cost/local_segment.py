@@ -103,6 +103,7 @@ class LocalSegment:
         conversions: (global tensor, conversion) for every value that some use reads in another layout; each once.
         additions: (how often, tensor) of gradients that are added to others.
         loss_outputs: the model's outputs, where the loss needs them in another precision.
+        model_outputs: those made here that autograd does not keep.
         inputs: its inputs that carry a gradient.
         kept: what autograd keeps, apart from what ops keep inside themselves.
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
@@ -114,6 +115,7 @@ class LocalSegment:
     conversions: tuple[tuple[TensorSpec, Conversion], ...]
     additions: tuple[tuple[int, TensorSpec], ...]
     loss_outputs: Specs
+    model_outputs: Specs
     inputs: Specs
     kept: tuple[KeptTensor, ...]
     weight_ops: tuple[int, ...]
@@ -128,6 +130,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     roots = storage_roots(graph, segment, context.rules)
     weights, fixed_bytes = _parameters(context, segment, layouts)
     inputs = (name for name in segment.inputs if name in gradients)
+    kept = _kept_tensors(context, segment, layouts)
     return LocalSegment(
         ops=tuple(
             local_op(context, op, layouts.strategies[op.name], is_strided=not strided.isdisjoint(operand_names(op)))
@@ -136,8 +139,9 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         conversions=_conversions(context, segment, layouts),
         additions=_gradient_additions(context, segment, layouts),
         loss_outputs=_loss_outputs(context, segment, layouts),
+        model_outputs=_model_outputs(context, layouts, roots, {tensor.root for tensor in kept}),
         inputs=tuple(local_spec(specs[name], layouts.produced[name], context.degree) for name in inputs),
-        kept=_kept_tensors(context, segment, layouts, roots),
+        kept=kept,
         weight_ops=_weight_ops(context, segment, roots),
         weights=weights,
         fixed_bytes=fixed_bytes,
@@ -186,7 +190,7 @@ def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]
         if op.target in ("aten.transpose.int", "aten.permute.default"):
             is_strided = not is_read_strided
         elif rule.efficiency == "matmul":
-            is_strided = is_read_strided and len(op.outputs[0].shape) == 4
+            is_strided = is_read_strided and op.target == "aten.scaled_dot_product_attention.default"
         else:
             is_strided = is_read_strided
         if is_strided:
@@ -269,6 +273,17 @@ def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayout
     )
 
 
+def _model_outputs(context: WorkContext, layouts: SegmentLayouts, roots: Mapping[str, str], kept: set[str]) -> Specs:
+    """One value for each memory; as they are made, in case the loss function reads them in float32."""
+    found = {roots[name]: name for name in context.graph.model_outputs if name in roots}
+    specs, produced = context.facts.specs, layouts.produced
+    return tuple(
+        local_spec(specs[name], produced.get(name, R), context.degree)
+        for root, name in found.items()
+        if root not in kept
+    )
+
+
 def _parameters(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts
 ) -> tuple[tuple[tuple[str, int], ...], int]:
@@ -283,12 +298,9 @@ def _parameters(
     return tuple(weights), fixed_bytes
 
 
-def _kept_tensors(
-    context: WorkContext, segment: Segment, layouts: SegmentLayouts, roots: Mapping[str, str]
-) -> tuple[KeptTensor, ...]:
+def _kept_tensors(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> tuple[KeptTensor, ...]:
     facts = context.facts
-    left_out = facts.invariant | facts.parameters
-    pieces = _pieces(context.graph, segment, context.rules)
+    pieces, memories = _pieces(context.graph, segment, context.rules), _memories(context, segment, layouts)
     found: dict[tuple[str, str, Layout], KeptTensor] = {}
     for op in context.graph.ops_of(segment):
         if op.name not in facts.gradients:
@@ -296,13 +308,36 @@ def _kept_tensors(
         # Without a rule it is not known what the op keeps: everything it touches.
         rule = context.rules.get(op.target) or OpRule(saves=(*range(len(operand_names(op))), -1))
         for name, layout in _kept(op, rule, layouts.strategies[op.name], facts.gradients):
-            root = roots.get(name, name)
-            if root not in left_out:
+            memory = _memory_of(name, layout, layouts=layouts, memories=memories)
+            if memory not in facts.parameters and name not in facts.invariant:
                 spec = local_spec(facts.specs[name], layout, context.degree)
                 piece = pieces.get(name, "")
-                kept = KeptTensor(root, piece, layout.kind == "S", spec, _precision_of(context, op))
-                found[root, piece, R if layout == V else layout] = kept
+                kept = KeptTensor(memory, piece, layout.kind == "S", spec, _precision_of(context, op))
+                found[memory, piece, R if layout == V else layout] = kept
     return tuple(found.values())
+
+
+def _memories(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> dict[str, str]:
+    """For every value of a segment whose memory it looks into: as `storage_roots`, but what is converted is a copy."""
+    memories: dict[str, str] = {}
+    for op in context.graph.ops_of(segment):
+        names, rule = operand_names(op), context.rules.get(op.target)
+        is_alias = (rule is not None and rule.is_view) or is_nothing(op)
+        memories[op.name] = op.name
+        if is_alias and names:
+            layout = layouts.strategies[op.name].operands[0]
+            memories[op.name] = _memory_of(names[0], layout, layouts=layouts, memories=memories)
+    return memories
+
+
+def _memory_of(name: str, layout: Layout, *, layouts: SegmentLayouts, memories: Mapping[str, str]) -> str:
+    """The memory that an op reads when it reads a value in this layout: a copy, if that is not how it is produced.
+
+    A parameter that is gathered for the op is an activation.
+    """
+    produced = layouts.produced.get(name, layout)
+    is_same = layout == produced or {layout, produced} == {R, V}
+    return memories.get(name, name) if is_same else f"{name} as {R if layout == V else layout}"
 
 
 def _pieces(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> dict[str, str]:

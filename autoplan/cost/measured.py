@@ -5,8 +5,10 @@
                   at the nearest micro-batch, and as if an assignment that is unknown here were the one of its boundary
     calibrated    not measured: computed x the median of measured / computed over this kind of segment, else over all
 
-Computed is the roofline of `segment_work`. Bytes are only scaled, never calibrated: they are counted, not rated.
-A measured backward pass includes that of the weights, which is taken to be as large a part of it as computed.
+Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios. The
+kinds that are compiled are corrected by what was measured compiled, the others by what was measured as they are. Bytes
+are only scaled, never calibrated: they are counted, not rated. A measured backward pass includes that of the weights,
+which is taken to be as large a part of it as computed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from statistics import median
 
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
+from autoplan.graph import LOSS_PATH, OpGraph
 from autoplan.measured_profile import MeasuredProfile, SegmentTime
 
 Compute = Callable[[int, str, int, int], SegmentWork]  # (tp, sharding, micro-batch size, kind) -> computed work
@@ -42,11 +45,13 @@ class Correction:
     Attributes:
         contents: content key of each kind.
         assignments: (tp, boundary) -> assignment key of each kind; "sharding" is the boundary by its other name.
+        compiled: the kinds that are compiled.
     """
 
     contents: dict[int, str]
     assignments: dict[tuple[int, str], dict[int, str]]
     ratios: tuple[_Ratio, ...]
+    compiled: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -56,15 +61,16 @@ class Correction:
         contents: dict[int, str],
         assignments: dict[tuple[int, str], dict[int, str]],
         compute: Compute,
+        compiled: frozenset[int] = frozenset(),
     ) -> Correction:
-        """What these measurements say about these kinds and assignments."""
+        """What these measurements say about these kinds and assignments, of which `compiled` are compiled."""
         places = {
             (content, assignments[split][kind], split[0]): (*split, kind)
             for split in assignments
             for kind, content in contents.items()
         }
         ratios = []
-        for row in measured.segments:
+        for row in measured.rows(compiled_contents={contents[kind] for kind in compiled}):
             place = places.get((row.content, row.assignment, row.tp))
             if place is None and (row.tp, row.boundary) in assignments:
                 place = next(
@@ -73,7 +79,7 @@ class Correction:
             if place is not None:
                 tp, sharding, kind = place
                 ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind)))
-        return cls(contents, assignments, tuple(ratios))
+        return cls(contents, assignments, tuple(ratios), compiled)
 
     def corrected(
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
@@ -87,8 +93,18 @@ class Correction:
             nearest = min(same, key=lambda r: _distance(r.row.micro_batch_size, micro_batch_size))
             is_exact = nearest.row.micro_batch_size == micro_batch_size and nearest.row.assignment == assignment
             return (_as_measured(work, nearest.row), MEASURED) if is_exact else (_scaled(work, nearest), SCALED)
-        alike = [r for r in self.ratios if r.row.content == self.contents[kind]] or self.ratios
-        return _calibrated(work, alike), CALIBRATED
+        alike = [r for r in self.ratios if r.row.content == self.contents[kind]]
+        alike = alike or [r for r in self.ratios if r.row.compiled == (kind in self.compiled)]
+        return _calibrated(work, alike or self.ratios), CALIBRATED
+
+
+def compiled_kinds(graph: OpGraph) -> frozenset[int]:
+    """The kinds of segments that a compiled program compiles: blocks, all of a model without any, and the loss."""
+    first, has_blocks = graph.first_of_kind(), any(segment.is_block for segment in graph.segments)
+    with_loss = {
+        kind for kind, found in first.items() if any(op.module_path == LOSS_PATH for op in graph.ops_of(found))
+    }
+    return frozenset(kind for kind, segment in first.items() if segment.is_block or not has_blocks) | with_loss
 
 
 def _distance(found: int, wanted: int) -> tuple[float, int]:
@@ -97,7 +113,8 @@ def _distance(found: int, wanted: int) -> tuple[float, int]:
 
 
 def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
-    working = None if row.working_bytes is None else _over(row.working_bytes, computed.working_bytes)
+    measured = None if row.working_bytes is None else row.working_bytes + computed.weight_bytes
+    working = None if measured is None else _over(measured, computed.working_bytes)
     return _Ratio(
         row=row,
         forward=_over(row.forward_s, computed.forward_s),
@@ -123,7 +140,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
         host_backward_s=row.host_backward_s,
         weight_backward_s=work.weight_backward_s * _over(row.backward_s, work.backward_s),
         saved_bytes=row.saved_bytes,
-        working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes,
+        working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
 
 

@@ -3,21 +3,26 @@
     t = kernel_s * kernels + max(flops / (peak * matmul_efficiency), bytes / (bandwidth * memory_efficiency)) / fraction
 
 The fixed cost is the efficiency curve: a product that needs as long as `kernel_s` runs at half its rate. The host must
-launch every kernel too; that is added up apart (`launches`), because it only counts where the device waits for it.
+launch every kernel too; that is added up apart (`host_s`), because it only counts where the device waits for it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autoplan.errors import InputError
-from autoplan.graph import Op
+from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op
 from autoplan.hardware import Device
 from autoplan.rules import OpRule, Specs, equation_of, forward_flops, parse_equation
 
-# A training step meets other shapes than the best one: median / best achieved matrix product over 183 shapes,
-# 0.72 / 0.80, A100 PCIe; SimuMax configs/system/a100_pcie.json @4dcaae5.
-TYPICAL_MATMUL_FRACTION = 0.9
+# Host time of one kernel of a model / of a bare `x.add_(1)`: Python, modules and autograd come on top. Median of the
+# blocks in benchmarks/results/profile_h200_*2026-11-21.jsonl, forward and backward: 33 us against 6.1 to 6.7.
+MODEL_LAUNCH_RATIO = 5.0
+# Rate of a 16-bit matrix product by the bytes at whose multiples the rows of all its matrices start, against 8 and
+# more. The heads of GPT-2 XL (50257 classes) and BERT-large (30522), less their losses: 97 and 131 TFLOP/s forward and
+# backward, and 277 and 224, of 679 (benchmarks/results/profile_h200_x4_2026-11-21.jsonl).
+RATE_OF_ALIGNMENT = {2: 0.16, 4: 0.37}
 # Element-wise ops on a transposed tensor / on a contiguous one. H200, torch 2.11, [2, 32, 4096, 64] bf16: 1.2 to
 # 1.4 TB/s against 4.2 (rotary embedding in benchmarks/results/kernels_h200_2026-11-20.jsonl).
 STRIDED_FRACTION = 0.33
@@ -48,6 +53,11 @@ def peak_flops_per_s(device: Device, precision: str) -> float:
             fix=f"use --precision {next(iter(peaks))}, or another device",
         )
     return found
+
+
+def host_s(device: Device, n_launches: int) -> float:
+    """What the host takes for so many kernels of a model in eager mode."""
+    return MODEL_LAUNCH_RATIO * device.launch_s * n_launches
 
 
 def moved_bytes(op: Op, *, operands: Specs, results: Specs, batch_size: int, precision: str) -> int:
@@ -88,7 +98,9 @@ def op_time(
         n_bytes = moved_bytes(op, operands=operands, results=results, batch_size=batch_size, precision=precision)
     n_calls = 1 if rule.n_calls is None else rule.n_calls(op)
     if rule.efficiency == "matmul":
-        rate = peak_flops_per_s(device, precision) * device.matmul_efficiency * TYPICAL_MATMUL_FRACTION
+        rate = peak_flops_per_s(device, precision) * device.matmul_efficiency
+        if rule.is_matrix_product:
+            rate *= RATE_OF_ALIGNMENT.get(_alignment_bytes((*operands, *results), precision), 1.0)
     else:
         rate = peak_flops_per_s(device, "fp32")
     bandwidth = device.memory_bytes_per_s * device.memory_efficiency
@@ -98,12 +110,23 @@ def op_time(
     forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
     if not has_gradient:
         return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0)
-    work_s = max(rule.backward_flops_ratio * flops / rate, rule.backward_bytes_ratio * n_bytes / bandwidth)
+    if rule.backward_bytes is not None:
+        backward_bytes = rule.backward_bytes(operands, results, batch_size, precision)
+    else:
+        backward_bytes = rule.backward_bytes_ratio * n_bytes
+    work_s = max(rule.backward_flops_ratio * flops / rate, backward_bytes / bandwidth)
     n_sums = _n_summed_gradients(rule, op, whole_operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
     n_kernels = rule.n_backward_kernels * n_calls + n_sums
     backward_s = device.kernel_s * n_kernels + work_s / rule.backward_rate_fraction + n_sums * result_bytes / bandwidth
-    return OpTime(forward_s, backward_s, rule.n_kernels, n_kernels)
+    return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels)
+
+
+def _alignment_bytes(specs: Specs, precision: str) -> int:
+    """The largest power of 2, up to 16, that divides the bytes of a row of every matrix; 16 but for 16-bit numbers."""
+    item_bytes = DTYPE_BYTES[COMPUTE_DTYPES[precision]]
+    rows = (extent for spec in specs if len(spec.shape) > 1 for extent in spec.shape[-1:] if isinstance(extent, int))
+    return math.gcd(16, *(item_bytes * extent for extent in rows)) if item_bytes == 2 else 16
 
 
 def _n_summed_gradients(rule: OpRule, op: Op, operands: Specs) -> int:

@@ -1,14 +1,21 @@
 """What the parameters of a segment cost one device: memory, the collectives of data parallelism, and the optimizer.
 
-Memory of one parameter element under mixed precision, after `fully_shard` with a float32 master copy:
+Memory of one parameter element after `fully_shard`, under mixed precision with a float32 master copy; d: shard degree.
 
-                      always (per shard degree d)                gathered    gradient before reduction
-    bf16 / fp16       4 master + 4 gradient + 8 Adam, all / d    2           2 + 4, or 4 while micro-batches accumulate
-    fp32              4 + 4 + 8, all / d                         4           4 + 4, or 4
-    fp64              8 + 8 + 16, all / d                        8           8 + 8, or 8
+                      always            gathered   gradient: computed   reduction's input   reduced   accumulated
+    bf16 / fp16       (4 + 8 Adam) / d  2          2                    4                   4 / d     4
+    fp32              (4 + 8) / d       4          4                    4                   4 / d     4
+    fp64              (8 + 16) / d      8          8                    8                   8 / d     8
+
+Gradients are there from the backward pass of their segment to the end of the step: accumulated while micro-batches
+accumulate, else reduced. Their sum over ranks has an input of its own, which is kept until the next reduction begins.
+What is outside of blocks is one group of `fully_shard`: it is reduced last, at the end of a pass, and stays gathered
+for all of it under ZeRO 3. Without `fully_shard` (one data-parallel rank in full precision) gradients stay as computed.
 
 Gathered parameters are copied out of the communication buffer and gradients into it, on the compute stream: per
-micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer).
+micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer). Under 16
+bits the master copy is cast before it is gathered. Gradients of several micro-batches are added up. What all this takes
+of the host is in `host_*_s`; `cost.launch` says where it is waited for.
 
 ZeRO 0 is a shard degree of 1. The optimizer moves every byte of master, gradient and state once (and writes back
 master and state), after the gradient norm has read the gradients: that is its time.
@@ -20,9 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoplan.cost.collectives import Group
-from autoplan.hardware import Device
+from autoplan.hardware import Device, ShardingHost
 
 N_ADAM_STATES = 2
+# Element-wise ops on tensors of two dtypes / of one. 1.5 billion bf16 gradients added to float32 ones take 6.2 ms on an
+# H200: 2.4 TB/s against 4.2 (benchmarks/results/step_kernels_h200_2026-11-21.txt, llama-1b).
+MIXED_FRACTION = 0.57
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +80,18 @@ class Placement:
         shard: the ranks that have the state of one copy in parts.
         replicate: the ranks that have the same part.
         zero_stage: see `Mesh`.
-        accumulates: whether gradients of several micro-batches are added up before they are reduced.
+        repeats: whether there are several micro-batches.
     """
 
     shard: Group
     replicate: Group
     zero_stage: int
-    accumulates: bool
+    repeats: bool
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-batches are added up before they are reduced."""
+        return self.repeats and self.zero_stage < 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +99,14 @@ class ParameterCost:
     """The parameters of one segment; see `cost.table.SegmentCost` for the fields they share.
 
     Attributes:
+        accumulate_s: adding the gradients of a micro-batch to those of the ones before.
         unpack_s, pack_s: copies out of and into communication buffers, where they are made in every micro-batch.
+        host_forward_s, host_backward_s: what `fully_shard` takes of the host in every pass.
+        host_first_s: besides, in the first forward pass of a step.
+        host_last_s: besides, in the last backward pass of a step and after it; the device is still busy with it then.
     """
 
+    accumulate_s: float
     unpack_s: float
     pack_s: float
     gather_s: float
@@ -95,35 +115,75 @@ class ParameterCost:
     state_bytes: int
     gathered_bytes: int
     gradient_bytes: int
+    reduced_bytes: int
+    reducing_bytes: int
+    late_gradient_bytes: int
+    host_forward_s: float
+    host_backward_s: float
+    host_first_s: float
+    host_last_s: float
 
 
 def parameter_cost(
-    context: ParameterContext, n_elements: int, placement: Placement, *, is_block: bool
+    context: ParameterContext, n_elements: int, n_tensors: int, placement: Placement, *, is_block: bool
 ) -> ParameterCost:
-    """The cost of `n_elements` on a tensor-parallel rank."""
+    """The cost of `n_tensors` of together `n_elements` on a tensor-parallel rank."""
     element, degree = element_bytes(context.precision), placement.shard.n_devices
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = degree * placement.replicate.n_devices > 1 or context.precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
-    # `fully_shard` keeps what is outside of blocks gathered for a whole pass, and reduces it last.
     is_held = placement.zero_stage == 3 and not is_block
+    reduced_bytes = element.reduced * n_shard_elements
     bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
     unpack_s = 2 * gathered_bytes / bandwidth if degree > 1 else 0.0
-    pack_s = (element.gathered + element.reduced) * n_elements / bandwidth if is_wrapped else 0.0
+    packed_bytes = 2 * element.reduced if placement.accumulates else element.gathered + element.reduced
+    pack_fraction = MIXED_FRACTION if element.gathered < element.reduced and not placement.accumulates else 1.0
+    pack_s = packed_bytes * n_elements / (pack_fraction * bandwidth) if is_wrapped else 0.0
+    casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
+    unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
     scatter_s, replicas_s = _reduce_s(context, element.reduced * n_elements, placement)
     once_s = (0.0 if gathers_often else unpack_s) + (replicas_s if reduces_often else pack_s)
-    held_bytes = (gathered_bytes + element.gathered * n_elements) if is_held else 0
-    gradient_bytes = _gradient_bytes(element, accumulates=placement.accumulates, is_held=is_held) * n_elements
+    hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_block=is_block)
+    backward_gather_s = gather_s if gathers_often and is_block else 0.0
     return ParameterCost(
+        accumulate_s=_accumulated_bytes(element, n_elements, placement) / bandwidth,
         unpack_s=unpack_s if gathers_often else 0.0,
         pack_s=pack_s if reduces_often else 0.0,
         gather_s=context.collective_s("all_gather", element.gathered * n_elements, placement.shard),
         reduce_s=scatter_s if reduces_often else scatter_s + replicas_s,
         optimizer_s=_optimizer_s(context, n_shard_elements) + once_s,
-        state_bytes=(2 * element.master + element.optimizer) * n_shard_elements + held_bytes,
+        state_bytes=(element.master + element.optimizer) * n_shard_elements + (gathered_bytes if is_held else 0),
         gathered_bytes=0 if is_held else gathered_bytes,
-        gradient_bytes=gradient_bytes if is_wrapped else 0,
+        gradient_bytes=element.reduced * n_elements if placement.accumulates else reduced_bytes,
+        reduced_bytes=reduced_bytes,
+        reducing_bytes=element.reduced * n_elements if is_wrapped else 0,
+        late_gradient_bytes=element.gathered * n_elements if is_wrapped and not is_block else 0,
+        host_forward_s=hooks_s + (gather_s if gathers_often else 0.0) if is_wrapped else 0.0,
+        host_backward_s=hooks_s + backward_gather_s + (reduce_s if reduces_often else 0.0) if is_wrapped else 0.0,
+        host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
+        host_last_s=(0.0 if reduces_often else reduce_s) + step_s if is_wrapped else 0.0,
+    )
+
+
+def _accumulated_bytes(element: ElementBytes, n_elements: int, placement: Placement) -> float:
+    """Moved at the rate of a copy to add the gradients of a micro-batch, whole or reduced ones, to those before it."""
+    if not placement.repeats:
+        return 0.0
+    if not placement.accumulates:
+        return 3 * element.reduced * n_elements / placement.shard.n_devices
+    fraction = MIXED_FRACTION if element.gathered < element.reduced else 1.0
+    return (element.gathered + 2 * element.reduced) * n_elements / fraction
+
+
+def _host_s(host: ShardingHost, n_tensors: int, *, is_block: bool) -> tuple[float, float, float, float]:
+    """The host's time for hooks, a gathering, a reduction, and the optimizer; only blocks are groups of their own."""
+    n_groups = int(is_block and n_tensors > 0)
+    return (
+        n_groups * host.hooks_s + n_tensors * host.hooks_of_parameter_s,
+        n_groups * host.gather_s + n_tensors * host.gather_of_parameter_s,
+        n_groups * host.reduce_s + n_tensors * host.reduce_of_parameter_s,
+        n_tensors * host.optimizer_of_parameter_s,
     )
 
 
@@ -138,13 +198,6 @@ def _optimizer_s(context: ParameterContext, n_elements: int) -> float:
     if context.optimizer_element_s is not None:
         return n_elements * context.optimizer_element_s
     return optimizer_s(n_elements, device=context.device, precision=context.precision)
-
-
-def _gradient_bytes(element: ElementBytes, *, accumulates: bool, is_held: bool) -> int:
-    """Per element: accumulated in the dtype of the reduction, else as computed and beside it the reduction's input."""
-    if accumulates:
-        return element.reduced
-    return element.reduced + (0 if is_held else element.gathered)
 
 
 def _reduce_s(context: ParameterContext, n_bytes: int, placement: Placement) -> tuple[float, float]:

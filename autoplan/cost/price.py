@@ -4,8 +4,8 @@
     parameter_cost(tp, layouts, placement)  --+--> SegmentCost of each kind --+
     send_s(tp, layouts, micro-batch, stages) ---------------------------------+--> CostTable of one mesh
 
-Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and
-meshes with equal costs hold the same objects.
+`cost.launch` says what waiting for the host adds to a segment. Meshes by the ten thousand share these parts, so each
+part is computed once for all that have the same arguments, and meshes with equal costs hold the same objects.
 
 Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
 shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
+from autoplan.cost.launch import PassSeconds, launch
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
-from autoplan.cost.measured import Correction
+from autoplan.cost.measured import Correction, compiled_kinds
 from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
@@ -45,16 +46,20 @@ Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, bounda
 # Assumed until measured on the target: device context and communication buffers of one process.
 CONTEXT_BYTES = 1024 * MiB
 COMMUNICATOR_BYTES = 256 * MiB
-# What a plan needs over what it is predicted to allocate. The prediction was up to 9.4 % too low in 14 runs on 4 H200
-# (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl), and the caching allocator reserves 5 to 7 % more than is
-# allocated where memory is tight (A100 and B200; SimuMax docs/FULL_RESULTS.md).
+# cuBLAS takes 32 MiB per handle on compute capability 9.0 (8 MiB before), and the threads of forward and of backward
+# have one each. The rest of 14 runs on 4 H200 once all else was counted
+# (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl) was 64 to 68 MiB.
+WORKSPACE_BYTES = 64 * MiB
+# What a plan needs over what it is predicted to allocate: the caching allocator reserves 5 to 7 % more than is
+# allocated where memory is tight (A100 and B200; SimuMax docs/FULL_RESULTS.md), and 11 to 42 % more where it is not
+# (14 runs on 4 H200, benchmarks/results/predictions_h200_x4_2026-11-20.jsonl).
 RESERVED_RATIO = 1.15
 
 
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
 
 # Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
-# 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core.
+# 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core; taken for all hosts.
 WEIGHT_OP_HOST_S = 6e-5
 
 
@@ -114,14 +119,14 @@ def make_part_pricer(
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
         splits = splits_backward(mesh.schedule)
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        accumulates = mesh.n_micro_batches > 1 and mesh.zero_stage < 2
-        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, accumulates)
-        cut_s, boundary_bytes = cuts(*layout, groups.stages)
+        work = (*layout, mesh.compile)
+        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
+        cut_s, messages = cuts(*layout, groups.stages)
         return CostTable(
             mesh=mesh,
             kinds=kinds,
             recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
-            costs=costs(*layout, placement, mesh.pp > 1, splits),
+            costs=costs(*work, placement, mesh.pp > 1, splits),
             cut_s=cut_s if mesh.pp > 1 else unsent,
             cut_bytes=(0,) * len(cut_s),
             gathers_per_micro_batch=mesh.zero_stage == 3,
@@ -130,10 +135,12 @@ def make_part_pricer(
             overlap_slowdown=profile.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
-            reserved_fixed_bytes=_fixed_bytes(mesh, boundary_bytes),
+            reserved_fixed_bytes=_fixed_bytes(mesh),
+            workspace_bytes=WORKSPACE_BYTES,
+            message_bytes=messages if mesh.pp > 1 else (),
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
-            sources=() if measured is None else tuple(source for _, source in works(*layout)),
+            sources=() if measured is None else tuple(source for _, source in works(*work)),
         )
 
     return price
@@ -172,23 +179,29 @@ def _works_pricer(
     shardings: Shardings,
     measured: MeasuredProfile | None,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-) -> Callable[[int, str, int], Works]:
-    """(tp, sharding, micro-batch size) -> work of each kind, as measured where it was."""
+) -> Callable[[int, str, int, bool], Works]:
+    """(tp, sharding, micro-batch size, whether it is compiled) -> work of each kind, as measured where it was."""
 
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
         context = contexts(tp)
         return {kind: segment_work(context, found, micro_batch_size) for kind, found in local(tp, sharding).items()}
 
-    correction = None if measured is None else _correction(graph, shardings, measured, computed)
+    @cache
+    def correction(compiles: bool) -> Correction | None:
+        if measured is None:
+            return None
+        return _correction(graph, shardings, measured, computed, compiled_kinds(graph) if compiles else frozenset())
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int) -> Works:
+    def works(tp: int, sharding: str, micro_batch_size: int, compiles: bool) -> Works:
         found = computed(tp, sharding, micro_batch_size)
-        if correction is None:
+        as_measured = correction(compiles)
+        if as_measured is None:
+            assert not compiles  # see `space.compile_choices`
             return tuple((work, "") for work in found.values())
         return tuple(
-            correction.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
+            as_measured.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
             for kind, work in found.items()
         )
 
@@ -199,36 +212,46 @@ def _costs_pricer(
     graph: OpGraph,
     context: ParameterContext,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-    works: Callable[[int, str, int], Works],
-) -> Callable[[int, str, int, Placement, bool, bool], Costs]:
-    """(tp, sharding, micro-batch size, placement, whether stages are cut, whether backward is split) -> the costs."""
+    works: Callable[[int, str, int, bool], Works],
+) -> Callable[[int, str, int, bool, Placement, bool, bool], Costs]:
+    """The costs of (tp, sharding, micro-batch size, whether it is compiled, placement, whether stages are cut, whether
+    backward is split).
+    """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
     equal: dict[Costs, Costs] = {}
 
     @cache
     def parameters(tp: int, sharding: str, placement: Placement, is_cut: bool) -> tuple[ParameterCost, ...]:
-        return tuple(
-            parameter_cost(
-                context,
-                sum(count for name, count in found.weights if name in owned[is_cut][kind]),
-                placement,
-                is_block=first[kind].is_block,
-            )
+        counts = {
+            kind: [count for name, count in found.weights if name in owned[is_cut][kind]]
             for kind, found in local(tp, sharding).items()
+        }
+        return tuple(
+            parameter_cost(context, sum(count), len(count), placement, is_block=first[kind].is_block)
+            for kind, count in counts.items()
         )
 
     @cache
-    def costs(tp: int, sharding: str, micro_batch_size: int, placement: Placement, is_cut: bool, splits: bool) -> Costs:
+    def costs(
+        tp: int, sharding: str, micro_batch_size: int, compiles: bool, placement: Placement, is_cut: bool, splits: bool
+    ) -> Costs:
         pairs = zip(
             first.values(),
             local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size),
+            works(tp, sharding, micro_batch_size, compiles),
             parameters(tp, sharding, placement, is_cut),
             strict=True,
         )
         found = tuple(
-            _segment_costs(work, cost, fixed_bytes=here.fixed_bytes, is_block=segment.is_block, splits=splits)
+            _segment_costs(
+                work,
+                cost,
+                fixed_bytes=here.fixed_bytes + (0 if is_cut else work.output_bytes),
+                is_block=segment.is_block,
+                splits=splits,
+                repeats=placement.repeats,
+            )
             for segment, here, (work, _), cost in pairs
         )
         return equal.setdefault(found, found)
@@ -238,16 +261,16 @@ def _costs_pricer(
 
 def _cuts_pricer(
     graph: OpGraph, profile: HardwareProfile, precision: str
-) -> Callable[[int, str, int, Group], tuple[Cuts, int]]:
-    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and the most bytes of any."""
+) -> Callable[[int, str, int, Group], tuple[Cuts, tuple[int, ...]]]:
+    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and bytes; 0 where none may."""
     boundary_bytes = make_boundary_sizer(graph, precision)
 
     @cache
-    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, int]:
+    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
         sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
         seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in allowed}
-        return tuple(None if n_bytes is None else seconds[n_bytes] for n_bytes in sizes), max(allowed, default=0)
+        return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
 
     return cuts
 
@@ -276,6 +299,7 @@ def _correction(
     shardings: Shardings,
     measured: MeasuredProfile,
     computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
+    compiled: frozenset[int],
 ) -> Correction:
     first, facts = graph.first_of_kind(), GraphFacts.of(graph)
     assignments = {}
@@ -287,6 +311,7 @@ def _correction(
         contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
         assignments=assignments,
         compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
+        compiled=compiled,
     )
 
 
@@ -312,22 +337,33 @@ class _Groups:
 
 
 def _segment_costs(
-    work: SegmentWork, parameters: ParameterCost, *, fixed_bytes: int, is_block: bool, splits: bool
+    work: SegmentWork, parameters: ParameterCost, *, fixed_bytes: int, is_block: bool, splits: bool, repeats: bool
 ) -> tuple[SegmentCost, ...]:
     """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute."""
-    launch_forward_s = max(0.0, work.host_forward_s - work.forward_s)
+    forward_s = work.forward_s + parameters.unpack_s
+    backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
+    added = launch(
+        PassSeconds(
+            work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
+            work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
+        ),
+        PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s),
+        first_s=parameters.host_first_s,
+        last_s=parameters.host_last_s,
+        repeats=repeats,
+    )
     launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
     plain = SegmentCost(
-        forward_s=work.forward_s + parameters.unpack_s,
-        backward_s=work.backward_s + parameters.unpack_s + parameters.pack_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
         recompute_s=0.0,
-        launch_forward_s=launch_forward_s,
-        launch_backward_s=max(0.0, work.host_backward_s - work.backward_s) + launch_weights_s,
+        launch_forward_s=added.forward_s,
+        launch_backward_s=added.backward_s + launch_weights_s,
         tp_forward_s=work.tp_forward_s,
         tp_backward_s=work.tp_backward_s,
         gather_s=parameters.gather_s,
         reduce_s=parameters.reduce_s,
-        optimizer_s=parameters.optimizer_s,
+        optimizer_s=parameters.optimizer_s + added.once_s,
         state_bytes=parameters.state_bytes + fixed_bytes,
         gathered_bytes=parameters.gathered_bytes,
         gradient_bytes=parameters.gradient_bytes,
@@ -335,28 +371,31 @@ def _segment_costs(
         working_bytes=work.working_bytes,
         weight_backward_s=work.weight_backward_s + launch_weights_s,
         pending_bytes=work.pending_bytes,
+        launch_once_s=added.once_s,
+        reduced_bytes=parameters.reduced_bytes,
+        reducing_bytes=parameters.reducing_bytes,
+        late_gradient_bytes=parameters.late_gradient_bytes,
     )
     if splits:
         return (plain,)
     if not is_block:
         return plain, plain
+    input_bytes = min(work.input_bytes, work.saved_bytes)
     full = replace(
         plain,
-        recompute_s=work.forward_s + launch_forward_s + work.tp_forward_s,
-        saved_bytes=min(work.input_bytes, work.saved_bytes),
-        working_bytes=work.working_bytes + work.saved_bytes,
+        recompute_s=work.forward_s
+        + max(0.0, work.host_forward_s + work.collectives_forward_s - work.forward_s - work.tp_forward_s)
+        + work.tp_forward_s,
+        saved_bytes=input_bytes,
+        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
     )
     return plain, full
 
 
-def _fixed_bytes(mesh: Mesh, boundary_bytes: int) -> int:
-    """Context, communicators, and the pipeline's receive buffers.
-
-    torch's `PipelineStage` holds one for every micro-batch of the step, for the input and for the output's gradient.
-    """
+def _fixed_bytes(mesh: Mesh) -> int:
+    """Context and communicators."""
     n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
-    n_buffers = 2 * mesh.n_chunks * mesh.n_micro_batches if mesh.pp > 1 else 0
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators + n_buffers * boundary_bytes
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
 
 
 def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[str]]:

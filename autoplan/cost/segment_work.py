@@ -1,7 +1,7 @@
 """What one kind of segment does on one tensor-parallel rank, for one micro-batch: the sum over its ops.
 
     forward_s  = sum of op_time.forward_s                    tp_forward_s  = collectives of conversions and split losses
-    saved      = distinct tensors that some op keeps          working       = largest set of temporaries of one op
+    saved      = distinct tensors that some op keeps          working       = `_working_bytes`
 
 Autograd adds up the gradients of a value that several ops read: one addition per further reader. The runtime computes
 the loss in float32 at least, so under 16 bits the loss function sees tensors of twice the size, after a cast.
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.local_segment import KeptTensor, LocalOp, LocalSegment, WorkContext, is_nothing
-from autoplan.cost.op_time import OpTime, op_time
+from autoplan.cost.op_time import OpTime, host_s, op_time
+from autoplan.cost.parameters import element_bytes
 from autoplan.hardware import Device
 from autoplan.layout import Conversion
+from autoplan.rules import operand_names
 
 LOSS_STATISTIC_BYTES = 4
 
@@ -36,8 +38,12 @@ class SegmentWork:
     """One segment, one micro-batch, one rank; see `cost.table.SegmentCost` for the fields they share.
 
     Attributes:
-        host_forward_s, host_backward_s: what the host takes to launch it.
+        host_forward_s, host_backward_s: what the host takes to launch it, without collectives.
+        collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
+        weight_bytes: gradients of its weights as they are computed.
+        output_bytes: outputs of the model that autograd does not keep; without a pipeline the runtime does, from one
+            micro-batch to the next.
         n_weight_ops, weight_backward_s, pending_bytes: see `_weight_gradients`.
     """
 
@@ -45,11 +51,15 @@ class SegmentWork:
     backward_s: float
     host_forward_s: float
     host_backward_s: float
+    collectives_forward_s: float
+    collectives_backward_s: float
     tp_forward_s: float
     tp_backward_s: float
     saved_bytes: int
     input_bytes: int
     working_bytes: int
+    weight_bytes: int
+    output_bytes: int
     n_weight_ops: int
     weight_backward_s: float
     pending_bytes: int
@@ -62,16 +72,21 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     cast_s = _loss_cast_s(context, segment, batch_size)
     n_weight_ops, weight_backward_s, pending_bytes = _weight_gradients(segment, times, batch_size)
     local_s = sum(_local_s(context.device, step) for _, step in segment.conversions)
+    item_bytes = element_bytes(context.precision).gathered
     return SegmentWork(
         forward_s=sum(t.forward_s for t in times) + local_s + cast_s,
         backward_s=sum(t.backward_s for t in times) + additions_s + cast_s,
-        host_forward_s=context.device.launch_s * sum(t.n_launches for t in times),
-        host_backward_s=context.device.launch_s * (sum(t.n_backward_launches for t in times) + n_additions),
+        host_forward_s=host_s(context.device, sum(t.n_launches for t in times)),
+        host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
+        collectives_forward_s=context.device.collective_launch_s * _n_collectives(segment, "forward"),
+        collectives_backward_s=context.device.collective_launch_s * _n_collectives(segment, "backward"),
         tp_forward_s=_communication_s(context, segment, batch_size, backward=False),
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(segment, batch_size),
         input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
-        working_bytes=max(_working_bytes(op, batch_size) for op in segment.ops),
+        working_bytes=_working_bytes(segment, batch_size, weight_item_bytes=item_bytes),
+        weight_bytes=item_bytes * sum(n_elements for _, n_elements in segment.weights),
+        output_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.model_outputs),
         n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
@@ -104,6 +119,12 @@ def conversion_s(context: WorkContext, n_bytes: float, step: Conversion) -> floa
 
 def _local_s(device: Device, step: Conversion) -> float:
     return device.kernel_s * CONVERSION_KERNELS.get(step.function, 1)
+
+
+def _n_collectives(segment: LocalSegment, direction: str) -> int:
+    """Collectives of conversions in the "forward" or "backward" pass; in forward also those of split losses."""
+    of_losses = sum(local.all_reduce_elements > 0 for local in segment.ops) if direction == "forward" else 0
+    return of_losses + sum(bool(getattr(step, direction)) for _, step in segment.conversions)
 
 
 def _gradient_additions(context: WorkContext, segment: LocalSegment, batch_size: int) -> tuple[int, float]:
@@ -169,7 +190,23 @@ def _kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
     return sum(pieces.get("", sum(pieces.values())) for pieces in largest.values())
 
 
-def _working_bytes(local: LocalOp, batch_size: int) -> int:
+def _working_bytes(segment: LocalSegment, batch_size: int, *, weight_item_bytes: int) -> int:
+    """The largest sum of temporaries around one op and the gradients of weights that backward has computed by then.
+
+    What backward has freed by then is left out. Weights that are read through a view count from the start.
+    """
+    left = dict(segment.weights)
+    read = [{name for name in operand_names(local.op) if name in left} for local in segment.ops]
+    directly = set().union(*read)
+    n_elements = sum(count for name, count in segment.weights if name not in directly)
+    largest = 0
+    for local, names in zip(reversed(segment.ops), reversed(read), strict=True):
+        n_elements += sum(left.pop(name, 0) for name in names)
+        largest = max(largest, _temporary_bytes(local, batch_size) + weight_item_bytes * n_elements)
+    return largest
+
+
+def _temporary_bytes(local: LocalOp, batch_size: int) -> int:
     """Temporaries around one op, and what it keeps only inside itself."""
     if local.rule is not None and local.rule.is_view:
         return 0

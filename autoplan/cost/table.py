@@ -20,23 +20,29 @@ class SegmentCost:
     """One segment under one recompute choice.
 
     Attributes:
-        forward_s, backward_s: compute, without recomputation and communication; host launch excluded.
-        launch_forward_s, launch_backward_s: what host launch adds when it is slower than the device, else 0.
+        forward_s, backward_s: compute, with copies into and out of communication buffers and adding up gradients;
+            without recomputation, communication and launch.
+        launch_forward_s, launch_backward_s: what the host adds to every pass where it is slower; see `cost.launch`.
         recompute_s: the forward pass run again in backward, with its tensor-parallel communication and launch;
             0 for "none".
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         gather_s: one all-gather of the segment's parameters over the ZeRO group; 0 when nothing is sharded.
         reduce_s: one reduction of its gradients over the data-parallel group.
-        optimizer_s: its share of the optimizer step, once per step.
-        state_bytes: what stays all step: (shards of) parameters, gradients, optimizer state, buffers.
+        optimizer_s: what comes once per step: its share of the optimizer, copies, and `launch_once_s`.
+        state_bytes: what stays all step: (shards of) parameters, optimizer state, buffers; outer parameters under
+            ZeRO 3, and outputs of the model without a pipeline.
         gathered_bytes: the full parameters in compute precision while gathered (0 if `state_bytes` holds them).
-        gradient_bytes: the full gradients from the segment's backward until they are reduced.
+        gradient_bytes: its gradients, from its first backward on: whole while they accumulate, else as reduced.
         saved_bytes: activations one micro-batch keeps from forward to backward.
-        working_bytes: the most that is alive during its forward or backward beyond saved activations
-            (with recomputation: includes everything recomputed for the one segment).
+        working_bytes: the most that is alive during its forward or backward beyond saved activations, the gradients of
+            its own weights as they are computed included (with recomputation: also everything recomputed for it).
         weight_backward_s: the part of `backward_s` and `launch_backward_s` for gradients of weights; a pass of its own
             where the schedule splits the backward pass.
         pending_bytes: gradients that one micro-batch keeps from the pass for inputs to the pass for weights.
+        launch_once_s: the part of `optimizer_s` in which the device waits for the host.
+        reduced_bytes: its gradients once they are reduced.
+        reducing_bytes: the input of the reduction of its gradients.
+        late_gradient_bytes: where its gradients are reduced at the end of a pass, these as they are computed; else 0.
     """
 
     forward_s: float
@@ -56,6 +62,10 @@ class SegmentCost:
     working_bytes: int
     weight_backward_s: float = 0.0
     pending_bytes: int = 0
+    launch_once_s: float = 0.0
+    reduced_bytes: int = 0
+    reducing_bytes: int = 0
+    late_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +84,15 @@ class CostTable:
         keeps_gathered: whether gathered parameters stay for the whole step (ZeRO 1 and 2).
         overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
         per_step_s: fixed cost of a step on the critical path (tied-weight reduction, gradient norm).
-        reserved_fixed_bytes: device context, communication buffers, workspaces.
+        reserved_fixed_bytes: device context and communication buffers, outside of the allocator.
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.
         sources: per kind, one of SOURCES; empty when nothing was measured.
         rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
             `cut_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`, `per_step_s`,
             what is gathered and reduced when) is the same in all of them and in this one.
+        workspace_bytes: what libraries allocate once.
+        message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
     """
 
     mesh: Mesh
@@ -99,6 +111,8 @@ class CostTable:
     memory_limit_bytes: int
     sources: tuple[str, ...] = ()
     rank_tables: tuple[CostTable, ...] = ()
+    workspace_bytes: int = 0
+    message_bytes: tuple[int, ...] = ()
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""

@@ -9,6 +9,7 @@ It is copied as it stands into the folder of a program.
     recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
     data, train, parity    batches, the loop's plumbing, the comparison with one process
+    step_profile           where the time of one measured step goes
 """
 
 from .config import Config
@@ -27,7 +28,8 @@ from .mesh import (
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
-from .train import StepRecord, check_steps, exit_code, timed_step, train_steps, write_records
+from .step_profile import StepProfile
+from .train import StepRecord, check_steps, exit_code, profile_step, timed_step, train_steps, write_records
 from .weights import Buffer, Shard, Weights, attach, load_weights, take_shard
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "PlainTraining",
     "RankMesh",
     "Shard",
+    "StepProfile",
     "StepRecord",
     "Weights",
     "WorldSizeError",
@@ -56,6 +59,7 @@ __all__ = [
     "join_process_group",
     "load_weights",
     "local_batch",
+    "profile_step",
     "start_process_group",
     "stop_process_group",
     "synthetic_batches",

@@ -55,6 +55,12 @@ class RankMesh:
     pp_group: ProcessGroup | None
     zero_mesh: DeviceMesh
 
+    def axes_of_groups(self) -> dict[str, str]:
+        """The axis ("dp", "tp" or "pp") of each process group of the mesh, by the name of the group."""
+        data_parallel = (("dp", self.zero_mesh.get_group(axis)) for axis in range(self.zero_mesh.ndim))
+        groups = (*data_parallel, ("tp", self.tp_group), ("pp", self.pp_group))
+        return {group.group_name: axis for axis, group in groups if group is not None and group.size() > 1}
+
 
 def check_world_size(config: Config) -> None:
     """Refuse to start with another number of processes than planned.

@@ -31,6 +31,7 @@ from .loss_average import mean_count, weigh
 from .mesh import RankMesh, failing_after_others, group_over_pipeline_ranks
 from .pipeline import Pipeline
 from .recompute import apply_recompute
+from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
 from .weights import Shard, join_shards
 from .zero import apply_zero, finish_weights, prepare_backward, whole
@@ -38,6 +39,7 @@ from .zero import apply_zero, finish_weights, prepare_backward, whole
 LEARNING_RATE = 3e-4
 FIRST_LOSS_SCALE = 2.0**16
 LOSS_SCALE_GROWTH_STEPS = 2000
+VARIANTS_OF_BLOCK = 4  # compiled: in training and evaluation, with and without gradients
 
 
 class ParallelModel(nn.Module):
@@ -93,7 +95,7 @@ class ParallelModel(nn.Module):
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
         if config.compile:
-            self._loss_fn = torch.compile(self._loss_fn)
+            self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
         self._parameters_of_rank, self._tied = self._name_parameters()
         self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)
@@ -138,12 +140,13 @@ class ParallelModel(nn.Module):
         self.optimizer.zero_grad(set_to_none=True)
         self._count_targets(batches)
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
-        sum_tied_gradients(self._tied)
-        loss = self._reduce_loss_and_norm(local_loss)
-        if self._unscale_gradients():
-            if self._max_grad_norm is not None:
-                clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
-            self.optimizer.step()
+        with torch.profiler.record_function(OPTIMIZER_MARK):
+            sum_tied_gradients(self._tied)
+            loss = self._reduce_loss_and_norm(local_loss)
+            if self._unscale_gradients():
+                if self._max_grad_norm is not None:
+                    clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
+                self.optimizer.step()
         return loss
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -345,9 +348,19 @@ def _call_generated_loss(loss_fn: Callable[..., torch.Tensor], tp: Any, outputs:
 
 
 def _compile_blocks(root: nn.Module, blocks: Iterable[str]) -> None:
-    """Compile each block, or all of `root` when it has none; only `forward` is replaced, so names stay."""
-    for module in [root.get_submodule(name) for name in blocks] or [root]:
-        module.forward = torch.compile(module.forward)
+    """Compile each block, or all of `root` when it has none; only `forward` is replaced, so names stay.
+
+    Blocks of one class share its compiled variants, one per kind of block: none is made for sizes that change, as
+    another kind of block would seem to ask for, and torch must allow for as many as there may be.
+    """
+    from torch._dynamo import config
+
+    modules = [root.get_submodule(name) for name in blocks] or [root]
+    most = VARIANTS_OF_BLOCK * len(modules)
+    config.recompile_limit = max(config.recompile_limit, most)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
+    for module in modules:
+        module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:

@@ -1,10 +1,15 @@
-"""The training loop, plain or checked: one record per step, and what is printed and written of it."""
+"""The training loop, plain or checked: one record per step, and what is printed and written of it.
+
+`profile_step` runs one more step under torch's profiler and says where its time goes.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +23,12 @@ import torch.distributed as dist
 from .data import Batch, dataset_batches, global_batch, local_batch, synthetic_batches
 from .parallel import ParallelModel
 from .parity import Differences, PlainTraining, compare
+from .step_profile import STEP_MARK, StepProfile, profile_of_trace
 
 GIB = 2**30
+# Python's collector looks through all objects whenever it likes, which stopped a step for 200 ms on one rank and so on
+# all (H200, 2026-11-21). It runs between steps instead, on all ranks in the same one.
+STEPS_PER_COLLECTION = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,8 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        peak_allocated_bytes, peak_reserved_bytes: of this rank since the start; None on CPU.
+        peak_allocated_bytes, peak_reserved_bytes: of this rank since training began (the construction of the model left
+            out, but for what the allocator still holds of it); None on CPU.
         differences: from plain training, when it was checked.
         is_wrong: whether they are above the tolerance.
     """
@@ -59,13 +69,23 @@ class StepRecord:
 
 def train_steps(model: ParallelModel, model_file: Any, *, n_steps: int, seed: int) -> Iterator[StepRecord]:
     """Train on the model file's dataset, or on random batches; yields what each step took."""
+    if model.mesh.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.mesh.device)
+    gc.disable()
+    try:
+        for step, batch in enumerate(islice(_batches(model, model_file, seed), n_steps)):
+            if step % STEPS_PER_COLLECTION == 0:
+                gc.collect()
+            yield timed_step(model, batch, step)
+    finally:
+        gc.enable()
+
+
+def _batches(model: ParallelModel, model_file: Any, seed: int) -> Iterator[Batch]:
     config, dp_rank = model.config, model.mesh.dp_rank
     if hasattr(model_file, "build_dataset"):
-        batches = dataset_batches(model_file.build_dataset(), config=config, dp_rank=dp_rank, seed=seed)
-    else:
-        batches = synthetic_batches(model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed)
-    for step, batch in enumerate(islice(batches, n_steps)):
-        yield timed_step(model, batch, step)
+        return dataset_batches(model_file.build_dataset(), config=config, dp_rank=dp_rank, seed=seed)
+    return synthetic_batches(model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed)
 
 
 def check_steps(
@@ -110,11 +130,38 @@ def timed_step(model: ParallelModel, batch: Batch, step: int) -> StepRecord:
     )
 
 
-def write_records(path: Path, model: ParallelModel, records: Sequence[StepRecord]) -> None:
-    """Write all steps as JSON from rank 0, with the peak memory of every rank; all ranks must call it."""
+def profile_step(model: ParallelModel, model_file: Any, *, seed: int) -> StepProfile:
+    """Run two more steps under torch's profiler, the first to warm it up; where the time of the second one went.
+
+    All ranks must call it. It trains on, on batches that were seen before.
+    """
+    device = model.mesh.device
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for batch in islice(_batches(model, model_file, seed), 2):
+        with torch.profiler.profile(activities=activities) as profiler:
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+            _wait_for(device)
+            with torch.profiler.record_function(STEP_MARK):
+                model.step(batch)
+                _wait_for(device)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(), strict=False)  # names of kernels may hold any character
+    return profile_of_trace(trace, axes=model.mesh.axes_of_groups())
+
+
+def write_records(
+    path: Path, model: ParallelModel, records: Sequence[StepRecord], profile: StepProfile | None = None
+) -> None:
+    """Write all steps as JSON from rank 0, with peak memory and profiled step of every rank; all ranks must call it."""
     peaks: list[Any] = [None] * model.config.n_ranks
     own = (records[-1].peak_allocated_bytes, records[-1].peak_reserved_bytes) if records else (None, None)
     dist.all_gather_object(peaks, own)
+    profiles: list[Any] = [None] * model.config.n_ranks
+    dist.all_gather_object(profiles, None if profile is None else asdict(profile))
     if model.mesh.rank != 0:
         return
     report = {
@@ -125,6 +172,7 @@ def write_records(path: Path, model: ParallelModel, records: Sequence[StepRecord
         "steps": [asdict(record) for record in records],
         "peak_allocated_bytes_per_rank": [allocated for allocated, _ in peaks],
         "peak_reserved_bytes_per_rank": [reserved for _, reserved in peaks],
+        "profiled_step_per_rank": None if profile is None else profiles,
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -15,7 +15,8 @@ Unless `require_optimal`, meshes that cannot be faster than the best plan by mor
 status is then "feasible", and the gap says how much is unproved.
 
 The simulator alone judges plans. `price` must give equal `forward_s` and `backward_s` to meshes that agree in tp,
-sharding, micro-batch size, ZeRO stage, and in whether they have a pipeline: the first bound rests on it.
+sharding, micro-batch size, ZeRO stage, and in whether they have a pipeline and are compiled: the first bound rests on
+it.
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 """
@@ -77,7 +78,7 @@ class _Search:
     meshes: tuple[Mesh, ...]
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int, int, bool], tuple[float, float]] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int, int, bool, bool], tuple[float, float]] = field(default_factory=dict)
     shapes: dict[tuple[str, int, int, int], Shape] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
@@ -183,7 +184,7 @@ def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
         if index is not None and obeys and baseline.judged.estimate.fits:
             state.keep(index, baseline.judged)
     for index, mesh in enumerate(state.meshes):
-        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1)
+        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.compile)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         forward_s, backward_s = state.compute_s[key]

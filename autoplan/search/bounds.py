@@ -9,7 +9,7 @@ average of the paths of `paths` over the stages: the average stage has 1 / pp of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import mul
@@ -130,37 +130,67 @@ def in_flight(mesh: Mesh, stage: int) -> int:
     return mesh.n_micro_batches if mesh.schedule == "gpipe" else min(mesh.n_micro_batches, mesh.pp - stage)
 
 
-def memory_room_bytes(table: CostTable) -> float:
-    """What a rank may allocate so that its reserved bytes stay within the limit."""
-    return (table.memory_limit_bytes - table.reserved_fixed_bytes) / table.reserved_ratio
+def memory_room_bytes(table: CostTable, *, stages: Iterable[int] = ()) -> float:
+    """What the segments of a rank may allocate so that its reserved bytes stay within the limit.
+
+    With its stages, what these need at the least to send and to receive is taken off.
+    """
+    allocated_bytes = (table.memory_limit_bytes - table.reserved_fixed_bytes) / table.reserved_ratio
+    least = sum(_least_buffer_bytes(table, stage) for stage in stages)
+    return allocated_bytes - table.workspace_bytes - least
+
+
+def _least_buffer_bytes(table: CostTable, stage: int) -> int:
+    """The least that `StageBytes.buffers` can be of a stage, wherever it begins and ends."""
+    sizes = (n_bytes for n_bytes, cut_s in zip(table.message_bytes, table.cut_s, strict=False) if cut_s is not None)
+    has_before, has_after = stage > 0, stage < table.mesh.n_stages - 1
+    return min(sizes, default=0) * (table.mesh.n_micro_batches * (has_before + has_after) + has_before)
 
 
 def shortfall_bytes(table: CostTable) -> int:
     """How many bytes some rank lacks at the least, whatever the plan; 0 when that is not proved by this.
 
-    With several stages per rank not all need accumulate gradients while all have a micro-batch in flight.
+    While one segment runs in a later pass than the first of its stage, that stage holds the gradients of all its
+    segments; while the last one of a stage runs, all activations. With several stages per rank not all need accumulate
+    gradients while all have a micro-batch in flight. On every rank some last segment runs then. After the first pass
+    all gradients are there, as they are kept.
     """
     mesh = table.mesh
-    n_kept = mesh.n_micro_batches if mesh.schedule == "gpipe" else 1
+    is_gpipe = mesh.schedule == "gpipe"
+    n_kept = mesh.n_micro_batches if is_gpipe else 1
+    has_later = mesh.n_micro_batches > 1 and not is_gpipe
 
     def needed(cost: SegmentCost, *, with_gradients: bool) -> float:
         held = cost.state_bytes + n_kept * cost.saved_bytes
         held += cost.gathered_bytes if table.keeps_gathered else 0
         return held + (cost.gradient_bytes if with_gradients else 0)
 
-    alone = _alone(table)
-    largest = _largest(table, lambda cost: needed(cost, with_gradients=table.accumulates) + alone(cost))
-    average = _total(table, partial(needed, with_gradients=table.accumulates and mesh.n_chunks == 1)) / mesh.pp
-    average += _largest(table, alone) if mesh.pp == 1 else 0
-    reserved = max(average, largest) * table.reserved_ratio + table.reserved_fixed_bytes
-    return max(0, math.floor(reserved) - table.memory_limit_bytes)
+    def alone(cost: SegmentCost) -> float:
+        """In a forward pass parameters are there twice, as they were received and as they are used."""
+        return alone_bytes(table, cost) + (0 if table.keeps_gathered else cost.gathered_bytes)
+
+    largest = _largest(table, lambda cost: needed(cost, with_gradients=has_later) + alone(cost))
+    together = partial(needed, with_gradients=has_later and mesh.n_chunks == 1)
+    lasts = table.costs if mesh.n_stages > 1 else (table.costs[table.kinds[-1]],)
+    running = min(min(together(c) + alone(c) for c in choices) - min(map(together, choices)) for choices in lasts)
+    average = _total(table, together) / mesh.pp + running
+    if leaves_all_gradients(table):
+        average = max(average, _total(table, partial(after_pass_bytes, table)) / mesh.pp)
+    buffers = min(_least_buffer_bytes(table, stage) for stage in (0, mesh.n_stages - 1))
+    allocated = max(average, largest) + table.workspace_bytes + buffers
+    return max(0, math.floor(allocated * table.reserved_ratio + table.reserved_fixed_bytes) - table.memory_limit_bytes)
 
 
-def _alone(table: CostTable) -> Callable[[SegmentCost], float]:
-    """What a segment needs beyond what `shortfall_bytes` adds up, while it runs."""
+def alone_bytes(table: CostTable, cost: SegmentCost) -> int:
+    """What a segment needs while it runs, beyond what stays: of parameters at least its own."""
+    return cost.working_bytes + (0 if table.keeps_gathered else cost.gathered_bytes)
 
-    def value(cost: SegmentCost) -> float:
-        held = cost.working_bytes + (0 if table.keeps_gathered else cost.gathered_bytes)
-        return held + (0 if table.accumulates else cost.gradient_bytes)
 
-    return value
+def leaves_all_gradients(table: CostTable) -> bool:
+    """Whether the stages of a rank have all gradients at once, as they are kept: not if some are reduced before."""
+    return table.mesh.n_chunks == 1 or not table.accumulates
+
+
+def after_pass_bytes(table: CostTable, cost: SegmentCost) -> int:
+    """What a segment holds at the end of a backward pass."""
+    return cost.state_bytes + cost.gradient_bytes + (cost.gathered_bytes if table.keeps_gathered else 0)

@@ -1,26 +1,32 @@
 """Rows that keep the memory of each rank within its room, at each moment of its schedule that may be the peak.
 
-    state + gathered + gradients + (saved + received) x in flight + pending x between halves + working <= room
+    state + gathered + gradients of earlier passes + (saved + received) x in flight + pending x between halves
+        + what the running stage needs besides <= room
 
-in MiB, as exact fractions: rounding each coefficient up would refuse plans that fit.
+in MiB, as exact fractions: rounding each coefficient up would refuse plans that fit. A segment that runs needs its
+working bytes while what the segments behind it in the stage save is not there, so for each segment s
+
+    what the running stage needs >= working bytes of s - saved bytes of the segments behind s
+
+After the first pass of a rank all its gradients are there: state + gathered + gradients <= room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from autoplan.cost.table import CostTable, SegmentCost
-from autoplan.search.bounds import memory_room_bytes
+from autoplan.search.bounds import after_pass_bytes, alone_bytes, leaves_all_gradients, memory_room_bytes
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.paths import Shape
 from autoplan.search.terms import (
     Formulation,
     Terms,
+    Values,
     at_boundary,
     cost_values,
     ends_in,
     integer_column,
-    least_of,
     negative,
     sum_of,
     weighted,
@@ -33,27 +39,31 @@ ROOM_SLACK_MIB = 1e-5  # beyond the solver's tolerance: a plan that fits to the 
 def add_memory(form: Formulation, shape: Shape) -> None:
     """No rank exceeds its room at any moment that may be its peak."""
     table = form.table
-    held = [_held(form, stage) for stage in range(form.n_stages)]
-    unreduced = [_unreduced(form, stage) for stage in range(form.n_stages)]
+    held = [_largest(form, stage) for stage in range(form.n_stages)]
     state = cost_values(form, lambda cost: _resident_bytes(table, cost), scale=MiB)
+    left = cost_values(form, partial(after_pass_bytes, table), scale=MiB)
     gradients = cost_values(form, lambda cost: cost.gradient_bytes, scale=MiB)
     saved = cost_values(form, lambda cost: cost.saved_bytes, scale=MiB)
     pending = cost_values(form, lambda cost: cost.pending_bytes, scale=MiB)
-    room = memory_room_bytes(table) / MiB + ROOM_SLACK_MIB
     for rank in range(table.mesh.pp):
+        room = memory_room_bytes(table, stages=form.stages_of(rank)) / MiB + ROOM_SLACK_MIB
         always = [term for stage in form.stages_of(rank) for term in sum_of(form, stage, state)]
         for moment in shape.moments[rank]:
             terms = [*always, *held[moment.stage]]
-            terms += unreduced[moment.stage] if moment.makes_gradients else []
             for stage, n_in_flight in moment.in_flight:
                 terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved) + _received(form, stage)]
             for stage, n_pending in moment.pending if any(pending.values()) else ():
                 terms += [(c, n_pending * v) for c, v in sum_of(form, stage, pending)]
-            for stage in moment.accumulating if table.accumulates else ():
+            for stage in moment.accumulating:
                 terms += sum_of(form, stage, gradients)
             if form.shortfall is not None:
                 terms.append((form.shortfall, -1.0))
             form.model.add_row(f"memory of rank {rank} in stage {moment.stage}", terms, upper=room)
+        if leaves_all_gradients(table):
+            terms = [term for stage in form.stages_of(rank) for term in sum_of(form, stage, left)]
+            if form.shortfall is not None:
+                terms.append((form.shortfall, -1.0))
+            form.model.add_row(f"memory of rank {rank} after a pass", terms, upper=room)
 
 
 def _resident_bytes(table: CostTable, cost: SegmentCost) -> int:
@@ -68,61 +78,41 @@ def _received(form: Formulation, stage: int) -> Terms:
     return weighted(ends_in(form, stage - 1), sizes)
 
 
-def _held(form: Formulation, stage: int) -> Terms:
-    """What a running pass holds: working memory, and parameters gathered for it."""
-    terms = _largest(form, stage, "working", lambda cost: cost.working_bytes)
-    if form.table.keeps_gathered:
-        return terms
-    return terms + _neighbours(form, stage, "gathered", lambda cost: cost.gathered_bytes)
-
-
-def _unreduced(form: Formulation, stage: int) -> Terms:
-    """Gradients that a running backward pass holds until they are reduced."""
-    if form.table.accumulates:
+def _largest(form: Formulation, stage: int) -> Terms:
+    """A new column, in MiB: what the running stage needs, at least that of each segment."""
+    alone = cost_values(form, partial(alone_bytes, form.table), scale=MiB)
+    if not any(alone.values()):
         return []
-    return _neighbours(form, stage, "gradients", lambda cost: cost.gradient_bytes)
-
-
-def _largest(form: Formulation, stage: int, name: str, value: Callable[[SegmentCost], int]) -> Terms:
-    """A new column, in MiB, that is at least `value` of each segment of the stage."""
-    values = cost_values(form, value, scale=MiB)
-    if not any(values.values()):
-        return []
-    column = form.model.add_column(f"{name} of stage {stage}", upper=INFINITY)
+    saved = cost_values(form, lambda cost: cost.saved_bytes, scale=MiB)
+    column = form.model.add_column(f"working of stage {stage}", upper=INFINITY)
     for number, run in enumerate(form.runs):
+        behind = [(column, 1.0), *_saved_after(form, stage, number, saved)]
+        most = [max(saved[number, slot, False], saved[number, slot, True]) for slot in range(len(run.piece))]
+        has_any = _presence(form, stage, number, at_least=1)
         for slot, again_column in enumerate(form.recomputed[stage][number]):
-            kept, again = values[number, slot, False], values[number, slot, True]
-            count = form.count[stage][number]
-            has_any = _presence(form, stage, number, at_least=1)
-            more = [(again_column, 1.0)] if again >= kept else [(count, 1.0), (again_column, -1.0)]
-            terms = [(column, 1.0), *negative(weighted([has_any], [min(kept, again)]))]
-            if kept != again:
-                if run.length > 1:
-                    more = [(_add_indicator(form, more, most=run.length, name=f"{name} {stage} {number} {slot}"), 1.0)]
-                terms += weighted([more], [-abs(again - kept)])
-            form.model.add_row(f"{name} of stage {stage} run {number} slot {slot}", terms, lower=0.0)
+            kept, again = alone[number, slot, False], alone[number, slot, True]
+            in_piece = sum(most[slot + 1 :])
+            name = f"working of stage {stage} run {number} slot {slot}"
+            terms = [*behind, *negative(weighted([has_any], [min(kept, again) - in_piece]))]
+            form.model.add_row(name, terms, lower=0.0)
+            if again > kept:
+                terms += _recomputing(form, again_column, [kept - again], most=run.length, name=name)
+                # of a run the first recompute: the others are behind them
+                others = [(form.count[stage][number], sum(most)), (again_column, -sum(most))]
+                form.model.add_row(f"{name} again", [*terms, *others], lower=0.0)
     return [(column, 1.0)]
 
 
-def _neighbours(form: Formulation, stage: int, name: str, value: Callable[[SegmentCost], int]) -> Terms:
-    """A new column, in MiB, that is at least the sum of `value` over any two neighbours in the stage."""
-    sizes = [[least_of(form, kind, value) / MiB for kind in run.piece] for run in form.runs]
-    if not any(map(any, sizes)):
-        return []
-    column = form.model.add_column(f"{name} of stage {stage}", upper=INFINITY)
-    for number, piece in enumerate(sizes):
-        has_one = _presence(form, stage, number, at_least=1)
-        inside = max([piece[0], *(a + b for a, b in zip(piece, piece[1:], strict=False))])
-        pairs = [(has_one, inside)]
-        if form.runs[number].length > 1:
-            pairs.append((_presence(form, stage, number, at_least=2), piece[-1] + piece[0]))
-        if number > 0:
-            joint = [*has_one, *_presence(form, stage, number - 1, at_least=1), (form.one, -1.0)]
-            pairs.append((joint, sizes[number - 1][-1] + piece[0]))
-        for place, (when, size) in enumerate(pairs):
-            terms = [(column, 1.0), *negative(weighted([when], [size]))]
-            form.model.add_row(f"{name} of stage {stage} run {number} pair {place}", terms, lower=0.0)
-    return [(column, 1.0)]
+def _recomputing(form: Formulation, column: int, weights: list[float], *, most: int, name: str) -> Terms:
+    """The weight, when at least one of at most so many segments is recomputed."""
+    terms = [(column, 1.0)]
+    return weighted([terms if most == 1 else [(_add_indicator(form, terms, most=most, name=name), 1.0)]], weights)
+
+
+def _saved_after(form: Formulation, stage: int, number: int, saved: Values) -> Terms:
+    """What the runs after `number` save in the stage, in MiB."""
+    until = sum_of(form, stage, saved, n_runs=number + 1)
+    return sum_of(form, stage, saved)[len(until) :]
 
 
 def _presence(form: Formulation, stage: int, number: int, *, at_least: int) -> Terms:

@@ -7,7 +7,7 @@ A mesh is in the space when all of this holds:
     tp within one host                                          unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
-    zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed
+    zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed, nothing compiled
 
 Each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage 0;
 pp = 1 has schedule "1f1b" and one chunk. How many pieces each stage may have, says `plans.stage_sizes`.
@@ -46,6 +46,7 @@ class SearchSpace:
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
         max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
         max_interleaved_stages: most stages in all of a schedule with several stages per rank.
+        compile_choices: whether blocks are compiled, where either has a price.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -60,6 +61,7 @@ class SearchSpace:
     max_chunks: int = 4
     max_interleaved_stages: int = 32
     uses_all_devices: bool = False
+    compile_choices: tuple[bool, ...] = (False,)
 
     @property
     def n_segments(self) -> int:
@@ -153,10 +155,12 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
     keys = dict(space.shardings)[tp]
     batches = micro_batch_sizes(space, options, dp=dp)
     zeros = zero_choices(space, options, tp=tp, dp=dp)
-    for sharding, micro_batch_size, (zero_stage, shard_degree) in product(keys, batches, zeros):
+    choices = product(keys, batches, zeros, space.compile_choices)
+    for sharding, micro_batch_size, (zero_stage, shard_degree), compiles in choices:
         n_micro_batches = space.global_batch // dp // micro_batch_size
         for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
-            if not is_possible(schedule, zero_stage=zero_stage, recompute=fixed(options, "recompute")):
+            recompute = fixed(options, "recompute")
+            if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=compiles):
                 continue
             yield Mesh(
                 pp=pp,
@@ -169,16 +173,19 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
                 schedule=schedule,
                 n_chunks=n_chunks,
                 sharding=sharding,
+                compile=compiles,
             )
 
 
-def is_possible(schedule: str, *, zero_stage: int, recompute: str | None) -> bool:
-    """Whether a schedule goes with a ZeRO stage and the recomputation the user fixed.
+def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compiles: bool) -> bool:
+    """Whether a schedule goes with a ZeRO stage, the recomputation the user fixed, and compiled blocks.
 
     A split backward pass would recompute every block once for the inputs and again for each of its weights, and
-    the gradients of weights belong to the gathered parameters, which ZeRO 3 has freed by then.
+    the gradients of weights belong to the gathered parameters, which ZeRO 3 has freed by then. The backward pass of a
+    compiled block is one function.
     """
-    return not splits_backward(schedule) or (zero_stage <= MAX_SPLIT_ZERO_STAGE and recompute in (None, "none"))
+    keeps_whole = zero_stage <= MAX_SPLIT_ZERO_STAGE and recompute in (None, "none") and not compiles
+    return keeps_whole or not splits_backward(schedule)
 
 
 def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:

@@ -209,6 +209,7 @@ def _least_bytes(table: CostTable) -> Callable[[SegmentCost], float]:
 
     def value(cost: SegmentCost) -> float:
         gathered = cost.gathered_bytes if table.keeps_gathered else 0
-        return cost.state_bytes + cost.saved_bytes + gathered + (cost.gradient_bytes if table.accumulates else 0)
+        gradients = cost.gradient_bytes if table.mesh.n_micro_batches > 1 else 0
+        return cost.state_bytes + cost.saved_bytes + gathered + gradients
 
     return value

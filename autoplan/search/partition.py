@@ -225,31 +225,41 @@ def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
 
 @dataclass(slots=True)
 class _Memory:
-    """What each range holds: `held` whatever is recomputed, and what depends on it."""
+    """What each range holds.
+
+    Attributes:
+        running_bytes: the running micro-batch, nothing recomputed; `last_bytes`: the least that its last segment needs
+            alone, whatever is recomputed.
+    """
 
     segments: Segments
-    held_bytes: Array
+    resident_bytes: Array
+    sent_bytes: Array
+    gradient_bytes: Array
     saved_bytes: Array
-    working_bytes: Array
-    least_working_bytes: Array
+    running_bytes: Array
+    last_bytes: Array
     spared_bytes: Array
+    n_micro_batches: int
     room_bytes: float
     known: dict[int, tuple[Array, Array]]
 
     @classmethod
     def of(cls, table: CostTable, segments: Segments, ranges: Ranges) -> _Memory:
         """The memory of each range."""
-        held = ranges.total(segments.resident_bytes + segments.accumulated_bytes)
-        for neighbours in (segments.gathered_bytes, segments.gradient_bytes):
-            if neighbours.any():
-                held = held + ranges.largest_neighbours(neighbours)
+        n, messages = table.mesh.n_micro_batches, table.message_bytes or (0,) * (len(table.kinds) - 1)
+        by_piece = np.array([0, *(messages[edge - 1] for edge in ranges.edges[1:-1]), 0], dtype=float)
+        received, sent = by_piece[ranges.start], by_piece[ranges.stop]  # in forward; in backward the other way round
         return cls(
             segments=segments,
-            held_bytes=held,
+            resident_bytes=ranges.total(segments.resident_bytes) + n * (received + sent) + received,
+            sent_bytes=sent,
+            gradient_bytes=ranges.total(segments.gradient_bytes),
             saved_bytes=ranges.total(segments.saved_bytes),
-            working_bytes=ranges.largest_segment(segments.working_bytes),
-            least_working_bytes=ranges.largest_segment(segments.least_working_bytes),
+            running_bytes=ranges.largest_moment(saved_bytes=segments.saved_bytes, alone_bytes=segments.alone_bytes),
+            last_bytes=ranges.last(segments.least_alone_bytes),
             spared_bytes=ranges.total(segments.spared_bytes),
+            n_micro_batches=n,
             room_bytes=memory_room_bytes(table) + ONE_BYTE,
             known={},
         )
@@ -262,14 +272,17 @@ class _Memory:
 
     def _recomputing(self, n_in_flight: int) -> tuple[Array, Array]:
         segments = self.segments
-        kept_bytes = self.held_bytes + n_in_flight * self.saved_bytes
-        fits = kept_bytes + self.working_bytes <= self.room_bytes
-        working_bytes = np.maximum(self.least_working_bytes, segments.again_working_bytes)
-        missing_bytes = np.where(fits, 0.0, np.maximum(kept_bytes + working_bytes - self.room_bytes, ONE_BYTE))
+        held_bytes = self.resident_bytes + n_in_flight * self.sent_bytes
+        if n_in_flight < self.n_micro_batches:  # else no pass has made gradients while so many are in flight
+            held_bytes = held_bytes + self.gradient_bytes
+        can_end = self.resident_bytes + self.gradient_bytes <= self.room_bytes
+        fits = held_bytes + (n_in_flight - 1) * self.saved_bytes + self.running_bytes <= self.room_bytes
+        needed_bytes = held_bytes + n_in_flight * self.saved_bytes + self.last_bytes
+        missing_bytes = np.where(fits, 0.0, np.maximum(needed_bytes - self.room_bytes, ONE_BYTE))
         again_s = np.where(fits, 0.0, INFINITY)
         can = segments.spared_bytes > 0.0
         if not can.any():
-            return missing_bytes, again_s
+            return missing_bytes, np.where(can_end, again_s, INFINITY)
         per_segment_bytes = n_in_flight * segments.spared_bytes[can]
         n_segments = np.ceil(missing_bytes / per_segment_bytes.max())
         least_s = np.maximum(
@@ -277,7 +290,7 @@ class _Memory:
             missing_bytes * (segments.again_s[can] / per_segment_bytes).min(),
         )
         is_enough = missing_bytes <= n_in_flight * self.spared_bytes
-        return missing_bytes, np.where(is_enough, least_s, again_s)
+        return missing_bytes, np.where(can_end, np.where(is_enough, least_s, again_s), INFINITY)
 
 
 # ------------------------------------------------------------------------------------------------------ the program

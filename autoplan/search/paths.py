@@ -244,14 +244,13 @@ class Moment:
     """A moment at which the memory of a rank may peak: a pass of `stage` runs.
 
     Attributes:
-        makes_gradients: the pass does, of weights.
         in_flight: (stage, micro-batches in flight) of the rank's stages, the running one included.
         pending: (stage, micro-batches whose pass for inputs has begun and whose pass for weights is not done).
-        accumulating: its stages that have begun to make gradients.
+        accumulating: its stages of which a pass that is over has made gradients of weights, all of which are there: in
+            the last pass that makes them, they are reduced one after the other.
     """
 
     stage: int
-    makes_gradients: bool
     in_flight: tuple[tuple[int, int], ...]
     pending: tuple[tuple[int, int], ...]
     accumulating: frozenset[int]
@@ -261,15 +260,20 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """The moments of a rank that no other moment with the same running stage exceeds."""
     in_flight: dict[int, int] = {action.stage: 0 for action in schedule[rank]}
     pending = dict(in_flight)
+    n_left = dict(in_flight)
+    for action in schedule[rank]:
+        n_left[action.stage] += action.kind in GRADIENT_KINDS
     begun: set[int] = set()
     found: dict[Moment, None] = {}
     for action in schedule[rank]:
         makes_gradients = action.kind in GRADIENT_KINDS
         in_flight[action.stage] += action.kind == "F"
         pending[action.stage] += action.kind == "I"
-        begun |= {action.stage} if makes_gradients else set()
         numbers = (tuple(sorted(in_flight.items())), tuple(sorted(pending.items())))
-        found[Moment(action.stage, makes_gradients, *numbers, frozenset(begun))] = None
+        n_left[action.stage] -= makes_gradients
+        whole = begun - {action.stage} if makes_gradients and n_left[action.stage] == 0 else begun
+        found[Moment(action.stage, *numbers, frozenset(whole))] = None
+        begun |= {action.stage} if makes_gradients else set()
         in_flight[action.stage] -= makes_gradients
         pending[action.stage] -= action.kind == "W"
     return tuple(
@@ -280,7 +284,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
 def _are_exceeded(moments: list[Moment]) -> list[bool]:
     """Per moment, whether another one with the same running stage holds at least as much of everything."""
     counts = MomentCounts.of(moments)
-    rows = np.column_stack([counts.makes_gradients, counts.accumulating, counts.in_flight, counts.pending])
+    rows = np.column_stack([counts.accumulating, counts.in_flight, counts.pending])
     at_least = (rows[None, :, :] >= rows[:, None, :]).all(axis=2) & (counts.running[None, :] == counts.running[:, None])
     np.fill_diagonal(at_least, False)
     return [bool(value) for value in at_least.any(axis=1)]
@@ -291,7 +295,6 @@ class MomentCounts:
     """The moments of one rank as arrays (moment, stage of the rank); `running` is the place of the running stage."""
 
     running: Array
-    makes_gradients: Array
     in_flight: Array
     pending: Array
     accumulating: Array
@@ -302,7 +305,6 @@ class MomentCounts:
         own = [stage for stage, _ in moments[0].in_flight]
         return cls(
             running=np.array([own.index(moment.stage) for moment in moments]),
-            makes_gradients=np.array([moment.makes_gradients for moment in moments]),
             in_flight=np.array([[count for _, count in moment.in_flight] for moment in moments]),
             pending=np.array([[count for _, count in moment.pending] for moment in moments]),
             accumulating=np.array([[stage in moment.accumulating for stage in own] for moment in moments], dtype=int),

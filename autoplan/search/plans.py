@@ -93,7 +93,7 @@ def repeated_segments(table: CostTable) -> tuple[int, ...]:
 def obeys_recompute(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> bool:
     """Whether a plan has the recomputation the user fixed."""
     chosen = {segment for stage in stages for segment in stage.recomputed}
-    if recompute == "none":
+    if recompute == "none" or len(table.recompute_choices) == 1:
         return not chosen
     if recompute == "full":
         return chosen >= set(repeated_segments(table))

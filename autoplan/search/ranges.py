@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
+from autoplan.search.bounds import alone_bytes
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.plans import piece_edges, repeated_segments
 
@@ -34,6 +36,8 @@ class Segments:
         opening_extra_s: likewise for the segment that opens a backward pass; `closing_extra_s`: that closes it.
         again_s: what recomputing adds to a backward pass; INFINITY where it spares nothing.
         spared_bytes: what it spares per micro-batch in flight.
+        resident_bytes: what it holds all step; gradient_bytes: after its first backward pass.
+        alone_bytes: what it needs while it runs; least_alone_bytes: of either choice.
         is_again: whether the faster choice is to recompute, or the only one.
     """
 
@@ -47,15 +51,12 @@ class Segments:
     opening_extra_s: Array
     closing_extra_s: Array
     resident_bytes: Array
-    gathered_bytes: Array
     gradient_bytes: Array
     saved_bytes: Array
-    working_bytes: Array
-    least_working_bytes: Array
-    again_working_bytes: float
+    alone_bytes: Array
+    least_alone_bytes: Array
     again_s: Array
     spared_bytes: Array
-    accumulated_bytes: Array
     pending_bytes: Array
     is_again: tuple[bool, ...]
 
@@ -84,9 +85,8 @@ class Segments:
         spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
         longer = column(backward_s, other) - backward
         added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
-        working, other_working = column(lambda c: c.working_bytes), column(lambda c: c.working_bytes, other)
+        alone, other_alone = column(partial(alone_bytes, table)), column(partial(alone_bytes, table), other)
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
-        gradient = column(lambda cost: cost.gradient_bytes)
         return cls(
             forward_s=forward,
             backward_s=backward,
@@ -98,15 +98,12 @@ class Segments:
             opening_extra_s=hidden_extra_s(backward, gathers_back, slower),
             closing_extra_s=slower * np.minimum(backward, reduced),
             resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
-            gathered_bytes=nothing if table.keeps_gathered else gathered,
-            gradient_bytes=nothing if table.accumulates else gradient,
+            gradient_bytes=column(lambda cost: cost.gradient_bytes),
             saved_bytes=column(lambda cost: cost.saved_bytes),
-            working_bytes=working,
-            least_working_bytes=np.minimum(working, other_working),
-            again_working_bytes=float(min(other_working[spared > 0.0], default=0.0)),
+            alone_bytes=alone,
+            least_alone_bytes=np.minimum(alone, other_alone),
             again_s=np.where(spared > 0.0, added, INFINITY),
             spared_bytes=np.maximum(spared, 0.0),
-            accumulated_bytes=gradient if table.accumulates else nothing,
             pending_bytes=column(lambda cost: cost.pending_bytes),
             is_again=tuple(is_again[kind] for kind in kinds),
         )
@@ -197,19 +194,11 @@ class Ranges:
         """The largest value of any segment of each range."""
         return self.largest(np.maximum.reduceat(per_segment, self.edges[:-1]))
 
-    def largest_neighbours(self, per_segment: Array) -> Array:
-        """The largest sum of two neighbouring segments of each range; of the one where it is alone."""
-        alone = self.largest_segment(per_segment)
-        pairs = np.append(per_segment[:-1] + per_segment[1:], 0.0)
-        last_of_piece = self.edges[1:] - 1
-        inside = pairs.copy()
-        inside[last_of_piece] = 0.0
-        most = np.maximum(alone, self.largest_segment(inside))
-        if self.width > 1:  # a pair that straddles two pieces belongs to ranges that hold both
-            joints = np.append(0.0, pairs[last_of_piece][:-1])
-            straddling = self.largest(joints)
-            most[:, 1:] = np.maximum(most[:, 1:], straddling[:, :-1])
-        return most
+    def largest_moment(self, *, saved_bytes: Array, alone_bytes: Array) -> Array:
+        """The most that a pass of each range holds: what is saved up to a segment, and what that one needs alone."""
+        so_far = np.cumsum(saved_bytes)
+        before = np.append(0.0, so_far)[self.edges]
+        return self.largest_segment(so_far + alone_bytes) - before[self.start]
 
 
 def stage_edges(table: CostTable) -> tuple[int, ...]:

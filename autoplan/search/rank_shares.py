@@ -63,7 +63,7 @@ class _Needs:
     """The least that a stage needs, wherever it begins: each (stages, pieces); INFINITY for sizes it cannot have.
 
     Attributes:
-        held_bytes: by a running pass, with and without gradients of weights in the last axis.
+        alone_bytes: by the last segment while it runs.
         n_spared: segments that spare memory when they are recomputed, at the most.
     """
 
@@ -77,7 +77,7 @@ class _Needs:
     gradient_bytes: Array
     saved_bytes: Array
     pending_bytes: Array
-    held_bytes: Array
+    alone_bytes: Array
     n_spared: Array
 
     @classmethod
@@ -97,13 +97,6 @@ class _Needs:
             )
             return found
 
-        def held(*, makes_gradients: bool) -> Array:
-            held_bytes = ranges.largest_segment(segments.least_working_bytes)
-            held_bytes = held_bytes + ranges.largest_neighbours(segments.gathered_bytes)
-            return stage_values(
-                held_bytes + (ranges.largest_neighbours(segments.gradient_bytes) if makes_gradients else 0.0)
-            )
-
         backward = ranges.total(segments.backward_s) if is_split else backward_pass_s(table, segments, ranges)
         return cls(
             first_forward_s=stage_values(forward_pass_s(segments, ranges, gathers=True)),
@@ -113,10 +106,10 @@ class _Needs:
             last_reduce_s=stage_values(ranges.first(segments.reduce_s)),
             optimizer_s=stage_values(ranges.total(segments.optimizer_s)),
             resident_bytes=stage_values(ranges.total(segments.resident_bytes)),
-            gradient_bytes=stage_values(ranges.total(segments.accumulated_bytes)),
+            gradient_bytes=stage_values(ranges.total(segments.gradient_bytes)),
             saved_bytes=stage_values(ranges.total(segments.saved_bytes)),
             pending_bytes=stage_values(ranges.total(segments.pending_bytes)),
-            held_bytes=np.stack([held(makes_gradients=False), held(makes_gradients=True)], axis=-1),
+            alone_bytes=stage_values(np.broadcast_to(ranges.last(segments.least_alone_bytes), ranges.start.shape)),
             n_spared=stage_values(ranges.total(1.0 * (segments.spared_bytes > 0.0)), largest=True),
         )
 
@@ -230,12 +223,10 @@ class _Shares:
         used = self._sum(needs.resident_bytes, rank)[:, None]
         used = used + self._chosen(needs.saved_bytes, rank) @ moments.in_flight.T
         used = used + self._chosen(needs.pending_bytes, rank) @ moments.pending.T
-        if self.table.accumulates:
-            used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
-        plain, with_gradients = (self._chosen(needs.held_bytes[..., index], rank) for index in (0, 1))
-        running = moments.running
-        used = used + np.where(moments.makes_gradients, with_gradients[:, running], plain[:, running])
-        missing_bytes = np.maximum(0.0, used - memory_room_bytes(self.table) - ONE_BYTE)
+        used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
+        used = used + self._chosen(needs.alone_bytes, rank)[:, moments.running]
+        room_bytes = memory_room_bytes(self.table, stages=self.shape.stages_of[rank])
+        missing_bytes = np.maximum(0.0, used - room_bytes - ONE_BYTE)
         n_spared = self._chosen(needs.n_spared, rank)
         largest_bytes, chosen = float(self.segments.spared_bytes.max()), np.zeros(missing_bytes.shape)
         most_first = np.argsort(-moments.in_flight, axis=1, kind="stable")

@@ -1,0 +1,114 @@
+"""How far a prediction can be off: errors of earlier predictions, and the interval that follows from them.
+
+    error = ln(measured / predicted) of one run, rms = root of the mean of error^2 over n runs
+    interval = predicted x exp(-h) to predicted x exp(h),   h = t(n) x rms
+
+t(n) is the 95 % quantile of Student's t distribution with n degrees of freedom (`student_t_quantile`), so that the next
+run falls into the interval with a chance of 90 %, half of the misses on either side; the fewer runs are known, the
+wider it is. Left out: errors are taken as normal and centred, and as alike for all models and plans of one provenance.
+
+`STEP_ERRORS` and `MEMORY_ERRORS` are the only figures; `errors_of` makes an entry from measured runs, and `coverage`
+says what share of such runs lies inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
+
+COVERAGE = 0.90
+COMPUTED = "uncalibrated"  # without a measured profile
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far predictions of one provenance were off.
+
+    Attributes:
+        rms: of ln(measured / predicted).
+        n_runs: how many runs it is of; 0 when it is an assumption.
+        source: the file of the runs, or what the assumption rests on.
+    """
+
+    rms: float
+    n_runs: int
+    source: str
+
+    def __str__(self) -> str:
+        basis = f"error of {self.n_runs} runs, {self.source}" if self.n_runs else f"an assumption: {self.source}"
+        return f"{COVERAGE:.0%} interval from {self.rms:.1%} {basis}"
+
+
+# Runs of 2026-11-21 on 1, 2 and 4 H200 by the least trustworthy source of the times of any segment (`answer.trust`);
+# those in which the device waits for the host are apart (`is_host_bound`): a host is less steady than a device. Links
+# and rates of these runs were measured (`hw measure`); from a shipped profile alone errors may be larger.
+_RUNS = "benchmarks/results/predictions_h200_x4_2026-11-21.jsonl"
+# Few or one model's runs were only scaled or calibrated: these are taken with the measured and with the computed ones.
+_MEASURED, _COMPUTED = Errors(0.073, 30, _RUNS), Errors(0.094, 29, _RUNS)
+_MEASURED_WAITING, _COMPUTED_WAITING = Errors(0.143, 38, _RUNS), Errors(0.167, 40, _RUNS)
+STEP_ERRORS: Mapping[tuple[str, bool], Errors] = {
+    (MEASURED, False): _MEASURED,
+    (SCALED, False): _MEASURED,
+    (CALIBRATED, False): _COMPUTED,
+    (COMPUTED, False): _COMPUTED,
+    (MEASURED, True): _MEASURED_WAITING,
+    (SCALED, True): _MEASURED_WAITING,
+    (CALIBRATED, True): _COMPUTED_WAITING,
+    (COMPUTED, True): _COMPUTED_WAITING,
+}
+# Bytes are scaled, never calibrated.
+MEMORY_ERRORS: Mapping[str, Errors] = {
+    MEASURED: Errors(0.0082, 50, _RUNS),
+    SCALED: Errors(0.036, 18, _RUNS),
+    CALIBRATED: Errors(0.046, 69, _RUNS),
+    COMPUTED: Errors(0.046, 69, _RUNS),
+}
+HOST_BOUND_SHARE = 0.05
+
+
+def is_host_bound(launch_s: float, step_s: float) -> bool:
+    """Whether waiting for the host is a part of the step that counts."""
+    return launch_s > HOST_BOUND_SHARE * step_s
+
+
+def interval(predicted: float, errors: Errors) -> Interval:
+    """Between which values the measured one lies with a chance of `COVERAGE`."""
+    ratio = math.exp(student_t_quantile(0.5 + COVERAGE / 2, n_degrees=errors.n_runs) * errors.rms)
+    return predicted / ratio, predicted * ratio
+
+
+def student_t_quantile(probability: float, *, n_degrees: int) -> float:
+    """Quantile of Student's t distribution; of the normal one when `n_degrees` is 0, for a spread that is given.
+
+        t = z + (z^3 + z) / (4 n) + (5 z^5 + 16 z^3 + 3 z) / (96 n^2) + ...,   z the quantile of the normal distribution
+
+    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions", 1964, 26.7.5. Two terms: 0.95 from n = 5 on is
+    right to 0.5 %.
+    """
+    z = NormalDist().inv_cdf(probability)
+    if n_degrees == 0:
+        return z
+    return z + (z**3 + z) / (4 * n_degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n_degrees**2)
+
+
+def errors_of(pairs: Iterable[tuple[float, float]], *, source: str) -> Errors:
+    """The errors of (predicted, measured) pairs, as an entry of the tables above."""
+    squares = [math.log(measured / predicted) ** 2 for predicted, measured in pairs]
+    return Errors(math.sqrt(fmean(squares)), len(squares), source)
+
+
+def coverage(cases: Iterable[tuple[Interval, float]]) -> float | None:
+    """The share of (interval, measured) cases in which the measured value lies inside; None without any."""
+    inside = [is_inside(measured, bounds) for bounds, measured in cases]
+    return sum(inside) / len(inside) if inside else None
+
+
+def is_inside(measured: float, bounds: Interval) -> bool:
+    """Whether a measured value lies in an interval, its ends included."""
+    return bounds[0] <= measured <= bounds[1]

@@ -1,0 +1,378 @@
+"""Predicted against published: step times of others' runs, priced from the data sheet without any measured profile.
+
+    python benchmarks/published.py table [RESULTS.jsonl]    per source: errors, rank correlation, intervals, worst rows
+    python benchmarks/published.py fit                      fits `CONSTANTS` on some rows, and tries them on the others
+
+The rows are in `data/`, each with its source. A row that leaves out what its time depends on, or ran what no plan says,
+is counted with the reason. The programs of the others are priced as they were:
+
+- Attention ran as plain operators (`models/megatron.py`), blocks of equal number lay on each stage.
+- Full recomputation repeats the forward pass of each block, selective that of the operators of `CoreAttention` alone.
+- Gradients were added up inside the products that made them, and reduced at once after the last backward pass.
+- The vocabulary is padded to a multiple of 128 on each tensor-parallel rank.
+
+The 1440 rows of one host are not independent: at one width, tensor-parallel degree and micro-batch they are linear in
+the numbers of blocks and micro-batches to 1 %, so they hold 32 times of blocks, and as many of embedding and loss.
+These scatter: at width 2048 on 4 ranks a block takes 2.99 ms with one sample and 2.75 with two.
+
+Left out: that these losses were a dozen operators, and that split sequences were gathered again in backward.
+"""
+
+import csv
+import json
+import math
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+from autoplan.answer import step_interval_s
+from autoplan.api import trace_model
+from autoplan.cost.local_segment import local_segment, work_contexts
+from autoplan.cost.price import Pricer, Shardings, make_pricer
+from autoplan.cost.segment_work import timed
+from autoplan.cost.table import CostTable
+from autoplan.graph import OpGraph
+from autoplan.hardware import NO_SHARDING, HardwareProfile, load_profile
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.search.result import Candidate
+from autoplan.sharding import read_sharding
+from autoplan.simulate import simulate
+from autoplan.space import all_shardings, load_rules
+
+FOLDER = Path(__file__).parent
+FILES = ("published_steps.csv", "published_steps_one_host.csv")
+MODEL = FOLDER / "models" / "megatron.py"
+RULES = load_rules()
+HARDWARE = {"A100-SXM-80GB": "dgx_a100_x8", "A100-SXM (HBM size not stated in repo)": "dgx_a100_x8"}
+VOCABULARY_MULTIPLE = 128
+CORE = "attention.core"
+N_WORST = 10
+
+# What `fit` looks for: fields of the device, and the first step of the search for each. All other figures stay.
+CONSTANTS = {"matmul_efficiency": 0.04, "launch_s": 1e-6}
+FIT_HARDWARE = "dgx_a100_x8"
+FIT_EVERY = 13  # rows of one host
+FIT_LARGE = ("megatron-22B", "gpt3-175B")
+N_HALVINGS = 4
+
+Row = Mapping[str, str]
+Sizes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What the layouts and the operators of a row depend on, whatever its mesh."""
+
+    sizes: Sizes
+    hardware: str
+    precision: str
+    tp: int
+    sharding: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row as the library sees it; `recompute` is "none", "selective" (of the core of attention) or "full"."""
+
+    name: str
+    source: str
+    model: str
+    program: Program
+    mesh: Mesh
+    recompute: str
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One case: its predicted step, where that is put with a chance of 90 %, and what it is made of."""
+
+    case: Case
+    step_s: float
+    interval_s: tuple[float, float]
+    parts_s: Mapping[str, float]
+
+    @property
+    def error(self) -> float:
+        return self.step_s / self.case.measured_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.interval_s[0] <= self.case.measured_s <= self.interval_s[1]
+
+
+# -------------------------------------------------------------------------------------------------- rows and cases
+
+
+def rows() -> list[Row]:
+    texts = ((FOLDER / "data" / name).read_text() for name in FILES)
+    return [row for text in texts for row in csv.DictReader(text.splitlines())]
+
+
+def reason_against(row: Row) -> str | None:
+    """Why a row cannot be priced; None if it can."""
+    reasons = {
+        "sizes of the model not published": not row["layers"],
+        "step time or sequence length not published": not (row["measured_step_s"] and row["seq_len"]),
+        "micro-batch, recomputation and chunks not published": not row["micro_batch"],
+        "computed in tf32, which no plan does": row["precision"] == "tf32",
+        "an encoder that gathers masked positions": row["model"].startswith("BERT"),
+        "compiled, which is not priced without a measured profile": "compile" in row["notes"],
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def case_of(row: Row) -> Case:
+    """The program and the mesh of a row that can be priced."""
+    number = {name: int(row[name]) for name in ("dp", "tp", "pp", "vpp", "micro_batch", "global_batch")}
+    multiple = VOCABULARY_MULTIPLE * number["tp"]
+    sizes = {
+        "n_layers": int(row["layers"]),
+        "n_heads": int(row["heads"]),
+        "width": int(row["hidden"]),
+        "hidden": int(row["ffn_hidden"]),
+        "vocabulary": -(-int(row["vocab"]) // multiple) * multiple,
+        "context": int(row["seq_len"]),
+    }
+    boundary = "S(1)" if row["seq_parallel"] == "1" else "R"
+    sharding = boundary if number["tp"] > 1 else ""
+    mesh = Mesh(
+        pp=number["pp"],
+        dp=number["dp"],
+        tp=number["tp"],
+        micro_batch_size=number["micro_batch"],
+        n_micro_batches=number["global_batch"] // number["dp"] // number["micro_batch"],
+        schedule="1f1b" if number["vpp"] == 1 else "interleaved",
+        n_chunks=number["vpp"],
+        sharding=sharding,
+    )
+    program = Program(tuple(sizes.items()), HARDWARE[row["gpu"]], row["precision"], number["tp"], sharding)
+    return Case(
+        name=row["id"],
+        source=row["source"],
+        model=row["model"],
+        program=program,
+        mesh=mesh,
+        recompute=row["recompute"],
+        measured_s=float(row["measured_step_s"]),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ prediction
+
+
+@cache
+def cluster(name: str, n_devices: int) -> HardwareProfile:
+    """As many hosts as hold the devices; `fully_shard` was not there to take time of them."""
+    profile = load_profile(name, n_hosts=-(-n_devices // load_profile(name).n_devices))
+    return replace(profile, device=replace(profile.device, sharding=NO_SHARDING))
+
+
+@cache
+def graph_of(sizes: Sizes) -> OpGraph:
+    return trace_model(MODEL, overrides=dict(sizes))
+
+
+@cache
+def shardings_of(sizes: Sizes, hardware: str, precision: str, tp: int) -> Shardings:
+    """The tensor-parallel layouts that autoplan finds: those of Megatron-LM, with whole and with split sequences."""
+    if tp == 1:
+        return {}
+    options = Options(precision=precision, fix=(("tp", str(tp)),))
+    return all_shardings(graph_of(sizes), load_profile(hardware), options, RULES, batch_size=1)
+
+
+class Predictor:
+    """Prices cases, on changed hardware if so wished; what cases share is computed once."""
+
+    def __init__(self, change: Callable[[HardwareProfile], HardwareProfile] = lambda profile: profile) -> None:
+        self._change = change
+        self._pricer = cache(self._make_pricer)
+        self._core_s = cache(self._find_core_s)
+
+    def __call__(self, case: Case) -> Prediction:
+        table = self._table(case)
+        stages = even_stages(table, recomputes=case.recompute != "none")
+        estimate = simulate(_reduced_at_the_end(table, stages), stages)
+        plan = Plan(case.mesh, stages, precision=case.program.precision)
+        interval_s = step_interval_s(Candidate(plan, estimate, bound_s=estimate.step_s))
+        parts_s = {field.name: getattr(estimate.breakdown, field.name) for field in fields(estimate.breakdown)}
+        return Prediction(case, estimate.step_s, interval_s, parts_s)
+
+    def _table(self, case: Case) -> CostTable:
+        alone = replace(case.mesh, n_micro_batches=1, schedule="gpipe", n_chunks=1)
+        table = replace(self._pricer(case.program, case.mesh.n_devices)(alone), mesh=case.mesh)
+        if case.recompute != "selective":
+            return table
+        core_s = (self._core_s(case.program, kind, case.mesh.micro_batch_size) for kind in range(len(table.costs)))
+        pairs = zip(table.costs, core_s, strict=True)
+        return replace(table, costs=tuple((plain, replace(again, recompute_s=s)) for (plain, again), s in pairs))
+
+    def _make_pricer(self, program: Program, n_devices: int) -> Pricer:
+        return make_pricer(
+            graph_of(program.sizes),
+            profile=self._change(cluster(program.hardware, n_devices)),
+            precision=program.precision,
+            shardings=shardings_of(program.sizes, program.hardware, program.precision, program.tp),
+            rules=RULES,
+        )
+
+    def _find_core_s(self, program: Program, kind: int, micro_batch_size: int) -> float:
+        """The forward pass of `CoreAttention` in one kind of segment; it communicates nothing."""
+        graph = graph_of(program.sizes)
+        profile = self._change(cluster(program.hardware, program.tp))
+        context = work_contexts(graph, profile, program.precision, RULES)(program.tp)
+        shardings = shardings_of(program.sizes, program.hardware, program.precision, program.tp)
+        found = (own for own in shardings.get((program.tp, program.sharding), ()) if own.kind == kind)
+        segment = graph.first_of_kind()[kind]
+        layouts = read_sharding(graph, segment, next(found, None), degree=program.tp, rules=RULES, facts=context.facts)
+        ops = (local for local in local_segment(context, segment, layouts).ops if CORE in local.op.module_path)
+        return sum(timed(context, local, micro_batch_size).forward_s for local in ops)
+
+
+def even_stages(table: CostTable, *, recomputes: bool) -> tuple[StagePlan, ...]:
+    """Equal numbers of blocks; the embedding belongs to the first stage, head and loss to the last."""
+    last, n_stages = len(table.kinds) - 1, table.mesh.n_stages
+    edges = [0, *(1 + (last - 1) * i // n_stages for i in range(1, n_stages)), last + 1]
+    return tuple(
+        StagePlan(start, stop, tuple(i for i in range(start, stop) if recomputes and 0 < i < last))
+        for start, stop in zip(edges, edges[1:], strict=False)
+    )
+
+
+def _reduced_at_the_end(table: CostTable, stages: tuple[StagePlan, ...]) -> CostTable:
+    reduce_s = max(sum(table.cost_of(i, recomputed=False).reduce_s for i in range(s.start, s.stop)) for s in stages)
+    costs = tuple(tuple(replace(cost, reduce_s=0.0) for cost in choices) for choices in table.costs)
+    return replace(table, costs=costs, per_step_s=table.per_step_s + reduce_s)
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+
+HEAD = f"{'rows':>5} {'MAPE':>6} {'median':>6} {'worst':>7} {'bias':>7} {'rank':>6} {'inside':>6}"
+
+
+def summary(found: list[Prediction]) -> str:
+    """Mean and median absolute error, the worst, the mean error, rank correlation, share inside the interval."""
+    errors = [p.error for p in found]
+    absolute = [abs(error) for error in errors]
+    inside = statistics.mean(p.is_inside for p in found)
+    return (
+        f"{len(found):5} {statistics.mean(absolute):6.1%} {statistics.median(absolute):6.1%}"
+        f" {max(errors, key=abs):+7.1%} {statistics.mean(errors):+7.1%} {rank_correlation(found):6.3f} {inside:6.0%}"
+    )
+
+
+def rank_correlation(found: list[Prediction]) -> float:
+    """Spearman's, of measured and predicted seconds; rows that are equally slow keep their order."""
+    measured, predicted = (
+        {i: rank for rank, i in enumerate(sorted(range(len(found)), key=key))}
+        for key in (lambda i: found[i].case.measured_s, lambda i: found[i].step_s)
+    )
+    pairs = [(measured[i], predicted[i]) for i in range(len(found))]
+    return statistics.correlation(*zip(*pairs, strict=True))
+
+
+def described(found: Prediction) -> str:
+    """A row with what its predicted time is made of."""
+    case, mesh = found.case, found.case.mesh
+    largest = sorted(found.parts_s.items(), key=lambda item: -item[1])[:3]
+    made_of = ", ".join(f"{name.removesuffix('_s')} {part_s / found.step_s:.0%}" for name, part_s in largest)
+    plan = f"dp {mesh.dp} tp {mesh.tp} pp {mesh.pp} batch {mesh.micro_batch_size} x {mesh.n_micro_batches}"
+    return (
+        f"{case.name:30} {case.model:13} {plan:32} {case.measured_s:8.3f} {found.step_s:8.3f} {found.error:+7.1%}"
+        f"  {made_of}"
+    )
+
+
+def worst(found: Iterable[Prediction]) -> list[Prediction]:
+    """The rows that are furthest off, one of each kind of block: all rows of a kind are off for the same reason."""
+    of_kind: dict[object, Prediction] = {}
+    for prediction in sorted(found, key=lambda p: -abs(p.error)):
+        case = prediction.case
+        block = dict(case.program.sizes) | {"n_layers": 0}
+        of_kind.setdefault((*block.values(), case.mesh.tp, case.mesh.micro_batch_size, case.recompute), prediction)
+    return list(of_kind.values())[:N_WORST]
+
+
+def by_source(found: Iterable[Prediction]) -> dict[str, list[Prediction]]:
+    groups: dict[str, list[Prediction]] = {}
+    for prediction in found:
+        groups.setdefault(prediction.case.source, []).append(prediction)
+    return groups
+
+
+def table(results: Path | None = None) -> None:
+    all_rows = rows()
+    reasons = Counter(reason_against(row) for row in all_rows)
+    predict = Predictor()
+    found = [predict(case_of(row)) for row in all_rows if reason_against(row) is None]
+    for source, own in by_source(found).items():
+        print(f"{source}\n{HEAD}\n{summary(own)}")
+        for prediction in worst(own):
+            print(described(prediction))
+    print(f"not priced: {sum(count for reason, count in reasons.items() if reason)} rows")
+    print("\n".join(f"{count:5} {reason}" for reason, count in reasons.most_common() if reason))
+    if results is not None:
+        results.write_text("".join(json.dumps(_result(prediction)) + "\n" for prediction in found))
+
+
+def _result(found: Prediction) -> dict[str, object]:
+    return {
+        "id": found.case.name,
+        "measured_step_s": found.case.measured_s,
+        "predicted_step_s": round(found.step_s, 6),
+        "predicted_step_s_interval": [round(bound_s, 6) for bound_s in found.interval_s],
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- fit
+
+
+def on_device(values: Mapping[str, float]) -> Predictor:
+    """A predictor on devices with these figures."""
+    return Predictor(lambda profile: replace(profile, device=replace(profile.device, **values)))
+
+
+def rms(found: Iterable[Prediction]) -> float:
+    return math.sqrt(statistics.mean(math.log1p(prediction.error) ** 2 for prediction in found))
+
+
+def fit() -> None:
+    """The constants with the least rms error, the sources of the rows weighing alike; by halving steps."""
+    cases = [case_of(row) for row in rows() if reason_against(row) is None]
+    one_host = [case for case in cases if case.mesh.n_devices <= load_profile(FIT_HARDWARE).n_devices]
+    large = [case for case in cases if case.model in FIT_LARGE]
+    used = ([case for case in one_host if case.model not in FIT_LARGE][::FIT_EVERY], large)
+
+    def loss(values: Mapping[str, float]) -> float:
+        predict = on_device(values)
+        return sum(rms(map(predict, group)) for group in used)
+
+    device = load_profile(FIT_HARDWARE).device
+    best = {name: getattr(device, name) for name in CONSTANTS}
+    least, steps = loss(best), dict(CONSTANTS)
+    for _ in range(N_HALVINGS):
+        tried = True
+        while tried:
+            tried = False
+            for other in [{**best, n: best[n] + sign * step} for n, step in steps.items() for sign in (1, -1)]:
+                error = loss(other)
+                if error < least:
+                    best, least, tried = other, error, True
+        steps = {name: step / 2 for name, step in steps.items()}
+    print(", ".join(f"{name}_fit = {value:.4g}" for name, value in best.items()), f"({FIT_HARDWARE})")
+    names = {case.name for group in used for case in group}
+    found = [on_device(best)(case) for case in cases]
+    for title, is_used in (("fitted to", True), ("held out", False)):
+        for source, own in by_source(p for p in found if (p.case.name in names) == is_used).items():
+            print(f"{title}: {source}\n{HEAD}\n{summary(own)}")
+
+
+if __name__ == "__main__":
+    action, *paths = sys.argv[1:]
+    {"table": table, "fit": fit}[action](*map(Path, paths))
