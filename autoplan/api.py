@@ -199,6 +199,7 @@ def measurement_folder(
         chosen,
         model=path.name,
         model_text=read_text_file(path),
+        overrides=overrides,
         degrees=tuple(degrees),
         micro_batch_sizes=tuple(micro_batch_sizes),
         ranges=value_ranges(batch),

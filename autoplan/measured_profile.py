@@ -4,7 +4,8 @@
 
 so results of several models, precisions and devices may stand in one file. Lines of other devices and precisions are
 left out; a file none of whose lines belongs to this device, precision and model is an error that says which of them is
-wrong. Of two lines for one thing the later one counts. A line without `compiled` was measured eager.
+wrong. Of two lines for one thing the later one counts. A line without `compiled` was measured eager, one without
+`module` on generated code; "own" is the user's own module, which programs without tensor and pipeline parallelism run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 from autoplan.errors import InputError
 
 SCHEMA_VERSION = 1
-MEASURED, NOISY, OUT_OF_MEMORY, NOT_COMPILED = "measured", "noisy", "out of memory", "not compiled"
-STATUSES = MEASURED, NOISY, OUT_OF_MEMORY, NOT_COMPILED
+MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"
+NOT_COMPILED, NOT_RUN = "not compiled", "not run"
+STATUSES = MEASURED, NOISY, OUT_OF_MEMORY, NOT_COMPILED, NOT_RUN
+GENERATED, OWN = "generated", "own"
 _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "content": str,
     "assignment": str,
@@ -27,7 +30,8 @@ _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "tp": int,
     "micro_batch_size": int,
 }
-HOST_BOUND = 0.9  # as in measure.py: a host faster than this share of the device's time is not what it waits for
+# As in measuring.timing: a host that is faster than this share of the device's time is not what that waits for.
+HOST_BOUND = 0.9
 _TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
 
 
@@ -43,6 +47,7 @@ class SegmentTime:
         saved_bytes: distinct tensors that it keeps from forward to backward.
         working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
         compiled: whether it ran as it does under `Plan.mesh.compile`; segments that are not compiled are the same then.
+        is_own: whether it was the user's own module, and not the code generated for it.
     """
 
     content: str
@@ -58,6 +63,7 @@ class SegmentTime:
     working_bytes: int | None
     is_noisy: bool = False
     compiled: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +86,14 @@ class MeasuredProfile:
         """Whether anything was measured compiled."""
         return any(row.compiled for row in self.segments)
 
-    def rows(self, *, compiled_contents: Collection[str] = ()) -> tuple[SegmentTime, ...]:
-        """The measurements of segments when those of these contents are compiled, and the others are not."""
-        return tuple(row for row in self.segments if row.compiled == (row.content in compiled_contents))
+    def rows(self, *, compiled_contents: Collection[str] = (), own: bool = False) -> tuple[SegmentTime, ...]:
+        """The measurements of segments when those of these contents are compiled, and the others are not.
+
+        With `own` they are those of the user's own modules where these were measured, which is at degree 1.
+        """
+        found = [row for row in self.segments if row.compiled == (row.content in compiled_contents)]
+        owned = {(row.content, row.tp) for row in found if row.is_own and own}
+        return tuple(row for row in found if row.is_own == ((row.content, row.tp) in owned))
 
 
 def parse_profile(
@@ -120,7 +131,7 @@ def _with_least_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ..
     """
     groups: dict[tuple[object, ...], list[SegmentTime]] = {}
     for row in segments:
-        groups.setdefault((row.content, row.assignment, row.tp, row.compiled), []).append(row)
+        groups.setdefault((row.content, row.assignment, row.tp, row.compiled, row.is_own), []).append(row)
     return tuple(
         replace(
             row,
@@ -143,7 +154,7 @@ def _device_s(device_s: float, host_s: float, *, least_s: float) -> float:
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a line is about."""
     names = ("content", "assignment", "tp", "micro_batch_size")
-    return (*(row[name] for name in names), row.get("compiled", False))
+    return (*(row[name] for name in names), row.get("compiled", False), row.get("module", GENERATED))
 
 
 def _matching(rows: list[dict[str, Any]], where: str, field: str, wanted: str, fix: str) -> list[dict[str, Any]]:
@@ -180,6 +191,8 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
         names = (*_TIME_FIELDS, "saved_bytes")
         compiled = row.get("compiled", False)  # files of before it existed are eager
         _require(f"{where}: compiled", isinstance(compiled, bool), compiled, "true or false", "profile again")
+        module = row.get("module", GENERATED)
+        _require(f"{where}: module", module in (GENERATED, OWN), module, f"{GENERATED} or {OWN}", "profile again")
         for name, kind in _SEGMENT_FIELDS.items():
             fits = isinstance(row.get(name), kind) and (kind is str or row[name] > 0)
             _require(f"{where}: {name}", fits, row.get(name), "a text" if kind is str else "a count", "profile again")
@@ -218,4 +231,5 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         working_bytes=None if working is None else int(working),
         is_noisy=row["status"] == NOISY,
         compiled=row.get("compiled", False),
+        is_own=row.get("module", GENERATED) == OWN,
     )

@@ -1,7 +1,8 @@
-"""What to measure, as a folder that runs by itself: segment sources, `runtime/`, `measure.py`, `measurement.json`.
+"""What to measure, as a folder that runs by itself: segment sources, model.py, `measuring/`, `measurement.json`.
 
     regions = unique kinds of segments x (tensor-parallel degree, boundary layout), each at several micro-batch sizes,
-              eager, compiled as the program compiles it, or both; what it does not compile is eager either way
+              eager, compiled as the program compiles it, or both; what it does not compile is eager either way;
+              without tensor parallelism a block is also the user's own module of model.py, where it is called by itself
 
 A region is left out when another one computes the same in the same layouts. Layouts are those that the tensor-parallel
 program finds at micro-batch 1, as in a search, and at each micro-batch size by itself, as with `--fix micro_batch`.
@@ -15,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.codegen import runtime_files
-from autoplan.codegen.segment_modules import SegmentClass, measuring_script, segment_modules
+from autoplan.codegen.segment_modules import SegmentClass, measuring_files, segment_modules
 from autoplan.cost.measured import compiled_kinds
-from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, TensorSpec
+from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
 from autoplan.measured_profile import SCHEMA_VERSION
@@ -38,7 +39,7 @@ class MeasurementRequest:
     """What the user asks to be measured.
 
     Attributes:
-        model: name of the model file, `model_text` what it says; where it defines operators, they must exist.
+        model: name of the model file, `model_text` what it says, `overrides` the arguments of its build_model.
         degrees: of tensor parallelism; none stands for all that a host has and the model gains by.
         ranges: values that integer inputs take.
         compile: a key of COMPILE_WAYS, for what the program can compile.
@@ -49,6 +50,7 @@ class MeasurementRequest:
     options: Options
     model: str
     model_text: str
+    overrides: Mapping[str, Any]
     degrees: tuple[int, ...]
     micro_batch_sizes: tuple[int, ...]
     ranges: Ranges
@@ -80,13 +82,14 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
             "precision": request.options.precision,
             "device": request.profile.device.name,
             "has_own_ops": has_own_ops,
+            "overrides": dict(request.overrides),
             "regions": list(regions.values()),
         },
         indent=1,
     )
-    if has_own_ops:
+    if has_own_ops or any(region["own"] for region in regions.values()):
         found["model.py"] = request.model_text
-    return {**found, "measure.py": measuring_script(), **runtime_files()}
+    return {**found, **measuring_files(), **runtime_files()}
 
 
 def value_ranges(batch: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], tuple[int, int]]:
@@ -153,6 +156,7 @@ def _regions(
                 "compiled": list(COMPILE_WAYS[request.compile if kind in compiled else "off"]),
                 "compiles_forward": segment.is_block or not has_blocks,
                 "class": called.name,
+                "own": _own_call(graph, segment) if degree == 1 and segment.is_block else None,
                 "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
                 "inputs": [
                     _input(request, facts, name, local_spec(facts.specs[name], layout, degree), inputs.get(name))
@@ -166,6 +170,12 @@ def _regions(
             }
         )
     return found
+
+
+def _own_call(graph: OpGraph, segment: Segment) -> dict[str, Any]:
+    """Which call of which module of the user's model a block is, and how many there must be."""
+    calls = [other.name for other in graph.segments if other.module_path == segment.module_path]
+    return {"path": segment.module_path, "call": calls.index(segment.name), "n_calls": len(calls)}
 
 
 def _input(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import MeasureError, OutputError
-from autoplan.measured_profile import MEASURED, NOISY, NOT_COMPILED, STATUSES
+from autoplan.measured_profile import MEASURED, NOISY, NOT_COMPILED, OWN, STATUSES
 from autoplan.output_folder import read_text_file, write_folder
 from autoplan.report import text_table
 from autoplan.units import MiB, format_seconds
@@ -64,7 +64,10 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     split = f"{row['tp']} {row['boundary']}".strip()
     first = (row["segment"], split, str(row["micro_batch_size"]))
     is_compiled = row.get("compiled", False) and row["status"] != NOT_COMPILED
-    note = ", ".join(["compiled"] * is_compiled + [row["status"]] * (row["status"] != MEASURED))
+    is_own = row.get("module") == OWN
+    note = ", ".join(
+        ["own module"] * is_own + ["compiled"] * is_compiled + [row["status"]] * (row["status"] != MEASURED)
+    )
     if row["status"] not in (MEASURED, NOISY):
         return (*first, "-", "-", "-", "-", note)
     host_s = row["host_forward_s"] + row["host_backward_s"]

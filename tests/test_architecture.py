@@ -21,7 +21,7 @@ TORCH_PLACES = (
     "autoplan/module_level.py",
     "autoplan/constant_masks.py",
     "autoplan/dissolved.py",
-    "autoplan/measure.py",
+    "autoplan/measuring/",
     "autoplan/measure_device.py",
     "autoplan/measure_hardware.py",
     "autoplan/measure_links.py",
@@ -40,7 +40,7 @@ FILE_PLACES = (
     "autoplan/hardware_file.py",
     "autoplan/layout_cache.py",
     "autoplan/hugging_face.py",  # reads a configuration, writes the model file that stands for it
-    "autoplan/measure.py",
+    "autoplan/measuring/",
     "autoplan/measure_hardware.py",  # NCCL's log, and the profile
     "autoplan/output_folder.py",
     "autoplan/runtime/",

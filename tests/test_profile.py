@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -64,9 +67,14 @@ def problem(hw, measured):
 
 
 def segment_rows(rows, **wanted):
-    """Those with these values; eager ones unless `compiled` is among them."""
-    wanted = {"compiled": False} | wanted
+    """Those with these values; eager ones and generated code, unless `compiled` and `module` are among them."""
+    wanted = {"compiled": False, "module": "generated"} | wanted
     return [r for r in rows if r["what"] == "segment" and all(r[key] == value for key, value in wanted.items())]
+
+
+def rows_of_one_stage(rows, segment, **wanted):
+    """Those that plans without tensor and pipeline parallelism take."""
+    return segment_rows(rows, segment=segment.name, tp=1, module="own" if segment.is_block else "generated", **wanted)
 
 
 def whole_plan(problem, size=1, **mesh):
@@ -171,7 +179,7 @@ def test_value_ranges_follow_the_paths_of_the_graph() -> None:
 def test_a_plan_takes_exactly_the_measured_seconds(problem, measured, size) -> None:
     table, _ = tables(problem, size)
     for kind, segment in problem.graph.first_of_kind().items():
-        (row,) = segment_rows(measured.rows, segment=segment.name, tp=1, micro_batch_size=size)
+        (row,) = rows_of_one_stage(measured.rows, segment, micro_batch_size=size)
         cost = table.costs[kind][0]
         assert (cost.forward_s, cost.backward_s, cost.saved_bytes) == (
             row["forward_s"],
@@ -213,11 +221,11 @@ def test_another_micro_batch_is_scaled_from_the_nearest_measured_one(problem, me
     # 8 samples: computed(8) x measured(2) / computed(2), because 2 is nearer to 8 than 1 is
     (table, computed), (_, computed_2) = tables(problem, 8), tables(problem, 2)
     for kind, segment in problem.graph.first_of_kind().items():
-        (row,) = segment_rows(measured.rows, segment=segment.name, tp=1, micro_batch_size=2)
+        (row,) = rows_of_one_stage(measured.rows, segment, micro_batch_size=2)
         ratio = row["backward_s"] / computed_2.costs[kind][0].backward_s
         assert table.costs[kind][0].backward_s == pytest.approx(computed.costs[kind][0].backward_s * ratio)
     block = next(kind for kind, segment in problem.graph.first_of_kind().items() if segment.is_block)
-    (row,) = segment_rows(measured.rows, segment="blocks.0", tp=1, micro_batch_size=2)
+    (row,) = segment_rows(measured.rows, segment="blocks.0", tp=1, micro_batch_size=2, module="own")
     assert table.costs[block][0].saved_bytes == 4 * row["saved_bytes"]
     assert set(table.sources) == {"scaled"}
 
@@ -228,7 +236,7 @@ def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
     block = next(kind for kind, segment in first.items() if segment.is_block)
     content = content_key(problem.graph, facts, first[block])
     eager = [row for row in problem.measured.segments if not row.compiled]
-    only = [row for row in eager if row.content == content and row.assignment == WHOLE]
+    only = [row for row in eager if row.content == content and row.assignment == WHOLE and row.is_own]
     problem = replace(problem, measured=replace(problem.measured, segments=tuple(only)))
     table, computed = tables(problem)
     computed_by_size = {size: tables(problem, size)[1] for size in BATCHES}
@@ -314,7 +322,7 @@ def test_a_compiled_plan_takes_the_compiled_seconds_of_blocks_and_loss_and_the_e
     table = price_plan(problem.graph, problem.profile, whole_plan(problem, 2, compile=True), measured=problem.measured)
     for kind, segment in problem.graph.first_of_kind().items():
         is_compiled = segment.name != "outer.0"
-        (row,) = segment_rows(measured.rows, segment=segment.name, tp=1, micro_batch_size=2, compiled=is_compiled)
+        (row,) = rows_of_one_stage(measured.rows, segment, micro_batch_size=2, compiled=is_compiled)
         cost = table.costs[kind][0]
         assert (cost.forward_s, cost.backward_s, cost.saved_bytes) == tuple(
             row[name] for name in ("forward_s", "backward_s", "saved_bytes")
@@ -397,20 +405,181 @@ def test_a_failing_compiler_does_not_stop_the_rest(hw, tmp_path) -> None:
         device="cpu",
         start=lambda command: start_process([*command, "--seconds", "0.005", "--backend", "no_such_backend"]),
     )
-    found = {(row["segment"], row["compiled"]): row["status"] for row in rows if row["what"] == "segment"}
-    compiled = {status for (_, is_compiled), status in found.items() if is_compiled}
-    eager = {status for (_, is_compiled), status in found.items() if not is_compiled}
-    assert compiled == {"not compiled"} and eager <= {"measured", "noisy"}
-    assert all(row["why"] for row in rows if row["status"] == "not compiled")
+    segments = [row for row in rows if row["what"] == "segment"]
+    compiled = {(row["module"], row["status"]) for row in segments if row["compiled"]}
+    eager = {row["status"] for row in segments if not row["compiled"]}
+    assert compiled == {("generated", "not compiled"), ("own", "not run")} and eager <= {"measured", "noisy"}
+    assert all(row["why"] for row in rows if row["status"] in ("not compiled", "not run"))
 
 
-def test_lines_from_before_compiling_was_measured_are_eager(problem, measured) -> None:
+def test_lines_from_before_compiling_and_own_modules_were_measured_are_eager_and_generated(problem, measured) -> None:
     facts = GraphFacts.of(problem.graph)
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
-    rows = [{key: row[key] for key in row if key != "compiled"} for row in segment_rows(measured.rows)]
+    names = ("compiled", "module")
+    rows = [{key: row[key] for key in row if key not in names} for row in segment_rows(measured.rows)]
     text = "\n".join(map(json.dumps, rows))
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
     assert len(found.segments) == len(rows) and not found.has_compiled
+    assert not any(row.is_own for row in found.segments) and found.rows(own=True) == found.segments
+
+
+# ---------------------------------------------------------------- the user's own modules
+
+FAMILIES = CHECKOUT / "tests" / "families"
+PARTS = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+class Noted(Block):
+    def forward(self, x, note):
+        return x * self.inner(x)
+
+
+class Note:
+    pass
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.parts, self.noted = (nn.ModuleList([cls()]) for cls in (Block, Block, Noted))
+
+    def forward(self, x):
+        x = self.blocks[0](x.relu())
+        x = x + self.parts[0].inner(x.tanh()).relu()
+        return self.noted[0](x.sin(), note=Note())
+
+
+def build_model():
+    return Model()
+
+
+def make_batch(batch_size):
+    return torch.ones(batch_size, 4), torch.ones(batch_size, 4)
+
+
+def loss_fn(outputs, targets):
+    return (outputs - targets).square().mean()
+"""
+
+
+def measure_at_degree_1(model, hw, out, **options):
+    files = api.measurement_folder(model, hw=hw, degrees=(1,), micro_batch_sizes=BATCHES, precision="fp32", **options)
+    return run_measurements(files, out=out, device="cpu", start=quick)
+
+
+def file_problem(model, hw, out):
+    options = Options(precision="fp32", global_batch=8, profile=str(out))
+    return api.make_problem(model, hw=hw, overrides={}, options=options)
+
+
+@pytest.mark.parametrize("family", ["vit_hf", "resnet", "gpt2_hf", "t5_hf"])
+def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, hw, tmp_path) -> None:
+    out = tmp_path / "m.json"
+    rows = measure_at_degree_1(FAMILIES / f"{family}.py", hw, out)
+    problem = file_problem(FAMILIES / f"{family}.py", hw, out)
+    first = problem.graph.first_of_kind().values()
+    blocks = [segment for segment in first if segment.is_block]
+    assert blocks
+    for segment in blocks:
+        for size in BATCHES:
+            (own,) = segment_rows(rows, segment=segment.name, micro_batch_size=size, module="own")
+            (generated,) = segment_rows(rows, segment=segment.name, micro_batch_size=size)
+            assert own["status"] in ("measured", "noisy") and own["forward_s"] > 0 and own["backward_s"] > 0
+            # The same tensors are kept; a decoder of T5 keeps its bias besides, which the graph makes outside of it.
+            assert generated["saved_bytes"] <= own["saved_bytes"] <= 1.1 * generated["saved_bytes"]
+    outer = {segment.name for segment in first if not segment.is_block}
+    assert outer.isdisjoint(row["segment"] for row in segment_rows(rows, module="own"))
+
+
+@pytest.mark.parametrize("family", ["vit_hf", "resnet", "gpt2_hf", "t5_hf"])
+def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(family, tmp_path, monkeypatch) -> None:
+    # the results that it makes, not what it hands on, have the shapes of a plain forward pass of the whole model
+    torch = pytest.importorskip("torch")
+    from autoplan.measuring.own import OwnModel
+    from autoplan.measuring.timing import tensors_of
+    from autoplan.trace import call_model
+
+    (tmp_path / "model.py").write_text((FAMILIES / f"{family}.py").read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    graph = api.trace_model(FAMILIES / f"{family}.py")
+    paths = {segment.module_path for segment in graph.first_of_kind().values() if segment.is_block}
+    own_model = OwnModel({}, paths, torch.float32)
+    model, found = importlib.import_module("model"), {}
+    plain = model.build_model()
+
+    def made(path, module, arguments, named, outputs):
+        given = {id(tensor) for tensor in (*tensors_of(arguments), *tensors_of(named))}
+        found[path] = [t.shape for t in tensors_of(outputs) if t.requires_grad and id(t) not in given]
+
+    for path in paths:
+        plain.get_submodule(path).register_forward_hook(partial(made, path), with_kwargs=True)
+    call_model(plain, model.make_batch(3)[0])
+    for path in sorted(paths):
+        call = own_model.builder({"path": path, "call": 0, "n_calls": 1}, 3, torch.device("cpu"), None)()
+        results = call.forward()
+        assert results and [result.shape for result in results] == found[path]
+        call.backward(results)
+        assert all(p.grad is not None for p in call.module.parameters())
+    monkeypatch.delitem(sys.modules, "model")
+
+
+def test_a_plan_of_two_stages_takes_the_generated_times_and_one_of_one_stage_the_own_ones(hw, tmp_path) -> None:
+    out = tmp_path / "m.json"
+    rows = measure_at_degree_1(FAMILIES / "gpt2_hf.py", hw, out)
+    problem = file_problem(FAMILIES / "gpt2_hf.py", hw, out)
+    n_segments = len(problem.graph.segments)
+    whole = whole_plan(problem)
+    stages = StagePlan(0, n_segments // 2), StagePlan(n_segments // 2, n_segments)
+    cut = replace(whole, mesh=replace(whole.mesh, pp=2), stages=stages)
+    kind = next(kind for kind, segment in problem.graph.first_of_kind().items() if segment.is_block)
+    for plan, module in ((whole, "own"), (cut, "generated")):
+        (row,) = segment_rows(rows, segment="transformer.h.0", micro_batch_size=1, module=module)
+        cost = price_plan(problem.graph, problem.profile, plan, measured=problem.measured).costs[kind][0]
+        assert (cost.forward_s, cost.backward_s) == (row["forward_s"], row["backward_s"])
+
+
+def test_host_time_of_own_modules_is_the_least_of_theirs_only() -> None:
+    row = SegmentTime("c", WHOLE, 1, "", 1, 9.0, 9.0, 3.0, 3.0, 0, 0)
+    lines = [
+        {"host_forward_s": 3.0, "micro_batch_size": 1},
+        {"host_forward_s": 7.0, "micro_batch_size": 1, "module": "own"},
+        {"host_forward_s": 6.0, "micro_batch_size": 2, "module": "own"},
+    ]
+    common = {"schema_version": 1, "what": "segment", "model": "m", "precision": "fp32", "device": "CPU", "torch": "2"}
+    common |= {"driver": "", "status": "measured", "content": "c", "assignment": WHOLE, "segment": "s", "boundary": ""}
+    common |= {"tp": 1, "forward_s": 9.0, "backward_s": 9.0, "host_backward_s": 3.0, "saved_bytes": 0}
+    text = "\n".join(json.dumps(common | {"working_bytes": 0} | line) for line in lines)
+    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
+    assert found.rows() == (row,)
+    assert [own.host_forward_s for own in found.rows(own=True)] == [6.0, 6.0]
+
+
+def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_rest(hw, tmp_path) -> None:
+    model, out = tmp_path / "parts.py", tmp_path / "m.json"
+    model.write_text(PARTS)
+    rows = measure_at_degree_1(model, hw, out)
+    own = {row["segment"]: row for row in segment_rows(rows, module="own", micro_batch_size=1)}
+    assert own["blocks.0"]["status"] in ("measured", "noisy")
+    assert own["parts.0"]["status"] == "not run" and "called 0 times" in own["parts.0"]["why"]
+    assert own["noted.0"]["status"] == "not run" and "called with a Note" in own["noted.0"]["why"]
+    assert "own module, not run" in results_table(rows)
+    assert all(row["status"] in ("measured", "noisy") for row in segment_rows(rows))
+    problem = file_problem(model, hw, out)
+    assert set(price_plan(problem.graph, problem.profile, whole_plan(problem), measured=problem.measured).sources) == {
+        "measured"
+    }
 
 
 # ---------------------------------------------------------------- answers

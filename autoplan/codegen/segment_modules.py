@@ -24,6 +24,16 @@ from autoplan.layout import Layout, R
 from autoplan.parallel_plan import Plan
 from autoplan.rules import OpRule
 
+_SCRIPT = '''"""Measure what measurement.json lists, on one device: see measuring/__init__.py."""
+
+import sys
+from pathlib import Path
+
+from measuring.program import main
+
+main(Path(__file__).resolve().parent, sys.argv[1:])
+'''
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentClass:
@@ -56,9 +66,11 @@ def segment_modules(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) 
     return f"{opening(writer, body)}\n\n\n{body}\n", described
 
 
-def measuring_script() -> str:
-    """The program that measures the classes; it stands beside them, and needs torch only."""
-    return files("autoplan").joinpath("measure.py").read_text()
+def measuring_files() -> dict[str, str]:
+    """The program that measures the classes, by relative path; it stands beside them."""
+    paths = sorted(files("autoplan.measuring").iterdir(), key=lambda item: item.name)
+    package = {f"measuring/{path.name}": path.read_text() for path in paths if path.name.endswith(".py")}
+    return {"measure.py": _SCRIPT, **package}
 
 
 def _described(writer: Writer, segment: Segment) -> SegmentClass:

@@ -6,9 +6,10 @@
     calibrated    not measured: computed x the median of measured / computed over this kind of segment, else over all
 
 Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios. The
-kinds that are compiled are corrected by what was measured compiled, the others by what was measured as they are. Bytes
-are only scaled, never calibrated: they are counted, not rated. A measured backward pass includes that of the weights,
-which is taken to be as large a part of it as computed.
+kinds that are compiled are corrected by what was measured compiled, the others by what was measured as they are. A
+program of the user's own classes is corrected by what was measured of these, where they could be measured. Bytes are
+only scaled, never calibrated: they are counted, not rated. A measured backward pass includes that of the weights, which
+is taken to be as large a part of it as computed.
 """
 
 from __future__ import annotations
@@ -62,15 +63,19 @@ class Correction:
         assignments: dict[tuple[int, str], dict[int, str]],
         compute: Compute,
         compiled: frozenset[int] = frozenset(),
+        own: bool = False,
     ) -> Correction:
-        """What these measurements say about these kinds and assignments, of which `compiled` are compiled."""
+        """What these measurements say about these kinds and assignments, of which `compiled` are compiled.
+
+        `own`: whether the program is made of the user's own classes.
+        """
         places = {
             (content, assignments[split][kind], split[0]): (*split, kind)
             for split in assignments
             for kind, content in contents.items()
         }
         ratios = []
-        for row in measured.rows(compiled_contents={contents[kind] for kind in compiled}):
+        for row in measured.rows(compiled_contents={contents[kind] for kind in compiled}, own=own):
             place = places.get((row.content, row.assignment, row.tp))
             if place is None and (row.tp, row.boundary) in assignments:
                 place = next(

@@ -119,7 +119,7 @@ def make_part_pricer(
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
         splits = splits_backward(mesh.schedule)
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        work = (*layout, mesh.compile)
+        work = (*layout, mesh.compile, not mesh.needs_generated_model)
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
         cut_s, messages = cuts(*layout, groups.stages)
         return CostTable(
@@ -179,8 +179,10 @@ def _works_pricer(
     shardings: Shardings,
     measured: MeasuredProfile | None,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-) -> Callable[[int, str, int, bool], Works]:
-    """(tp, sharding, micro-batch size, whether it is compiled) -> work of each kind, as measured where it was."""
+) -> Callable[[int, str, int, bool, bool], Works]:
+    """(tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules) -> work of
+    each kind, as measured where it was.
+    """
 
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
@@ -188,15 +190,16 @@ def _works_pricer(
         return {kind: segment_work(context, found, micro_batch_size) for kind, found in local(tp, sharding).items()}
 
     @cache
-    def correction(compiles: bool) -> Correction | None:
+    def correction(compiles: bool, own: bool) -> Correction | None:
         if measured is None:
             return None
-        return _correction(graph, shardings, measured, computed, compiled_kinds(graph) if compiles else frozenset())
+        compiled = compiled_kinds(graph) if compiles else frozenset()
+        return _correction(graph, shardings, measured, computed, compiled, own=own)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int, compiles: bool) -> Works:
+    def works(tp: int, sharding: str, micro_batch_size: int, compiles: bool, own: bool) -> Works:
         found = computed(tp, sharding, micro_batch_size)
-        as_measured = correction(compiles)
+        as_measured = correction(compiles, own)
         if as_measured is None:
             assert not compiles  # see `space.compile_choices`
             return tuple((work, "") for work in found.values())
@@ -212,10 +215,10 @@ def _costs_pricer(
     graph: OpGraph,
     context: ParameterContext,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-    works: Callable[[int, str, int, bool], Works],
-) -> Callable[[int, str, int, bool, Placement, bool, bool], Costs]:
-    """The costs of (tp, sharding, micro-batch size, whether it is compiled, placement, whether stages are cut, whether
-    backward is split).
+    works: Callable[[int, str, int, bool, bool], Works],
+) -> Callable[[int, str, int, bool, bool, Placement, bool, bool], Costs]:
+    """The costs of (tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules,
+    placement, whether stages are cut, whether backward is split).
     """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
@@ -234,12 +237,19 @@ def _costs_pricer(
 
     @cache
     def costs(
-        tp: int, sharding: str, micro_batch_size: int, compiles: bool, placement: Placement, is_cut: bool, splits: bool
+        tp: int,
+        sharding: str,
+        micro_batch_size: int,
+        compiles: bool,
+        own: bool,
+        placement: Placement,
+        is_cut: bool,
+        splits: bool,
     ) -> Costs:
         pairs = zip(
             first.values(),
             local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size, compiles),
+            works(tp, sharding, micro_batch_size, compiles, own),
             parameters(tp, sharding, placement, is_cut),
             strict=True,
         )
@@ -300,6 +310,8 @@ def _correction(
     measured: MeasuredProfile,
     computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
     compiled: frozenset[int],
+    *,
+    own: bool,
 ) -> Correction:
     first, facts = graph.first_of_kind(), GraphFacts.of(graph)
     assignments = {}
@@ -312,6 +324,7 @@ def _correction(
         assignments=assignments,
         compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
         compiled=compiled,
+        own=own,
     )
 
 

@@ -1,0 +1,105 @@
+"""Calls of generated segments, eager or compiled.
+
+What is measured compiled is compiled as `runtime.parallel` does it: the forward pass of a block, of whose copies all
+run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .stand_ins import RankOfOne
+from .timing import Call, Loss
+from .values import fill, fill_module
+
+Compile = Callable[[Any], Any]  # torch.compile, or nothing where things run as they are
+
+
+def generated_builder(
+    region: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device, compiled: Compile | None
+) -> Callable[[], Call]:
+    """Makes copies of a region; all share one loss function, as micro-batches do."""
+    loss = _loss(region, batch_size, dtype, device, compiled)
+    return lambda: _build_call(region, batch_size, dtype, device, compiled, loss)
+
+
+def _build_call(
+    region: dict[str, Any],
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiled: Compile | None,
+    loss: Loss | None,
+) -> Call:
+    generated = importlib.import_module(region["module"])
+    tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
+    with _default_dtype(dtype), device:
+        module = getattr(generated, region["class"])(tp).train()
+    frozen = set(region["frozen"])
+    fill_module(module, dtype)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if compiled is not None and region["compiles_forward"]:
+        module.forward = compiled(module.forward)
+    inputs = [_input(described, batch_size, dtype, device) for described in region["inputs"]]
+    kept_once = [t for t, described in zip(inputs, region["inputs"], strict=True) if described["is_kept_once"]]
+    return Call(module, inputs, {}, loss=loss, kept_once=kept_once)
+
+
+def _loss(
+    region: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device, compiled: Compile | None
+) -> Loss | None:
+    """The loss of a region's outputs and targets of its own; None where it has none."""
+    if not region["has_loss"]:
+        return None
+    generated: Any = importlib.import_module(region["module"])
+    parallel: Any = importlib.import_module("runtime.parallel")
+    tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
+    targets = _structure([(d["path"], _input(d, batch_size, dtype, device)) for d in region["targets"]])
+
+    def loss_fn(outputs: Any, targets: Any) -> Any:
+        return generated.loss_fn(outputs, targets, tp)
+
+    loss_of = functools.partial(parallel.loss_of, loss_fn)
+    loss_of = loss_of if compiled is None else compiled(loss_of)
+    return lambda outputs: loss_of(outputs, targets)
+
+
+def _structure(leaves: list[tuple[list[Any], Any]]) -> Any:
+    """The tuple or dict whose leaves have these paths."""
+    if len(leaves) == 1 and not leaves[0][0]:
+        return leaves[0][1]
+    groups: dict[Any, list[Any]] = {}
+    for (key, *rest), leaf in leaves:
+        groups.setdefault(key, []).append((rest, leaf))
+    return {key: _structure(group) for key, group in groups.items()}
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _input(described: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    shape = [extent["per_sample"] * batch_size if isinstance(extent, dict) else extent for extent in described["shape"]]
+    wanted = dtype if described["dtype"] == "compute" else getattr(torch, described["dtype"])
+    if wanted.is_floating_point:
+        tensor = torch.randn(shape, dtype=wanted, device=device)
+        if described["is_weight"]:
+            fill(tensor)
+        return tensor.requires_grad_(described["requires_grad"])
+    if wanted == torch.bool:
+        return torch.ones(shape, dtype=wanted, device=device)
+    if wanted.is_complex:
+        return torch.randn(shape, dtype=wanted, device=device)
+    low, high = described["range"]
+    return torch.randint(low, high + 1, shape, dtype=wanted, device=device)

@@ -1,0 +1,162 @@
+"""Calls of the user's own blocks: modules of model.py, called as the model calls them.
+
+    build_model on the meta device --forward on a micro-batch--> the arguments of every call of a block
+    a copy of the block on the device, with tensors of the same shapes as arguments --> Call
+
+A program without tensor and pipeline parallelism runs these modules. Their host code (keyword arguments, decorators,
+checks) is slower than the generated one that computes the same.
+"""
+
+import copy
+import enum
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .generated import Compile
+from .known_values import KnownValues
+from .timing import Call, tensors_of
+from .values import fill_module
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# What a call cannot change. Other objects, such as caches of keys and values, grow from one call to the next.
+UNCHANGING = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum, type)
+TWO_SIZES = 2, 3  # micro-batches that tell what depends on the batch
+
+
+class NotMeasurable(Exception):
+    """A block that cannot be called by itself, and why."""
+
+
+class OwnModel:
+    """The user's model on the meta device, in one dtype; built when first asked for.
+
+    `paths` are the blocks whose calls are wanted.
+    """
+
+    def __init__(self, overrides: dict[str, Any], paths: set[str], dtype: torch.dtype) -> None:
+        self._overrides, self._paths, self._dtype = overrides, sorted(paths), dtype
+        self._calls: dict[int, dict[str, list[Arguments]]] = {}
+
+    def builder(
+        self, own: dict[str, Any], batch_size: int, device: torch.device, compiled: Compile | None
+    ) -> Callable[[], Call]:
+        """Makes copies of a block, which is `own["path"]` in its call number `own["call"]` of `own["n_calls"]`.
+
+        Raises: NotMeasurable, or whatever the user's code raises on meta tensors.
+        """
+        arguments, named = self._arguments(own, batch_size)
+        kept_once = self._kept_once(own)
+        block = self._model.get_submodule(own["path"])
+
+        def build() -> Call:
+            module = copy.deepcopy(block).to_empty(device=device)
+            fill_module(module, self._dtype)
+            if compiled is not None:
+                module.forward = compiled(module.forward)
+            real = functools.partial(_real, device=device, known={})
+            given = real(arguments), real(named)
+            once = [tensor for tensor, is_once in zip(tensors_of(given), kept_once, strict=True) if is_once]
+            return Call(module, *given, kept_once=once)
+
+        return build
+
+    def _arguments(self, own: dict[str, Any], batch_size: int) -> Arguments:
+        if batch_size not in self._calls:
+            self._calls[batch_size] = self._captured(batch_size)
+        calls = self._calls[batch_size][own["path"]]
+        if len(calls) != own["n_calls"]:
+            raise NotMeasurable(
+                f"{own['path']} is called {len(calls)} times by itself, but has {own['n_calls']} parts in the graph"
+            )
+        return calls[own["call"]]
+
+    def _kept_once(self, own: dict[str, Any]) -> list[bool]:
+        """Of each tensor among the arguments, whether all blocks read the same: no gradient, no batch dim."""
+        one, other = (tensors_of(self._arguments(own, size)) for size in TWO_SIZES)
+        return [not a.requires_grad and a.shape == b.shape for a, b in zip(one, other, strict=True)]
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        return importlib.import_module("model")
+
+    @functools.cached_property
+    def _model(self) -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = self._file.build_model(**self._overrides)
+        return model.to(self._dtype).train()
+
+    def _captured(self, batch_size: int) -> dict[str, list[Arguments]]:
+        """The arguments of every call of the wanted blocks, in one forward pass of the whole model."""
+        model = self._model
+        found: dict[str, list[Arguments]] = {path: [] for path in self._paths}
+        hooks = []
+        for path, calls in found.items():
+            remember = functools.partial(_remember, calls)
+            hooks.append(model.get_submodule(path).register_forward_pre_hook(remember, with_kwargs=True))
+        batch, _ = self._file.make_batch(batch_size)
+        known = KnownValues()
+        inputs = _mapped(batch, functools.partial(_meta, dtype=self._dtype, known=known))
+        try:
+            with known:
+                if isinstance(inputs, dict):
+                    model(**inputs)
+                else:
+                    model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+
+def _remember(calls: list[Arguments], _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    calls.append((arguments, dict(named)))
+
+
+def _meta(tensor: torch.Tensor, *, dtype: torch.dtype, known: KnownValues) -> torch.Tensor:
+    """A tensor of the batch on the meta device: floating in the compute dtype, or integers with known values."""
+    if tensor.is_floating_point():
+        return torch.empty_like(tensor, device="meta", dtype=dtype)
+    meta = torch.empty_like(tensor, device="meta")
+    known.remember(meta, tensor)
+    return meta
+
+
+def _real(value: Any, *, device: torch.device, known: dict[int, torch.Tensor]) -> Any:
+    """Tensors of the same shapes and strides on the device; what was one tensor is one again, by `known`."""
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = _random(tensor, device)
+        return known[id(tensor)]
+
+    return _mapped(value, real)
+
+
+@torch.no_grad()
+def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Normal values, true, or 0, which is the one integer that every table has."""
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return empty.normal_().requires_grad_(tensor.requires_grad)
+    return empty.fill_(1) if tensor.dtype == torch.bool else empty.zero_()
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with other tensors.
+
+    Raises: NotMeasurable for an object that a call may change.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, UNCHANGING) or callable(value):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    raise NotMeasurable(f"it is called with a {type(value).__name__}, which a call may change")
