@@ -235,7 +235,7 @@ def verification_text(found: Verification) -> str:
     if parts:
         tables += [_table(parts, "of the step", ""), COMPONENTS_NOTE]
     if found.measured_step_s is None:
-        tables.append("Measured on other hardware than planned for: not compared.")
+        tables.append("Checked beside one process, or on other hardware than planned for: times are not compared.")
     return "\n\n".join(text if "\n" in text else textwrap.fill(text, WIDTH) for text in tables) + "\n"
 
 

@@ -133,7 +133,10 @@ def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = S
     plan = json.loads((folder / "measurement.json").read_text())
     found = environment(device)
     if plan["device"].lower() != found["device"].lower():
-        sys.exit(f"measure: found device {found['device']!r}\n  expected: {plan['device']!r}, the device of --hw")
+        sys.exit(
+            f"measure: found device {found['device']!r}\n  expected: {plan['device']!r}, the device of --hw\n"
+            "  fix: run it there, or give --hw a profile of this device, which autoplan hw measure writes"
+        )
     if plan["has_own_ops"]:
         importlib.import_module("model")
     run = _measuring(plan, Clock(device, seconds), backend)
