@@ -277,6 +277,26 @@ def test_a_split_backward_pass_keeps_activations_and_pending_gradients_until_the
     assert [n_bytes for _, n_bytes in curve][-2:] == [324, 306]
 
 
+def test_the_host_starts_every_action_and_every_transfer_of_a_pipeline():
+    def estimate(pp, n_micro_batches):
+        mesh, costs = pipeline(pp, n_micro_batches), (segment(forward_s=2, backward_s=2),) * pp
+        return simulate(table_of(costs, mesh=mesh, action_host_s=1.0, transfer_host_s=0.5), one_each(pp))
+
+    # two ranks: each action transfers once and takes 2 + 1 + 0.5, and the bubble is that of one micro-batch
+    assert estimate(2, 4).step_s == (4 + 1) * 2 * 3.5
+    assert estimate(2, 4).breakdown.launch_s == 4 * 2 * 1.5
+    # the middle one of three sends and receives: 2 + 1 + 2 x 0.5
+    assert estimate(3, 41).step_s - estimate(3, 40).step_s == pytest.approx(2 * 4)
+
+
+@pytest.mark.parametrize(("lead_s", "launch_s"), [(0.0, 8.0), (0.75, 2.0), (1.0, 0.0), (5.0, 0.0)])
+def test_the_lead_of_the_host_in_the_segments_of_a_stage_makes_up_for_its_actions(lead_s, launch_s):
+    # per micro-batch the host has 2 x 1 to do beside the segments, and wins its lead in forward and in backward
+    cost = segment(forward_s=3, backward_s=3, lead_forward_s=lead_s, lead_backward_s=lead_s)
+    estimate = simulate(table_of((cost,) * 2, mesh=pipeline(2, 4), action_host_s=1.0), one_each(2))
+    assert estimate.breakdown.launch_s == launch_s
+
+
 def test_slowest_stage_sets_the_pace():
     # forward 1, 3, 1 s and backward 2, 6, 2 s, 4 micro-batches. Rank 1, from its first activation at 1 s on:
     # F0 [1, 4], F1 [4, 7], B0 [7, 13] (2B0 is done at 4 + 1 + 2 = 7), F2, B1, F3, B2, B3 without a pause: until

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
-from autoplan.cost.launch import PassSeconds, launch
+from autoplan.cost.launch import PassSeconds, launch, lead_s
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
 from autoplan.cost.measured import Correction, compiled_kinds
 from autoplan.cost.parameters import (
@@ -138,6 +138,8 @@ def make_part_pricer(
             reserved_fixed_bytes=_fixed_bytes(mesh),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
+            action_host_s=profile.device.pipeline_action_s if mesh.pp > 1 else 0.0,
+            transfer_host_s=profile.device.pipeline_transfer_s if mesh.pp > 1 else 0.0,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
@@ -355,12 +357,14 @@ def _segment_costs(
     """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute."""
     forward_s = work.forward_s + parameters.unpack_s
     backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
+    host = PassSeconds(
+        work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
+        work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
+    )
+    device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
     added = launch(
-        PassSeconds(
-            work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
-            work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
-        ),
-        PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s),
+        host,
+        device,
         first_s=parameters.host_first_s,
         last_s=parameters.host_last_s,
         repeats=repeats,
@@ -388,17 +392,19 @@ def _segment_costs(
         reduced_bytes=parameters.reduced_bytes,
         reducing_bytes=parameters.reducing_bytes,
         late_gradient_bytes=parameters.late_gradient_bytes,
+        lead_forward_s=lead_s(host.forward_s, device.forward_s),
+        lead_backward_s=lead_s(host.backward_s, device.backward_s),
     )
     if splits:
         return (plain,)
     if not is_block:
         return plain, plain
     input_bytes = min(work.input_bytes, work.saved_bytes)
+    again_s, host_again_s = work.forward_s + work.tp_forward_s, work.host_forward_s + work.collectives_forward_s
     full = replace(
         plain,
-        recompute_s=work.forward_s
-        + max(0.0, work.host_forward_s + work.collectives_forward_s - work.forward_s - work.tp_forward_s)
-        + work.tp_forward_s,
+        recompute_s=max(again_s, host_again_s),
+        lead_backward_s=plain.lead_backward_s + lead_s(host_again_s, again_s),
         saved_bytes=input_bytes,
         working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
     )
