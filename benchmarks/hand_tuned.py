@@ -78,7 +78,8 @@ def run(
     known, fixed = read_cases(cases), parse_fixed(fix)
     if name not in known:
         raise SystemExit(f"MODEL: found {name!r}, expected one of {', '.join(known)}")
-    os.environ["OMP_NUM_THREADS"] = "1"  # a process that forks has one thread
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process that forks has one thread,
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # and may look for devices, but not start CUDA
     from hand_tuned_ranks import Job, check_folder, folders_of, plan_of, run_folder
 
     job = Job(known[name], results=results.absolute(), stop_s=stop_s, **settings)

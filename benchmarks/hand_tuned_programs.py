@@ -67,9 +67,7 @@ class Program:
     ) -> None:
         self.configuration, self.device = configuration, device
         self.tp_degree = 2 if configuration.strategy == "tp2" else 1
-        self.mesh = init_device_mesh(
-            device.type, (dist.get_world_size() // self.tp_degree, self.tp_degree), mesh_dim_names=("dp", "tp")
-        )
+        self.mesh = mesh_of(device.type, dist.get_world_size() // self.tp_degree, self.tp_degree)
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
         torch.manual_seed(0)
         with device:
@@ -107,7 +105,7 @@ class Program:
             for buffer_of, name, buffer in floating_buffers(model):
                 buffer_of._buffers[name] = buffer.to(self.dtype)
         if not sharding.is_divided:
-            mesh = init_device_mesh(self.device.type, (mesh.size(), 1), mesh_dim_names=("replica", "shard"))
+            mesh = mesh_of(self.device.type, mesh.size(), 1)  # replicas, and groups of one to shard over
         shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
         for block in blocks:
             shard(block, reshard_after_forward=sharding.frees_parameters)
@@ -167,6 +165,12 @@ class Program:
         self.model.set_requires_gradient_sync(sharding.reduces_each_micro_batch or is_last)
         self.model.set_reshard_after_backward(sharding.frees_parameters or is_last)
         yield
+
+
+@functools.cache
+def mesh_of(device_type: str, *sizes: int) -> DeviceMesh:
+    """Made once in a process: each new one would open connections of its own, which take memory."""
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "tp"))
 
 
 def compile_blocks(blocks: list[nn.Module]) -> None:

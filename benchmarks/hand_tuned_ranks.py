@@ -112,7 +112,7 @@ class Ranks:
             if failures:
                 return min(failures, key=lambda answer: answer["status"] != "oom")
         if len(answers) < len(self.connections):
-            status = "out of time" if stop_s == self.job.stop_s else "error"
+            status = "out of time" if stop_s == self.job.stop_s else "too long"
             silent = sorted(set(range(len(self.connections))) - set(answers))
             return {"status": status, "error": f"ranks {silent} were not done after {PATIENCE_S:g} s or at the end"}
         peaks = [answer["peak_allocated_bytes"] for answer in answers.values()]
@@ -191,8 +191,9 @@ def serve(connection: Connection, job: Job, batches: list) -> None:
 
 
 def own_batches(program, batches: list) -> list:
-    own = [program.own_samples(batch) for batch in batches]
-    return own if program.device.type == "cpu" else [map_tensors(lambda t: t.pin_memory(), batch) for batch in own]
+    """This rank's samples, in memory from which a device copies by itself."""
+    own = [map_tensors(torch.Tensor.contiguous, program.own_samples(batch)) for batch in batches]
+    return own if program.device.type == "cpu" else [map_tensors(torch.Tensor.pin_memory, batch) for batch in own]
 
 
 def measure(program, batches: list, best_s: float | None) -> dict:

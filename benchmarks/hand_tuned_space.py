@@ -153,10 +153,13 @@ def next_try(space: Space, tried: Sequence[Tried]) -> Configuration | None:
     """What to run now; None when the space is used up."""
     done = {item.configuration for item in tried}
     too_big = [item.configuration for item in tried if item.status == "oom"]
+    failed = [item.configuration for item in tried if item.status == "error"]
     left = [
         configuration
         for configuration in space.configurations
-        if configuration not in done and not any(needs_as_much_memory(configuration, other) for other in too_big)
+        if configuration not in done
+        and not any(needs_as_much_memory(configuration, other) for other in too_big)
+        and not any(is_like(configuration, other) for other in failed)
     ]
     first = [configuration for configuration in space.first_tries() if configuration in left]
     if first or not left:
@@ -182,6 +185,11 @@ def needs_as_much_memory(one: Configuration, other: Configuration) -> bool:
         return False
     alike = {name: getattr(one, name) for name in (*SAVES_MEMORY, "micro_batch")}
     return one == replace(other, **alike)
+
+
+def is_like(one: Configuration, other: Configuration) -> bool:
+    """Whether they are the same code on other sizes."""
+    return one == replace(other, micro_batch=one.micro_batch, recompute=one.recompute)
 
 
 # ------------------------------------------------------------------------------------------------------- results

@@ -99,6 +99,14 @@ def test_what_needs_as_much_memory_as_what_did_not_fit_is_left_out() -> None:
     assert not needs_as_much_memory(Configuration("zero3", 8), full)
 
 
+def test_code_that_failed_is_not_tried_on_other_sizes() -> None:
+    tried = [Tried(Configuration("replicate", 8), "error")]
+    while (configuration := next_try(SPACE, tried)) is not None:
+        tried.append(Tried(configuration, "ok", 1.0))
+    alike = [c for c in (item.configuration for item in tried) if c.strategy == "replicate" and c.compile]
+    assert alike[0] == tried[0].configuration and not any(c.compile_loss for c in alike[1:])
+
+
 def test_a_wrong_fix_is_refused() -> None:
     with pytest.raises(SystemExit, match="--fix: found 'compile=maybe'"):
         parse_fixed(["compile=maybe"])
