@@ -38,9 +38,7 @@ def emit(folder: Path, *, cases: Path, profile: Path | None, devices: int, alter
     from autoplan import AutoplanError, api
     from autoplan.options import Options
 
-    for case in read_cases(cases).values():
-        if only and case.name not in only:
-            continue
+    for case in read_cases(cases, only):
         options = Options(global_batch=case.global_batch, profile=profile and str(profile), top=alternatives + 1)
         try:
             asked = api.make_problem(case.file, hw=f"{HARDWARE}/{devices}", overrides=case.overrides, options=options)
@@ -75,14 +73,12 @@ def run(
 ) -> None:
     """The emitted programs, then the hand-written ones until the time is over."""
     stop_s = time.monotonic() + seconds
-    known, fixed = read_cases(cases), parse_fixed(fix)
-    if name not in known:
-        raise SystemExit(f"MODEL: found {name!r}, expected one of {', '.join(known)}")
+    [case], fixed = read_cases(cases, [name]), parse_fixed(fix)
     os.environ["OMP_NUM_THREADS"] = "1"  # a process that forks has one thread,
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # and may look for devices, but not start CUDA
     from hand_tuned_ranks import Job, check_folder, folders_of, plan_of, run_folder
 
-    job = Job(known[name], results=results.absolute(), stop_s=stop_s, **settings)
+    job = Job(case, results=results.absolute(), stop_s=stop_s, **settings)
     common = common_of(job)
     folders = folders_of(programs) if programs else []
     for folder in folders:

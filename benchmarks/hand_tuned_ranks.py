@@ -31,6 +31,7 @@ N_WARM_UP_LEAST, N_TIMED_LEAST, ENOUGH_S = 2, 3, 12.0
 TOO_SLOW = 1.5  # times the fastest, after warm-up
 N_BATCHES = 4  # different ones
 PATIENCE_S = 240.0  # for one program
+TO_START_S = 90.0
 TO_TELL_S = 1.0  # that ranks have to tell of the same failure
 FORK = multiprocessing.get_context("fork")
 
@@ -93,6 +94,10 @@ class Ranks:
             theirs.close()  # before the next fork: an end that another rank holds too never reads as closed
             self.connections.append(own)
             self.processes.append(process)
+        started = self._answers(time.monotonic() + TO_START_S)
+        if [answer["status"] for answer in started.values()] != ["ready"] * job.n_ranks:
+            self.end()
+            raise SystemExit(f"the ranks did not start: {started}\n  see {job.results.with_suffix('.rank_*.log')}")
 
     def ask(self, configuration: Configuration, best_s: float | None) -> dict:
         """What rank 0 measured, with the memory of the fullest; or the first failure."""
@@ -102,21 +107,28 @@ class Ranks:
             except OSError:
                 return {"status": "error", "error": f"rank {self.connections.index(connection)} has ended"}
         stop_s = min(time.monotonic() + PATIENCE_S, self.job.stop_s)
-        answers: dict[int, dict] = {}
-        while len(answers) < len(self.connections) and time.monotonic() < stop_s:
-            open_ones = [c for rank, c in enumerate(self.connections) if rank not in answers]
-            for connection in wait(open_ones, timeout=stop_s - time.monotonic()):
-                rank = self.connections.index(connection)
-                answers[rank] = self._received(connection, rank)
-            failures = [answer for answer in answers.values() if answer["status"] not in ("ok", "slow")]
-            if failures:
-                return min(failures, key=lambda answer: answer["status"] != "oom")
+        answers = self._answers(stop_s)
+        failures = [answer for answer in answers.values() if answer["status"] not in ("ok", "slow")]
+        if failures:
+            return min(failures, key=lambda answer: answer["status"] != "oom")
         if len(answers) < len(self.connections):
             status = "out of time" if stop_s == self.job.stop_s else "too long"
             silent = sorted(set(range(len(self.connections))) - set(answers))
             return {"status": status, "error": f"ranks {silent} were not done after {PATIENCE_S:g} s or at the end"}
         peaks = [answer["peak_allocated_bytes"] for answer in answers.values()]
         return answers[0] | {"peak_allocated_bytes": None if None in peaks else max(peaks)}
+
+    def _answers(self, stop_s: float) -> dict[int, dict]:
+        """By rank: one of each, or those until the first failure or the end of the time."""
+        answers: dict[int, dict] = {}
+        while len(answers) < len(self.connections) and time.monotonic() < stop_s:
+            open_ones = [c for rank, c in enumerate(self.connections) if rank not in answers]
+            for connection in wait(open_ones, timeout=stop_s - time.monotonic()):
+                rank = self.connections.index(connection)
+                answers[rank] = self._received(connection, rank)
+            if any(answer["status"] not in ("ready", "ok", "slow") for answer in answers.values()):
+                break
+        return answers
 
     def _received(self, connection: Connection, rank: int) -> dict:
         try:
@@ -170,6 +182,7 @@ def serve(connection: Connection, job: Job, batches: list) -> None:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+    connection.send({"status": "ready"})
     pinned: dict[int, list] = {}
     while True:
         configuration, best_s = connection.recv()
@@ -324,7 +337,8 @@ def measured_of(folder: Path) -> dict:
 
 
 def failure_of(folder: Path, codes: list[int], *, is_out_of_time: bool) -> dict:
-    texts = [(folder / f"rank_{rank}.log").read_text() for rank in range(len(codes))]
+    logs = [folder / f"rank_{rank}.log" for rank in range(len(codes))]
+    texts = [log.read_text() if log.exists() else "" for log in logs]
     is_oom = any(is_out_of_memory(RuntimeError(text)) for text in texts)
     status = "out of time" if is_out_of_time else "oom" if is_oom else "error"
     return {"status": status, "error": f"codes {codes}: {max(texts, key=len)[-800:]}"}

@@ -46,15 +46,18 @@ class Case:
         return {name: int(value) if value.isdecimal() else value for name, value in pairs}
 
 
-def read_cases(file: Path) -> dict[str, Case]:
-    """By name."""
+def read_cases(file: Path, only: Sequence[str] = ()) -> list[Case]:
+    """All cases, or those with these names."""
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
     found = [
         Case(**row | {"file": (file.parent / row["file"]).resolve(), "global_batch": int(row["global_batch"])})
         for row in rows
     ]
-    return {case.name: case for case in found}
+    known = [case.name for case in found]
+    if unknown := [name for name in only if name not in known]:
+        raise SystemExit(f"{file}: found no model {unknown[0]!r}, expected one of {', '.join(known)}")
+    return [case for case in found if not only or case.name in only]
 
 
 @dataclass(frozen=True)
