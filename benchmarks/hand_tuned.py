@@ -166,9 +166,9 @@ def table(results: Path) -> str:
 def table_line(rows: list[dict]) -> tuple[str, ...]:
     own = [row for row in rows if row["baseline"] == "autoplan"]
     by_hand = [row for row in rows if row["baseline"] != "autoplan"]
-    chosen = next((row for row in own if row["options"]["folder"] == own[0]["options"]["folder"]), None)
+    first = min((row["options"]["folder"] for row in own), default="")
+    chosen = fastest([row for row in own if row["options"]["folder"] == first])
     best, best_own = fastest(by_hand), fastest(own)
-    chosen = None if chosen is None or chosen["step_s"] is None else chosen
     which = str(Configuration(**best["options"])) if best else "-"
     ratio = f"{best['step_s'] / chosen['step_s']:.3f}" if best and chosen else "-"
     regret = f"{chosen['step_s'] / best_own['step_s'] - 1:.1%}" if chosen and len(own) > 1 else "-"

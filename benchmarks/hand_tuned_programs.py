@@ -5,7 +5,7 @@
     zero1       fully_shard, parameters gathered once per step, gradients reduced in the last micro-batch
     zero2       the same, gradients reduced in every micro-batch
     zero3       the same, parameters freed after every forward and backward pass of a block
-    tp2         parallelize_module over pairs of ranks, data parallel as zero1 over the pairs
+    tp2, tp4    parallelize_module over two or four ranks, data parallel as zero1 over groups of them
 
 All of them train the same model from the same seed on the same batches with fused AdamW.
 """
@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from hand_tuned_space import Case, Configuration
+from hand_tuned_space import TENSOR_PARALLEL_DEGREES, Case, Configuration
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,7 +55,7 @@ FULLY_SHARDED = {
     "zero1": Sharding(),
     "zero2": Sharding(reduces_each_micro_batch=True),
     "zero3": Sharding(reduces_each_micro_batch=True, frees_parameters=True),
-    "tp2": Sharding(),
+    **dict.fromkeys(TENSOR_PARALLEL_DEGREES, Sharding()),
 }
 
 
@@ -66,7 +66,7 @@ class Program:
         self, case: Case, model_file: ModuleType, configuration: Configuration, *, device: torch.device, precision: str
     ) -> None:
         self.configuration, self.device = configuration, device
-        self.tp_degree = 2 if configuration.strategy == "tp2" else 1
+        self.tp_degree = TENSOR_PARALLEL_DEGREES.get(configuration.strategy, 1)
         self.mesh = mesh_of(device.type, dist.get_world_size() // self.tp_degree, self.tp_degree)
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
         torch.manual_seed(0)

@@ -13,7 +13,8 @@ from itertools import product
 from pathlib import Path
 
 # Strategies in the order in which they are tried first.
-STRATEGIES = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2")
+STRATEGIES = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2", "tp4")
+TENSOR_PARALLEL_DEGREES = {"tp2": 2, "tp4": 4}  # 1 for the others
 SWITCHES = ("recompute", "compile", "compile_loss", "channels_last")
 SAVES_MEMORY = ("recompute", "compile", "compile_loss")
 N_FIRST_PARTS = 4  # micro-batches per step of the first tries
@@ -119,11 +120,12 @@ class Space:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        has_pairs = self.has_tensor_parallel and self.n_ranks % 2 == 0
-        return tuple(name for name in STRATEGIES if has_pairs or name != "tp2")
+        degrees = {name: TENSOR_PARALLEL_DEGREES.get(name, 1) for name in STRATEGIES}
+        possible = [name for name, degree in degrees.items() if self.n_ranks % degree == 0]
+        return tuple(name for name in possible if degrees[name] == 1 or self.has_tensor_parallel)
 
     def data_parallel_degree(self, strategy: str) -> int:
-        return self.n_ranks // 2 if strategy == "tp2" else self.n_ranks
+        return self.n_ranks // TENSOR_PARALLEL_DEGREES.get(strategy, 1)
 
     def micro_batches(self, strategy: str) -> tuple[int, ...]:
         """Powers of two, at the most what one data-parallel rank has in a step."""

@@ -33,7 +33,8 @@ class TooBig(TinyGPT):
 build_model = TooBig
 """
 RAN = ("ok", "slow")  # slow is what is stopped after its warm-up of three steps
-EAGER = ("--device", "cpu", "--precision", "fp32", "--fix", "compile=off", "compile_loss=off")
+ON_CPU = ("--device", "cpu", "--precision", "fp32", "--fix", "compile_loss=off")
+EAGER = (*ON_CPU, "compile=off")
 
 
 def run(folder: Path, *options: str) -> list[dict]:
@@ -58,6 +59,14 @@ def test_hand_written_programs_have_the_losses_of_the_emitted_one(tmp_path: Path
         assert row["status"] in RAN, row
         assert row["losses"][:3] == pytest.approx(emitted["losses"][:3], rel=1e-5), row["baseline"]
     assert emitted["losses"][0] != pytest.approx(emitted["losses"][1], rel=1e-3)
+
+
+@pytest.mark.nightly
+def test_a_compiled_tensor_parallel_program_trains_its_embedding(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text(HEAD + LLAMA.format(file=CHECKOUT / "examples" / "llama.py"))
+    run(tmp_path, *EAGER, "strategy=tp2", "--tries", "1")
+    eager, compiled = run(tmp_path, *ON_CPU, "strategy=tp2", "compile=on", "--tries", "1")
+    assert compiled["losses"][:3] == pytest.approx(eager["losses"][:3], rel=1e-5)
 
 
 def test_a_rank_that_is_out_of_memory_neither_stops_the_others_nor_the_next_program(tmp_path: Path) -> None:
