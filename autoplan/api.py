@@ -325,6 +325,12 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         header=program_header(answer, launch_line=launch_command(answer)),
         model_text=read_text_file(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
+        workload={
+            "flops_per_sample": answer.workload.flops_per_sample,
+            "tokens_per_sample": answer.workload.tokens_per_sample,
+            "peak_flops_per_s": answer.workload.peak_flops_per_s,
+            "device": answer.workload.device,
+        },
     )
     plan = answer.best.plan
     memory = memory_over_time(_price(problem, plan), plan.stages)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, evaluation and loss scaling change nothing else: exactly one process's numbers in float64."""
+"""Learning-rate schedules, evaluation and loss scaling: exactly one process's numbers in float64."""
 
 import dataclasses
 import math
