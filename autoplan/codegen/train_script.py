@@ -45,7 +45,7 @@ def parse_arguments():
     parser.add_argument("--fill-last-batch", action="store_true", help="of an epoch, instead of dropping what is left")
     parser.add_argument("--eval-every", type=int, metavar="N", help="steps between passes over build_eval_dataset()")
     parser.add_argument("--eval-batches", type=int, metavar="K", help="of such a pass, instead of all")
-    parser.add_argument("--log", type=Path, metavar="FILE.jsonl", help="append a line per step and evaluation")
+    parser.add_argument("--log-jsonl", type=Path, metavar="FILE", help="append a line per step and evaluation")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write curves (needs the package tensorboard)")
     parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures in the end")
     parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="trace these, B exclusive")
@@ -61,7 +61,7 @@ def main():
     torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
     start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
-    log = MetricLog(rank=mesh.rank, jsonl=arguments.log, tensorboard=arguments.tensorboard)
+    log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
     options = {{
         "overrides": MODEL_OVERRIDES,
         "seed": arguments.seed,

@@ -154,15 +154,15 @@ class MetricLog:
     """Where rank 0 writes records, one after the other; other ranks write nothing.
 
     On a terminal a step replaces the line of the step before it; elsewhere each has a line. `jsonl` gets a JSON object
-    per record, appended and flushed. A run that goes on from a checkpoint repeats the steps after it: of equal steps the
-    last line counts. Not-a-number and infinity, which JSON has not, become null.
+    per record, appended and flushed. A run that goes on from a checkpoint repeats the steps after it: of two lines of a
+    step the last counts. Not-a-number and infinity, which JSON has not, become null.
     """
 
     def __init__(self, *, rank: int, jsonl: Path | None = None, tensorboard: Path | None = None) -> None:
         if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 f"--tensorboard {tensorboard}: the package tensorboard is not installed\n"
-                "  fix: pip install tensorboard, or write --log FILE.jsonl"
+                "  fix: pip install tensorboard, or write --log-jsonl FILE"
             )
         self._is_silent = rank != 0
         self._jsonl = _opened(jsonl) if jsonl is not None and rank == 0 else None
