@@ -337,11 +337,16 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     return {**dict(program.files), **report_files(answer, memory=memory)}
 
 
-def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False) -> None:
-    """Write the program and its reports as a folder, whole or not at all."""
+def emit(
+    problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False, targets: tuple[str, ...] = ()
+) -> None:
+    """Write the program and its reports as a folder, whole or not at all; `targets` are those of `interop.TARGETS`."""
+    from autoplan.interop import Subject, interop_files
     from autoplan.output_folder import write_folder
 
-    write_folder(Path(folder), program_files(problem, answer), force=force)
+    classes = tuple(segment.class_name for segment in problem.graph.segments)
+    others = interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
+    write_folder(Path(folder), {**program_files(problem, answer), **others}, force=force)
 
 
 def global_batch_size(problem: Problem) -> int:
