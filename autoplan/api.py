@@ -344,9 +344,11 @@ def emit(
     from autoplan.interop import Subject, interop_files
     from autoplan.output_folder import write_folder
 
-    classes = tuple(segment.class_name for segment in problem.graph.segments)
-    others = interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
-    write_folder(Path(folder), {**program_files(problem, answer), **others}, force=force)
+    files = program_files(problem, answer)
+    if targets:
+        classes = tuple(segment.class_name for segment in problem.graph.segments)
+        files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
+    write_folder(Path(folder), files, force=force)
 
 
 def global_batch_size(problem: Problem) -> int:

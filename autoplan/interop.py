@@ -238,7 +238,7 @@ def megatron(subject: Subject) -> Configuration:
     flags += _megatron_recompute(subject, missing)
     if mesh.compile:
         missing.append("Compiled blocks: it has fused kernels of its own.")
-    use = "Add to the command of Megatron-LM: `$(cat megatron.txt)`."
+    use = "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`."
     return Configuration("megatron.txt", "\n".join(flags) + "\n", use, tuple(missing))
 
 
