@@ -36,16 +36,19 @@ def generate(
     header: str,
     model_text: str,
     overrides: Mapping[str, Any],
+    workload: Mapping[str, Any] | None = None,
 ) -> Program:
     """The program of a plan; `header` becomes the docstring of train.py.
 
-    `model_text` is the user's model file, `overrides` the arguments of its build_model.
+    `model_text` is the user's model file, `overrides` the arguments of its build_model,
+    `workload` the fields of `runtime.metrics.Workload`.
     """
     found = {
         "train.py": train_script(
             header=header,
             config=config_values(graph, plan),
             overrides=dict(overrides),
+            workload=workload,
             has_parallel_model=plan.mesh.needs_generated_model,
         ),
         "model.py": model_text,
