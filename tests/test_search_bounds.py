@@ -112,7 +112,7 @@ def test_a_partition_is_the_fastest_plan_where_nothing_is_communicated() -> None
     for seed in range(12):
         toy = random_toy(seed, n_segments=6)
         silent = (replace(cost, gather_s=0.0, reduce_s=0.0) for cost in toy.kind_costs[:1])
-        toy = with_space(replace(toy, kind_costs=tuple(silent), cut_bytes=0), kinds=(0,) * 6)
+        toy = with_space(replace(toy, kind_costs=tuple(silent), message_bytes=0), kinds=(0,) * 6)
         table = toy.price(Mesh(pp=2, n_micro_batches=4))
         partition, best_s = best_partition(table, recompute=None), fastest_s(toy, table, recompute=None)
         if partition.stages and best_s < INFINITY:
@@ -170,7 +170,7 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
     late = replace(plain, saved_bytes=4, gradient_bytes=0)
     table = replace(
         _plain_table(mesh), kinds=(0, 0, 1, 1), costs=((early, early), (late, late)), cut_s=(0.0,) * 3,
-        cut_bytes=(0,) * 3, message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
+        message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=8,
     )  # fmt: skip
     assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).reserved_bytes == (8, 8)
@@ -190,7 +190,6 @@ def _plain_table(mesh: Mesh) -> CostTable:
         kinds=(0,) * 8,
         costs=((cost, cost),),
         cut_s=(0.25,) * 7,
-        cut_bytes=(0,) * 7,
         per_step_s=0.0,
         message_bytes=(),
         workspace_bytes=0,
@@ -259,7 +258,7 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     table = _plain_table(mesh)
     cost = replace(table.costs[0][0], backward_s=1.0, gather_s=1.5, reduce_s=2.0)
     table = replace(
-        table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3, cut_bytes=(0,) * 3,
+        table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3,
         message_bytes=(), overlap_slowdown=1.0, gathers_per_micro_batch=True, reduces_per_micro_batch=True,
         memory_limit_bytes=2**60,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Rows that keep the memory of each rank within its room, at each moment of its schedule that may be the peak.
 
-    state + gathered + gradients of earlier passes + (saved + received) x in flight + pending x between halves
+    state + gathered + gradients of earlier passes + saved x in flight + pending x between halves
         + what the running stage needs besides <= room
 
 in MiB, as exact fractions: rounding each coefficient up would refuse plans that fit. A segment that runs needs its
@@ -23,9 +23,7 @@ from autoplan.search.terms import (
     Formulation,
     Terms,
     Values,
-    at_boundary,
     cost_values,
-    ends_in,
     integer_column,
     negative,
     sum_of,
@@ -51,7 +49,7 @@ def add_memory(form: Formulation, shape: Shape) -> None:
         for moment in shape.moments[rank]:
             terms = [*always, *held[moment.stage]]
             for stage, n_in_flight in moment.in_flight:
-                terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved) + _received(form, stage)]
+                terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved)]
             for stage, n_pending in moment.pending if any(pending.values()) else ():
                 terms += [(c, n_pending * v) for c, v in sum_of(form, stage, pending)]
             for stage in moment.accumulating:
@@ -68,14 +66,6 @@ def add_memory(form: Formulation, shape: Shape) -> None:
 
 def _resident_bytes(table: CostTable, cost: SegmentCost) -> int:
     return cost.state_bytes + (cost.gathered_bytes if table.keeps_gathered else 0)
-
-
-def _received(form: Formulation, stage: int) -> Terms:
-    """The input of a stage, in MiB."""
-    if stage == 0:
-        return []
-    sizes = [at_boundary(form, number, "cut_bytes") / MiB for number in range(len(form.runs))]
-    return weighted(ends_in(form, stage - 1), sizes)
 
 
 def _largest(form: Formulation, stage: int) -> Terms:
