@@ -48,8 +48,9 @@ from autoplan.search.one_mesh import (
 from autoplan.search.partition import best_partition
 from autoplan.search.paths import Shape, shape_of
 from autoplan.search.plans import obeys_recompute
-from autoplan.search.rank_shares import balanced_plans, shared_bound_s
+from autoplan.search.rank_shares import narrowed_bound_s, shared_bound_s
 from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.search.thrift import balanced_stages, thrifty_plan
 from autoplan.simulate import simulate
 from autoplan.units import GiB, MiB
 
@@ -301,25 +302,41 @@ def _cut(state: _Search, index: int) -> float:
     table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / weight
     if mesh.n_chunks > 1:
         bound_s = shared_bound_s(table, state.shape(mesh), recompute=state.recompute, limit_s=limit_s)
-        promising = bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap)
-        plans = balanced_plans(table, recompute=state.recompute) if promising else ()
+        if bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap):
+            _share_out(state, index)
+            to_beat_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
+            bound_s = narrowed_bound_s(
+                table, state.shape(mesh), recompute=state.recompute, bound_s=bound_s, limit_s=to_beat_s
+            )
     else:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
-        bound_s, plans = partition.bound_s, (partition.stages,) if partition.stages else ()
-    for stages in plans:
-        if obeys_recompute(table, stages, recompute=state.recompute):
-            _judge(state, index, stages)
+        bound_s = partition.bound_s
+        if partition.stages and obeys_recompute(table, partition.stages, recompute=state.recompute):
+            _judge(state, index, partition.stages)
     if bound_s == INFINITY:
         state.rejections[index] = _short_somewhere(table, 1)
     return bound_s
 
 
+def _share_out(state: _Search, index: int) -> None:
+    """Look for a plan with several stages per rank that fits."""
+    mesh = state.meshes[index]
+    table, recompute = state.table(mesh), state.recompute
+    stages = balanced_stages(table, recompute=recompute)
+    plan = thrifty_plan(table, state.shape(mesh), stages, recompute=recompute)
+    if plan is not None and obeys_recompute(table, plan.stages, recompute=recompute):
+        _keep_if_better(state, index, plan)
+
+
 def _judge(state: _Search, index: int, stages: tuple[StagePlan, ...]) -> None:
     """Keep a plan that fits and is the fastest of its mesh."""
-    estimate = simulate(state.table(state.meshes[index]), stages)
+    _keep_if_better(state, index, Judged(stages, simulate(state.table(state.meshes[index]), stages)))
+
+
+def _keep_if_better(state: _Search, index: int, plan: Judged) -> None:
     known = state.plans.get(index)
-    if estimate.fits and (known is None or estimate.step_s < known.estimate.step_s):
-        state.keep(index, Judged(stages, estimate))
+    if plan.estimate.fits and (known is None or plan.estimate.step_s < known.estimate.step_s):
+        state.keep(index, plan)
 
 
 def _relax(state: _Search, index: int) -> float:

@@ -61,12 +61,15 @@ def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
     """The paths that bound any plan of the mesh well; `critical_paths` adds what a given plan needs."""
     schedule = _schedule_of(mesh)
     ranks = stage_ranks(schedule)
-    chains = [_through(schedule, rank) for rank in range(mesh.pp)]
-    chains += [_around(mesh, schedule, rank, is_fill=is_fill) for rank in range(mesh.pp) for is_fill in (True, False)]
-    if mesh.schedule == "gpipe":
-        chains += [_gpipe_chain(mesh, rank) for rank in range(mesh.pp)]
-    whole = [chain + _tail(chain[-1]) for chain in chains]
-    return tuple(dict.fromkeys(path_of(mesh, ranks, chain) for chain in (*whole, *chains)))
+    chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, schedule, rank))
+    return tuple(dict.fromkeys(path_of(mesh, ranks, chain) for chain in chains))
+
+
+def chains_of(mesh: Mesh, schedule: Schedule, rank: int) -> list[list[Action]]:
+    """Chains of actions on which this rank does most, each with and without the way back to the first stage."""
+    chains = [_through(schedule, rank), *(_around(mesh, schedule, rank, is_fill=is_fill) for is_fill in (True, False))]
+    chains += [_gpipe_chain(mesh, rank)] if mesh.schedule == "gpipe" else []
+    return [*(chain + _tail(chain[-1]) for chain in chains), *chains]
 
 
 def _head(action: Action) -> list[Action]:
