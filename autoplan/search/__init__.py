@@ -33,6 +33,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
+from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import SearchSpace, enumerate_meshes, fixed
 from autoplan.search.one_mesh import (
@@ -48,7 +49,7 @@ from autoplan.search.one_mesh import (
 from autoplan.search.partition import best_partition
 from autoplan.search.paths import Shape, shape_of
 from autoplan.search.plans import obeys_recompute
-from autoplan.search.rank_shares import narrowed_bound_s, shared_bound_s
+from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.search.thrift import balanced_stages, thrifty_plan
 from autoplan.simulate import simulate
@@ -113,6 +114,15 @@ class _Search:
         if key not in self.shapes:
             self.shapes[key] = shape_of(mesh)
         return self.shapes[key]
+
+    def program(self, index: int, *, bound_s: float) -> Program:
+        """The program of a mesh that cannot be faster than `bound_s`."""
+        if index not in self.programs:
+            mesh = self.meshes[index]
+            self.programs[index] = Program.of(self.table(mesh), self.shape(mesh), recompute=self.recompute)
+        program = self.programs[index]
+        program.bound_s = max(program.bound_s, bound_s)
+        return program
 
     def weight(self, mesh: Mesh) -> float:
         """What a second of this mesh scores: the price of a step is proportional to the devices used."""
@@ -304,10 +314,6 @@ def _cut(state: _Search, index: int) -> float:
         bound_s = shared_bound_s(table, state.shape(mesh), recompute=state.recompute, limit_s=limit_s)
         if bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap):
             _share_out(state, index)
-            to_beat_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
-            bound_s = narrowed_bound_s(
-                table, state.shape(mesh), recompute=state.recompute, bound_s=bound_s, limit_s=to_beat_s
-            )
     else:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
         bound_s = partition.bound_s
@@ -340,15 +346,35 @@ def _keep_if_better(state: _Search, index: int, plan: Judged) -> None:
 
 
 def _relax(state: _Search, index: int) -> float:
-    """The bound by the linear program."""
+    """The bound by the linear program; with several stages per rank by all sizes together, where that is enough."""
     mesh = state.meshes[index]
-    program = Program.of(state.table(mesh), state.shape(mesh), recompute=state.recompute)
-    state.programs[index] = program
-    known_s = state.queue[0][0] / state.weight(mesh)
-    program.bound_s = max(program.bound_s, known_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
+    bound_s = state.queue[0][0] / state.weight(mesh)
+    if mesh.n_chunks > 1:
+        bound_s = _agree_on_sizes(state, index, bound_s)
+        if bound_s >= faster_than(state.score_to_beat() / state.weight(mesh), gap=state.gap):
+            return bound_s
+    program = state.program(index, bound_s=bound_s)
+    program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
     if program.bound_s == INFINITY:
         state.rejections[index] = _short_somewhere(state.table(mesh), 1)
     return program.bound_s
+
+
+def _agree_on_sizes(state: _Search, index: int, bound_s: float) -> float:
+    """The bound raised by all ranks together, with the plans found on the way."""
+    mesh, recompute = state.meshes[index], state.recompute
+    weight = state.weight(mesh)
+    shares = Shares.of(state.table(mesh), state.shape(mesh), recompute)
+    limit_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
+    bound_s = narrowed_bound_s(shares, bound_s=bound_s, limit_s=limit_s)
+    if bound_s >= limit_s:
+        return bound_s
+    found = joint_bound(
+        shares, recompute=recompute, bound_s=bound_s, limit_s=limit_s, is_late=lambda: _is_late(state, marks=False)
+    )
+    if found.best is not None and obeys_recompute(shares.table, found.best.stages, recompute=recompute):
+        _keep_if_better(state, index, found.best)
+    return found.bound_s
 
 
 RAISE_BOUND = (_price, _cut, _relax)  # by how far a mesh has been examined
@@ -364,7 +390,8 @@ def _solve(state: _Search, index: int, *, to_beat: float) -> None:
         gap=state.gap,
         remaining_s=state.remaining_s,
     )
-    outcome = refine(state.programs[index], known=state.plans.get(index), effort=effort)
+    program = state.program(index, bound_s=state.queue[0][0] / weight)
+    outcome = refine(program, known=state.plans.get(index), effort=effort)
     if outcome.best is not None:
         state.keep(index, outcome.best)
     if is_memory_proof(outcome):

@@ -4,9 +4,9 @@ How many pieces a stage may have is known (`plans.stage_sizes`), so it is known 
 what it needs at the least (`_Needs`). The step takes at least as long as each chain of `rank_paths`. With the sizes of
 the rank's own stages given, a chain takes at the least
 
-    own passes, and what their reductions add to the next pass        `_Shares._own_s`, `_Shares._carried_s`
-    + recomputation of the own stages                                  `_Shares._recomputing_s`
-    + passes of the other stages, which hold all the other pieces      `_Shares._others_s`
+    own passes, and what their reductions add to the next pass        `Shares._own_s`, `Shares._carried_s`
+    + recomputation of the own stages                                  `Shares._recomputing_s`
+    + passes of the other stages, which hold all the other pieces      `Shares._others_s`
 
 The last line is sum over stages of min over sizes (passes - price x size) + price x other pieces, for any price of a
 piece; two prices are tried. Recomputation is what memory asks for at the worst moment of the rank's schedule. How large
@@ -62,24 +62,23 @@ def shared_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, lim
     `shape` is of the mesh's schedule; `recompute` is what the user fixed. A bound that passes `limit_s` without memory
     is not raised further.
     """
-    shares = _Shares.of(table, shape, recompute)
+    shares = Shares.of(table, shape, recompute)
     bound_s = _least_s(shares, recomputes=False)
     return bound_s if bound_s >= limit_s else _least_s(shares, recomputes=True)
 
 
-def narrowed_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, bound_s: float, limit_s: float) -> float:
-    """The bound raised from `bound_s`, at most to `limit_s`; see `_Shares.is_possible`."""
-    shares = _Shares.of(table, shape, recompute)
-    if not shares.is_possible(limit_s):
+def narrowed_bound_s(shares: Shares, *, bound_s: float, limit_s: float) -> float:
+    """The bound raised from `bound_s`, at most to `limit_s`; see `Shares.allowed_below`."""
+    if shares.allowed_below(limit_s) is None:
         return limit_s
     high_s = limit_s
     for _ in range(N_HALVINGS):
         middle_s = (bound_s + high_s) / 2.0
-        bound_s, high_s = (bound_s, middle_s) if shares.is_possible(middle_s) else (middle_s, high_s)
+        bound_s, high_s = (bound_s, middle_s) if shares.allowed_below(middle_s) is not None else (middle_s, high_s)
     return bound_s
 
 
-def _least_s(shares: _Shares, *, recomputes: bool) -> float:
+def _least_s(shares: Shares, *, recomputes: bool) -> float:
     """The least time within which the ranks can hold all pieces."""
     times_s = [shares.times_s(rank, recomputes=recomputes) for rank in range(shares.table.mesh.pp)]
     fastest_s = max(float(times.min()) for times in times_s)
@@ -268,7 +267,7 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
+class Shares:
     """What `times_s` needs; `ways` are (way, stage of the rank), every choice of sizes, per rank."""
 
     table: CostTable
@@ -282,7 +281,7 @@ class _Shares:
     parts: dict[int, _Parts]
 
     @classmethod
-    def of(cls, table: CostTable, shape: Shape, recompute: str | None) -> _Shares:
+    def of(cls, table: CostTable, shape: Shape, recompute: str | None) -> Shares:
         """The shares of the ranks of a mesh."""
         segments, n_pieces = Segments.of(table, recompute), len(piece_edges(table)) - 1
         sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
@@ -308,19 +307,53 @@ class _Shares:
 
         `again_s` is what it recomputes per micro-batch; `allowed` are (stage, pieces), all by default.
         """
-        paths, own = self.paths[rank], list(self.shape.stages_of[rank])
+        parts = self._parts_of(rank)
+        others_s = parts.others_s
+        if allowed is not None:
+            others_s = self._others_s(rank, np.where(allowed, parts.values_s, INFINITY))
+        return (self._own_s(rank, again_s) + others_s).max(axis=0)
+
+    def _own_s(self, rank: int, again_s: Array) -> Array:
+        """(path, way): what the paths of a rank spend in its own stages; INFINITY for ways that do not fit."""
+        paths, parts, own = self.paths[rank], self._parts_of(rank), list(self.shape.stages_of[rank])
         fits, again_s = np.isfinite(again_s), np.where(np.isfinite(again_s), again_s, 0.0)
         n_backwards = (paths.of(BACKWARD) + paths.of(LAST_BACKWARD))[:, own].min(axis=1)[:, None]
-        parts = self._parts_of(rank)
         # What is recomputed hides reductions: a second of it at most `slower` of what they add to the next pass, and
         # once all that they leave at the end.
         hides_s = np.maximum(0.0, (1.0 - self.slower) * n_backwards - 1.0) * again_s
         own_s = parts.own_s + np.maximum(n_backwards * again_s, parts.carried_s + hides_s)
-        own_s = np.maximum(own_s, parts.slowed_s + n_backwards * again_s)
-        others_s = (
-            parts.others_s if allowed is None else self._others_s(rank, np.where(allowed, parts.values_s, INFINITY))
-        )
-        return np.where(fits, (own_s + others_s).max(axis=0), INFINITY)
+        return np.where(fits, np.maximum(own_s, parts.slowed_s + n_backwards * again_s), INFINITY)
+
+    def choices_s(self, rank: int, choices: Array) -> Array:
+        """Per choice of sizes for all stages (choice, stage), the longest path of the rank."""
+        own_s, values_s = self._own_s(rank, self._recomputing_s(rank)), self._parts_of(rank).values_s
+        way_of, own = self._way_of(rank, choices), self.shape.stages_of[rank]
+        others = [stage for stage in range(self.table.mesh.n_stages) if stage not in own]
+        longest = np.zeros(len(choices))
+        for number in range(len(own_s)):
+            spent_s = own_s[number, way_of]
+            for stage in others:
+                spent_s = spent_s + values_s[number, stage, choices[:, stage]]
+            longest = np.maximum(longest, spent_s)
+        return longest
+
+    def again_on_path_s(self, counts: Array, choices: Array) -> Array:
+        """Per choice, what recomputation adds to a path of these (symbol, stage) counts beyond what it hides."""
+        n_backwards = counts[SYMBOLS.index(BACKWARD)] + counts[SYMBOLS.index(LAST_BACKWARD)]
+        added = np.zeros(len(choices))
+        for rank, own in enumerate(self.shape.stages_of):
+            least = n_backwards[list(own)].min()
+            if least > 0.0:
+                added += least * self._recomputing_s(rank)[self._way_of(rank, choices)]
+        return added
+
+    def _way_of(self, rank: int, choices: Array) -> Array:
+        """Per choice, the place of its sizes on this rank among the rank's ways."""
+        own, width = list(self.shape.stages_of[rank]), self.needs.possible.shape[1]
+        weights = width ** np.arange(len(own))
+        codes = self.ways[rank] @ weights
+        order = np.argsort(codes)
+        return order[np.searchsorted(codes, choices[:, own].astype(int) @ weights, sorter=order)]
 
     def _parts_of(self, rank: int) -> _Parts:
         """Worked out once."""
@@ -335,8 +368,10 @@ class _Shares:
             )
         return self.parts[rank]
 
-    def is_possible(self, limit_s: float) -> bool:
-        """Whether some plan may take less than `limit_s`, as far as the ranks' paths say when they agree on the sizes.
+    def allowed_below(self, limit_s: float) -> Array | None:
+        """(stage, pieces): the sizes with which a plan may take less than `limit_s`; None when none may.
+
+        That is what the ranks' paths say when they agree on the sizes.
 
         Sizes that make a path of their own rank too long are ruled out, which makes the paths of the others longer.
         """
@@ -350,12 +385,12 @@ class _Shares:
                 within = allowed[list(own), self.ways[rank]].all(axis=1)
                 kept.append(self.ways[rank][within & (found < limit_s)])
                 if not len(kept[-1]):
-                    return False
+                    return None
             narrowed = self._agreed(kept)
             if not narrowed.any(axis=1).all():
-                return False
+                return None
             if (narrowed == allowed).all():
-                return True
+                return allowed
             allowed = narrowed
 
     def _agreed(self, kept: list[Array]) -> Array:

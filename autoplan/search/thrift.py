@@ -9,6 +9,7 @@ they are in stages that run at about the same time, so that the ranks wait littl
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,6 +45,13 @@ def balanced_stages(table: CostTable, *, recompute: str | None) -> tuple[StagePl
         counts.append(counts[-1] - int(places[counts[-1]]))
     edges = ranges.edges[[0, *reversed(counts)]].tolist()
     return _recomputing(segments, list(pairwise(edges)), switched=set())
+
+
+def fastest_stages(
+    table: CostTable, spans: Iterable[tuple[int, int]], *, recompute: str | None
+) -> tuple[StagePlan, ...]:
+    """These stages with the faster choice of each segment."""
+    return _recomputing(Segments.of(table, recompute), list(spans), switched=set())
 
 
 def _recomputing(segments: Segments, spans: list[tuple[int, int]], *, switched: set[int]) -> tuple[StagePlan, ...]:
