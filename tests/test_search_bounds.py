@@ -14,6 +14,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.formulation import formulate
+from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.search.partition import best_partition
@@ -31,7 +32,8 @@ from autoplan.search.paths import (
     shape_of,
 )
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
-from autoplan.search.rank_shares import shared_bound_s
+from autoplan.search.rank_paths import counted_paths, rank_paths
+from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.solve import solve
 from autoplan.simulate import simulate
 
@@ -78,9 +80,19 @@ def whole_pieces(
         best_s = fastest_s(toy, table, recompute=recompute)
         limit_s = rng.uniform(0.8, 1.3) * (best_s if best_s < INFINITY else 5.0)
         if mesh.n_chunks > 1:
-            bounds = [
-                shared_bound_s(table, shape_of(mesh), recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)
-            ]
+            shape = shape_of(mesh)
+            bounds = [shared_bound_s(table, shape, recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)]
+            if bounds[0] < INFINITY:  # together, the ranks prove at least as much
+                shares = Shares.of(table, shape, recompute)
+                narrowed_s = narrowed_bound_s(shares, bound_s=bounds[0], limit_s=max(limit_s, bounds[0]))
+                joint = joint_bound(
+                    shares, recompute=recompute, bound_s=narrowed_s, limit_s=limit_s, is_late=lambda: False
+                )
+                assert bounds[0] <= narrowed_s <= joint.bound_s
+                bounds[1] = max(bounds[1], joint.bound_s)
+                if joint.best is not None and obeys_recompute(table, joint.best.stages, recompute=recompute):
+                    assert joint.best.estimate.fits
+                    assert joint.best.estimate.step_s >= best_s * (1 - 1e-9)
         else:
             bounds = [best_partition(table, recompute=recompute, limit_s=x).bound_s for x in (INFINITY, limit_s)]
         yield bounds[0], bounds[1], best_s
@@ -104,6 +116,20 @@ def test_the_bound_of_eight_stages_on_four_ranks_never_exceeds_the_fastest_plan(
     found = list(whole_pieces(toy, rng, share=1.0, n_stages=8))
     assert found
     assert all(bound_s <= best_s * (1 + 1e-9) for bound_s, _, best_s in found)
+
+
+@pytest.mark.parametrize(("schedule", "n_chunks"), [("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_chains_of_a_long_schedule_grow_by_the_same_passes_each_round(
+    schedule: str, n_chunks: int, pp: int
+) -> None:
+    rests = (0,) if schedule == "interleaved" else (0, 1)
+    for n_micro_batches in (n_rounds * pp + rest for n_rounds in (3, 4, 7) for rest in rests):
+        mesh = Mesh(pp=pp, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=schedule)
+        counted = counted_paths(schedule, pp, n_chunks, n_micro_batches)
+        for one, every in zip(rank_paths(mesh), counted, strict=True):
+            assert (one.counts == every.counts).all()
+            assert one.last_stages == every.last_stages
 
 
 def test_a_partition_is_the_fastest_plan_where_nothing_is_communicated() -> None:

@@ -77,7 +77,8 @@ class _Search:
     price: Price
     clock: Callable[[], float]
     started_s: float
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[Mesh, ...] = ()
+    answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
     compute_s: dict[tuple[int, str, int, int, bool, bool], tuple[float, float]] = field(default_factory=dict)
@@ -98,9 +99,14 @@ class _Search:
             self.first_plan_s = self.clock() - self.started_s
 
     def remaining_s(self) -> float | None:
-        """Time left; None when there is no limit."""
+        """Time left to search; None when there is no limit."""
         limit_s = self.options.time_limit_s
-        return None if limit_s is None else limit_s - (self.clock() - self.started_s)
+        return None if limit_s is None else limit_s - self.answer_s - (self.clock() - self.started_s)
+
+    def is_late(self) -> bool:
+        """Whether no time is left."""
+        remaining_s = self.remaining_s()
+        return remaining_s is not None and remaining_s <= 0.0
 
     def table(self, mesh: Mesh) -> CostTable:
         """The price of a mesh, asked for once."""
@@ -160,21 +166,30 @@ def search(
     price: Price,
     options: Options,
     make_plan: MakePlan,
+    warm_start: Plan | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
     """The best plan of `space`, or the proof that none fits.
 
     With objective "cost" the best plan is the one with the least step time x devices used, and `bound_s` is the bound
     on that product, divided by the devices of the best plan. After Ctrl-C the best plan so far is returned; the meshes
-    not examined are rejected for "time limit" with the detail "interrupted".
+    not examined are rejected for "time limit" with the detail "interrupted". `warm_start` is a plan of the same model
+    that may be good, say the best one on a similar cluster; where the space has its mesh, it is judged first.
 
-    Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix.
+    Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
+        when `warm_start` is of another model.
     """
-    state = _Search(options, price, clock, clock(), enumerate_meshes(space, options))
+    state = _Search(options, price, clock, clock())
     found: tuple[Baseline, ...] = ()
     try:
         found = plain_recipes(space, options, price=state.table)
-        _start(state, found)
+    except KeyboardInterrupt:
+        state.stopped = "interrupted"
+    recipes_s = clock() - state.started_s
+    state.meshes = enumerate_meshes(space, options)
+    state.answer_s = clock() - state.started_s - recipes_s
+    try:
+        _start(state, found, warm_start, recipes_s=recipes_s)
         _prove(state)
         _fill_alternatives(state)
         _explain_memory(state)
@@ -186,14 +201,20 @@ def search(
 # ---------------------------------------------------------------------------------------------------------- the queue
 
 
-def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
-    """Baselines that belong to the space are the first plans; every mesh enters the queue."""
+def _start(state: _Search, found: tuple[Baseline, ...], warm_start: Plan | None, *, recipes_s: float) -> None:
+    """Baselines that belong to the space, and the warm start, are the first plans; every mesh enters the queue."""
+    if state.stopped:
+        return
     index_of = {mesh: index for index, mesh in enumerate(state.meshes)}
     for baseline in found:
         index = index_of.get(baseline.table.mesh)
         obeys = obeys_recompute(baseline.table, baseline.judged.stages, recompute=state.recompute)
         if index is not None and obeys and baseline.judged.estimate.fits:
             state.keep(index, baseline.judged)
+            state.first_plan_s = recipes_s
+    index = None if warm_start is None else index_of.get(warm_start.mesh)
+    if warm_start is not None and index is not None:
+        _judge(state, index, warm_start.stages)
     for index, mesh in enumerate(state.meshes):
         key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.compile)
         if key not in state.compute_s:
@@ -265,8 +286,7 @@ def _fill_alternatives(state: _Search) -> None:
 
 
 def _is_late(state: _Search, *, marks: bool = True) -> bool:
-    remaining_s = state.remaining_s()
-    is_late = remaining_s is not None and remaining_s <= 0.0
+    is_late = state.is_late()
     if is_late and marks:
         state.stopped = "time limit"
     return is_late
@@ -317,7 +337,7 @@ def _cut(state: _Search, index: int) -> float:
     else:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
         bound_s = partition.bound_s
-        if partition.stages and obeys_recompute(table, partition.stages, recompute=state.recompute):
+        if partition.stages:
             _judge(state, index, partition.stages)
     if bound_s == INFINITY:
         state.rejections[index] = _short_somewhere(table, 1)
@@ -329,13 +349,15 @@ def _share_out(state: _Search, index: int) -> None:
     mesh = state.meshes[index]
     table, recompute = state.table(mesh), state.recompute
     stages = balanced_stages(table, recompute=recompute)
-    plan = thrifty_plan(table, state.shape(mesh), stages, recompute=recompute)
+    plan = thrifty_plan(table, state.shape(mesh), stages, recompute=recompute, is_late=state.is_late)
     if plan is not None and obeys_recompute(table, plan.stages, recompute=recompute):
         _keep_if_better(state, index, plan)
 
 
 def _judge(state: _Search, index: int, stages: tuple[StagePlan, ...]) -> None:
-    """Keep a plan that fits and is the fastest of its mesh."""
+    """Keep a plan that is allowed, fits, and is the fastest of its mesh."""
+    if not obeys_recompute(state.table(state.meshes[index]), stages, recompute=state.recompute):
+        return
     _keep_if_better(state, index, Judged(stages, simulate(state.table(state.meshes[index]), stages)))
 
 
@@ -369,9 +391,7 @@ def _agree_on_sizes(state: _Search, index: int, bound_s: float) -> float:
     bound_s = narrowed_bound_s(shares, bound_s=bound_s, limit_s=limit_s)
     if bound_s >= limit_s:
         return bound_s
-    found = joint_bound(
-        shares, recompute=recompute, bound_s=bound_s, limit_s=limit_s, is_late=lambda: _is_late(state, marks=False)
-    )
+    found = joint_bound(shares, recompute=recompute, bound_s=bound_s, limit_s=limit_s, is_late=state.is_late)
     if found.best is not None and obeys_recompute(shares.table, found.best.stages, recompute=recompute):
         _keep_if_better(state, index, found.best)
     return found.bound_s
@@ -505,8 +525,7 @@ def _stopped_by(state: _Search, status: str, bound: float) -> str:
     """What ended the search; see `SearchResult`. The clock may also have run out inside the last integer program."""
     if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
         return state.stopped
-    remaining_s = state.remaining_s()
-    return "time limit" if remaining_s is not None and remaining_s <= 0.0 else "stalled"
+    return "time limit" if state.is_late() else "stalled"
 
 
 def _candidate(state: _Search, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:

@@ -60,7 +60,7 @@ def joint_bound(
         place = int(least_s.argmin())
         stages = _stages(shares, choices[place], recompute)
         estimate = simulate(table, stages, with_timeline=True)
-        plan = thrifty_plan(table, shares.shape, stages, recompute=recompute)
+        plan = thrifty_plan(table, shares.shape, stages, recompute=recompute, is_late=is_late)
         if plan is not None and (best is None or plan.estimate.step_s < best.estimate.step_s):
             best = plan
             limit_s = min(limit_s, plan.estimate.step_s)

@@ -62,9 +62,9 @@ def rank_paths(mesh: Mesh) -> tuple[RankPaths, ...]:
     rest = mesh.n_micro_batches % mesh.pp
     n_short = _LONG_ROUNDS * mesh.pp + rest
     if mesh.n_micro_batches <= n_short + mesh.pp:
-        return _counted(mesh.schedule, mesh.pp, mesh.n_chunks, mesh.n_micro_batches)
-    short = _counted(mesh.schedule, mesh.pp, mesh.n_chunks, n_short)
-    longer = _counted(mesh.schedule, mesh.pp, mesh.n_chunks, n_short + mesh.pp)
+        return counted_paths(mesh.schedule, mesh.pp, mesh.n_chunks, mesh.n_micro_batches)
+    short = counted_paths(mesh.schedule, mesh.pp, mesh.n_chunks, n_short)
+    longer = counted_paths(mesh.schedule, mesh.pp, mesh.n_chunks, n_short + mesh.pp)
     n_rounds = (mesh.n_micro_batches - n_short) // mesh.pp
     return tuple(
         replace(one, counts=one.counts + n_rounds * (other.counts - one.counts))
@@ -73,7 +73,8 @@ def rank_paths(mesh: Mesh) -> tuple[RankPaths, ...]:
 
 
 @lru_cache(maxsize=256)
-def _counted(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> tuple[RankPaths, ...]:
+def counted_paths(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> tuple[RankPaths, ...]:
+    """The chains of each rank, counted action by action."""
     mesh = Mesh(pp=pp, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=schedule)
     built = build_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
     ranks = stage_ranks(built)

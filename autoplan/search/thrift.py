@@ -9,7 +9,7 @@ they are in stages that run at about the same time, so that the ranks wait littl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -63,13 +63,20 @@ def _recomputing(segments: Segments, spans: list[tuple[int, int]], *, switched: 
 
 
 def thrifty_plan(
-    table: CostTable, shape: Shape, stages: tuple[StagePlan, ...], *, recompute: str | None
+    table: CostTable,
+    shape: Shape,
+    stages: tuple[StagePlan, ...],
+    *,
+    recompute: str | None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Judged | None:
-    """A plan of these stages that fits and recomputes about as little as will do; None when none was found."""
+    """A plan of these stages that fits and recomputes about as little as will do; None when none was found in time."""
     segments, spans = Segments.of(table, recompute), [(stage.start, stage.stop) for stage in stages]
     able = [tuple(_candidates(segments, spans, shape, rank)) for rank in range(table.mesh.pp)]
     needs = [_Need(len(own)) for own in able]
     for _ in range(MAX_TRIES):
+        if is_late():
+            return None
         switched = {index for own, need in zip(able, needs, strict=True) for index in own[: need.n_chosen]}
         plan = _recomputing(segments, spans, switched=switched)
         estimate = simulate(table, plan)
