@@ -84,9 +84,10 @@ def whole_pieces(
             bounds = [shared_bound_s(table, shape, recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)]
             if bounds[0] < INFINITY:  # together, the ranks prove at least as much
                 shares = Shares.of(table, shape, recompute)
-                narrowed_s = narrowed_bound_s(shares, bound_s=bounds[0], limit_s=max(limit_s, bounds[0]))
+                high_s = max(limit_s, bounds[0])
+                narrowed_s = narrowed_bound_s(shares, bound_s=bounds[0], limit_s=high_s)
                 joint = joint_bound(
-                    shares, recompute=recompute, bound_s=narrowed_s, limit_s=limit_s, is_late=lambda: False
+                    shares, recompute=recompute, bound_s=narrowed_s, limit_s=high_s, is_late=lambda: False
                 )
                 assert bounds[0] <= narrowed_s <= joint.bound_s
                 bounds[1] = max(bounds[1], joint.bound_s)
