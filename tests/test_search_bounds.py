@@ -30,6 +30,7 @@ from autoplan.search.paths import (
     critical_paths,
     initial_paths,
     shape_of,
+    shape_of_schedule,
 )
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
 from autoplan.search.rank_paths import counted_paths, rank_paths
@@ -131,6 +132,15 @@ def test_the_chains_of_a_long_schedule_grow_by_the_same_passes_each_round(
         for one, every in zip(rank_paths(mesh), counted, strict=True):
             assert (one.counts == every.counts).all()
             assert one.last_stages == every.last_stages
+
+
+@pytest.mark.parametrize(("schedule", "n_chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble_v", 2)])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_long_schedule_has_the_moments_of_a_short_one(schedule: str, n_chunks: int, pp: int) -> None:
+    rests = (0,) if schedule == "interleaved" else (0, 1)
+    for n_micro_batches in (n_rounds * pp + rest for n_rounds in (1, 3, 4, 7) for rest in rests):
+        mesh = Mesh(pp=pp, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=schedule)
+        assert shape_of(mesh).moments == shape_of_schedule(schedule, pp, n_chunks, n_micro_batches).moments
 
 
 def test_a_partition_is_the_fastest_plan_where_nothing_is_communicated() -> None:

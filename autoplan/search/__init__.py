@@ -47,7 +47,7 @@ from autoplan.search.one_mesh import (
     relaxed_bound_s,
 )
 from autoplan.search.partition import best_partition
-from autoplan.search.paths import Shape, shape_of
+from autoplan.search.paths import shape_of
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.result import Candidate, Rejection, SearchResult
@@ -82,7 +82,6 @@ class _Search:
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
     compute_s: dict[tuple[int, str, int, int, bool, bool], tuple[float, float]] = field(default_factory=dict)
-    shapes: dict[tuple[str, int, int, int], Shape] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
@@ -114,18 +113,11 @@ class _Search:
             self.tables[mesh] = self.price(mesh)
         return self.tables[mesh]
 
-    def shape(self, mesh: Mesh) -> Shape:
-        """The shape of the schedule of a mesh, worked out once."""
-        key = (mesh.schedule, mesh.pp, mesh.n_chunks, mesh.n_micro_batches)
-        if key not in self.shapes:
-            self.shapes[key] = shape_of(mesh)
-        return self.shapes[key]
-
     def program(self, index: int, *, bound_s: float) -> Program:
         """The program of a mesh that cannot be faster than `bound_s`."""
         if index not in self.programs:
             mesh = self.meshes[index]
-            self.programs[index] = Program.of(self.table(mesh), self.shape(mesh), recompute=self.recompute)
+            self.programs[index] = Program.of(self.table(mesh), shape_of(mesh), recompute=self.recompute)
         program = self.programs[index]
         program.bound_s = max(program.bound_s, bound_s)
         return program
@@ -331,7 +323,7 @@ def _cut(state: _Search, index: int) -> float:
     mesh, weight = state.meshes[index], state.weight(state.meshes[index])
     table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / weight
     if mesh.n_chunks > 1:
-        bound_s = shared_bound_s(table, state.shape(mesh), recompute=state.recompute, limit_s=limit_s)
+        bound_s = shared_bound_s(table, shape_of(mesh), recompute=state.recompute, limit_s=limit_s)
         if bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap):
             _share_out(state, index)
     else:
@@ -349,7 +341,7 @@ def _share_out(state: _Search, index: int) -> None:
     mesh = state.meshes[index]
     table, recompute = state.table(mesh), state.recompute
     stages = balanced_stages(table, recompute=recompute)
-    plan = thrifty_plan(table, state.shape(mesh), stages, recompute=recompute, is_late=state.is_late)
+    plan = thrifty_plan(table, shape_of(mesh), stages, recompute=recompute, is_late=state.is_late)
     if plan is not None and obeys_recompute(table, plan.stages, recompute=recompute):
         _keep_if_better(state, index, plan)
 
@@ -386,7 +378,7 @@ def _agree_on_sizes(state: _Search, index: int, bound_s: float) -> float:
     """The bound raised by all ranks together, with the plans found on the way."""
     mesh, recompute = state.meshes[index], state.recompute
     weight = state.weight(mesh)
-    shares = Shares.of(state.table(mesh), state.shape(mesh), recompute)
+    shares = Shares.of(state.table(mesh), shape_of(mesh), recompute)
     limit_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
     bound_s = narrowed_bound_s(shares, bound_s=bound_s, limit_s=limit_s)
     if bound_s >= limit_s:
@@ -456,7 +448,7 @@ def _explain_memory(state: _Search) -> None:
 def _explain_shortage(state: _Search, index: int) -> None:
     mesh = state.meshes[index]
     closest = least_memory(
-        state.table(mesh), state.shape(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
+        state.table(mesh), shape_of(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
     )
     if closest is None:
         return

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "
 CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
 CUT = "cut"  # one transfer over the boundary after a stage
+
+FULL_ROUNDS = 3  # of pp micro-batches, after which a schedule repeats itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +333,22 @@ class Shape:
 
 
 def shape_of(mesh: Mesh) -> Shape:
-    """The shape of a mesh's schedule."""
-    schedule = _schedule_of(mesh)
-    moments = tuple(moments_of(schedule, rank) for rank in range(mesh.pp))
-    ranks = stage_ranks(schedule)
-    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(mesh.pp))
+    """The shape of a mesh's schedule.
+
+    Once a schedule is full, further rounds repeat its moments, but for gpipe: a short schedule has the same ones.
+    """
+    n_full = FULL_ROUNDS * mesh.pp + mesh.n_micro_batches % mesh.pp
+    n_micro_batches = mesh.n_micro_batches if mesh.schedule == "gpipe" else min(mesh.n_micro_batches, n_full)
+    return shape_of_schedule(mesh.schedule, mesh.pp, mesh.n_chunks, n_micro_batches)
+
+
+@lru_cache(maxsize=1024)
+def shape_of_schedule(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> Shape:
+    """The shape of a schedule, by all its actions."""
+    built = build_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    moments = tuple(moments_of(built, rank) for rank in range(pp))
+    ranks = stage_ranks(built)
+    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(pp))
     return Shape(ranks, stages_of, moments, tuple(map(MomentCounts.of, moments)))
 
 
