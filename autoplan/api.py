@@ -276,12 +276,12 @@ def solve(problem: Problem) -> Answer:
     return replace(answer, result=result)
 
 
-def decide(problem: Problem) -> Answer:
-    """Search the whole space; the estimate of the best plan carries its timeline.
+def decide(problem: Problem, *, warm_start: Plan | None = None) -> Answer:
+    """Search the whole space, `warm_start` first; the estimate of the best plan carries its timeline.
 
     That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
     """
-    result = _search(problem)
+    result = _search(problem, warm_start=warm_start)
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
     said = () if result.best is None else notes(problem.graph, result.best.plan)
@@ -391,7 +391,7 @@ def _price(problem: Problem, plan: Plan) -> CostTable:
     return price_plan(graph, profile, plan, rule_files=rules, measured=problem.measured)
 
 
-def _search(problem: Problem) -> SearchResult:
+def _search(problem: Problem, *, warm_start: Plan | None = None) -> SearchResult:
     from autoplan.cluster_space import mixed_space
     from autoplan.search import search
     from autoplan.search.mixed import search_mixed
@@ -402,7 +402,9 @@ def _search(problem: Problem) -> SearchResult:
         if isinstance(profile, Cluster):
             return search_mixed(mixed_space(graph, profile, options, global_batch=batch), options=options)
         offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
-        return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+        return search(
+            offered.space, price=offered.price, options=options, make_plan=offered.make_plan, warm_start=warm_start
+        )
     except InfeasibleError as error:
         return _nothing("infeasible", str(error))
 

@@ -168,7 +168,8 @@ def _best_on(problem: Problem, chosen: Plan, *, time_limit_s: float) -> Candidat
     if time_limit_s <= 0.0:
         return None
     limit_s = min(time_limit_s, problem.options.time_limit_s or time_limit_s)
-    result = decide(replace(problem, options=replace(problem.options, time_limit_s=limit_s, top=0))).result
+    quick = replace(problem, options=replace(problem.options, time_limit_s=limit_s, top=0))
+    result = decide(quick, warm_start=chosen).result
     if result.stopped_by == "interrupted":
         raise KeyboardInterrupt
     candidates = [_judged(problem, chosen), *([] if result.best is None else [result.best])]

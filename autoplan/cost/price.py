@@ -128,7 +128,6 @@ def make_part_pricer(
             recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
             costs=costs(*work, placement, mesh.pp > 1, splits),
             cut_s=cut_s if mesh.pp > 1 else unsent,
-            cut_bytes=(0,) * len(cut_s),
             gathers_per_micro_batch=mesh.zero_stage == 3,
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,

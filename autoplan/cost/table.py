@@ -80,7 +80,6 @@ class CostTable:
         costs: per kind, one SegmentCost per entry of `recompute_choices` ("none" first).
         cut_s: per boundary i between segment i and i+1, seconds to send one micro-batch over it (one direction);
             None where the pipeline cannot be cut. Length len(kinds) - 1.
-        cut_bytes: likewise, bytes that a stage keeps as received input per micro-batch in flight.
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
             in forward and in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
@@ -105,7 +104,6 @@ class CostTable:
     recompute_choices: tuple[str, ...]
     costs: tuple[tuple[SegmentCost, ...], ...]
     cut_s: tuple[float | None, ...]
-    cut_bytes: tuple[int, ...]
     gathers_per_micro_batch: bool
     reduces_per_micro_batch: bool
     keeps_gathered: bool
