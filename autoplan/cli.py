@@ -123,7 +123,7 @@ _workload = _options(
         "--fix",
         multiple=True,
         metavar="NAME=VALUE,...",
-        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, compile.",
+        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, loss, compile.",
     ),
     click.option(
         "--time-limit",

@@ -22,7 +22,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.meshes import divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
-from autoplan.space import load_rules, of_size, priced_space, shardings_by_size
+from autoplan.space import load_rules, loss_choice, of_size, priced_space, shardings_by_size
 
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
@@ -36,7 +36,14 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
     offered = [priced_space(graph, group, options, global_batch=global_batch) for group in cluster.groups]
     rules = load_rules(options.rules)
     pricers = {
-        size: make_mixed_pricer(graph, cluster=cluster, precision=options.precision, shardings=shardings, rules=rules)
+        size: make_mixed_pricer(
+            graph,
+            cluster=cluster,
+            precision=options.precision,
+            shardings=shardings,
+            rules=rules,
+            loss=loss_choice(options),
+        )
         for size, shardings in shardings_by_size(graph, cluster.groups[0], options, rules).items()
     }
     return MixedSpace(
@@ -58,6 +65,7 @@ def price_mixed_plan(graph: OpGraph, cluster: Cluster, plan: Plan, *, rule_files
         precision=plan.precision,
         shardings={(plan.mesh.tp, plan.mesh.sharding): plan.shardings},
         rules=load_rules(rule_files),
+        loss=plan.loss,
     )
     return price(plan.mesh, plan.groups)
 

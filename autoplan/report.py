@@ -108,6 +108,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
         ("precision", plan.precision + (", compiled" if mesh.compile else "")),
+        *([("loss", "chunked: in slices of its rows")] if plan.loss == "chunked" else []),
         *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
     ]
 
@@ -159,7 +160,12 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else f"{share:.0%}",
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join([note] * bool(note) + ["compiled"] * mesh.compile + ["(too big)"] * (not estimate.fits)),
+        " ".join(
+            [note] * bool(note)
+            + ["compiled"] * mesh.compile
+            + ["chunked"] * (plan.loss == "chunked")
+            + ["(too big)"] * (not estimate.fits)
+        ),
     )
 
 

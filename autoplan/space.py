@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from autoplan.chunked_loss import can_chunk, why_whole
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.price import Shardings, legal_cuts, make_pricer
 from autoplan.cost.table import CostTable
@@ -18,7 +19,7 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.layout_cache import Layouts, cached_layouts
 from autoplan.measured_profile import MeasuredProfile
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, Options
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
@@ -73,6 +74,7 @@ def priced_space(
     check_loss_average(graph, fixed(options, "loss_average"))
     check_batch_norm(graph, fixed(options, "batch_norm"))
     _check_recompute(graph, fixed(options, "recompute"))
+    _check_loss(graph, fixed(options, "loss"))
     rules = load_rules(options.rules)
     by_size = shardings_by_size(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
@@ -90,7 +92,13 @@ def priced_space(
     )
     pricers = {
         size: make_pricer(
-            graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules, measured=measured
+            graph,
+            profile=profile,
+            precision=options.precision,
+            shardings=shardings,
+            rules=rules,
+            measured=measured,
+            loss=loss_choice(options),
         )
         for size, shardings in by_size.items()
     }
@@ -101,6 +109,7 @@ def priced_space(
         options,
         (profile.name, profile.n_hosts),
         graph.content_hash(),
+        rules,
     )
     return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), make_plan)
 
@@ -119,9 +128,23 @@ def price_plan(
     shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
     rules = load_rules(rule_files)
     pricer = make_pricer(
-        graph, profile=profile, precision=plan.precision, shardings=shardings, rules=rules, measured=measured
+        graph,
+        profile=profile,
+        precision=plan.precision,
+        shardings=shardings,
+        rules=rules,
+        measured=measured,
+        loss=plan.loss,
     )
     return pricer(plan.mesh)
+
+
+def loss_choice(options: Options) -> str | None:
+    """How the loss is computed, or None where the search may choose.
+
+    It chooses as it does of what is recomputed; so recomputation of some blocks, when fixed, says nothing of the loss.
+    """
+    return fixed(options, "loss") or (LOSSES[0] if fixed(options, "recompute") == "selective" else None)
 
 
 def compile_choices(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
@@ -254,6 +277,18 @@ def _layouts(
     return cached_layouts(named, options.rules, solve_now)
 
 
+def _check_loss(graph: OpGraph, loss: str | None) -> None:
+    """Refuse to chunk a loss that is no pattern the runtime knows."""
+    why = why_whole(graph) if loss == "chunked" else ""
+    if why:
+        raise UsageError.of(
+            "--fix loss=chunked",
+            found=why,
+            expected="a model that ends in an nn.Linear, then F.cross_entropy of its rows",
+            fix="leave loss out, or write the end of the model so",
+        )
+
+
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
     """Refuse to fix what a model without blocks cannot do."""
     if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
@@ -289,10 +324,16 @@ def _make_plan(
     options: Options,
     hardware: tuple[str, int],
     graph_hash: str,
+    rules: Mapping[str, OpRule],
     mesh: Mesh,
     stages: tuple[StagePlan, ...],
 ) -> Plan:
-    """The plan; only blocks are recomputed, since what stands between them is no module of its own."""
+    """The plan; only blocks are recomputed, and in place of the last segment its loss is chunked."""
+    shardings = of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ())
+    last = len(graph.segments) - 1
+    loss = loss_choice(options) or LOSSES[any(last in stage.recomputed for stage in stages)]
+    if loss == "chunked" and not can_chunk(graph, mesh, shardings, rules=rules):
+        loss = LOSSES[0]
     kept = tuple(
         StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
     )
@@ -300,11 +341,12 @@ def _make_plan(
         mesh=mesh,
         stages=kept,
         precision=options.precision,
-        shardings=of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ()),
+        shardings=shardings,
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],
         recompute=_recompute_name(graph, kept),
+        loss=loss,
         batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
         loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
     )

@@ -9,7 +9,8 @@ Computed is the roofline of `segment_work`, which knows eager operators only: wh
 kinds that are compiled are corrected by what was measured compiled, the others by what was measured as they are. A
 program of the user's own classes is corrected by what was measured of these, where they could be measured. Bytes are
 only scaled, never calibrated: they are counted, not rated. A measured backward pass includes that of the weights, which
-is taken to be as large a part of it as computed.
+is taken to be as large a part of it as computed. The chunked loss is not measured: what it takes beyond the whole one
+is scaled as that is.
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ class Correction:
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
     ) -> tuple[SegmentWork, str]:
         """The work as measured, or as close to that as the measurements come, and which of these it is."""
+        found, source = self._corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
+        return replace(found, chunked=_chunked_as(found, work)), source
+
+    def _corrected(
+        self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
+    ) -> tuple[SegmentWork, str]:
         assignment = self.assignments[tp, sharding][kind]
         same = [r for r in self.ratios if r.row.content == self.contents[kind] and r.row.tp == tp]
         same = [r for r in same if r.row.assignment == assignment] or same
@@ -157,6 +164,26 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         host_backward_s=work.host_backward_s * ratio.host_backward,
         saved_bytes=round(work.saved_bytes * ratio.saved),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
+    )
+
+
+def _chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
+    """The chunked loss of `work`, as much faster or slower as the whole one was `found` to be; bytes as computed.
+
+    It does all its work while a slice is there, so what was measured of a whole loss says nothing about its bytes.
+    """
+    if work.chunked is None:
+        return None
+    more = work.chunked
+    scale = _over(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
+    hosts = _over(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
+    return replace(
+        more,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s + scale * (more.backward_s - work.backward_s),
+        host_forward_s=found.host_forward_s,
+        host_backward_s=found.host_backward_s + hosts * (more.host_backward_s - work.host_backward_s),
+        weight_backward_s=more.weight_backward_s * _over(found.backward_s, work.backward_s),
     )
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from autoplan.chunked_loss import is_in_compiled
+from autoplan.cost.chunked import with_chunked_loss
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
 from autoplan.cost.launch import PassSeconds, launch
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
@@ -78,13 +80,15 @@ def make_pricer(
     shardings: Shardings,
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
+    loss: str | None = None,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
-    `measured` replaces computed times of segments and of the optimizer; see `cost.measured`.
+    `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
+    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed".
     """
     price = make_part_pricer(
-        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured
+        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured, loss=loss
     )
     return lambda mesh: price(mesh, mesh.pp)
 
@@ -97,6 +101,7 @@ def make_part_pricer(
     shardings: Shardings,
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
+    loss: str | None = None,
 ) -> PartPricer:
     """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
 
@@ -107,7 +112,8 @@ def make_part_pricer(
     works = _works_pricer(graph, contexts, shardings, measured, local)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
     element_s = None if measured is None else measured.optimizer_element_s
-    costs = _costs_pricer(graph, ParameterContext(profile.device, precision, collective, element_s), local, works)
+    of_parameters = ParameterContext(profile.device, precision, collective, element_s)
+    costs = _costs_pricer(graph, of_parameters, local, works)
     cuts = _cuts_pricer(graph, profile, precision)
     groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
@@ -120,13 +126,14 @@ def make_part_pricer(
         splits = splits_backward(mesh.schedule)
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
         work = (*layout, mesh.compile, not mesh.needs_generated_model)
+        loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
         cut_s, messages = cuts(*layout, groups.stages)
         return CostTable(
             mesh=mesh,
             kinds=kinds,
             recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
-            costs=costs(*work, placement, mesh.pp > 1, splits),
+            costs=costs(*work, placement, mesh.pp > 1, splits, loss_here),
             cut_s=cut_s if mesh.pp > 1 else unsent,
             cut_bytes=(0,) * len(cut_s),
             gathers_per_micro_batch=mesh.zero_stage == 3,
@@ -187,7 +194,10 @@ def _works_pricer(
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
         context = contexts(tp)
-        return {kind: segment_work(context, found, micro_batch_size) for kind, found in local(tp, sharding).items()}
+        return {
+            kind: with_chunked_loss(context, found, segment_work(context, found, micro_batch_size), micro_batch_size)
+            for kind, found in local(tp, sharding).items()
+        }
 
     @cache
     def correction(compiles: bool, own: bool) -> Correction | None:
@@ -216,9 +226,9 @@ def _costs_pricer(
     context: ParameterContext,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
     works: Callable[[int, str, int, bool, bool], Works],
-) -> Callable[[int, str, int, bool, bool, Placement, bool, bool], Costs]:
+) -> Callable[[int, str, int, bool, bool, Placement, bool, bool, str | None], Costs]:
     """The costs of (tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules,
-    placement, whether stages are cut, whether backward is split).
+    placement, whether stages are cut, whether backward is split, how the loss is computed).
     """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
@@ -245,6 +255,7 @@ def _costs_pricer(
         placement: Placement,
         is_cut: bool,
         splits: bool,
+        loss: str | None,
     ) -> Costs:
         pairs = zip(
             first.values(),
@@ -257,10 +268,12 @@ def _costs_pricer(
             _segment_costs(
                 work,
                 cost,
-                fixed_bytes=here.fixed_bytes + (0 if is_cut else work.output_bytes),
+                fixed_bytes=here.fixed_bytes,
+                is_cut=is_cut,
                 is_block=segment.is_block,
                 splits=splits,
                 repeats=placement.repeats,
+                loss=loss,
             )
             for segment, here, (work, _), cost in pairs
         )
@@ -350,9 +363,49 @@ class _Groups:
 
 
 def _segment_costs(
-    work: SegmentWork, parameters: ParameterCost, *, fixed_bytes: int, is_block: bool, splits: bool, repeats: bool
+    work: SegmentWork,
+    parameters: ParameterCost,
+    *,
+    fixed_bytes: int,
+    is_cut: bool,
+    is_block: bool,
+    splits: bool,
+    repeats: bool,
+    loss: str | None,
 ) -> tuple[SegmentCost, ...]:
-    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute."""
+    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
+
+    The last segment has its loss whole and in slices instead, or twice the one that is asked for.
+    """
+    cost_of = partial(
+        _plain_cost, parameters=parameters, fixed_bytes=fixed_bytes, is_cut=is_cut, splits=splits, repeats=repeats
+    )
+    plain = cost_of(work)
+    chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
+    if loss == "chunked":
+        plain = chunked
+    elif chunked.saved_bytes >= plain.saved_bytes:  # the search looks for choices that keep less
+        chunked = plain
+    if splits:
+        return (plain,)
+    if not is_block:
+        return plain, chunked
+    input_bytes = min(work.input_bytes, work.saved_bytes)
+    full = replace(
+        plain,
+        recompute_s=work.forward_s
+        + max(0.0, work.host_forward_s + work.collectives_forward_s - work.forward_s - work.tp_forward_s)
+        + work.tp_forward_s,
+        saved_bytes=input_bytes,
+        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
+    )
+    return plain, full
+
+
+def _plain_cost(
+    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, is_cut: bool, splits: bool, repeats: bool
+) -> SegmentCost:
+    """Nothing recomputed."""
     forward_s = work.forward_s + parameters.unpack_s
     backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
     added = launch(
@@ -366,7 +419,7 @@ def _segment_costs(
         repeats=repeats,
     )
     launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
-    plain = SegmentCost(
+    return SegmentCost(
         forward_s=forward_s,
         backward_s=backward_s,
         recompute_s=0.0,
@@ -377,7 +430,7 @@ def _segment_costs(
         gather_s=parameters.gather_s,
         reduce_s=parameters.reduce_s,
         optimizer_s=parameters.optimizer_s + added.once_s,
-        state_bytes=parameters.state_bytes + fixed_bytes,
+        state_bytes=parameters.state_bytes + fixed_bytes + (0 if is_cut else work.output_bytes),
         gathered_bytes=parameters.gathered_bytes,
         gradient_bytes=parameters.gradient_bytes,
         saved_bytes=work.saved_bytes,
@@ -389,20 +442,6 @@ def _segment_costs(
         reducing_bytes=parameters.reducing_bytes,
         late_gradient_bytes=parameters.late_gradient_bytes,
     )
-    if splits:
-        return (plain,)
-    if not is_block:
-        return plain, plain
-    input_bytes = min(work.input_bytes, work.saved_bytes)
-    full = replace(
-        plain,
-        recompute_s=work.forward_s
-        + max(0.0, work.host_forward_s + work.collectives_forward_s - work.forward_s - work.tp_forward_s)
-        + work.tp_forward_s,
-        saved_bytes=input_bytes,
-        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
-    )
-    return plain, full
 
 
 def _fixed_bytes(mesh: Mesh) -> int:

@@ -1,4 +1,4 @@
-"""The product of the head and the loss behind it, over slices of the rows: only one slice of the logits exists at a time.
+"""The product of the head and the loss behind it, over slices of the rows: one slice of the logits exists at a time.
 
     hidden --deferred_linear--> DeferredProduct --views of its rows, casts--> cross_entropy --> loss
 
@@ -66,7 +66,7 @@ class DeferredProduct(torch.Tensor):
         has_gradient = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (product.x, product.weight, product.bias)
         )
-        found: DeferredProduct = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: DeferredProduct = torch.Tensor._make_wrapper_subclass(
             cls, product.shape, dtype=product.dtype, device=product.x.device, requires_grad=has_gradient
         )
         found.product = product
@@ -78,13 +78,13 @@ class DeferredProduct(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         handler = _HANDLERS.get(func)
         found = handler(*args, **kwargs) if handler is not None and isinstance(args[0], DeferredProduct) else None
         return func(*whole_logits(args), **whole_logits(kwargs)) if found is None else found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(
             f"{func}: found logits that are not computed yet (the plan's loss is chunked)\n"
             "  expected: a loss that torch functions compute\n  fix: plan with --fix loss=whole"
@@ -101,7 +101,7 @@ def deferred_linear(
 ) -> torch.Tensor:
     """`F.linear`, whose result is computed by whoever reads it: by cross-entropy `slice_rows` rows at a time.
 
-    `is_compiled`: torch.compile makes one function of the loss of a slice, unless it is split over tensor-parallel ranks.
+    `is_compiled`: torch.compile makes one function of the loss of a slice, unless that is split over ranks.
     """
     return DeferredProduct(_Product(x, weight, bias, slice_rows, is_compiled, x.dtype))
 
@@ -140,7 +140,7 @@ def _with_hooks(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any]
     """Run hooks, whatever gradient they get, once that of `tensor` is known."""
     if tensor.requires_grad:
         for hook in hooks:
-            tensor.register_hook(functools.partial(_run_hook, hook))
+            tensor.register_hook(functools.partial(_run_hook, hook))  # type: ignore[no-untyped-call]
     return tensor
 
 
@@ -160,8 +160,9 @@ def _cast(deferred: DeferredProduct, dtype: torch.dtype) -> DeferredProduct:
 def _to(deferred: DeferredProduct, *args: Any, **kwargs: Any) -> DeferredProduct | None:
     """A cast, if it is nothing but one."""
     dtype = kwargs.get("dtype", args[0] if args else None)
-    is_cast = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    return _cast(deferred, dtype) if is_cast and len(args) + len(kwargs) == 1 else None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or len(args) + len(kwargs) != 1:
+        return None
+    return _cast(deferred, dtype)
 
 
 def _same(deferred: DeferredProduct) -> DeferredProduct:
@@ -244,7 +245,9 @@ def _split_cross_entropy(
 
 _METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "is_leaf", "_base", "grad_fn")
+    for name in (
+        "shape", "dtype", "device", "requires_grad", "ndim", "is_cuda", "layout", "is_leaf", "_base", "grad_fn",
+    )
 ) | {
     getattr(torch.Tensor, name)
     for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "get_device", "element_size")
@@ -358,7 +361,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _scaled(saved: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """saved * factor, rounded once: a factor of no dims would be rounded to 16 bits first."""
+    """The product, rounded once: a factor of no dims would be rounded to 16 bits first."""
     if saved is None or dtype is None:
         return None
     return torch.mul(saved, factor.reshape(1), out=torch.empty_like(saved, dtype=dtype))

@@ -158,10 +158,16 @@ def vocab_parallel_cross_entropy(
     float32 (float64 for float64 logits). Saves the logits themselves and one number per row for backward.
     """
     if has_torch_function_unary(logits_shard):
-        options = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        arguments = (logits_shard, targets, tp)
         found: torch.Tensor = handle_torch_function(
-            vocab_parallel_cross_entropy, (logits_shard,), *arguments, **options, n_classes=n_classes
+            vocab_parallel_cross_entropy,
+            (logits_shard,),
+            logits_shard,
+            targets,
+            tp,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            n_classes=n_classes,
         )
         return found
     if reduction not in ("mean", "sum", "none"):

@@ -30,6 +30,8 @@ class Config:
             data-parallel ranks' micro-batches together.
         ignored_target: when given, the loss is one mean over the targets of the global batch that are not this one;
             otherwise it is the mean over micro-batches of their losses.
+        chunked_head: the module whose product is computed together with the loss, in slices of `loss_slice_rows` rows;
+            generated stages say so themselves.
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
@@ -49,6 +51,8 @@ class Config:
     compile: bool = False
     batch_norm: str = "local"
     ignored_target: int | None = None
+    chunked_head: str = ""
+    loss_slice_rows: int = 0
     recompute: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     computes_in_float32: bool = False
