@@ -15,8 +15,8 @@ from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, PRECISIONS
-from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
+from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, operand_names
 from autoplan.schedules import build_schedule, splits_backward
@@ -56,8 +56,11 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     check_loss_average(graph, plan.loss_average)
     if plan.loss not in LOSSES:
         _refuse("loss", plan.loss, f"one of {', '.join(LOSSES)}")
-    if plan.mesh.compile and plan.groups:
-        _refuse("mesh.compile", plan.mesh.compile, "false: compiled blocks have a price only where they were measured")
+    if plan.mesh.memory_format not in MEMORY_FORMATS:
+        _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
+    if plan.mesh.execution != Execution() and plan.groups:
+        expected = "compile false and memory_format contiguous: others have a price only where they were measured"
+        _refuse("mesh", plan.mesh.execution, expected)
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     rules = load_rules(rule_files)

@@ -20,7 +20,7 @@ from autoplan.graph import GraphFacts
 from autoplan.measured_profile import MeasuredProfile, SegmentTime, parse_profile
 from autoplan.options import Options
 from autoplan.output_folder import write_folder
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.profile_folder import value_ranges
 from autoplan.profiling import results_table, run_measurements, start_process
 from autoplan.report import plan_report
@@ -236,7 +236,7 @@ def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
     facts, first = GraphFacts.of(problem.graph), problem.graph.first_of_kind()
     block = next(kind for kind, segment in first.items() if segment.is_block)
     content = content_key(problem.graph, facts, first[block])
-    eager = [row for row in problem.measured.segments if not row.compiled]
+    eager = [row for row in problem.measured.segments if not row.execution.compile]
     only = [row for row in eager if row.content == content and row.assignment == WHOLE and row.is_own]
     problem = replace(problem, measured=replace(problem.measured, segments=tuple(only)))
     table, computed = tables(problem)
@@ -305,7 +305,7 @@ def best_plan(problem, *fix):
 def compiled_at_no_time(problem):
     """The same measurements, but whatever runs compiled takes no time."""
     at_once = {"forward_s": 0.0, "backward_s": 0.0, "host_forward_s": 0.0, "host_backward_s": 0.0}
-    rows = tuple(replace(row, **at_once) if row.compiled else row for row in problem.measured.segments)
+    rows = tuple(replace(row, **at_once) if row.execution.compile else row for row in problem.measured.segments)
     return replace(problem, measured=replace(problem.measured, segments=rows))
 
 
@@ -336,10 +336,12 @@ def test_a_compiled_block_that_was_not_measured_takes_the_correction_of_what_was
     first, facts = problem.graph.first_of_kind(), GraphFacts.of(problem.graph)
     key = {segment.name: content_key(problem.graph, facts, segment) for segment in first.values()}
     kind = {segment.name: number for number, segment in first.items()}
-    rows = tuple(row for row in problem.measured.segments if not (row.compiled and row.content == key["blocks.0"]))
+    rows = tuple(
+        row for row in problem.measured.segments if not (row.execution.compile and row.content == key["blocks.0"])
+    )
     known = replace(problem.measured, segments=rows)
     table = price_plan(problem.graph, problem.profile, whole_plan(problem, compile=True), measured=known)
-    (loss_1, loss_2) = (row for row in rows if row.compiled and row.tp == 1)
+    (loss_1, loss_2) = (row for row in rows if row.execution.compile and row.tp == 1)
     computed = {size: tables(problem, size)[1].costs[kind["outer.1"]][0].forward_s for size in BATCHES}
     at_tp_1 = [row.forward_s / computed[row.micro_batch_size] for row in (loss_1, loss_2)]
     block_s = table.costs[kind["blocks.0"]][0].forward_s / tables(problem)[1].costs[kind["blocks.0"]][0].forward_s
@@ -387,7 +389,7 @@ def test_a_segment_that_does_not_compile_leaves_a_line_and_only_eager_plans(prob
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
     text = "\n".join(json.dumps(failed if other is row else other) for other in measured.rows)
     known = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
-    assert known.not_compiled == (("blocks.0", 2),)
+    assert known.failed == (("blocks.0", 2, Execution(compile=True)),)
     asked = compiled_at_no_time(replace(problem, measured=known))
     assert not best_plan(asked).mesh.compile
     assert best_plan(asked, ("compile", "on"), ("tp", "1")).mesh.compile
@@ -416,12 +418,12 @@ def test_a_failing_compiler_does_not_stop_the_rest(hw, tmp_path) -> None:
 def test_lines_from_before_compiling_and_own_modules_were_measured_are_eager_and_generated(problem, measured) -> None:
     facts = GraphFacts.of(problem.graph)
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
-    names = ("compiled", "module")
+    names = ("compiled", "memory_format", "module")
     rows = [{key: row[key] for key in row if key not in names} for row in segment_rows(measured.rows)]
     text = "\n".join(map(json.dumps, rows))
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
-    assert len(found.segments) == len(rows) and not found.has_compiled
-    assert not any(row.is_own for row in found.segments) and found.rows(own=True) == found.segments
+    assert len(found.segments) == len(rows) and found.executions == {Execution()}
+    assert not any(row.is_own for row in found.segments) and found.rows({}, own=True) == found.segments
 
 
 # ---------------------------------------------------------------- the user's own modules
@@ -564,7 +566,7 @@ def test_host_time_of_own_modules_is_the_least_of_theirs_only() -> None:
     text = "\n".join(json.dumps(common | {"working_bytes": 0} | line) for line in lines)
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
     assert found.rows() == (row,)
-    assert [own.host_forward_s for own in found.rows(own=True)] == [6.0, 6.0]
+    assert [own.host_forward_s for own in found.rows({}, own=True)] == [6.0, 6.0]
 
 
 def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_rest(hw, tmp_path) -> None:

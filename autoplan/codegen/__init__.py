@@ -17,7 +17,7 @@ from autoplan.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
-from autoplan.parallel_plan import Plan
+from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import OpRule
 from autoplan.semantics import ignored_target
 
@@ -84,6 +84,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": tuple(dict.fromkeys(recomputed)),
         "blocks": tuple(dict.fromkeys(blocks)),
+        **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
         **_loss_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),

@@ -22,7 +22,7 @@ from autoplan.cost.chunked import with_chunked_loss
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
 from autoplan.cost.launch import PassSeconds, launch
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
-from autoplan.cost.measured import Correction, compiled_kinds
+from autoplan.cost.measured import Correction, execution_of
 from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
@@ -36,7 +36,7 @@ from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, cro
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.measured_profile import MeasuredProfile
-from autoplan.parallel_plan import Mesh, SegmentSharding
+from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 from autoplan.rules import OpRule, Strategy
 from autoplan.schedules import splits_backward
 from autoplan.segment_key import assignment_key, content_key
@@ -125,7 +125,7 @@ def make_part_pricer(
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
         splits = splits_backward(mesh.schedule)
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        work = (*layout, mesh.compile, not mesh.needs_generated_model)
+        work = (*layout, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
         cut_s, messages = cuts(*layout, groups.stages)
@@ -186,9 +186,9 @@ def _works_pricer(
     shardings: Shardings,
     measured: MeasuredProfile | None,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-) -> Callable[[int, str, int, bool, bool], Works]:
-    """(tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules) -> work of
-    each kind, as measured where it was.
+) -> Callable[[int, str, int, Execution, bool], Works]:
+    """(tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules) -> work of each kind, as
+    measured where it was.
     """
 
     @cache
@@ -200,18 +200,17 @@ def _works_pricer(
         }
 
     @cache
-    def correction(compiles: bool, own: bool) -> Correction | None:
+    def correction(execution: Execution, own: bool) -> Correction | None:
         if measured is None:
             return None
-        compiled = compiled_kinds(graph) if compiles else frozenset()
-        return _correction(graph, shardings, measured, computed, compiled, own=own)
+        return _correction(graph, shardings, measured, computed, execution, own=own)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int, compiles: bool, own: bool) -> Works:
+    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, own: bool) -> Works:
         found = computed(tp, sharding, micro_batch_size)
-        as_measured = correction(compiles, own)
+        as_measured = correction(execution, own)
         if as_measured is None:
-            assert not compiles  # see `space.compile_choices`
+            assert execution == Execution()  # see `space.executions`
             return tuple((work, "") for work in found.values())
         return tuple(
             as_measured.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
@@ -225,10 +224,10 @@ def _costs_pricer(
     graph: OpGraph,
     context: ParameterContext,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-    works: Callable[[int, str, int, bool, bool], Works],
-) -> Callable[[int, str, int, bool, bool, Placement, bool, bool, str | None], Costs]:
-    """The costs of (tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules,
-    placement, whether stages are cut, whether backward is split, how the loss is computed).
+    works: Callable[[int, str, int, Execution, bool], Works],
+) -> Callable[[int, str, int, Execution, bool, Placement, bool, bool, str | None], Costs]:
+    """The costs of (tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules, placement,
+    whether stages are cut, whether backward is split, how the loss is computed).
     """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
@@ -250,7 +249,7 @@ def _costs_pricer(
         tp: int,
         sharding: str,
         micro_batch_size: int,
-        compiles: bool,
+        execution: Execution,
         own: bool,
         placement: Placement,
         is_cut: bool,
@@ -260,7 +259,7 @@ def _costs_pricer(
         pairs = zip(
             first.values(),
             local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size, compiles, own),
+            works(tp, sharding, micro_batch_size, execution, own),
             parameters(tp, sharding, placement, is_cut),
             strict=True,
         )
@@ -322,7 +321,7 @@ def _correction(
     shardings: Shardings,
     measured: MeasuredProfile,
     computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
-    compiled: frozenset[int],
+    execution: Execution,
     *,
     own: bool,
 ) -> Correction:
@@ -336,7 +335,7 @@ def _correction(
         contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
         assignments=assignments,
         compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
-        compiled=compiled,
+        executions={kind: execution_of(graph, kind, execution) for kind in first},
         own=own,
     )
 

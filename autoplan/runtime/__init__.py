@@ -6,7 +6,7 @@ It is copied as it stands into the folder of a program.
     weights, construction  parameters under the user's names, each rank's part of them
     collectives            tensor-parallel conversions with their gradients
     experts, random        what else generated code calls
-    chunked_loss, recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
+    chunked_loss, memory_format, recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
     data, train, parity    batches, the loop's plumbing, the comparison with one process
     step_profile           where the time of one measured step goes

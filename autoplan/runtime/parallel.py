@@ -29,6 +29,7 @@ from .gradients import (
     sum_tied_gradients,
 )
 from .loss_average import mean_count, weigh
+from .memory_format import take_images
 from .mesh import RankMesh, failing_after_others, group_over_pipeline_ranks
 from .pipeline import Pipeline
 from .recompute import apply_recompute
@@ -98,6 +99,7 @@ class ParallelModel(nn.Module):
                 apply_recompute(stage, config.recompute)
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
+                take_images(stage, config.memory_format)
         if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
