@@ -38,7 +38,7 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
         return ""
     return (
         "Most of the arithmetic is convolutions, which often run faster on images in channels_last: what that gains"
-        " must be measured, by autoplan profile MODEL --memory-format both on one device; then plan with --profile FILE."
+        " must be measured, by autoplan profile MODEL --memory-format both on one device, and given by --profile FILE."
     )
 
 

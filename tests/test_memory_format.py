@@ -119,7 +119,7 @@ def test_a_search_takes_the_memory_format_that_was_measured_to_be_faster(problem
     found = solved(fast)
     assert found.best.plan.mesh.memory_format == "channels_last"
     assert "memory_format='channels_last'," in api.program_files(fast, found)["train.py"].replace('"', "'")
-    assert "fp32, channels_last" in plan_report(found)
+    assert ", channels_last" in plan_report(found)
     assert solved(slow).best.plan.mesh.memory_format == "contiguous"
     assert solved(fast, ("memory_format", "contiguous")).best.plan.mesh.memory_format == "contiguous"
     assert solved(slow, ("memory_format", "channels_last")).best.plan.mesh.memory_format == "channels_last"
