@@ -250,7 +250,7 @@ def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
 
 
 def test_an_assignment_that_was_not_measured_takes_the_correction_of_its_degree(problem, measured) -> None:
-    rows = tuple(replace(row, assignment="another") if row.tp == 2 else row for row in problem.measured.rows())
+    rows = tuple(replace(row, assignment="another") if row.tp == 2 else row for row in problem.measured.rows({}))
     changed = replace(problem.measured, segments=rows)
     mesh = Mesh(tp=2, sharding=segment_rows(measured.rows, tp=2)[0]["boundary"], micro_batch_size=2)
     prices = [
@@ -363,7 +363,7 @@ def test_what_is_fixed_of_compile_reaches_the_plan_and_its_program(problem) -> N
 
 def test_a_search_compiles_where_that_was_measured_to_be_faster(problem) -> None:
     faster = compiled_at_no_time(problem)
-    eager_only = replace(problem, measured=replace(problem.measured, segments=problem.measured.rows()))
+    eager_only = replace(problem, measured=replace(problem.measured, segments=problem.measured.rows({})))
     assert best_plan(faster).mesh.compile
     assert not best_plan(faster, ("compile", "off")).mesh.compile
     assert not best_plan(eager_only).mesh.compile
@@ -371,7 +371,7 @@ def test_a_search_compiles_where_that_was_measured_to_be_faster(problem) -> None
 
 @pytest.mark.parametrize("has_profile", [True, False])
 def test_compiling_has_no_price_unless_it_was_measured(problem, has_profile) -> None:
-    known = replace(problem.measured, segments=problem.measured.rows()) if has_profile else None
+    known = replace(problem.measured, segments=problem.measured.rows({})) if has_profile else None
     asked = replace(problem, measured=known)
     with pytest.raises(UsageError, match="fix compile=on: found .*measured compiled"):
         best_plan(asked, ("compile", "on"))
