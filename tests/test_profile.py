@@ -565,7 +565,7 @@ def test_host_time_of_own_modules_is_the_least_of_theirs_only() -> None:
     common |= {"tp": 1, "forward_s": 9.0, "backward_s": 9.0, "host_backward_s": 3.0, "saved_bytes": 0}
     text = "\n".join(json.dumps(common | {"working_bytes": 0} | line) for line in lines)
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
-    assert found.rows() == (row,)
+    assert found.rows({}) == (row,)
     assert [own.host_forward_s for own in found.rows({}, own=True)] == [6.0, 6.0]
 
 
