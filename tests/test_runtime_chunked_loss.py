@@ -153,3 +153,19 @@ def test_the_loss_of_a_slice_is_compiled_once_for_slices_of_one_size(monkeypatch
     torch.testing.assert_close(loss, LOSSES["flat"](F.linear(*tensors), targets))
     assert len(compiled) == 1
     torch.compiler.reset()
+
+
+def test_a_hugging_face_model_that_computes_its_own_loss_computes_it_in_slices() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=23)
+    model = transformers.LlamaForCausalLM(config).double()
+    ids = torch.arange(24).view(2, 12) % 23
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    parameters = list(model.parameters())
+    expected = gradients_of(model(input_ids=ids, labels=labels).loss, parameters)
+    defer_products(model.lm_head, slice_rows=5, is_compiled=False)
+    outputs = model(input_ids=ids, labels=labels)
+    assert isinstance(outputs.logits, DeferredProduct)
+    for one, other in zip(gradients_of(outputs.loss, parameters), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)  # its loss is in float32

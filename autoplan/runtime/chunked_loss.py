@@ -292,7 +292,7 @@ def _chunked(
     if reduction not in ("mean", "sum"):
         return None
     total: torch.Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]
-        product.x, product.weight, product.bias, targets, loss_of, product.slice_rows
+        product.x, product.weight, product.bias, targets, loss_of, product.slice_rows, product.dtype
     )
     loss = total / (targets != ignore_index).sum() if reduction == "mean" else total
     return _with_hooks(loss, product.hooks).to(product.dtype)
@@ -310,6 +310,7 @@ class _SlicedLoss(torch.autograd.Function):
         targets: torch.Tensor,
         loss_of: SliceLoss,
         slice_rows: int,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         has_gradient = any(ctx.needs_input_grad)
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -319,7 +320,7 @@ class _SlicedLoss(torch.autograd.Function):
         for start in range(0, len(x), slice_rows):
             rows = slice(start, start + slice_rows)
             logits = F.linear(x[rows], weight, bias)
-            loss, gradient = _loss_and_gradient(loss_of, logits, targets[rows], has_gradient=has_gradient)
+            loss, gradient = _loss_and_gradient(loss_of, logits, targets[rows], dtype, has_gradient=has_gradient)
             losses.append(loss)
             if of_x is not None:
                 torch.mm(gradient, weight, out=of_x[rows])
@@ -334,18 +335,18 @@ class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(_scaled(saved, gradient, dtype) for saved, dtype in pairs), None, None, None)
+        return (*(_scaled(saved, gradient, dtype) for saved, dtype in pairs), None, None, None, None)
 
 
 def _loss_and_gradient(
-    loss_of: SliceLoss, logits: torch.Tensor, targets: torch.Tensor, *, has_gradient: bool
+    loss_of: SliceLoss, logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, *, has_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a slice and its gradient (empty without `has_gradient`)."""
+    """The summed loss of a slice in `dtype`, and the gradient of its logits (empty without `has_gradient`)."""
     if not has_gradient:
-        return loss_of(logits, targets), logits.new_empty(0)
+        return loss_of(logits.to(dtype), targets), logits.new_empty(0)
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        loss = loss_of(leaf, targets)
+        loss = loss_of(leaf.to(dtype), targets)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
