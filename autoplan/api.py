@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
 
@@ -174,15 +174,17 @@ def measurement_folder(
     degrees: Sequence[int] = (),
     micro_batch_sizes: Sequence[int] = DEFAULT_MEASURED_SIZES,
     compile: str = "off",
+    memory_format: str = MEMORY_FORMATS[0],
     **options: Any,
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
 
     `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
-    the loss are measured eager (`compile` is "off"), compiled ("on") or "both".
+    the loss are measured eager (`compile` is "off"), compiled ("on") or "both"; what reads images with these
+    "contiguous", "channels_last" or "both".
     """
     from autoplan.output_folder import read_text_file
-    from autoplan.profile_folder import COMPILE_WAYS, MeasurementRequest, measurement_files, value_ranges
+    from autoplan.profile_folder import COMPILE_WAYS, FORMAT_WAYS, MeasurementRequest, measurement_files, value_ranges
     from autoplan.trace import example_batch, model_source
 
     profile, chosen = _load_profile(hw, 1), checked(Options(**options))
@@ -190,6 +192,9 @@ def measurement_folder(
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:
         raise UsageError(f"profile: compile: found {compile!r}\n  expected: one of {', '.join(COMPILE_WAYS)}")
+    if memory_format not in FORMAT_WAYS:
+        expected = ", ".join(FORMAT_WAYS)
+        raise UsageError(f"profile: memory_format: found {memory_format!r}\n  expected: one of {expected}")
     path, overrides = model_file(model, overrides or {})
     graph = trace_model(path, overrides=overrides)
     batch = example_batch(model_source(path, dict(overrides)), 1)
@@ -204,6 +209,7 @@ def measurement_folder(
         micro_batch_sizes=tuple(micro_batch_sizes),
         ranges=value_ranges(batch),
         compile=compile,
+        memory_format=memory_format,
     )
     return measurement_files(request)
 
@@ -427,7 +433,8 @@ def _request(problem: Problem) -> Request:
 
 
 def _workload(problem: Problem) -> Workload:
-    from autoplan.space import flops_per_sample, ops_without_rule
+    from autoplan.space import flops_per_sample, load_rules, ops_without_rule
+    from autoplan.untried import untried
 
     graph, profile = problem.graph, problem.profile
     kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
@@ -446,7 +453,9 @@ def _workload(problem: Problem) -> Workload:
         provenance=_provenance(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=MODULE_LEVEL_LIMITS if graph.is_module_level else (),
+        limits=MODULE_LEVEL_LIMITS
+        if graph.is_module_level
+        else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(kinds, peaks, strict=True)

@@ -26,7 +26,7 @@ import click
 
 from autoplan import __version__
 from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, ToleranceError, UsageError
-from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.options import MEMORY_FORMATS, OBJECTIVES, PRECISIONS, Options
 from autoplan.parallel_plan import SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ _workload = _options(
         "--fix",
         multiple=True,
         metavar="NAME=VALUE,...",
-        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, compile.",
+        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, loss, compile, "
+        "memory_format.",
     ),
     click.option(
         "--time-limit",
@@ -323,6 +324,13 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
     default="off",
     show_default=True,
     help="Measure blocks and the loss eager, compiled, or both ways; to compile takes up to a minute each.",
+)
+@click.option(
+    "--memory-format",
+    type=click.Choice([*MEMORY_FORMATS, "both"]),
+    default=MEMORY_FORMATS[0],
+    show_default=True,
+    help="How images lie in memory, for models with convolutions.",
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
