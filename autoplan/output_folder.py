@@ -20,10 +20,10 @@ from typing import Any
 from autoplan.answer import Answer, answer_from_json, answer_to_json
 from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.errors import InputError, OutputError
+from autoplan.html_report import chart_files, plan_page
 from autoplan.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import rejected_csv
-from autoplan.report_html import html_report
 
 MANIFEST = "MANIFEST.json"
 MAX_FILE_BYTES = 256 * 2**20
@@ -75,12 +75,13 @@ def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool 
 def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...], ...] = ()) -> dict[str, str | bytes]:
     """Everything in the folder that is not the program itself: plan, reports, predicted trace, launch scripts.
 
-    `memory` is what `simulate.memory_over_time` returns, for the trace.
+    `memory` is what `simulate.memory_over_time` returns, for the trace and the page.
     """
     trace = timeline_to_chrome_json(answer.best.estimate.timeline, memory=memory)
     return {
         "plan.json": answer_to_json(answer) + "\n",
-        "report.html": html_report(answer),
+        "report.html": plan_page(answer, memory=memory),
+        **chart_files(answer, memory=memory),
         "trace.json.gz": gzip.compress(trace.encode(), mtime=0),
         "rejected.csv": rejected_csv(answer.result.rejected),
         **dict(_launch_files(answer)),
