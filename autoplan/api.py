@@ -315,7 +315,6 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     from autoplan.hugging_face import is_hugging_face
     from autoplan.output_folder import launch_command, read_text_file, report_files
     from autoplan.report import program_header
-    from autoplan.simulate import memory_over_time
     from autoplan.space import load_rules
 
     program = generate(
@@ -326,9 +325,14 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         model_text=read_text_file(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
     )
-    plan = answer.best.plan
-    memory = memory_over_time(_price(problem, plan), plan.stages)
-    return {**dict(program.files), **report_files(answer, memory=memory)}
+    return {**dict(program.files), **report_files(answer, memory=memory_curves(problem, answer.best.plan))}
+
+
+def memory_curves(problem: Problem, plan: Plan) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """What each pipeline rank has allocated over the step; see `simulate.memory_over_time`."""
+    from autoplan.simulate import memory_over_time
+
+    return memory_over_time(_price(problem, plan), plan.stages)
 
 
 def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False) -> None:

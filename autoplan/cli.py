@@ -109,6 +109,10 @@ _cluster = _options(
     ),
     click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
 )
+_page = _options(
+    click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."),
+    click.option("--force", is_flag=True, help="Replace FILE."),
+)
 _rules = click.option(
     "--rules", metavar="FILE", multiple=True, help="File of op rules of your own, ending in RULES = {...}; repeatable."
 )
@@ -254,23 +258,38 @@ def rule_command(
 @click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
 @click.option("--why-not", multiple=True, metavar="NAME=VALUE,...", help="Search for the best plan with this --fix.")
 @click.option("--sensitivity", "asks_sensitivity", is_flag=True, help="Search on slightly better clusters.")
+@_page
 @_output
-def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool, output_format: str) -> None:
+def explain_command(
+    path: Path,
+    why_not: tuple[str, ...],
+    asks_sensitivity: bool,
+    html: Path | None,
+    force: bool,
+    output_format: str,
+) -> None:
     """Say why this plan, why not the next best, and what each second is spent on.
 
     With --why-not and --sensitivity, say instead why not another plan, and what would change the decision.
     """
-    from autoplan import questions
+    from autoplan import api, questions
     from autoplan.answer import answer_to_dict
+    from autoplan.html_report import plan_page
     from autoplan.option_checks import parse_fix
-    from autoplan.output_folder import read_answer
+    from autoplan.output_folder import check_page, read_answer, write_page
     from autoplan.report_explain import explain_report, sensitivity_report, why_not_report
 
+    if html is not None:
+        check_page(html, force=force)
     answer = read_answer(path)
     if not why_not and not asks_sensitivity:
+        if html is not None:
+            write_page(html, plan_page(answer), force=force)
+            _progress(f"wrote {html}")
         _print_answer(answer, explain_report, output_format)
         return
     found, texts = answer_to_dict(answer), []
+    rows: tuple[questions.SensitivityRow, ...] = ()
     with _stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
@@ -282,6 +301,14 @@ def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool
             rows = questions.sensitivity(problem, answer, progress=_progress)
             found["sensitivity"] = [asdict(row) for row in rows]
             texts.append(sensitivity_report(rows))
+        if html is not None:
+            page = plan_page(
+                questions.judged_again(problem, answer),
+                memory=api.memory_curves(problem, answer.best.plan),
+                sensitivity=rows,
+            )
+            write_page(html, page, force=force)
+            _progress(f"wrote {html}")
     _print(json.dumps(found, indent=2) if output_format == "json" else "\n".join(texts))
 
 

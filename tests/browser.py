@@ -104,7 +104,7 @@ def open_browser() -> Iterator[Browser]:
     assert CHROMIUM is not None
     to_browser_read, to_browser = os.pipe()
     from_browser, from_browser_write = os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # Chromium reads commands from descriptor 3 and writes answers to 4
         shell = f'exec 3<&{to_browser_read} 4>&{from_browser_write}; exec "$0" "$@"'
         command = [CHROMIUM, *_FLAGS, *_QUIET, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
@@ -119,10 +119,13 @@ def open_browser() -> Iterator[Browser]:
         try:
             yield _attached(Browser(to_browser, from_browser))
         finally:
-            os.close(to_browser)
+            os.close(to_browser)  # the browser ends when nobody can tell it anything
             os.close(from_browser)
-            process.kill()
-            process.wait()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _attached(browser: Browser) -> Browser:

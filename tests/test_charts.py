@@ -368,4 +368,4 @@ def test_every_kind_and_every_trust_has_a_meaning() -> None:
 
 def test_time_texts_on_axes_have_units() -> None:
     chart = timeline_chart([_event(0, "0F0", 0.0, 0.001)], step_s=0.001)
-    assert ["0 s", "200 us", "400 us"] == _texts(chart)[:3]
+    assert _texts(chart)[:3] == ["0 s", "200 us", "400 us"]

@@ -20,11 +20,13 @@ from browser import CHROMIUM, Browser, open_browser
 from conftest import make_candidate, make_estimate
 
 from autoplan.answer import Answer, Request
+from autoplan.cli import run
 from autoplan.html_report import chart_files, plan_page
 from autoplan.html_report.plan_charts import plan_charts
 from autoplan.html_report.svg import printable
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.options import Options
+from autoplan.output_folder import report_files, write_folder
 from autoplan.parallel_plan import Mesh, StagePlan, TimelineEvent
 from autoplan.questions import SensitivityRow
 from autoplan.search.result import Rejection
@@ -236,6 +238,27 @@ def test_rows_beside_the_page_are_the_figures_of_the_answer(answer: Answer) -> N
     assert [row["reserved_bytes"] for row in content["memory"]] == [5 * GiB, 8 * GiB]
     moments = list(csv.DictReader(io.StringIO(files["report/memory_over_time.csv"])))
     assert [int(row["allocated_bytes"]) for row in moments] == [GiB, 4 * GiB, 7 * GiB, 2 * GiB]
+
+
+def test_explain_writes_the_page_and_replaces_none_unless_forced(tmp_path: Path, answer: Answer, capsys) -> None:
+    write_folder(tmp_path / "out", report_files(answer))
+    page = tmp_path / "page.html"
+    asked = ["explain", str(tmp_path / "out"), "--html", str(page)]
+    assert run(asked) == 0
+    assert "Why this plan" in capsys.readouterr().out
+    assert "1.6 s" in _Page(page.read_text()).text
+    page.write_text("mine")
+    assert run(asked) == 9
+    assert "--force" in capsys.readouterr().err and page.read_text() == "mine"
+    assert run([*asked, "--force"]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "page.html"]
+
+
+@pytest.mark.parametrize("target", ["missing/page.html", "."])
+def test_page_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path, target: str, capsys) -> None:
+    assert run(["explain", str(tmp_path / "no.json"), "--force", "--html", str(tmp_path / target)]) == 9
+    assert "no.json" not in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------- size

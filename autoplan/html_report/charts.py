@@ -28,7 +28,8 @@ BAR_LEFT, BAR_RIGHT, BAR_ROW, BAR_HEIGHT = 250, 136, 30, 20
 POINT_LEFT, POINT_RIGHT, POINT_TOP, POINT_BOTTOM = 84, 24, 34, 48
 POINT_WIDTH, POINT_HEIGHT = 640, 380
 INSIDE_WIDTH = 44  # a part of a bar has its figure written in it from here on
-MAX_NAME_WIDTH = 150
+MAX_NAME_WIDTH = 180
+LINE_HEIGHT = 12
 MARGIN = 1.08  # axes end a little beyond the largest value
 
 Text = Callable[[float], str]
@@ -86,6 +87,7 @@ def stacked_bars(
     text: Text,
     limits: Sequence[float] = (),
     unit: float = 1.0,
+    note: str = "",
 ) -> Chart:
     """Bars of equal scale, their parts in order; `limits`, one for each bar, are what it should not pass.
 
@@ -108,6 +110,7 @@ def stacked_bars(
         width=WIDTH,
         height=int(bottom + 24),
         body="".join(parts),
+        note=note,
     )
 
 
@@ -142,13 +145,27 @@ def shown_text(text: str) -> str:
 
 
 def pareto_chart(
-    points: Sequence[Point], *, name: str, title_text: str, x_name: str, y_name: str, x_text: Text, y_text: Text
+    points: Sequence[Point],
+    *,
+    name: str,
+    title_text: str,
+    x_name: str,
+    y_name: str,
+    x_text: Text,
+    y_text: Text,
+    x_unit: float = 1.0,
 ) -> Chart:
-    """Points of two costs, both the less the better; those than which none is better in both are joined."""
+    """Points of two costs, both the less the better; those than which none is better in both are joined.
+
+    Round numbers on the axis of `x` are round in `x_unit`.
+    """
     x = _spread([point.x for point in points], POINT_LEFT, POINT_WIDTH - POINT_RIGHT)
     y = _spread([point.y for point in points], POINT_HEIGHT - POINT_BOTTOM, POINT_TOP)
     front = pareto_front([(point.x, point.y) for point in points])
-    parts = _plane(x, y, x_name=x_name, y_name=y_name, x_text=x_text, y_text=y_text)
+    parts = [
+        x_axis(x, _ticks(x, 7, unit=x_unit), top=y.stop, bottom=y.start, text=x_text, name=x_name),
+        y_axis(y, _ticks(y, 6), left=x.start, right=x.stop, text=y_text, name=y_name),
+    ]
     ordered = sorted(front, key=lambda index: (points[index].x, -points[index].y))
     if ordered:
         corners = [f"M{number(x.at(points[ordered[0]].x))} {number(y.at(points[ordered[0]].y))}"]
@@ -159,7 +176,7 @@ def pareto_chart(
         size = 7 if point.is_chosen else 5
         spot = {"cx": x.at(point.x), "cy": y.at(point.y), "r": size}
         parts.append(element("circle", title(point.told), css=f"f{series}", **spot))
-    parts += _names(points, x, y)
+    parts += _names(points, x, y, front=front)
     parts.append(label(POINT_LEFT, POINT_HEIGHT + 12, "Blue: no other is better in both. Gray: another one is."))
     return Chart(
         name=name,
@@ -180,23 +197,28 @@ def pareto_front(points: Sequence[tuple[float, ...]]) -> frozenset[int]:
     return frozenset(index for index, point in enumerate(points) if not is_beaten(point))
 
 
-def _names(points: Sequence[Point], x: Axis, y: Axis) -> list[str]:
-    """The name beside each point, as long as there is room; the chosen first."""
+def _names(points: Sequence[Point], x: Axis, y: Axis, *, front: frozenset[int]) -> list[str]:
+    """The name beside each point, as long as there is room; the chosen first, then those of the front."""
     taken = [(x.at(point.x) - 6, x.at(point.x) + 6, y.at(point.y)) for point in points]
     parts = []
-    for point in sorted(points, key=lambda point: not point.is_chosen):
+    for index in sorted(range(len(points)), key=lambda index: (not points[index].is_chosen, index not in front)):
+        point = points[index]
         name = shortened(point.name, width=MAX_NAME_WIDTH)
-        width = CHARACTER_WIDTH * len(name)
-        at_x, at_y = x.at(point.x), y.at(point.y)
-        for left, row in ((at_x + 9, at_y), (at_x - 9 - width, at_y), (at_x + 4, at_y - 14), (at_x + 4, at_y + 14)):
-            is_free = not any(
-                abs(row - other) < 12 and left < stop and start < left + width for start, stop, other in taken
-            )
-            if is_free and left >= x.start and left + width <= POINT_WIDTH:
-                taken.append((left, left + width, row))
-                parts.append(label(left, row + 4, name, css="strong" if point.is_chosen else ""))
+        at_x, at_y, width = x.at(point.x), y.at(point.y), CHARACTER_WIDTH * len(name)
+        weight = "strong" if point.is_chosen else ""
+        for css, at, down in (("", 9, 0), ("end", -9, 0), ("", 4, -14), ("", 4, 14)):
+            left = at_x + at - (width if css else 0)
+            spot = (left, left + width, at_y + down)
+            if left >= x.start and left + width <= POINT_WIDTH and not any(_overlap(spot, other) for other in taken):
+                taken.append(spot)
+                parts.append(label(at_x + at, at_y + down + 4, name, css=f"{weight} {css}".strip()))
                 break
     return parts
+
+
+def _overlap(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    """Whether two (left, right, middle) of lines of text touch each other."""
+    return one[0] < other[1] and other[0] < one[1] and abs(one[2] - other[2]) < LINE_HEIGHT
 
 
 def _spread(values: Sequence[float], start: float, stop: float) -> Axis:
@@ -210,16 +232,10 @@ def _spread(values: Sequence[float], start: float, stop: float) -> Axis:
     return Axis(0.0, high * MARGIN, start, stop)
 
 
-def _ticks(axis: Axis, n_most: int) -> tuple[float, ...]:
-    return log_ticks(axis.low, axis.high) if axis.is_log else ticks(axis.low, axis.high, n_most=n_most)
-
-
-def _plane(x: Axis, y: Axis, *, x_name: str, y_name: str, x_text: Text, y_text: Text) -> list[str]:
-    """Both axes."""
-    return [
-        x_axis(x, _ticks(x, 7), top=y.stop, bottom=y.start, text=x_text, name=x_name),
-        y_axis(y, _ticks(y, 6), left=x.start, right=x.stop, text=y_text, name=y_name),
-    ]
+def _ticks(axis: Axis, n_most: int, *, unit: float = 1.0) -> tuple[float, ...]:
+    low, high = axis.low / unit, axis.high / unit
+    found = log_ticks(low, high) if axis.is_log else ticks(low, high, n_most=n_most)
+    return tuple(unit * value for value in found)
 
 
 # ------------------------------------------------------------------------------------------------------------ tornado

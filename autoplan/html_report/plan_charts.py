@@ -161,10 +161,10 @@ def _candidates_chart(answer: Answer) -> Chart:
 
 def _sensitivity_chart(rows: Sequence[SensitivityRow]) -> Chart:
     swings = []
-    for row in rows:
+    for row in rows[1:]:  # the first is the cluster as it is
         if row.gain is not None and row.step_s is not None:
             told = f"{row.change}: step {format_seconds(row.step_s)}, gain {row.gain:.2%}, {row.plan_changes}"
             swings.append(Swing(row.change, min(row.gain, 0.0), max(row.gain, 0.0), told))
     return tornado_chart(
-        swings, name="sensitivity", title_text="What a better cluster is worth", text=lambda gain: f"{gain:.1%}"
+        swings, name="sensitivity", title_text="What a better cluster is worth", text=lambda gain: f"{gain:.2%}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autoplan.answer import (
     Answer,
@@ -30,7 +29,7 @@ from autoplan.html_report.plan_rows import (
     stages_table,
 )
 from autoplan.html_report.provenance import provenance_kind, trust_kind
-from autoplan.html_report.table import Table, cells
+from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
 from autoplan.questions import SensitivityRow
@@ -39,16 +38,6 @@ from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_usd
 
 FOLDER = "report"
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A figure at a glance; `kind` is one of `provenance.KINDS`."""
-
-    value: str
-    name: str
-    kind: str
-    detail: str = ""
 
 
 def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity: Sequence[SensitivityRow] = ()) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoplan.html_report.svg import label, line
+from autoplan.units import SECOND_UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,15 @@ def log_ticks(low: float, high: float, *, n_most: int = 7) -> tuple[float, ...]:
     return tuple(found[::apart])
 
 
+def time_unit_s(high_s: float) -> float:
+    """In which unit times up to this are round: days, hours or seconds, as `units.format_seconds` writes them."""
+    return next((unit_s for unit_s in (SECOND_UNITS["d"], SECOND_UNITS["h"]) if high_s >= unit_s), 1.0)
+
+
 def time_ticks(high_s: float) -> tuple[float, ...]:
     """Of an axis of time that starts at 0."""
-    return ticks(0.0, high_s, n_most=8)
+    unit_s = time_unit_s(high_s)
+    return tuple(unit_s * value for value in ticks(0.0, high_s / unit_s, n_most=8))
 
 
 def x_axis(

@@ -1,14 +1,23 @@
-"""Tables: cells with a text to read and a value to sort by; as HTML rows, as CSV, as JSON records."""
+"""Cards and tables: cells with a text to read and a value to sort by; as HTML rows, as CSV, as JSON records."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any
 
 Value = float | int | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A figure at a glance; `kind` is one of `provenance.KINDS`."""
+
+    value: str
+    name: str
+    kind: str
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,3 @@ def records_csv(records: Sequence[dict[str, Value]]) -> str:
 
 def _inert(value: Value) -> Value:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
-
-
-def text_columns(rows: Iterable[Sequence[str]]) -> tuple[tuple[Cell, ...], ...]:
-    """Rows of plain texts."""
-    return tuple(cells(*row) for row in rows)
-
-
-Records = dict[str, list[dict[str, Any]]]
