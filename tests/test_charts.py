@@ -206,8 +206,9 @@ def test_points_of_the_front_are_blue_and_the_chosen_one_is_larger() -> None:
     points = [Point("a", 1.0, 3.0, "a", is_chosen=True), Point("b", 2.0, 1.0, "b"), Point("c", 2.0, 4.0, "c")]
     chart = pareto_chart(points, name="n", title_text="t", x_name="x", y_name="y", x_text=str, y_text=str)
     spots = [(item.find("{*}title").text, item.get("class"), item.get("r")) for item in _drawn(chart, "circle")]
-    assert spots == [("a", "f0", "7"), ("b", "f0", "5"), ("c", "f5", "5")]
-    a, b = (_size(item, "cx", "cy") for item in _drawn(chart, "circle")[:2])
+    # those of the front are drawn last, above the others
+    assert spots == [("c", "f5", "5"), ("a", "f0", "7"), ("b", "f0", "5")]
+    a, b = (_size(item, "cx", "cy") for item in _drawn(chart, "circle")[1:])
     assert a[0] < b[0] and a[1] < b[1]  # more to the right, and lower on the page
 
 

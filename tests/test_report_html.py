@@ -403,5 +403,7 @@ def test_browser_prints_every_chart_within_the_paper(browser: Browser, page_file
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     widths = browser.run("[...document.querySelectorAll('svg')].map(item => item.getBoundingClientRect().width)")
     assert max(widths) <= 700
+    shown = "[...document.querySelectorAll('details.printed table')].map(item => item.checkVisibility())"
+    assert browser.run(shown) == [True, True]
     assert base64.b64decode(browser.send("Page.printToPDF")["data"]).startswith(b"%PDF")
     browser.send("Emulation.setEmulatedMedia", media="")

@@ -1,9 +1,9 @@
 """Pages to look at: one self-contained HTML file of an answer or of a sweep, and its charts and rows as files.
 
-    answer --plan_charts--> SVG --+
-           --plan_rows----> rows -+--plan_page--> HTML       palette, svg, scales    the look
-                                  +--chart_files--> files    charts, timeline, ...   rows in, drawing out
-                                                             page                    policy, style, script
+    answer --plan_charts---> SVG --+
+           --plan_rows-----> rows -+--plan_page--> HTML       palette, svg, scales    the look
+                                   +--chart_files--> files    charts, timeline, ...   rows in, drawing out
+    rows   --sweep_charts--> SVG -----sweep_page--> HTML      page                    policy, style, script
 
 Nothing is requested and only the one script that sorts tables may run; without it everything is still there.
 """

@@ -29,6 +29,8 @@ POINT_LEFT, POINT_RIGHT, POINT_TOP, POINT_BOTTOM = 84, 24, 34, 48
 POINT_WIDTH, POINT_HEIGHT = 640, 380
 INSIDE_WIDTH = 44  # a part of a bar has its figure written in it from here on
 MAX_NAME_WIDTH = 180
+MAX_NAMES = 60
+MAX_POINTS = 400  # that are not on the front
 LINE_HEIGHT = 12
 MARGIN = 1.08  # axes end a little beyond the largest value
 
@@ -171,8 +173,9 @@ def pareto_chart(
         corners = [f"M{number(x.at(points[ordered[0]].x))} {number(y.at(points[ordered[0]].y))}"]
         corners += [f"H{number(x.at(points[i].x))}V{number(y.at(points[i].y))}" for i in ordered[1:]]
         parts.append(element("path", css="l0 curve", d="".join(corners)))
-    for index, point in enumerate(points):
-        series = 0 if index in front else 5
+    behind = [index for index in range(len(points)) if index not in front]
+    for index in (*behind[:MAX_POINTS], *sorted(front)):
+        point, series = points[index], 0 if index in front else 5
         size = 7 if point.is_chosen else 5
         spot = {"cx": x.at(point.x), "cy": y.at(point.y), "r": size}
         parts.append(element("circle", title(point.told), css=f"f{series}", **spot))
@@ -185,23 +188,25 @@ def pareto_chart(
         width=POINT_WIDTH,
         height=POINT_HEIGHT + LEGEND_ROW + 2,
         body="".join(parts),
+        note=f"{len(behind) - MAX_POINTS} more gray points are not drawn." if len(behind) > MAX_POINTS else "",
     )
 
 
 def pareto_front(points: Sequence[tuple[float, ...]]) -> frozenset[int]:
     """The places of the points that no other equals or betters in everything and betters in something."""
-
-    def is_beaten(point: tuple[float, ...]) -> bool:
-        return any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
-
-    return frozenset(index for index, point in enumerate(points) if not is_beaten(point))
+    front: dict[tuple[float, ...], None] = {}
+    for point in sorted(set(points)):  # what betters a point comes before it
+        if not any(all(a <= b for a, b in zip(other, point, strict=True)) for other in front):
+            front[point] = None
+    return frozenset(index for index, point in enumerate(points) if point in front)
 
 
 def _names(points: Sequence[Point], x: Axis, y: Axis, *, front: frozenset[int]) -> list[str]:
     """The name beside each point, as long as there is room; the chosen first, then those of the front."""
     taken = [(x.at(point.x) - 6, x.at(point.x) + 6, y.at(point.y)) for point in points]
     parts = []
-    for index in sorted(range(len(points)), key=lambda index: (not points[index].is_chosen, index not in front)):
+    ordered = sorted(range(len(points)), key=lambda index: (not points[index].is_chosen, index not in front))
+    for index in ordered[:MAX_NAMES]:
         point = points[index]
         name = shortened(point.name, width=MAX_NAME_WIDTH)
         at_x, at_y, width = x.at(point.x), y.at(point.y), CHARACTER_WIDTH * len(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autoplan.answer import (
@@ -28,7 +29,7 @@ from autoplan.html_report.plan_rows import (
     sources_table,
     stages_table,
 )
-from autoplan.html_report.provenance import provenance_kind, trust_kind
+from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
@@ -63,6 +64,7 @@ def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity
         rejections=rejections_table(answer),
         n_rejections_hidden=max(0, len(result.rejected) - MAX_REJECTIONS),
         sources=sources_table(answer),
+        kinds=_kinds_text(answer),
     )
 
 
@@ -107,6 +109,12 @@ def _basis(best: Candidate) -> str:
 def _decision(answer: Answer) -> list[tuple[str, str]]:
     fix = () if answer.request is None else answer.request.options.fix
     return [*plan_rows(answer.best.plan), *([("asked for", fix_text(fix))] if fix else [])]
+
+
+def _kinds_text(answer: Answer) -> str:
+    """`3 measured, 1 assumed`: how the figures of the hardware are known."""
+    found = Counter(provenance_kind(source) for _, source in answer.workload.provenance)
+    return ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
 
 
 def _price_source(answer: Answer) -> str:

@@ -28,7 +28,7 @@ def candidates_table(answer: Answer) -> Table:
     """The chosen plan, the alternatives and the plain recipes."""
     named = named_candidates(answer)
     cost = None if answer.result.best is None else cost_usd(answer, answer.best)
-    header = ("", "plan", "recompute", "step", "to the chosen", "MFU", "memory", "left")
+    header = ("candidate", "plan", "recompute", "step", "to the chosen", "MFU", "memory", "left")
     return Table(
         header=(*header, *(() if cost is None else (f"cost of {cost[1]}",))),
         rows=tuple(_candidate_row(answer, name, item, with_cost=cost is not None) for name, item in named),
