@@ -9,16 +9,18 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from autoplan.what_if.rows import SHARES, WhatIfRow
 from browser import CHROMIUM, open_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report_html import HOSTILE, _Page
 
+from autoplan.cli import run
 from autoplan.html_report.svg import Chart, printable
 from autoplan.html_report.sweep_charts import rate, sweep_charts, varying
 from autoplan.html_report.sweep_page import sweep_page
+from autoplan.report import rate_text
 from autoplan.units import GiB
+from autoplan.what_if.rows import SHARES, WhatIfRow
 
 HOUR_S = 3600.0
 
@@ -173,6 +175,32 @@ def test_page_of_four_thousand_points_stays_below_a_megabyte() -> None:
     shown = _Page(text).text
     for said in ("3976 more points are in the table.", "leave out the last 3600", "more gray points are not drawn"):
         assert said in shown
+
+
+def test_whatif_writes_the_page_of_the_rows_it_prints(tmp_path: Path, capsys) -> None:
+    page = tmp_path / "sweep.html"
+    model = str(Path(__file__).parent.parent / "examples" / "mlp.py")
+    asked = [
+        "whatif",
+        model,
+        "--hw",
+        "dgx_a100_x8",
+        "--fix",
+        "pp=1,tp=1",
+        "--samples",
+        "1e6",
+        "--jobs",
+        "1",
+        "--format",
+        "json",
+    ]
+    assert run([*asked, "--html", str(page)]) == 0
+    printed = json.loads(capsys.readouterr().out)["rows"]
+    text = _Page(page.read_text()).text
+    quickest = max(row["samples_per_s"] * row["goodput"] for row in printed if row["goodput"])
+    assert f"{rate_text(quickest)} samples/s" in text and "mlp.py: 1e+06 samples" in text
+    assert all(row["plan"] or row["detail"] in text for row in printed)
+    assert run([*asked, "--html", str(page)]) == 9
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

@@ -24,11 +24,11 @@ from autoplan.html_report.svg import (
 )
 
 WIDTH = 960
-BAR_LEFT, BAR_RIGHT, BAR_ROW, BAR_HEIGHT = 250, 136, 30, 20
+BAR_LEFT, BAR_RIGHT, BAR_ROW, BAR_HEIGHT = 280, 136, 30, 20
 POINT_LEFT, POINT_RIGHT, POINT_TOP, POINT_BOTTOM = 84, 24, 34, 48
 POINT_WIDTH, POINT_HEIGHT = 640, 380
 INSIDE_WIDTH = 44  # a part of a bar has its figure written in it from here on
-MAX_NAME_WIDTH = 180
+MAX_NAME_WIDTH = 260
 MAX_NAMES = 60
 MAX_POINTS = 400  # that are not on the front
 LINE_HEIGHT = 12
