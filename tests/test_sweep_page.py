@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields, replace
+from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,9 +19,13 @@ from autoplan.cli import run
 from autoplan.html_report.svg import Chart, printable
 from autoplan.html_report.sweep_charts import rate, sweep_charts, varying
 from autoplan.html_report.sweep_page import sweep_page
-from autoplan.report import rate_text
 from autoplan.units import GiB
-from autoplan.what_if.rows import SHARES, WhatIfRow
+from autoplan.what_if import asking
+from autoplan.what_if.asking import WhatIf
+from autoplan.what_if.prices import read_prices
+from autoplan.what_if.rows import SHARES, Assumptions, WhatIfRow
+from autoplan.what_if.sweep import Sweep
+from autoplan.what_if.tables import assumption_texts
 
 HOUR_S = 3600.0
 
@@ -177,29 +182,19 @@ def test_page_of_four_thousand_points_stays_below_a_megabyte() -> None:
         assert said in shown
 
 
-def test_whatif_writes_the_page_of_the_rows_it_prints(tmp_path: Path, capsys) -> None:
+def test_whatif_writes_the_page_of_the_rows_it_prints(tmp_path: Path, monkeypatch, capsys) -> None:
+    answer = WhatIf(ROWS, Sweep((), 0, False, 0.0, 0.0), Assumptions(shipped=read_prices(), today=date(2026, 11, 21)))
+    monkeypatch.setattr(asking, "ask", lambda question, **_: answer)
     page = tmp_path / "sweep.html"
-    model = str(Path(__file__).parent.parent / "examples" / "mlp.py")
-    asked = [
-        "whatif",
-        model,
-        "--hw",
-        "dgx_a100_x8",
-        "--fix",
-        "pp=1,tp=1",
-        "--samples",
-        "1e6",
-        "--jobs",
-        "1",
-        "--format",
-        "json",
-    ]
+    asked = ["whatif", "toy.py", "--set", "size=8b", "--hw", "a,b", "--tokens", "3.6e9", "--format", "json"]
     assert run([*asked, "--html", str(page)]) == 0
     printed = json.loads(capsys.readouterr().out)["rows"]
+    assert page.read_text() == sweep_page(
+        ROWS, title="toy.py size=8b: 3.6e+09 tokens", notes=assumption_texts(answer.assumptions)
+    )
     text = _Page(page.read_text()).text
-    quickest = max(row["samples_per_s"] * row["goodput"] for row in printed if row["goodput"])
-    assert f"{rate_text(quickest)} samples/s" in text and "mlp.py: 1e+06 samples" in text
-    assert all(row["plan"] or row["detail"] in text for row in printed)
+    assert all((row["plan"] or row["detail"]) in text for row in printed)
+    monkeypatch.setattr(asking, "ask", lambda question, **_: pytest.fail("searched although FILE is there"))
     assert run([*asked, "--html", str(page)]) == 9
 
 

@@ -61,8 +61,8 @@ def plan_charts(
 
 
 def _n_devices_per_host(answer: Answer) -> int | None:
-    workload, mesh = answer.workload, answer.best.plan.mesh
-    return None if answer.best.plan.groups else min(workload.n_devices // workload.n_hosts, mesh.n_devices)
+    workload = answer.workload
+    return None if answer.best.plan.groups else workload.n_devices // workload.n_hosts
 
 
 def _breakdown_chart(answer: Answer) -> Chart:
