@@ -191,10 +191,11 @@ def _figure(entry: Any, label: str, quantity: Quantity) -> Figure:
         raise InputError.of(
             f"{label}.source", found=source, expected="where the figure comes from", fix="name data sheet or command"
         )
-    return Figure(_number(text, label, quantity), source)
+    return Figure(number(text, label, quantity), source)
 
 
-def _number(text: str, label: str, quantity: Quantity) -> float:
+def number(text: str, label: str, quantity: Quantity) -> float:
+    """The figure in base units; raises InputError when it has no unit, a wrong one, or is of no plausible size."""
     try:
         value = units.parse_quantity(text, quantity.units)
     except ValueError as error:

@@ -39,6 +39,7 @@ from autoplan.hardware_fields import (
 from autoplan.hardware_networks import HostShape, Sources, read_network
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
+PRICES_FILE = "prices.toml"
 MAX_FILE_BYTES = units.MiB
 
 # --- from a name or path to a profile --------------------------------------------------------------------------
@@ -47,7 +48,13 @@ MAX_FILE_BYTES = units.MiB
 def shipped_names() -> tuple[str, ...]:
     """Names of the profiles in the package, sorted."""
     names = (item.name for item in files(PROFILE_PACKAGE).iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml") and name != SHARED_FILE))
+    others = (SHARED_FILE, PRICES_FILE)
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml") and name not in others))
+
+
+def shipped_prices() -> str:
+    """The text of the prices that come with autoplan; see `what_if.prices`."""
+    return files(PROFILE_PACKAGE).joinpath(PRICES_FILE).read_text(encoding="utf-8")
 
 
 def read_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
@@ -276,6 +283,15 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
         group_bus_efficiency=tuple((size, bus_rate / rate) for size, bus_rate in groups),
         multicast_bus_efficiency=multicast.value / rate if multicast else None,
     )
+
+
+def generic_host_link(kind: str, *, n_devices: int) -> LinkTier:
+    """Links of this kind between the devices of a host, as `shared.toml` has them.
+
+    Raises: UsageError for a kind that it does not have, InputError for one that has no figures of its own.
+    """
+    check_choice(kind, _shared()["link_kind"], "kind of link inside a host", UsageError)
+    return _host_link({"kind": kind}, SHARED_FILE, n_devices, [])
 
 
 def _group_rates(table: Any, label: str, n_devices: int, sources: Sources) -> list[tuple[int, float]]:
