@@ -114,12 +114,12 @@ def _steps_with_loss_scaling():
     config = Config(precision="fp16", micro_batch_size=2, blocks=BLOCKS)
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     batch = global_batch(tiny_gpt.make_batch, batch_size=2, seed=0, step=0)
-    model._loss_scale = 2.0**40  # overflows float16
+    model.loss_scale.value = 2.0**40  # overflows float16
     before = _values(model)
     model.step(batch)
     unchanged = all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True))
-    scale_after_overflow = model._loss_scale
-    model._loss_scale = 2.0**10
+    scale_after_overflow = model.loss_scale.value
+    model.loss_scale.value = 2.0**10
     losses = [model.step(batch).item() for _ in range(5)]
     return unchanged, scale_after_overflow, losses
 
