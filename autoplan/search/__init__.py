@@ -10,8 +10,8 @@ Meshes wait in a queue, ordered by the best lower bound known of each. The first
 as far as arithmetic goes (`_cut_all`); then those left are solved, the easy ones first (`_prove_tier`). When no bound
 in the queue is below the best plan, no mesh left can hold a better one; that is the proof. Most meshes are never
 priced, and few reach a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once; several
-are bounded rank by rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds are
-taken in the order of the enumeration, so the same input gives the same answer.
+are bounded rank by rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds
+are taken in the order of the enumeration, so the same input gives the same answer.
 
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
