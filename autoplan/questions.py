@@ -87,6 +87,12 @@ def asked_again(answer: Answer, *, folder: Path | None = None) -> Problem:
     return problem
 
 
+def judged_again(problem: Problem, answer: Answer) -> Answer:
+    """The answer with its plan judged now: the estimate carries its timeline, which no plan.json keeps."""
+    best = replace(answer.best, estimate=judge(problem, answer.best.plan))
+    return replace(answer, result=replace(answer.result, best=best))
+
+
 def why_not(problem: Problem, answer: Answer, *, fix: Fix) -> WhyNot:
     """The best plan that has `fix`, in the place of what was fixed of the same names and beside the rest."""
     kept = tuple(pair for pair in problem.options.fix if pair[0] not in dict(fix))

@@ -274,6 +274,26 @@ def test_a_split_backward_pass_keeps_activations_and_pending_gradients_until_the
     assert [n_bytes for _, n_bytes in curve][-2:] == [324, 306]
 
 
+def test_the_host_starts_every_action_and_every_transfer_of_a_pipeline():
+    def estimate(pp, n_micro_batches):
+        mesh, costs = pipeline(pp, n_micro_batches), (segment(forward_s=2, backward_s=2),) * pp
+        return simulate(table_of(costs, mesh=mesh, action_host_s=1.0, transfer_host_s=0.5), one_each(pp))
+
+    # two ranks: each action transfers once and takes 2 + 1 + 0.5, and the bubble is that of one micro-batch
+    assert estimate(2, 4).step_s == (4 + 1) * 2 * 3.5
+    assert estimate(2, 4).breakdown.launch_s == 4 * 2 * 1.5
+    # the middle one of three sends and receives: 2 + 1 + 2 x 0.5
+    assert estimate(3, 41).step_s - estimate(3, 40).step_s == pytest.approx(2 * 4)
+
+
+@pytest.mark.parametrize(("lead_s", "launch_s"), [(0.0, 8.0), (0.75, 2.0), (1.0, 0.0), (5.0, 0.0)])
+def test_the_lead_of_the_host_in_the_segments_of_a_stage_makes_up_for_its_actions(lead_s, launch_s):
+    # per micro-batch the host has 2 x 1 to do beside the segments, and wins its lead in forward and in backward
+    cost = segment(forward_s=3, backward_s=3, lead_forward_s=lead_s, lead_backward_s=lead_s)
+    estimate = simulate(table_of((cost,) * 2, mesh=pipeline(2, 4), action_host_s=1.0), one_each(2))
+    assert estimate.breakdown.launch_s == launch_s
+
+
 def test_slowest_stage_sets_the_pace():
     # forward 1, 3, 1 s and backward 2, 6, 2 s, 4 micro-batches. Rank 1, from its first activation at 1 s on:
     # F0 [1, 4], F1 [4, 7], B0 [7, 13] (2B0 is done at 4 + 1 + 2 = 7), F2, B1, F3, B2, B3 without a pause: until
@@ -425,8 +445,11 @@ def test_the_input_of_a_reduction_is_kept_until_the_next_one():
     # while segment 0 runs backward: working 1, gradients of segment 1 reduced to 2, their reduction's input 8 = 11
     costs = [segment(working_bytes=1, gradient_bytes=2, reducing_bytes=8)] * 2
     assert simulate(table_of(costs), whole(2)).allocated_bytes == (11,)
-    # with a second micro-batch of ZeRO 2 the last input is kept from one pass to the next: 1 + 2 x 2 + 8
+    # a second micro-batch of ZeRO 2: working 1, both segments' gradients 2 x 2, the input 8
     assert simulate(table_of(costs, mesh=pipeline(1, 2), reduces=True), whole(2)).allocated_bytes == (13,)
+    # the last input, 8 of segment 0, is freed before the next backward pass: 6 + 2 x 2 while segment 1 runs
+    freed = [costs[0], segment(working_bytes=6, gradient_bytes=2, reducing_bytes=1)]
+    assert simulate(table_of(freed, mesh=pipeline(1, 2), reduces=True), whole(2)).allocated_bytes == (10,)
     # accumulated gradients of 8 have no second input before the last pass; there, at segment 0: 1 + 8 + 2 + 8
     costs = [segment(working_bytes=1, gradient_bytes=8, reduced_bytes=2, reducing_bytes=8)] * 2
     assert simulate(table_of(costs, mesh=pipeline(1, 2)), whole(2)).allocated_bytes == (19,)

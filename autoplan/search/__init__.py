@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
 from autoplan.search.joint_sizes import joint_bound
@@ -83,7 +83,7 @@ class _Search:
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int, int, bool, bool], tuple[float, float]] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int, int, bool, Execution], tuple[float, float]] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
@@ -210,7 +210,7 @@ def _start(state: _Search, found: tuple[Baseline, ...], warm_start: Plan | None,
     if warm_start is not None and index is not None:
         _judge(state, index, warm_start.stages)
     for index, mesh in enumerate(state.meshes):
-        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.compile)
+        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.execution)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         forward_s, backward_s = state.compute_s[key]
