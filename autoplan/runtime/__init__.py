@@ -12,6 +12,8 @@ It is copied as it stands into the folder of a program.
     step_profile           where the time of one measured step goes
 """
 
+from .checkpoint import Checkpoints
+from .checkpoint_planner import CheckpointError
 from .config import Config
 from .data import dataset_batches, global_batch, local_batch, synthetic_batches
 from .mesh import (
@@ -36,6 +38,8 @@ __all__ = [
     "TOLERANCES",
     "Boundary",
     "Buffer",
+    "CheckpointError",
+    "Checkpoints",
     "Config",
     "Differences",
     "ParallelModel",

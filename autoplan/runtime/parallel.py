@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .batch_norm import data_parallel_groups, synchronize_batch_norm
+from .checkpoint_pieces import WholeTensors, whole_tensors
 from .collectives import all_gather, all_reduce
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
@@ -55,6 +56,9 @@ class ParallelModel(nn.Module):
         stages: the pipeline stages on this rank.
         grad_norm: global norm of the gradients of the last step, before clipping.
         full_build_device: where the whole model was built; the same device gives the same initial weights.
+        whole: names and shapes of the user's tensors, as a checkpoint holds them.
+        shards: how tensor parallelism divides parameters, by name.
+        n_steps, n_samples: optimizer steps taken and samples trained on, in this run and those that it resumed.
     """
 
     def __init__(
@@ -76,6 +80,9 @@ class ParallelModel(nn.Module):
         if config.precision == "fp64" and mesh.device.type == "cpu":
             use_float64_grouped_products()
         self._parallel_model = parallel_model
+        self.shards: dict[str, Shard] = {} if parallel_model is None else parallel_model.SHARDS
+        self.whole = WholeTensors({}, {})
+        self.n_steps = self.n_samples = 0
         self._max_grad_norm = max_grad_norm
         self._loss_fn = _loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
@@ -147,7 +154,19 @@ class ParallelModel(nn.Module):
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
                 self.optimizer.step()
+        self.n_steps, self.n_samples = self.n_steps + 1, self.n_samples + self.config.global_batch_size
         return loss
+
+    def run_state(self) -> dict[str, Any]:
+        """Numbers of the run that a checkpoint holds."""
+        scale = {"loss_scale": self._loss_scale, "n_good_steps": self._n_good_steps}
+        return {"n_steps": self.n_steps, "n_samples": self.n_samples, **scale}
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the numbers of `run_state`; the loss scale is that of a run in fp16."""
+        self.n_steps, self.n_samples = int(state["n_steps"]), int(state["n_samples"])
+        if self.config.precision == "fp16" and state["loss_scale"] != 1.0:
+            self._loss_scale, self._n_good_steps = float(state["loss_scale"]), int(state["n_good_steps"])
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the user's model, whole tensor) of this rank's stages; all ranks must iterate together."""
@@ -174,17 +193,17 @@ class ParallelModel(nn.Module):
     def _build_stages(self, build_model: Callable[[], nn.Module], seed: int) -> list[nn.Module]:
         device = self.full_build_device
         full = build_whole_model(build_model, seed=seed, dtype=self.config.parameter_dtype, device=device)
+        self.whole = whole_tensors(full)
         return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
 
     def _name_parameters(self) -> tuple[list[NamedParameter], list[TiedWeight]]:
         """The trainable parameters of this rank, and which of them other stages hold copies of."""
         first_stage_of, tied = self._find_ties()
-        shards = self._parallel_model.SHARDS if self._parallel_model is not None else {}
         named = []
         for index, stage in zip(self._stage_indices(), self.stages, strict=True):
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad:
-                    n_holders = self.mesh.n_replicas * (1 if name in shards else self.config.tp)
+                    n_holders = self.mesh.n_replicas * (1 if name in self.shards else self.config.tp)
                     share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
                     named.append(NamedParameter(name, parameter, share))
         return named, tied
@@ -306,7 +325,7 @@ class ParallelModel(nn.Module):
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = whole(tensor)
-        shard = self._parallel_model.SHARDS.get(name) if self._parallel_model is not None else None
+        shard = self.shards.get(name)
         if shard is None or self.mesh.tp_group is None:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.config.tp)]
