@@ -36,15 +36,17 @@ def generate(
     header: str,
     model_text: str,
     overrides: Mapping[str, Any],
+    device_bytes: tuple[int, ...] = (),
 ) -> Program:
     """The program of a plan; `header` becomes the docstring of train.py.
 
-    `model_text` is the user's model file, `overrides` the arguments of its build_model.
+    `model_text` is the user's model file, `overrides` the arguments of its build_model, `device_bytes` what the program
+    is expected to reserve, per pipeline rank; it refuses devices that have less.
     """
     found = {
         "train.py": train_script(
             header=header,
-            config=config_values(graph, plan),
+            config={**config_values(graph, plan), **({"device_bytes": device_bytes} if device_bytes else {})},
             overrides=dict(overrides),
             has_parallel_model=plan.mesh.needs_generated_model,
         ),

@@ -9,6 +9,13 @@ from autoplan.codegen.text import import_lines, quoted
 
 _TEMPLATE = '''\
 """{header}
+
+A run that can be stopped: --checkpoint-dir DIR saves every --checkpoint-every steps, and in the end, beside the
+training; the same command goes on from the newest complete checkpoint, as one under another plan or on another number
+of devices does. --steps counts all steps of the run. SIGTERM finishes the step, saves, and exits with 143.
+Weights under the model's own names: --init-from FILE, --export FILE.safetensors, and for a checkpoint
+`python -m runtime export DIR FILE.safetensors`.
+Exit codes: 0 done; 1 failed; 8 --check found a difference; 143 stopped and saved.
 """
 
 import argparse
@@ -29,7 +36,7 @@ PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Train under the plan in this file; start it with torchrun.")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps, with those before a resume")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="compute in this instead of the plan's precision")
     parser.add_argument("--seed", type=int, default=0)
@@ -39,7 +46,11 @@ def parse_arguments():
     parser.add_argument("--profile-step", action="store_true", help="then say where the time of one more step goes")
     parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
-    return parser.parse_args()
+    add_checkpoint_options(parser)
+    arguments = parser.parse_args()
+    if arguments.check and arguments.checkpoint_dir:
+        parser.error("--check compares a run with one process from its start: leave out --checkpoint-dir")
+    return arguments
 
 
 @record
@@ -55,10 +66,13 @@ def main():
         "max_grad_norm": arguments.clip,
     }}
     model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)
+    watch_for_hangs(model, limit_s=arguments.timeout)
+    run = None
     if arguments.check:
         plain = PlainTraining(config, model_file, build_device=model.full_build_device, device=mesh.device, **options)
         steps = check_steps(model, plain, model_file, n_steps=arguments.steps, seed=arguments.seed)
     else:
+        run = Run(model, arguments)
         steps = train_steps(model, model_file, n_steps=arguments.steps, seed=arguments.seed)
 
     done = []
@@ -66,21 +80,26 @@ def main():
         done.append(step)
         if mesh.rank == 0:
             print(step, flush=True)
-    profile = profile_step(model, model_file, seed=arguments.seed) if arguments.profile_step else None
+        if run and run.ends_after(step.step):
+            break
+    code = run.finish() if run else exit_code(done)
+    is_profiled = arguments.profile_step and not (run and run.was_stopped)
+    profile = profile_step(model, model_file, seed=arguments.seed) if is_profiled else None
     if profile and mesh.rank == 0:
         print(profile, flush=True)
     if arguments.out_json:
         write_records(arguments.out_json, model, done, profile)
     stop_process_group()
-    return exit_code(done)
+    return code
 
 
 if __name__ == "__main__":
     sys.exit(main())
 '''
 _RUNTIME_NAMES = (
-    "Config", "ParallelModel", "PlainTraining", "build_rank_mesh", "check_steps", "exit_code", "profile_step",
-    "start_process_group", "stop_process_group", "train_steps", "write_records",
+    "Config", "ParallelModel", "PlainTraining", "Run", "add_checkpoint_options", "build_rank_mesh", "check_steps",
+    "exit_code", "profile_step", "start_process_group", "stop_process_group", "train_steps", "watch_for_hangs",
+    "write_records",
 )  # fmt: skip
 
 

@@ -5,8 +5,6 @@
 
 No rank ever holds a whole model for it: host memory takes one copy of what the rank itself holds, which is kept for the
 next save. See checkpoint_folder.py for what is on disk, checkpoint_state.py for what is in it.
-
-`python -m runtime.checkpoint export DIR FILE` writes the weights of a checkpoint as safetensors, or as a state_dict.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .checkpoint_folder import (
-    Found,
     check_complete,
     newest_complete,
     publish,
@@ -50,6 +47,7 @@ from .checkpoint_state import (
     restore_random,
     restored_groups,
 )
+from .config import Config
 from .mesh import from_first_rank
 from .parallel import ParallelModel
 
@@ -90,9 +88,7 @@ class Checkpoints:
             raise CheckpointError(f"keep: found {keep}, expected 1 or more checkpoints")
         self.folder = Path(folder).absolute()
         self._model, self._keep, self._extra = model, keep, dict(extra or {})
-        self._group: ProcessGroup | None = None
-        if model.config.n_ranks > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
+        self._group = host_group(model.config)
         self._is_first = model.mesh.rank == 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
@@ -123,51 +119,19 @@ class Checkpoints:
         under_way, self._under_way = self._under_way, None
         try:
             return under_way.result()
-        except Exception as error:
+        except (Exception, CheckpointError) as error:
             raise CheckpointError(
-                f"{self.folder}: a checkpoint could not be written: {error}\n"
-                "  fix: make room, or choose another folder; the checkpoints before it are untouched"
+                f"a checkpoint could not be written; those before it are untouched\n{error}"
             ) from error
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of the folder, the same on every rank."""
-        found: Found = from_first_rank(lambda: newest_complete(self.folder))
-        if self._is_first:
-            for line in found.passed_over:
-                print(f"passed over: {line}", file=sys.stderr)
-        return found.path
+        found: Path | None = from_first_rank(lambda: newest_of(self.folder))
+        return found
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, of any plan for the same model.
-
-        Raises: CheckpointError when it is incomplete or of another model; then nothing was changed.
-        """
-        path, model = Path(path), self._model
-        check_complete(path)
-        state, reader = read_state(path), IndexReader(path)
-        saved = reader.tensors()
-        check_tensors(model.whole.shapes, saved, where=str(path))
-        try:
-            optimizer, run, extra = state["optimizer"], state["run"], state["extra"]
-            groups = restored_groups(model, optimizer["groups"])
-            filled, pieces = optimizer_state_to_fill(model, saved, optimizer["values"])
-            is_same_mesh = all(state["plan"][field] == getattr(model.config, field) for field in _MESH_FIELDS)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: state.json is not what a program of this kind writes: {error!r}") from error
-        own_random, generators = random_pieces(model)
-        has_random = is_same_mesh and all(piece.key in saved for piece in own_random)
-        pieces += parameter_pieces(model) + buffer_pieces(model) + (own_random if has_random else [])
-        with torch.no_grad():
-            read_pieces(reader, pieces, group=self._group)
-        model.optimizer.load_state_dict({"state": filled, "param_groups": groups})
-        model.load_run_state(run)
-        for name, value in self._extra.items():
-            if name in extra:
-                value.load_state_dict(extra[name])
-        if has_random:
-            restore_random(model, generators)
-        else:
-            torch.manual_seed((torch.initial_seed() + 1_000_003 * model.n_steps) % 2**63)
+        """As `load_checkpoint`, with the same `extra` as is saved."""
+        load_checkpoint(self._model, path, extra=self._extra)
 
     def close(self) -> None:
         """Complete what is under way."""
@@ -214,16 +178,84 @@ class Checkpoints:
         return _from_first_of(self._group, complete, is_first=self._is_first)
 
 
-def check_tensors(
-    expected: Mapping[str, tuple[int, ...]], saved: Mapping[str, TensorStorageMetadata], *, where: str
-) -> None:
-    """Compare the model's tensors with those of a checkpoint.
+def newest_of(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a folder; what is wrong with newer ones goes to stderr."""
+    found = newest_complete(folder)
+    for line in found.passed_over:
+        print(f"passed over {line}", file=sys.stderr)
+    return found.path
+
+
+def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[str, Stateful] | None = None) -> None:
+    """Go on from a checkpoint, of any plan for the same model; every rank must call it.
+
+    Raises: CheckpointError when it is incomplete or of another model, and then nothing was changed; or when a file of
+        it cannot be read.
+    """
+    path = Path(path)
+    check_complete(path)
+    state, reader = read_state(path), IndexReader(path)
+    saved = reader.tensors()
+    check_shapes(model.whole.shapes, saved_shapes(saved), where=str(path))
+    try:
+        optimizer, run, extra_state = state["optimizer"], state["run"], state["extra"]
+        groups = restored_groups(model, optimizer["groups"])
+        filled, pieces = optimizer_state_to_fill(model, saved, optimizer["values"])
+        is_same_mesh = all(state["plan"][field] == getattr(model.config, field) for field in _MESH_FIELDS)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: state.json is not what a program of this kind writes: {error!r}") from error
+    own_random, generators = random_pieces(model)
+    has_random = is_same_mesh and all(piece.key in saved for piece in own_random)
+    pieces += parameter_pieces(model) + buffer_pieces(model) + (own_random if has_random else [])
+    read_together(reader, pieces, model.config)
+    model.optimizer.load_state_dict({"state": filled, "param_groups": groups})
+    model.load_run_state(run)
+    for name, value in (extra or {}).items():
+        if name in extra_state:
+            value.load_state_dict(extra_state[name])
+    if has_random:
+        restore_random(model, generators)
+    else:
+        torch.manual_seed((torch.initial_seed() + 1_000_003 * model.n_steps) % 2**63)
+
+
+def read_together(reader: IndexReader, pieces: Sequence[Piece], config: Config) -> None:
+    """Fill the pieces of every rank from a checkpoint; all ranks must call it."""
+    group = host_group(config)
+    with torch.no_grad():
+        read_pieces(reader, pieces, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def write_together(folder: Path, pieces: Sequence[Piece], config: Config) -> None:
+    """Write the pieces of every rank into a folder; all ranks must call it."""
+    group = host_group(config)
+    write_pieces(folder, pieces, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def host_group(config: Config) -> ProcessGroup | None:
+    """A group of all ranks over host memory, apart from the group that trains; None for one rank."""
+    if config.n_ranks == 1:
+        return None
+    group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
+    return group
+
+
+def saved_shapes(saved: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the model's tensors in a checkpoint, by name."""
+    return {key.removeprefix(MODEL): tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+    """Compare the model's tensors with those of a file.
 
     Raises: CheckpointError that names the first ones that are missing, unknown, or of another shape.
     """
-    found = {key.removeprefix(MODEL): tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
-    wrong = [f"{name}: not in the checkpoint" for name in expected if name not in found]
-    wrong += [f"{name}: in the checkpoint, not in the model" for name in found if name not in expected]
+    wrong = [f"{name}: not in it" for name in expected if name not in found]
+    wrong += [f"{name}: in it, but not in the model" for name in found if name not in expected]
     wrong += [
         f"{name}: found shape {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -232,7 +264,7 @@ def check_tensors(
     if wrong:
         rest = [f"and {len(wrong) - _MAX_NAMED} more"] if len(wrong) > _MAX_NAMED else []
         lines = "\n".join(f"  {line}" for line in wrong[:_MAX_NAMED] + rest)
-        raise CheckpointError(f"{where}: is of another model\n{lines}\n  fix: choose a checkpoint of this model")
+        raise CheckpointError(f"{where}: is of another model\n{lines}\n  fix: choose one of this model")
 
 
 def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool) -> None:

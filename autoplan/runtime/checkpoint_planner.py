@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,8 +27,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from .checkpoint_pieces import Piece
 
@@ -47,14 +60,34 @@ class CheckpointError(SystemExit):
 
 
 def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
-    """Write all ranks' pieces into `folder`; every rank of `group` must call it, with None one process alone."""
+    """Write all ranks' pieces into `folder`; every rank of `group` must call it, with None one process alone.
+
+    Raises: CheckpointError on every rank when one fails.
+    """
     writer = FileSystemWriter(folder, thread_count=2)
-    dcp.save({}, storage_writer=writer, planner=_PieceWriter(pieces), process_group=group, no_dist=group is None)
+    with _failing_together(folder, group):
+        save({}, storage_writer=writer, planner=_PieceWriter(pieces), process_group=group, no_dist=group is None)
 
 
 def read_pieces(reader: IndexReader, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
-    """Fill this rank's pieces from a checkpoint; every rank of `group` must call it, with None one process alone."""
-    dcp.load({}, storage_reader=reader, planner=_PieceReader(pieces), process_group=group, no_dist=group is None)
+    """Fill this rank's pieces from a checkpoint; every rank of `group` must call it, with None one process alone.
+
+    Raises: CheckpointError on every rank when one fails; some pieces may be filled then.
+    """
+    with _failing_together(reader.folder, group):
+        load({}, storage_reader=reader, planner=_PieceReader(pieces), process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _failing_together(folder: Path, group: ProcessGroup | None) -> Iterator[None]:
+    """Inside, what fails on one rank is said on all of them."""
+    if group is None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        yield
+    except CheckpointException as error:
+        causes = "\n".join(f"  rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
+        raise CheckpointError(f"{folder}: failed\n{causes}\n  fix: make room, or use another checkpoint") from error
 
 
 class IndexReader(FileSystemReader):
@@ -62,13 +95,13 @@ class IndexReader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._folder = folder
+        self.folder = folder
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """The index: every tensor's shape and saved boxes."""
         if self._index is None:
-            path = self._folder / ".metadata"
+            path = self.folder / ".metadata"
             try:
                 with path.open("rb") as file:
                     index = _IndexUnpickler(file).load()
@@ -138,7 +171,7 @@ class _PieceReader(LoadPlanner):
         chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
         items = create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [chunk])
         if sum(math.prod(item.lengths) for item in items) != piece.tensor.numel():
-            raise CheckpointError(f"{piece.key}: the checkpoint does not hold all of it\n  fix: use another checkpoint")
+            raise CheckpointError(f"{piece.key}: the checkpoint does not hold all of it")
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

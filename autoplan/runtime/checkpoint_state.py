@@ -102,10 +102,10 @@ def optimizer_state_to_fill(
 ) -> tuple[dict[int, dict[str, Any]], list[Piece]]:
     """The optimizer's state of this rank as `load_state_dict` takes it, by number, and the boxes to read into it."""
     entries: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for key, entry in saved.items():
+    for key, tensor in saved.items():
         if key.startswith(OPTIMIZER):
-            name, _, last = key.removeprefix(OPTIMIZER).rpartition(".")
-            entries.setdefault(name, {})[last] = entry
+            name, _, entry = key.removeprefix(OPTIMIZER).rpartition(".")
+            entries.setdefault(name, {})[entry] = tensor
     numbers = {id(parameter): number for number, parameter in enumerate(_in_groups(model))}
     state: dict[int, dict[str, Any]] = {}
     pieces: list[Piece] = []

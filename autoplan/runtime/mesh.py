@@ -8,6 +8,7 @@ Ranks that differ only in `shard` share one sharded state; ranks that differ onl
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import warnings
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .config import Config
 
 TIMEOUT_S = 600.0
+GIB = 2**30
 OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -33,6 +35,10 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 class WorldSizeError(SystemExit):
     """The number of processes is not the plan's; ends the program with the message and a non-zero exit code."""
+
+
+class DeviceMemoryError(SystemExit):
+    """A device has less memory than planned; ends the program with the message and a non-zero exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,8 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
     )
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, torch.cuda.current_device())
     pp_rank, replica, shard, tp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "replica", "shard", "tp"))
+    if config.device_bytes and device.type == "cuda":
+        check_device_memory(config.device_bytes[pp_rank], free_bytes=_free_bytes(device))
     return RankMesh(
         device=device,
         rank=dist.get_rank(),
@@ -207,6 +215,33 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         pp_group=mesh["pp"].get_group() if config.pp > 1 else None,
         zero_mesh=mesh["shard"] if replica_degree == 1 else mesh["replica", "shard"],
     )
+
+
+def check_device_memory(planned_bytes: int, *, free_bytes: int) -> None:
+    """Refuse to start where a device has less memory than planned; every rank must call it.
+
+    Raises: DeviceMemoryError on every rank, naming those that have too little, with planned and found.
+    """
+    own = f"rank {dist.get_rank()} on {socket.gethostname()}", planned_bytes, free_bytes
+    ranks: list[Any] = [own] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    lines = [
+        f"  {rank}: planned: {planned / GIB:.1f} GiB; found: {free / GIB:.1f} GiB free"
+        for rank, planned, free in ranks
+        if free < planned
+    ]
+    if lines:
+        raise DeviceMemoryError(
+            "too little device memory for the plan\n" + "\n".join(lines) + "\n"
+            "  fix: end other programs on these devices, or plan again for devices of this size; to try nevertheless, "
+            "remove device_bytes from PLAN in train.py"
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What torch's allocator may take: free memory and what it holds already."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device))
 
 
 def group_over_pipeline_ranks(config: Config, pp_ranks: Iterable[int]) -> ProcessGroup | None:

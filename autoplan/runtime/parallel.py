@@ -20,6 +20,7 @@ from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
+from .finite import check_finite
 from .gradients import (
     NamedParameter,
     TiedWeight,
@@ -58,6 +59,7 @@ class ParallelModel(nn.Module):
         full_build_device: where the whole model was built; the same device gives the same initial weights.
         whole: names and shapes of the user's tensors, as a checkpoint holds them.
         shards: how tensor parallelism divides parameters, by name.
+        is_told_to_stop: set it on any rank, and `stops` is true on all of them after the next step.
         n_steps, n_samples: optimizer steps taken and samples trained on, in this run and those that it resumed.
     """
 
@@ -83,6 +85,7 @@ class ParallelModel(nn.Module):
         self.shards: dict[str, Shard] = {} if parallel_model is None else parallel_model.SHARDS
         self.whole = WholeTensors({}, {})
         self.n_steps = self.n_samples = 0
+        self.is_told_to_stop, self._n_told = False, torch.zeros(())
         self._max_grad_norm = max_grad_norm
         self._loss_fn = _loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
@@ -156,6 +159,11 @@ class ParallelModel(nn.Module):
                 self.optimizer.step()
         self.n_steps, self.n_samples = self.n_steps + 1, self.n_samples + self.config.global_batch_size
         return loss
+
+    @property
+    def stops(self) -> bool:
+        """Whether a rank was told to stop before the last step ended; waits for the device."""
+        return bool(self._n_told.item())
 
     def run_state(self) -> dict[str, Any]:
         """Numbers of the run that a checkpoint holds."""
@@ -304,9 +312,14 @@ class ParallelModel(nn.Module):
     def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> torch.Tensor:
         """The global mean loss, and `grad_norm`, by one all-reduce over all ranks."""
         loss_share = local_loss.to(torch.float64) / (self.config.dp * self.config.tp)
-        sums = torch.stack([loss_share, squared_norm_share(self._parameters_of_rank, self.mesh.device)])
+        told = torch.full_like(loss_share, self.is_told_to_stop)
+        own = torch.stack([loss_share, squared_norm_share(self._parameters_of_rank, self.mesh.device), told])
+        sums = own.clone()
         if self.config.n_ranks > 1:
             dist.all_reduce(sums)
+        self._n_told = sums[2]
+        if self.config.precision != "fp16":  # whose loss scale deals with it
+            check_finite(sums, own, step=self.n_steps, mesh=self.mesh)
         self.grad_norm = sums[1].sqrt() / self._loss_scale
         return sums[0] / self._loss_scale
 

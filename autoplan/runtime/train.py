@@ -68,12 +68,14 @@ class StepRecord:
 
 
 def train_steps(model: ParallelModel, model_file: Any, *, n_steps: int, seed: int) -> Iterator[StepRecord]:
-    """Train on the model file's dataset, or on random batches; yields what each step took."""
+    """Train until the run has taken `n_steps`, on the model file's dataset or random batches; yields what each took."""
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()
     try:
-        for step, batch in enumerate(islice(_batches(model, model_file, seed), n_steps)):
+        for step, batch in enumerate(
+            _batches_of_steps(model, model_file, n_steps=n_steps, seed=seed), start=model.n_steps
+        ):
             if step % STEPS_PER_COLLECTION == 0:
                 gc.collect()
             yield timed_step(model, batch, step)
@@ -81,11 +83,19 @@ def train_steps(model: ParallelModel, model_file: Any, *, n_steps: int, seed: in
         gc.enable()
 
 
+def _batches_of_steps(model: ParallelModel, model_file: Any, *, n_steps: int, seed: int) -> Iterator[Batch]:
+    """The batches of the steps that are left, until the run has taken `n_steps`."""
+    return islice(_batches(model, model_file, seed), max(0, n_steps - model.n_steps))
+
+
 def _batches(model: ParallelModel, model_file: Any, seed: int) -> Iterator[Batch]:
+    """The batches of this rank, from where the run is."""
     config, dp_rank = model.config, model.mesh.dp_rank
     if hasattr(model_file, "build_dataset"):
-        return dataset_batches(model_file.build_dataset(), config=config, dp_rank=dp_rank, seed=seed)
-    return synthetic_batches(model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed)
+        dataset = model_file.build_dataset()
+        return dataset_batches(dataset, config=config, dp_rank=dp_rank, seed=seed, n_seen=model.n_samples)
+    first_step = model.n_steps
+    return synthetic_batches(model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed, first_step=first_step)
 
 
 def check_steps(
@@ -133,7 +143,7 @@ def timed_step(model: ParallelModel, batch: Batch, step: int) -> StepRecord:
 def profile_step(model: ParallelModel, model_file: Any, *, seed: int) -> StepProfile:
     """Run two more steps under torch's profiler, the first to warm it up; where the time of the second one went.
 
-    All ranks must call it. It trains on, on batches that were seen before.
+    All ranks must call it. It trains on.
     """
     device = model.mesh.device
     activities = [torch.profiler.ProfilerActivity.CPU]
