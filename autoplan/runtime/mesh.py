@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -131,11 +132,28 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **_store_of_restart(timeout))
         sys.excepthook = _exit_at_once(sys.excepthook)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """The arguments by which restarted processes of one host meet.
+
+    torchrun's agent keeps its store over restarts, and torch 2.13 looks there for the others under the same keys, where
+    it finds the addresses of those that are dead. Hosts may count restarts differently, so on several of them the
+    launch scripts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead, which makes a store for each attempt.
+    """
+    environment = os.environ
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restart == "0" or not is_shared or environment.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False, timeout=timeout)
+    ranks = {"rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
+    return {"store": PrefixStore(f"restart_{restart}", store), **ranks}
 
 
 def _exit_at_once(report: ExceptHook) -> ExceptHook:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,13 @@ def train_undisturbed(root: str, rows: list[Row], n_steps: int) -> dict[str, Any
 def largest_difference(root: Path, parts: list[list[Row]], *, n_steps_each: int) -> dict[str, float]:
     """By program, the largest difference of a loss of the training in parts from the undisturbed one."""
     found: dict[str, list[float]] = {}
-    for number, rows in enumerate(parts, start=1):
-        n_ranks = _n_ranks(rows[0])
-        last_step = number * n_steps_each
-        ranks = run_ranks(train_part, n_ranks, str(root), rows, str(root / "checkpoints"), last_step, timeout_s=300.0)
+    first = 0
+    for n_ranks, group in groupby(parts, key=lambda rows: _n_ranks(rows[0])):
+        launched = list(group)
+        ranks = run_ranks(
+            train_parts, n_ranks, str(root), launched, first * n_steps_each, n_steps_each, timeout_s=300.0
+        )
+        first += len(launched)
         for name, losses in ranks[0].items():
             found.setdefault(name, []).extend(losses)
     (expected,) = run_ranks(train_undisturbed, 1, str(root), parts[0], len(parts) * n_steps_each, timeout_s=300.0)
@@ -67,6 +71,16 @@ def largest_difference(root: Path, parts: list[list[Row]], *, n_steps_each: int)
     return {
         name: max(abs(a - b) for a, b in zip(losses, expected[name], strict=True)) for name, losses in found.items()
     }
+
+
+def train_parts(root: str, parts: list[list[Row]], n_done: int, n_steps_each: int) -> dict[str, Any]:
+    """On one rank: parts that take the same number of ranks, one after the other."""
+    found: dict[str, list[float]] = {}
+    for number, rows in enumerate(parts, start=1):
+        last_step = n_done + number * n_steps_each
+        for name, losses in train_part(root, rows, str(Path(root, "checkpoints")), last_step).items():
+            found.setdefault(name, []).extend(losses)
+    return found
 
 
 def _n_ranks(row: Row) -> int:
