@@ -326,17 +326,30 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         model_text=read_text_file(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
         device_bytes=answer.best.estimate.allocator_bytes,
+        workload={
+            "flops_per_sample": answer.workload.flops_per_sample,
+            "tokens_per_sample": answer.workload.tokens_per_sample,
+            "peak_flops_per_s": answer.workload.peak_flops_per_s,
+            "device": answer.workload.device,
+        },
     )
     plan = answer.best.plan
     memory = memory_over_time(_price(problem, plan), plan.stages)
     return {**dict(program.files), **report_files(answer, memory=memory)}
 
 
-def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False) -> None:
-    """Write the program and its reports as a folder, whole or not at all."""
+def emit(
+    problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False, targets: tuple[str, ...] = ()
+) -> None:
+    """Write the program and its reports as a folder, whole or not at all; `targets` are those of `interop.TARGETS`."""
+    from autoplan.interop import Subject, interop_files
     from autoplan.output_folder import write_folder
 
-    write_folder(Path(folder), program_files(problem, answer), force=force)
+    files = program_files(problem, answer)
+    if targets:
+        classes = tuple(segment.class_name for segment in problem.graph.segments)
+        files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
+    write_folder(Path(folder), files, force=force)
 
 
 def global_batch_size(problem: Problem) -> int:

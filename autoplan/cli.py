@@ -161,6 +161,13 @@ def cli() -> None:
 @_measurements
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write program and reports there.")
 @click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
+@click.option(
+    "--emit",
+    "targets",
+    multiple=True,
+    metavar="NAME",
+    help="Also write the plan for torchtitan, megatron, deepspeed or accelerate into DIR/interop; repeatable.",
+)
 @_output
 def plan_command(
     model: Path,
@@ -169,14 +176,17 @@ def plan_command(
     hosts: int,
     out: Path | None,
     force: bool,
+    targets: tuple[str, ...],
     output_format: str,
     **options: Any,
 ) -> None:
     """Find the fastest plan for MODEL and, with --out, write the program that trains it so."""
     from autoplan import api
+    from autoplan.interop import check_targets
     from autoplan.output_folder import check_target
     from autoplan.report import plan_report
 
+    check_targets(targets, out=out)
     if out is not None:
         check_target(out, force=force)
     with _stdout_kept_clean():
@@ -184,7 +194,7 @@ def plan_command(
         _progress("searching")
         answer = api.solve(problem)
     if out is not None and answer.result.best is not None:
-        api.emit(problem, answer, out, force=force)
+        api.emit(problem, answer, out, force=force, targets=targets)
         _progress(f"wrote {out}")
     _print_answer(answer, plan_report, output_format)
     _check_status(answer, problem.options)

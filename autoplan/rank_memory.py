@@ -182,12 +182,10 @@ def _behind(costs: Sequence[SegmentCost]) -> list[_Behind]:
 def _passes(table: CostTable, costs: Sequence[SegmentCost]) -> tuple[PassPeak, PassPeak, PassPeak, PassPeak]:
     """The peaks of a forward pass, and of the first, another and the last backward pass of the step.
 
-    The only pass is the first one. What was reduced last in a pass is what is outside of blocks, if anything is.
+    The only pass is the first one. What was reduced last in a pass is freed before the next backward pass.
     """
     n_micro_batches, reduces = table.mesh.n_micro_batches, table.reduces_per_micro_batch
     outer = [cost for cost in costs if cost.late_gradient_bytes]
-    outer_reducing = sum(cost.reducing_bytes for cost in outer)
-    carried = (outer_reducing or costs[0].reducing_bytes) if reduces and n_micro_batches > 1 else 0
     saved = list(accumulate(cost.saved_bytes for cost in costs))
     if splits_backward(table.mesh.schedule):
         saved = [saved[-1]] * len(saved)
@@ -198,13 +196,12 @@ def _passes(table: CostTable, costs: Sequence[SegmentCost]) -> tuple[PassPeak, P
         if not table.keeps_gathered:
             received, ahead = cost.gathered_bytes, 0 if before is None else before.gathered_bytes
         gathered, working = received, cost.working_bytes
-        reducing = left.reducing or carried
         forward.append(PassPeak(gathered + received, 0, kept, working))
         made = left.made + left.late + (left.reducing if reduces or n_micro_batches == 1 else 0)
         first.append(PassPeak(gathered + ahead, made, kept, working))
-        later.append(PassPeak(gathered + ahead, left.late + (reducing if reduces else 0), kept, working))
+        later.append(PassPeak(gathered + ahead, left.late + (left.reducing if reduces else 0), kept, working))
         freed = left.made - left.reduced if table.accumulates else 0
-        last.append(PassPeak(gathered + ahead, left.late + reducing - freed, kept, working))
+        last.append(PassPeak(gathered + ahead, left.late + left.reducing - freed, kept, working))
     for passes, gradients in zip((first, later, last), _ends(table, ended, outer), strict=True):
         passes.append(PassPeak(0, gradients, 0, 0))
     return _largest(forward), _largest(first), _largest(later), _largest(last)

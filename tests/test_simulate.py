@@ -434,8 +434,11 @@ def test_the_input_of_a_reduction_is_kept_until_the_next_one():
     # while segment 0 runs backward: working 1, gradients of segment 1 reduced to 2, their reduction's input 8 = 11
     costs = [segment(working_bytes=1, gradient_bytes=2, reducing_bytes=8)] * 2
     assert simulate(table_of(costs), whole(2)).allocated_bytes == (11,)
-    # with a second micro-batch of ZeRO 2 the last input is kept from one pass to the next: 1 + 2 x 2 + 8
+    # a second micro-batch of ZeRO 2: working 1, both segments' gradients 2 x 2, the input 8
     assert simulate(table_of(costs, mesh=pipeline(1, 2), reduces=True), whole(2)).allocated_bytes == (13,)
+    # the last input, 8 of segment 0, is freed before the next backward pass: 6 + 2 x 2 while segment 1 runs
+    freed = [costs[0], segment(working_bytes=6, gradient_bytes=2, reducing_bytes=1)]
+    assert simulate(table_of(freed, mesh=pipeline(1, 2), reduces=True), whole(2)).allocated_bytes == (10,)
     # accumulated gradients of 8 have no second input before the last pass; there, at segment 0: 1 + 8 + 2 + 8
     costs = [segment(working_bytes=1, gradient_bytes=8, reduced_bytes=2, reducing_bytes=8)] * 2
     assert simulate(table_of(costs, mesh=pipeline(1, 2)), whole(2)).allocated_bytes == (19,)

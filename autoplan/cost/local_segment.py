@@ -103,7 +103,6 @@ class LocalSegment:
         conversions: (global tensor, conversion) for every value that some use reads in another layout; each once.
         additions: (how often, tensor) of gradients that are added to others.
         loss_outputs: the model's outputs, where the loss needs them in another precision.
-        model_outputs: those made here that autograd does not keep.
         inputs: its inputs that carry a gradient.
         kept: what autograd keeps, apart from what ops keep inside themselves.
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
@@ -115,7 +114,6 @@ class LocalSegment:
     conversions: tuple[tuple[TensorSpec, Conversion], ...]
     additions: tuple[tuple[int, TensorSpec], ...]
     loss_outputs: Specs
-    model_outputs: Specs
     inputs: Specs
     kept: tuple[KeptTensor, ...]
     weight_ops: tuple[int, ...]
@@ -139,7 +137,6 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         conversions=_conversions(context, segment, layouts),
         additions=_gradient_additions(context, segment, layouts),
         loss_outputs=_loss_outputs(context, segment, layouts),
-        model_outputs=_model_outputs(context, layouts, roots, {tensor.root for tensor in kept}),
         inputs=tuple(local_spec(specs[name], layouts.produced[name], context.degree) for name in inputs),
         kept=kept,
         weight_ops=_weight_ops(context, segment, roots),
@@ -270,17 +267,6 @@ def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayout
     return tuple(
         local_spec(context.facts.specs[name], layouts.produced.get(name, R), context.degree)
         for name in context.graph.model_outputs
-    )
-
-
-def _model_outputs(context: WorkContext, layouts: SegmentLayouts, roots: Mapping[str, str], kept: set[str]) -> Specs:
-    """One value for each memory; as they are made, in case the loss function reads them in float32."""
-    found = {roots[name]: name for name in context.graph.model_outputs if name in roots}
-    specs, produced = context.facts.specs, layouts.produced
-    return tuple(
-        local_spec(specs[name], produced.get(name, R), context.degree)
-        for root, name in found.items()
-        if root not in kept
     )
 
 

@@ -257,7 +257,7 @@ def _costs_pricer(
             _segment_costs(
                 work,
                 cost,
-                fixed_bytes=here.fixed_bytes + (0 if is_cut else work.output_bytes),
+                fixed_bytes=here.fixed_bytes,
                 is_block=segment.is_block,
                 splits=splits,
                 repeats=placement.repeats,

@@ -42,8 +42,6 @@ class SegmentWork:
         collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
-        output_bytes: outputs of the model that autograd does not keep; without a pipeline the runtime does, from one
-            micro-batch to the next.
         n_weight_ops, weight_backward_s, pending_bytes: see `_weight_gradients`.
     """
 
@@ -59,7 +57,6 @@ class SegmentWork:
     input_bytes: int
     working_bytes: int
     weight_bytes: int
-    output_bytes: int
     n_weight_ops: int
     weight_backward_s: float
     pending_bytes: int
@@ -86,7 +83,6 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
         working_bytes=_working_bytes(segment, batch_size, weight_item_bytes=item_bytes),
         weight_bytes=item_bytes * sum(n_elements for _, n_elements in segment.weights),
-        output_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.model_outputs),
         n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,

@@ -30,7 +30,7 @@ class SegmentCost:
         reduce_s: one reduction of its gradients over the data-parallel group.
         optimizer_s: what comes once per step: its share of the optimizer, copies, and `launch_once_s`.
         state_bytes: what stays all step: (shards of) parameters, optimizer state, buffers; outer parameters under
-            ZeRO 3, and outputs of the model without a pipeline.
+            ZeRO 3.
         gathered_bytes: the full parameters in compute precision while gathered (0 if `state_bytes` holds them).
         gradient_bytes: its gradients, from its first backward on: whole while they accumulate, else as reduced.
         saved_bytes: activations one micro-batch keeps from forward to backward.

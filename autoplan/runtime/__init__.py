@@ -10,15 +10,19 @@ It is copied as it stands into the folder of a program.
     parallel               ParallelModel: all of it in order, and one optimizer step
     checkpoint*, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
-    data, train, parity    batches, the loop's plumbing, the comparison with one process
-    step_profile           where the time of one measured step goes
+    learning_rate, loss_scale    what changes from step to step besides the weights
+    data, loading, train         batches, their order and position, the loop
+    metrics, parity              what is measured and written of a step, the comparison with one process
+    step_trace, step_profile     traces of some steps, where the time of one goes
 """
 
 from .checkpoint import Checkpoints, load_checkpoint
 from .checkpoint_planner import CheckpointError
 from .config import Config
-from .data import dataset_batches, global_batch, local_batch, synthetic_batches
+from .data import global_batch, local_batch
 from .hang_watch import watch_for_hangs
+from .learning_rate import LearningRate
+from .loading import TrainingData, evaluation_data, training_data
 from .mesh import (
     RankMesh,
     WorldSizeError,
@@ -30,12 +34,14 @@ from .mesh import (
     stop_process_group,
     world_size,
 )
+from .metrics import EvaluationRecord, MetricLog, StepRecord, Workload
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
 from .resume import Run, add_checkpoint_options
 from .step_profile import StepProfile
-from .train import StepRecord, check_steps, exit_code, profile_step, timed_step, train_steps, write_records
+from .step_trace import StepTrace, parse_steps
+from .train import Evaluation, check_steps, exit_code, timed_step, train_steps, write_records
 from .weights import Buffer, Shard, Weights, attach, load_weights, take_shard
 
 __all__ = [
@@ -46,6 +52,10 @@ __all__ = [
     "Checkpoints",
     "Config",
     "Differences",
+    "Evaluation",
+    "EvaluationRecord",
+    "LearningRate",
+    "MetricLog",
     "ParallelModel",
     "PerSample",
     "PlainTraining",
@@ -54,7 +64,10 @@ __all__ = [
     "Shard",
     "StepProfile",
     "StepRecord",
+    "StepTrace",
+    "TrainingData",
     "Weights",
+    "Workload",
     "WorldSizeError",
     "add_checkpoint_options",
     "attach",
@@ -62,7 +75,7 @@ __all__ = [
     "check_steps",
     "check_world_size",
     "compare",
-    "dataset_batches",
+    "evaluation_data",
     "exit_code",
     "from_first_rank",
     "global_batch",
@@ -70,13 +83,13 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "local_batch",
-    "profile_step",
+    "parse_steps",
     "start_process_group",
     "stop_process_group",
-    "synthetic_batches",
     "take_shard",
     "timed_step",
     "train_steps",
+    "training_data",
     "watch_for_hangs",
     "world_size",
     "write_records",

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from .checkpoint import KEEP, Checkpoints, Stateful, load_checkpoint, newest_of
 from .checkpoint_folder import MANIFEST
 from .checkpoint_planner import CheckpointError
 from .checkpoint_weights import check_export_name, export_model, load_initial_weights
+from .loading import TrainingData
 from .mesh import from_first_rank
 from .parallel import ParallelModel
 
@@ -48,21 +48,22 @@ class Run:
     Raises: CheckpointError when the options cannot be followed.
     """
 
-    def __init__(
-        self, model: ParallelModel, options: Namespace, *, extra: Mapping[str, Stateful] | None = None
-    ) -> None:
+    def __init__(self, model: ParallelModel, options: Namespace, *, data: TrainingData | None = None) -> None:
         if options.checkpoint_every < 1:
             raise CheckpointError(f"--checkpoint-every: found {options.checkpoint_every}, expected 1 or more steps")
         if options.export is not None:
             check_export_name(options.export)
         self._model, self._options = model, options
+        self._extra: dict[str, Stateful] = {} if data is None else {"data": _DataPosition(data)}
+        if model.scheduler is not None:
+            self._extra["scheduler"] = model.scheduler
         self._saved_step = -1
         self.was_stopped = False
         self._checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
-            self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=options.keep, extra=extra)
+            self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=options.keep, extra=self._extra)
             signal.signal(signal.SIGTERM, self._tell)
-        self._start(extra)
+        self._start()
 
     def ends_after(self, step: int) -> bool:
         """Save after a step if it is time to; whether the run was told to stop, on any rank."""
@@ -84,10 +85,10 @@ class Run:
             export_model(self._model, self._options.export)
         return EXIT_STOPPED if self.was_stopped else 0
 
-    def _start(self, extra: Mapping[str, Stateful] | None) -> None:
+    def _start(self) -> None:
         path = from_first_rank(self._checkpoint_to_load)
         if path is not None:
-            load_checkpoint(self._model, path, extra=extra)
+            load_checkpoint(self._model, path, extra=self._extra)
             self._saved_step = self._model.n_steps if path.parent == self._options.checkpoint_dir else -1
             self._say(f"resumed from {path}: {self._model.n_steps} steps were done")
         elif self._options.init_from is not None:
@@ -128,3 +129,16 @@ class Run:
     def _say(self, text: str) -> None:
         if self._model.mesh.rank == 0:
             print(text, file=sys.stderr, flush=True)
+
+
+class _DataPosition:
+    """Where the next batch begins."""
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._data.state())
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self._data.restore(state_dict)

@@ -13,7 +13,10 @@ OPTIONS = {"seed": 0, "learning_rate": 1e-2, "max_grad_norm": 1.0}
 
 
 def train_part(root: str, rows: list[Row], folder: str, last_step: int) -> dict[str, Any]:
-    """On one rank: go on from the newest checkpoint up to `last_step` steps and save; the losses by program."""
+    """On one rank: go on from the newest checkpoint up to `last_step` steps and save.
+
+    By program, the losses, and after them what stands for the buffers of all ranks.
+    """
     runtime, found = _runtime(root), {}
     for name, overrides, config_fields, is_rewritten in rows:
         config = runtime.Config(**config_fields)
@@ -31,12 +34,13 @@ def train_part(root: str, rows: list[Row], folder: str, last_step: int) -> dict[
             losses.append(model.step(runtime.local_batch(batch, config=config, dp_rank=mesh.dp_rank)).item())
         checkpoints.save()
         checkpoints.close()
+        losses.append(_mean_over_ranks(_buffer_sum(buffer for _, buffer in model.full_buffers())) * config.pp)
         found[name.partition("__")[0]] = losses
     return found
 
 
-def train_undisturbed(root: str, rows: list[Row], n_steps: int) -> dict[str, Any]:
-    """The losses of plain training in one process, and its buffers in the end."""
+def train_undisturbed(root: str, rows: list[Row], n_steps: int, n_steps_each: int) -> dict[str, Any]:
+    """The same of plain training in one process."""
     runtime, found = _runtime(root), {}
     for name, overrides, config_fields, _ in rows:
         import torch
@@ -50,12 +54,14 @@ def train_undisturbed(root: str, rows: list[Row], n_steps: int) -> dict[str, Any
         for step in range(n_steps):
             batch = runtime.global_batch(model_file.make_batch, batch_size=config.global_batch_size, seed=0, step=step)
             losses.append(plain.step(batch))
+            if (step + 1) % n_steps_each == 0:
+                losses.append(_buffer_sum(plain.model.buffers()))
         found[name.partition("__")[0]] = losses
     return found
 
 
 def largest_difference(root: Path, parts: list[list[Row]], *, n_steps_each: int) -> dict[str, float]:
-    """By program, the largest difference of a loss of the training in parts from the undisturbed one."""
+    """By program, the largest difference, of a loss or of the buffers, from the undisturbed training."""
     found: dict[str, list[float]] = {}
     first = 0
     for n_ranks, group in groupby(parts, key=lambda rows: _n_ranks(rows[0])):
@@ -66,7 +72,9 @@ def largest_difference(root: Path, parts: list[list[Row]], *, n_steps_each: int)
         first += len(launched)
         for name, losses in ranks[0].items():
             found.setdefault(name, []).extend(losses)
-    (expected,) = run_ranks(train_undisturbed, 1, str(root), parts[0], len(parts) * n_steps_each, timeout_s=300.0)
+    (expected,) = run_ranks(
+        train_undisturbed, 1, str(root), parts[0], len(parts) * n_steps_each, n_steps_each, timeout_s=300.0
+    )
     assert {name: len(losses) for name, losses in found.items()} == {name: len(x) for name, x in expected.items()}
     return {
         name: max(abs(a - b) for a, b in zip(losses, expected[name], strict=True)) for name, losses in found.items()
@@ -81,6 +89,20 @@ def train_parts(root: str, parts: list[list[Row]], n_done: int, n_steps_each: in
         for name, losses in train_part(root, rows, str(Path(root, "checkpoints")), last_step).items():
             found.setdefault(name, []).extend(losses)
     return found
+
+
+def _buffer_sum(buffers: Any) -> float:
+    """One number that stands for running statistics."""
+    return sum(float(buffer.double().square().sum()) for buffer in buffers)
+
+
+def _mean_over_ranks(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def _n_ranks(row: Row) -> int:
