@@ -101,9 +101,13 @@ def two_groups(kind, **options):
 
 OPTIMIZERS = {
     "sgd": two_groups(torch.optim.SGD, momentum=0.9),
-    "adagrad": two_groups(torch.optim.Adagrad),
     "nadam": two_groups(torch.optim.NAdam),
+}
+MORE_OPTIMIZERS = {
+    "adagrad": two_groups(torch.optim.Adagrad),
     "rmsprop": two_groups(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "asgd": two_groups(torch.optim.ASGD),
+    "adamax": two_groups(torch.optim.Adamax),
 }
 
 
@@ -127,12 +131,13 @@ def train_with_dataset(optimizer, config, *options, n_steps, last=None):
     return found
 
 
-def undisturbed_and_resumed(folder):
+def undisturbed_and_resumed(folder, optimizers):
     """On one of two ranks, by optimizer: the same run in one go, and stopped after 7 steps under another plan."""
     zero3 = Config(dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2, precision="fp64")
     replicated = Config(dp=2, micro_batch_size=2, precision="fp64")
     found = {}
-    for name, optimizer in OPTIMIZERS.items():
+    for name in optimizers:
+        optimizer = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]
         options = ("--checkpoint-dir", f"{folder}/{name}", "--checkpoint-every", "3")
         whole = train_with_dataset(optimizer, zero3, n_steps=10)
         first = train_with_dataset(optimizer, zero3, *options, n_steps=10, last=7)
@@ -141,10 +146,13 @@ def undisturbed_and_resumed(folder):
     return found
 
 
-def test_a_users_optimizer_its_schedule_and_the_place_in_the_dataset_go_on(tmp_path):
+@pytest.mark.parametrize(
+    "optimizers", [OPTIMIZERS, pytest.param(MORE_OPTIMIZERS, marks=pytest.mark.nightly)], ids=["default", "more"]
+)
+def test_a_users_optimizer_its_schedule_and_the_place_in_the_dataset_go_on(tmp_path, optimizers):
     # 10 samples give two global batches of 4 in an epoch: the run stops in the middle of the fourth
-    for found in run_ranks(undisturbed_and_resumed, 2, str(tmp_path)):
-        assert set(found) == set(OPTIMIZERS)
+    for found in run_ranks(undisturbed_and_resumed, 2, str(tmp_path), list(optimizers)):
+        assert set(found) == set(optimizers)
         for whole, first, second in found.values():
             assert [len(part) for part in (whole, first, second)] == [10, 7, 3]
             pairs = zip(whole, first + second, strict=True)

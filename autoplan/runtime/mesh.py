@@ -8,8 +8,10 @@ Ranks that differ only in `shard` share one sharded state; ranks that differ onl
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -183,8 +185,15 @@ def failing_after_others() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _is_of_a_collective(error):
+            _let_sigterm_end_this_process()
             time.sleep(OTHERS_FIRST_S)
         raise
+
+
+def _let_sigterm_end_this_process() -> None:
+    """Also where a handler would finish the step first: it cannot be finished any more."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
