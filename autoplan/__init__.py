@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from autoplan.parallel_plan import Estimate, Mesh, Plan
     from autoplan.questions import asked_again, sensitivity, why_not
     from autoplan.search.result import SearchResult
+    from autoplan.what_if.advising import advise
+    from autoplan.what_if.question import Question, read_question
+    from autoplan.what_if.recommending import recommend
 
 __version__ = "0.1.0"
 
@@ -38,7 +41,9 @@ _HOME = {
     "Mesh": "autoplan.parallel_plan",
     "Options": "autoplan.options",
     "Plan": "autoplan.parallel_plan",
+    "Question": "autoplan.what_if.question",
     "SearchResult": "autoplan.search.result",
+    "advise": "autoplan.what_if.advising",
     "asked_again": "autoplan.questions",
     "emit": "autoplan.api",
     "estimate": "autoplan.api",
@@ -47,6 +52,8 @@ _HOME = {
     "plan": "autoplan.api",
     "profile_names": "autoplan.hardware",
     "read_answer": "autoplan.output_folder",
+    "read_question": "autoplan.what_if.question",
+    "recommend": "autoplan.what_if.recommending",
     "sensitivity": "autoplan.questions",
     "trace_model": "autoplan.api",
     "whatif": "autoplan.api",
@@ -60,7 +67,9 @@ __all__ = [
     "Mesh",
     "Options",
     "Plan",
+    "Question",
     "SearchResult",
+    "advise",
     "asked_again",
     "emit",
     "estimate",
@@ -69,6 +78,8 @@ __all__ = [
     "plan",
     "profile_names",
     "read_answer",
+    "read_question",
+    "recommend",
     "sensitivity",
     "trace_model",
     "whatif",

@@ -7,6 +7,7 @@ folder  = generate + report                  program_files, emit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
-from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
+from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile
     from autoplan.measured_profile import MeasuredProfile
     from autoplan.parallel_plan import Estimate, Plan
-    from autoplan.what_if import WhatIfRow
+    from autoplan.what_if.rows import WhatIfRow
 
 Overrides = Mapping[str, Any]
 DEFAULT_MEASURED_SIZES = (1, 2, 4)  # micro-batches that `autoplan profile` measures
@@ -174,15 +175,17 @@ def measurement_folder(
     degrees: Sequence[int] = (),
     micro_batch_sizes: Sequence[int] = DEFAULT_MEASURED_SIZES,
     compile: str = "off",
+    memory_format: str = MEMORY_FORMATS[0],
     **options: Any,
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
 
     `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
-    the loss are measured eager (`compile` is "off"), compiled ("on") or "both".
+    the loss are measured eager (`compile` is "off"), compiled ("on") or "both"; what reads images with these
+    "contiguous", "channels_last" or "both".
     """
     from autoplan.output_folder import read_text_file
-    from autoplan.profile_folder import COMPILE_WAYS, MeasurementRequest, measurement_files, value_ranges
+    from autoplan.profile_folder import COMPILE_WAYS, FORMAT_WAYS, MeasurementRequest, measurement_files, value_ranges
     from autoplan.trace import example_batch, model_source
 
     profile, chosen = _load_profile(hw, 1), checked(Options(**options))
@@ -190,6 +193,9 @@ def measurement_folder(
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:
         raise UsageError(f"profile: compile: found {compile!r}\n  expected: one of {', '.join(COMPILE_WAYS)}")
+    if memory_format not in FORMAT_WAYS:
+        expected = ", ".join(FORMAT_WAYS)
+        raise UsageError(f"profile: memory_format: found {memory_format!r}\n  expected: one of {expected}")
     path, overrides = model_file(model, overrides or {})
     graph = trace_model(path, overrides=overrides)
     batch = example_batch(model_source(path, dict(overrides)), 1)
@@ -204,6 +210,7 @@ def measurement_folder(
         micro_batch_sizes=tuple(micro_batch_sizes),
         ranges=value_ranges(batch),
         compile=compile,
+        memory_format=memory_format,
     )
     return measurement_files(request)
 
@@ -211,49 +218,44 @@ def measurement_folder(
 def whatif(
     model: str | Path,
     *,
-    hw: Sequence[str],
+    hw: Sequence[str] = (),
     hosts: Sequence[int] = (1,),
     n_samples: float | None = None,
     n_tokens: float | None = None,
     prices_usd_per_device_hour: Mapping[str, float] | None = None,
     overrides: Overrides | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    n_jobs: int = 1,
+    asked: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[WhatIfRow, ...]:
-    """One row per hardware and host count, each a whole search of the same global batch; the model is traced once.
+    """One row per cluster, batch, precision and link, each a search of its own; the model is traced once.
 
+    A MODEL that ends in .toml is a question in a file, which holds all the rest; see `what_if.question`. `asked` are
+    further fields of `what_if.question.Question` (global_batches, sweeps, network_scales, money, reliability, ...).
     Without `global_batch` it is `DEFAULT_MICRO_BATCH_SIZE` per device of the largest cluster. A cluster that cannot
     train the model so (no such precision, or a fixed degree that it has no devices for) is a row that says why.
+
+    `n_jobs` processes search at once; with more than one, a script that calls this needs `if __name__ == "__main__"`.
     """
-    from autoplan.what_if import compare
+    from autoplan.what_if.asking import ask
+    from autoplan.what_if.question import Question, read_question
 
-    if options.get("profile") is not None:
-        raise UsageError("profile: measurements are of one device, whatif compares several\n  fix: leave it out")
-    clusters = [(name, count) for name in hw for count in (hosts if not is_cluster_file(name) else (1,))]
-    profiles = {(name, count): load_hardware(name, n_hosts=count) for name, count in clusters}
-    first = make_problem(model, hw=hw[0], hosts=clusters[0][1], overrides=overrides, options=Options(**options))
-    n_most = max(profile.n_devices for profile in profiles.values())
-    global_batch = first.options.global_batch or default_global_batch(n_most)
-    first = replace(first, options=replace(first.options, global_batch=global_batch))
-
-    def solve_cluster(name: str, count: int) -> Answer:
-        progress(f"searching {name} x {count}")
-        problem = replace(first, profile=profiles[name, count], hw=name)
-        try:
-            return decide(problem)
-        except UsageError:
-            raise
-        except InputError as error:
-            return Answer(_workload(problem), _nothing("unusable", str(error)))
-
-    return compare(
-        tuple(profiles),
-        solve=solve_cluster,
-        global_batch=global_batch,
-        n_samples=n_samples,
+    if str(model).endswith(".toml"):
+        return ask(read_question(model), n_jobs=n_jobs, progress=progress).rows
+    chosen = Options(**options)
+    question = Question(
+        model=str(model),
+        hw=tuple(hw),
+        hosts=tuple(hosts),
+        overrides=tuple((overrides or {}).items()),
         n_tokens=n_tokens,
-        prices_usd_per_device_hour=prices_usd_per_device_hour,
+        n_samples=n_samples,
+        precisions=(chosen.precision,),
+        given_usd=tuple((prices_usd_per_device_hour or {}).items()),
+        options=chosen,
     )
+    return ask(replace(question, **(asked or {})), n_jobs=n_jobs, progress=progress).rows
 
 
 def solve(problem: Problem) -> Answer:
@@ -276,12 +278,15 @@ def solve(problem: Problem) -> Answer:
     return replace(answer, result=result)
 
 
-def decide(problem: Problem) -> Answer:
-    """Search the whole space; the estimate of the best plan carries its timeline.
+def decide(
+    problem: Problem, *, warm_start: Plan | None = None, clock: Callable[[], float] = time.perf_counter
+) -> Answer:
+    """Search the whole space, `warm_start` first; the estimate of the best plan carries its timeline.
 
     That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
+    `clock` is what the time limit is measured with.
     """
-    result = _search(problem)
+    result = _search(problem, warm_start=warm_start, clock=clock)
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
     said = () if result.best is None else notes(problem.graph, result.best.plan)
@@ -315,7 +320,6 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     from autoplan.hugging_face import is_hugging_face
     from autoplan.output_folder import launch_command, read_text_file, report_files
     from autoplan.report import program_header
-    from autoplan.simulate import memory_over_time
     from autoplan.space import load_rules
 
     program = generate(
@@ -333,9 +337,14 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
             "device": answer.workload.device,
         },
     )
-    plan = answer.best.plan
-    memory = memory_over_time(_price(problem, plan), plan.stages)
-    return {**dict(program.files), **report_files(answer, memory=memory)}
+    return {**dict(program.files), **report_files(answer, memory=memory_curves(problem, answer.best.plan))}
+
+
+def memory_curves(problem: Problem, plan: Plan) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """What each pipeline rank has allocated over the step; see `simulate.memory_over_time`."""
+    from autoplan.simulate import memory_over_time
+
+    return memory_over_time(_price(problem, plan), plan.stages)
 
 
 def emit(
@@ -392,7 +401,9 @@ def _price(problem: Problem, plan: Plan) -> CostTable:
     return price_plan(graph, profile, plan, rule_files=rules, measured=problem.measured)
 
 
-def _search(problem: Problem) -> SearchResult:
+def _search(
+    problem: Problem, *, warm_start: Plan | None = None, clock: Callable[[], float] = time.perf_counter
+) -> SearchResult:
     from autoplan.cluster_space import mixed_space
     from autoplan.search import search
     from autoplan.search.mixed import search_mixed
@@ -401,9 +412,16 @@ def _search(problem: Problem) -> SearchResult:
     graph, profile, options, batch = problem.graph, problem.profile, problem.options, global_batch_size(problem)
     try:
         if isinstance(profile, Cluster):
-            return search_mixed(mixed_space(graph, profile, options, global_batch=batch), options=options)
+            return search_mixed(mixed_space(graph, profile, options, global_batch=batch), options=options, clock=clock)
         offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
-        return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+        return search(
+            offered.space,
+            price=offered.price,
+            options=options,
+            make_plan=offered.make_plan,
+            warm_start=warm_start,
+            clock=clock,
+        )
     except InfeasibleError as error:
         return _nothing("infeasible", str(error))
 
@@ -426,7 +444,8 @@ def _request(problem: Problem) -> Request:
 
 
 def _workload(problem: Problem) -> Workload:
-    from autoplan.space import flops_per_sample, ops_without_rule
+    from autoplan.space import flops_per_sample, load_rules, ops_without_rule
+    from autoplan.untried import untried
 
     graph, profile = problem.graph, problem.profile
     kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
@@ -445,7 +464,9 @@ def _workload(problem: Problem) -> Workload:
         provenance=_provenance(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=MODULE_LEVEL_LIMITS if graph.is_module_level else (),
+        limits=MODULE_LEVEL_LIMITS
+        if graph.is_module_level
+        else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(kinds, peaks, strict=True)

@@ -26,12 +26,13 @@ import click
 
 from autoplan import __version__
 from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, ToleranceError, UsageError
-from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.options import MEMORY_FORMATS, OBJECTIVES, PRECISIONS, Options
 from autoplan.parallel_plan import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from autoplan.answer import Answer
     from autoplan.api import Problem
+    from autoplan.what_if.question import Question
 
 INTERRUPTED = 130
 _DEFAULTS = Options()
@@ -109,6 +110,10 @@ _cluster = _options(
     ),
     click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
 )
+_page = _options(
+    click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."),
+    click.option("--force", is_flag=True, help="Replace FILE."),
+)
 _rules = click.option(
     "--rules", metavar="FILE", multiple=True, help="File of op rules of your own, ending in RULES = {...}; repeatable."
 )
@@ -123,7 +128,8 @@ _workload = _options(
         "--fix",
         multiple=True,
         metavar="NAME=VALUE,...",
-        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, compile.",
+        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, loss, compile, "
+        "memory_format.",
     ),
     click.option(
         "--time-limit",
@@ -264,23 +270,38 @@ def rule_command(
 @click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
 @click.option("--why-not", multiple=True, metavar="NAME=VALUE,...", help="Search for the best plan with this --fix.")
 @click.option("--sensitivity", "asks_sensitivity", is_flag=True, help="Search on slightly better clusters.")
+@_page
 @_output
-def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool, output_format: str) -> None:
+def explain_command(
+    path: Path,
+    why_not: tuple[str, ...],
+    asks_sensitivity: bool,
+    html: Path | None,
+    force: bool,
+    output_format: str,
+) -> None:
     """Say why this plan, why not the next best, and what each second is spent on.
 
     With --why-not and --sensitivity, say instead why not another plan, and what would change the decision.
     """
-    from autoplan import questions
+    from autoplan import api, questions
     from autoplan.answer import answer_to_dict
+    from autoplan.html_report import plan_page
     from autoplan.option_checks import parse_fix
-    from autoplan.output_folder import read_answer
+    from autoplan.output_folder import check_page, read_answer, write_page
     from autoplan.report_explain import explain_report, sensitivity_report, why_not_report
 
+    if html is not None:
+        check_page(html, force=force)
     answer = read_answer(path)
     if not why_not and not asks_sensitivity:
+        if html is not None:
+            write_page(html, plan_page(answer), force=force)
+            _progress(f"wrote {html}")
         _print_answer(answer, explain_report, output_format)
         return
     found, texts = answer_to_dict(answer), []
+    rows: tuple[questions.SensitivityRow, ...] = ()
     with _stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
@@ -292,6 +313,14 @@ def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool
             rows = questions.sensitivity(problem, answer, progress=_progress)
             found["sensitivity"] = [asdict(row) for row in rows]
             texts.append(sensitivity_report(rows))
+        if html is not None:
+            page = plan_page(
+                questions.judged_again(problem, answer),
+                memory=api.memory_curves(problem, answer.best.plan),
+                sensitivity=rows,
+            )
+            write_page(html, page, force=force)
+            _progress(f"wrote {html}")
     _print(json.dumps(found, indent=2) if output_format == "json" else "\n".join(texts))
 
 
@@ -323,6 +352,13 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
     default="off",
     show_default=True,
     help="Measure blocks and the loss eager, compiled, or both ways; to compile takes up to a minute each.",
+)
+@click.option(
+    "--memory-format",
+    type=click.Choice([*MEMORY_FORMATS, "both"]),
+    default=MEMORY_FORMATS[0],
+    show_default=True,
+    help="How images lie in memory, for models with convolutions.",
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
@@ -446,59 +482,251 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
         _print(_json(asdict(profile)) if output_format == "json" else profile_sheet(profile))
 
 
+@hw_group.command("prices")
+@click.argument("catalogs", metavar="[VMS.CSV]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--date", "day", metavar="YYYY-MM-DD", help="When the catalogs were made. [today]")
+def hw_prices(catalogs: tuple[Path, ...], day: str | None) -> None:
+    """Print the prices that come with autoplan, or those of SkyPilot catalogs, as a file for --prices."""
+    from datetime import date
+
+    from autoplan.hardware_file import shipped_prices
+    from autoplan.output_folder import read_text_file
+    from autoplan.what_if.prices import catalog_prices, read_prices
+
+    if not catalogs:
+        _print(shipped_prices())
+        return
+    try:
+        made = date.today() if day is None else date.fromisoformat(day)
+    except ValueError:
+        raise UsageError(f"--date: found {day!r}\n  expected: a day such as 2026-05-01") from None
+    texts = {path.name: read_text_file(path) for path in catalogs}
+    _print(catalog_prices(texts, names=read_prices(), day=made))
+
+
 # ------------------------------------------------------------------------------------------- purchase
 
 
-@cli.command("whatif")
-@_model
-@click.option("--hw", required=True, metavar="A,B,...", help="Hardware profiles, separated by commas.")
-@click.option("--hosts", default="1", show_default=True, metavar="1,2,...", help="Host counts, separated by commas.")
-@_workload
-@click.option("--tokens", "n_tokens", type=float, help="Train on this many tokens, such as 300e9.")
-@click.option("--samples", "n_samples", type=float, help="Train on this many samples.")
-@click.option("--price", "prices", multiple=True, metavar="NAME=USD", help="US dollars per device-hour; repeatable.")
-@_output
-def whatif_command(
-    model: Path,
-    overrides: tuple[str, ...],
-    hw: str,
-    hosts: str,
-    n_tokens: float | None,
-    n_samples: float | None,
-    prices: tuple[str, ...],
-    output_format: str,
-    **options: Any,
-) -> None:
-    """Compare clusters: step time, time to train and cost of MODEL on each."""
-    from autoplan import api
-    from autoplan.option_checks import parse_overrides, parse_prices
-    from autoplan.what_if import whatif_table, whatif_to_dict
+_amounts = _options(
+    click.option("--tokens", "n_tokens", type=float, help="Train on this many tokens, such as 300e9."),
+    click.option("--samples", "n_samples", type=float, help="Train on this many samples."),
+)
+_money = _options(
+    click.option(
+        "--price", "prices", multiple=True, metavar="NAME=USD", help="US dollars per device-hour; repeatable."
+    ),
+    click.option(
+        "--prices", "prices_file", metavar="FILE", help="Price file of your own; `autoplan hw prices` shows one."
+    ),
+    click.option("--rent", type=click.Choice(["on_demand", "reserved", "spot"]), help="[on_demand]"),
+    click.option(
+        "--given",
+        multiple=True,
+        metavar="TABLE.KEY=VALUE",
+        help='A value of whatif.toml: reliability.restart="5 min", money.pue=1.2, loading.storage_rate="10 GB/s", ...',
+    ),
+)
+_sweep = _options(
+    click.option("--search", type=click.Choice(["quick", "full"]), help="quick: one stage per rank only. [quick]"),
+    click.option("--jobs", "n_jobs", type=click.IntRange(min=1), help="Processes that search. [one per core]"),
+)
+_fix = click.option("--fix", multiple=True, metavar="NAME=VALUE,...", help="What every plan must have; as for plan.")
+_row_output = _options(
+    click.option(
+        "--format", "output_format", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True
+    ),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)
 
+
+@cli.command("whatif")
+@click.argument("model", metavar="[MODEL|hf:CONFIG.JSON|WHATIF.TOML]", required=False)
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
+@click.option("--sweep", "sweeps", metavar="KEY=V1,V2,...", multiple=True, help="Compare values of such an argument.")
+@click.option("--hw", metavar="A,B,...", help="Hardware profiles, separated by commas.")
+@click.option("--hosts", metavar="1,2,...", help="Host counts, separated by commas. [1]")
+@click.option("--global-batch", "batches", metavar="B1,B2,...", help="Samples per optimizer step.")
+@click.option("--precision", "precisions", metavar="P1,P2,...", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@click.option("--network-scale", "scales", metavar="0.5,1,...", help="Factors on the bandwidth between hosts. [1]")
+@click.option(
+    "--host-link", "links", metavar="own,pcie4,...", help="Links inside a host, in place of the profile's own."
+)
+@click.option("--scaling", type=click.Choice(["strong", "weak"]), help="weak: the batch grows with the hosts. [strong]")
+@click.option("--objective", type=click.Choice(OBJECTIVES), default=_DEFAULTS.objective, show_default=True)
+@click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Per point, of processor time.")
+@click.option("--module-level", is_flag=True, help="As for plan.")
+@click.option("--schema", "asks_schema", is_flag=True, help="Print the JSON Schema of --format json.")
+@_fix
+@_amounts
+@_money
+@_sweep
+@_rules
+@_page
+@_row_output
+def whatif_command(
+    model: str | None,
+    time_limit_s: float | None,
+    objective: str,
+    module_level: bool,
+    rules: tuple[str, ...],
+    n_jobs: int | None,
+    output_format: str,
+    asks_schema: bool,
+    html: Path | None,
+    force: bool,
+    **flags: Any,
+) -> None:
+    """Compare clusters: step, losses, time to train, cost and energy of MODEL on each.
+
+    A WHATIF.TOML holds the whole question; flags take the place of its values.
+    """
+    from autoplan.html_report.sweep_page import sweep_page, sweep_title
+    from autoplan.output_folder import check_page, write_page
+    from autoplan.what_if.asking import ask
+    from autoplan.what_if.sweep import default_n_jobs
+    from autoplan.what_if.tables import assumption_texts, whatif_csv, whatif_report, whatif_schema, whatif_to_dict
+
+    if asks_schema:
+        _print(json.dumps(whatif_schema(), indent=2))
+        return
+    if html is not None:
+        check_page(html, force=force)
+    limit_s = _DEFAULTS.time_limit_s if time_limit_s is None else time_limit_s
+    options = Options(time_limit_s=limit_s, objective=objective, module_level=module_level, rules=rules)
     with _stdout_kept_clean():
-        rows = api.whatif(
-            model,
-            hw=_split(hw),
-            hosts=_counts(hosts),
-            n_tokens=_amount("--tokens", n_tokens),
-            n_samples=_amount("--samples", n_samples),
-            prices_usd_per_device_hour=parse_prices(prices),
-            overrides=parse_overrides(overrides),
-            progress=_progress,
-            **asdict(_read_options(**options)),
+        question = _question(model, flags, options)
+        answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=_progress_bar)
+    if html is not None:
+        notes = assumption_texts(answer.assumptions)
+        write_page(html, sweep_page(answer.rows, title=sweep_title(question), notes=notes), force=force)
+        _progress(f"wrote {html}")
+    if output_format == "table":
+        _print(whatif_report(answer, search=question.search))
+    else:
+        rows = answer.rows
+        _print(
+            whatif_csv(rows)
+            if output_format == "csv"
+            else json.dumps(whatif_to_dict(answer), indent=2, allow_nan=False)
         )
-    _print(json.dumps(whatif_to_dict(rows), indent=2) if output_format == "json" else whatif_table(rows))
+    if answer.sweep.is_interrupted:
+        raise KeyboardInterrupt
 
 
 @cli.command("recommend")
-@_model
-@click.option("--deadline", help="Latest acceptable time to train.")
-@click.option("--budget", help="Most US dollars to spend.")
+@click.argument("model", metavar="MODEL|hf:CONFIG.JSON")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
+@click.option("--deadline", metavar="14d", help="Latest acceptable time to train: the cheapest cluster that meets it.")
+@click.option("--budget", metavar="USD", help="Most US dollars to spend: the fastest cluster that meets it.")
+@click.option("--among", "hw", metavar="A,B,...", help="Hardware profiles to choose from. [all that have a price]")
+@click.option("--max-hosts", type=click.IntRange(min=1), default=256, show_default=True, help="Most hosts to look at.")
+@click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512]")
+@click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@_fix
+@_amounts
+@_money
+@_sweep
 @_output
-def recommend_command(**_: Any) -> None:
-    """The smallest cluster for a deadline or a budget (not available in this version)."""
-    raise UsageError(
-        "recommend is not available in this version\n  fix: autoplan whatif compares the clusters you name"
+def recommend_command(
+    model: str,
+    deadline: str | None,
+    budget: str | None,
+    hw: str | None,
+    max_hosts: int,
+    n_jobs: int | None,
+    output_format: str,
+    **flags: Any,
+) -> None:
+    """The cheapest cluster that meets a deadline, or the fastest within a budget, and what would change that."""
+    from autoplan.what_if.recommending import (
+        candidates,
+        parse_budget,
+        parse_deadline,
+        recommend,
+        recommendation_text,
+        recommendation_to_dict,
     )
+    from autoplan.what_if.sweep import default_n_jobs
+
+    with _stdout_kept_clean():
+        question = _question(model, {**flags, "hw": hw or ",".join(candidates())}, Options())
+        answer = recommend(
+            question,
+            deadline_s=None if deadline is None else parse_deadline(deadline),
+            budget_usd=None if budget is None else parse_budget(budget),
+            max_hosts=max_hosts,
+            n_jobs=n_jobs or default_n_jobs(),
+            progress=_progress_bar,
+        )
+    text = json.dumps(recommendation_to_dict(answer), indent=2, allow_nan=False)
+    _print(text if output_format == "json" else recommendation_text(answer))
+    if answer.is_interrupted:
+        raise KeyboardInterrupt
+    if answer.best is None:
+        raise InfeasibleError("no cluster among these meets it")
+
+
+@cli.command("advise")
+@click.argument("model", metavar="MODEL|hf:CONFIG.JSON")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
+@click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile of the hosts.")
+@click.option("--max-hosts", type=click.IntRange(min=1), default=64, show_default=True, help="Most hosts to look at.")
+@click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [8 per device of a host]")
+@click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@click.option("--deadline", metavar="14d", help="Latest acceptable time to train.")
+@_fix
+@_amounts
+@_money
+@_sweep
+@_output
+def advise_command(
+    model: str, deadline: str | None, max_hosts: int, n_jobs: int | None, output_format: str, **flags: Any
+) -> None:
+    """Whether to go multi-GPU, and how: one line per rule that applies to MODEL on these devices and links."""
+    from autoplan.what_if.advising import advice_text, advice_to_dict, advise
+    from autoplan.what_if.recommending import parse_deadline
+    from autoplan.what_if.sweep import default_n_jobs
+
+    with _stdout_kept_clean():
+        advice = advise(
+            _question(model, flags, Options()),
+            max_hosts=max_hosts,
+            deadline_s=None if deadline is None else parse_deadline(deadline),
+            n_jobs=n_jobs or default_n_jobs(),
+            progress=_progress_bar,
+        )
+    text = json.dumps(advice_to_dict(advice), indent=2, allow_nan=False)
+    _print(text if output_format == "json" else advice_text(advice))
+
+
+def _question(model: str | None, flags: dict[str, Any], options: Options) -> Question:
+    """The question of a file with the flags in the place of its values, or of the flags alone."""
+    from autoplan.what_if.flags import flag_tables
+    from autoplan.what_if.question import parse_question, read_question
+
+    tables = flag_tables(**flags)
+    if model is not None and model.endswith(".toml"):
+        return read_question(model, changes=tables, options=options)
+    if model is None or not flags.get("hw"):
+        raise UsageError("expected MODEL with --hw, or a WHATIF.TOML\n  fix: autoplan whatif model.py --hw dgx_a100_x8")
+    tables["workload"]["model"] = model
+    try:
+        return parse_question(tables, where="command line", options=options)
+    except UsageError:
+        raise
+    except InputError as error:
+        raise UsageError(str(error)) from None
+
+
+def _progress_bar(n_done: int, n_all: int) -> None:
+    """On stderr; on a terminal in one line."""
+    width = 30
+    filled = width if n_all == 0 else width * n_done // n_all
+    bar = f"[{'#' * filled}{' ' * (width - filled)}] {n_done} of {n_all} points"
+    if sys.stderr.isatty():
+        click.echo(f"\r{bar}", err=True, nl=n_done == n_all)
+    elif n_done in (0, n_all):
+        click.echo(bar, err=True)
 
 
 @cli.command("doctor")
@@ -547,24 +775,11 @@ def _check_status(answer: Answer, options: Options) -> None:
         raise StoppedError("the search stopped before its plan was proved optimal\n  fix: raise --time-limit")
 
 
-def _split(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names:
-        raise UsageError("--hw: found nothing\n  expected: profile names separated by commas")
-    return names
-
-
 def _counts(text: str, *, option: str = "--hosts") -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise UsageError(f"{option}: found {text!r}\n  expected: counts separated by commas, such as 1,2,4")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _amount(option: str, number: float | None) -> float | None:
-    if number is not None and not 0 < number < float("inf"):
-        raise UsageError(f"{option}: found {number}\n  expected: a number above 0")
-    return number
 
 
 def _print_answer(answer: Answer, render: Callable[[Answer], str], output_format: str) -> None:

@@ -71,6 +71,15 @@ def write_entry(entry: Path, record: dict[str, Any]) -> None:
         os.replace(name, entry)
 
 
+def read_entry(entry: Path) -> dict[str, Any] | None:
+    """What `write_entry` wrote; None where there is nothing to read."""
+    try:
+        record = json.loads(entry.read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, "missing" where there is none."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"

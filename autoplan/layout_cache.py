@@ -29,7 +29,7 @@ def cached_layouts(named: Sequence[str], rule_files: Sequence[str], solve: Calla
 
     `named` is what they depend on besides these rules, autoplan and the solver.
     """
-    key = "\n".join((*named, *_rule_hashes(rule_files), _own_hash(), package_version("ortools")))
+    key = "\n".join((*named, *rule_hashes(rule_files), own_hash(), package_version("ortools")))
     entry = cache_entry("layouts", hashlib.sha256(key.encode()).hexdigest())
     found = _read(entry, key)
     if found is None:
@@ -41,14 +41,14 @@ def cached_layouts(named: Sequence[str], rule_files: Sequence[str], solve: Calla
 
 
 @cache
-def _own_hash() -> str:
+def own_hash() -> str:
     """Of every module of autoplan: whoever changes one pays a second."""
     folders = [Path(path) for name in ("autoplan", "autoplan.cost_models") for path in import_module(name).__path__]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
 
 
-def _rule_hashes(rule_files: Sequence[str]) -> list[str]:
+def rule_hashes(rule_files: Sequence[str]) -> list[str]:
     """Of the files, and of every module of the user's that is loaded, since a file may import any of them."""
     if not rule_files:
         return []

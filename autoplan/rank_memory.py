@@ -102,7 +102,7 @@ class StageBytes:
         state, buffers: all step. `buffers` are those for what is sent and received over the cuts.
         gathered: of parameters that stay gathered.
         gradients: of all its segments, after a pass.
-        saved, received, sent, pending: per micro-batch.
+        saved, sent, pending: per micro-batch.
         forward, first, later, last: the peaks of a forward pass, and of the first, another and the last backward pass.
     """
 
@@ -111,7 +111,6 @@ class StageBytes:
     gathered: int
     gradients: int
     saved: int
-    received: int
     sent: int
     pending: int
     forward: PassPeak
@@ -140,7 +139,6 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
         gathered=sum(cost.gathered_bytes for cost in costs) if table.keeps_gathered else 0,
         gradients=sum(cost.gradient_bytes for cost in costs),
         saved=sum(cost.saved_bytes for cost in costs),
-        received=table.cut_bytes[start - 1] if start > 0 else 0,
         sent=message_out,
         pending=sum(cost.pending_bytes for cost in costs),
         forward=forward,
@@ -251,7 +249,7 @@ def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Mom
     kept = sum(stage.gathered for stage in stages)
     buffers = sum(stage.buffers for stage in stages)
     gradients, saved, messages, pending = zip(
-        *((stage.gradients, stage.saved, stage.received + stage.sent, stage.pending) for stage in stages), strict=True
+        *((stage.gradients, stage.saved, stage.sent, stage.pending) for stage in stages), strict=True
     )
     for moment in at:
         running, peak = moment.running, NO_PASS

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from autoplan.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
-from autoplan.parallel_plan import Plan
+from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import OpRule
 from autoplan.semantics import ignored_target
 
@@ -88,6 +89,14 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": tuple(dict.fromkeys(recomputed)),
         "blocks": tuple(dict.fromkeys(blocks)),
+        **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
+        **_loss_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
+
+
+def _loss_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """Those of a chunked loss."""
+    head = chunked_head(graph) if plan.loss == "chunked" else None
+    return {"chunked_head": head.ops[0].module_path, "loss_slice_rows": SLICE_ROWS} if head is not None else {}

@@ -15,6 +15,7 @@ from torch import nn
 
 from .batch_norm import data_parallel_groups, synchronize_batch_norm
 from .checkpoint_pieces import WholeTensors, whole_tensors
+from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
@@ -32,6 +33,7 @@ from .gradients import (
 from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import mean_count, weigh
 from .loss_scale import LossScale
+from .memory_format import take_images
 from .mesh import RankMesh, failing_after_others, group_over_pipeline_ranks
 from .pipeline import Pipeline
 from .recompute import apply_recompute, unchanged_buffers
@@ -95,8 +97,8 @@ class ParallelModel(nn.Module):
         self._loss_fn = _loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
 
-        # stages -> tensor-parallel weights, with ties -> compile -> BatchNorm -> recompute -> ZeRO -> optimizer
-        # -> pipeline. Recompute goes around compile: the other way round, each block would be compiled anew.
+        # stages -> tensor-parallel weights, with ties -> compile -> chunked loss -> BatchNorm -> recompute -> ZeRO
+        # -> optimizer -> pipeline. Recompute goes around compile: the other way round, each block is compiled anew.
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
         with one_process_at_a_time(self.full_build_device != mesh.device):
             stages = self._build_stages(build_model, seed)
@@ -104,12 +106,16 @@ class ParallelModel(nn.Module):
                 blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
                 if config.compile:
                     _compile_blocks(stage, blocks)
+                if config.chunked_head and parallel_model is None:
+                    head = stage.get_submodule(config.chunked_head)
+                    defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
                 apply_recompute(stage, config.recompute)
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
-        if config.compile:
+                take_images(stage, config.memory_format)
+        if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
         self._parameters_of_rank, self._tied = self._name_parameters()
@@ -133,8 +139,8 @@ class ParallelModel(nn.Module):
         if self._pipeline is not None:
             raise RuntimeError("a pipeline has no forward pass of its own; call step(batch)")
         if self._parallel_model is None:
-            return self.stages[0](*inputs, **named_inputs)
-        outputs = self.stages[0](*flatten_tensors((inputs, named_inputs)))
+            return whole_logits(self.stages[0](*inputs, **named_inputs))
+        outputs = whole_logits(self.stages[0](*flatten_tensors((inputs, named_inputs))))
         pairs = zip(flatten_tensors(outputs), self._parallel_model.OUTPUTS, strict=True)
         whole_outputs = [self._whole_output(value, layout) for value, layout in pairs]
         return whole_outputs[0] if len(whole_outputs) == 1 else tuple(whole_outputs)

@@ -1,0 +1,134 @@
+"""From a question to rows: hardware and model are read, every point is searched, and rows are made of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+
+from autoplan.answer import tokens_per_sample
+from autoplan.api import checked, default_global_batch, model_file, trace_model
+from autoplan.cluster_space import check_mixed_options
+from autoplan.errors import InputError, UsageError
+from autoplan.graph import OpGraph
+from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
+from autoplan.what_if.points import Overrides, Point, changed, combinations, points, searched
+from autoplan.what_if.prices import read_prices
+from autoplan.what_if.question import Question, checked_question
+from autoplan.what_if.rows import Assumptions, WhatIfRow, row_of
+from autoplan.what_if.sweep import Sweep, Task, run_sweep
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The rows of a question, in the order of its points.
+
+    Attributes:
+        sweep: how they were found.
+        assumptions: what they rest on beside the searches.
+    """
+
+    rows: tuple[WhatIfRow, ...]
+    sweep: Sweep
+    assumptions: Assumptions
+
+
+def ask(
+    question: Question,
+    *,
+    n_jobs: int = 1,
+    today: date | None = None,
+    progress: Progress = lambda done, total: None,
+) -> WhatIf:
+    """Search every point of a question and make its rows.
+
+    Raises: InputError or UsageError for what cannot be asked; a cluster that cannot train the model is a row that says
+        why.
+    """
+    question = checked_question(question, where="whatif")
+    if question.options.profile is not None:
+        raise UsageError("profile: measurements are of one device, whatif compares several\n  fix: leave it out")
+    given = assumptions_of(question, today=today or date.today())
+    clusters = clusters_of(question.hw, question.hosts)
+    profiles = {cluster: load_hardware(cluster[0], n_hosts=cluster[1]) for cluster in clusters}
+    models = combinations(question.sweeps, fixed=question.overrides)
+    traced = trace_all(question, models)
+    asked = points(
+        clusters,
+        global_batches=question.global_batches or (_default_batch(question, profiles.values()),),
+        precisions=question.precisions,
+        overrides=models,
+        network_scales=question.network_scales,
+        host_links=question.host_links,
+        scaling=question.scaling,
+    )
+    hashes = {model: graph.content_hash() for model, graph in traced.items()}
+    tasks = [
+        task_of(point, profiles[point.hw, point.n_hosts], question, graph=hashes[repr(point.overrides)])
+        for point in asked
+    ]
+    graphs = {hashes[model]: graph for model, graph in traced.items()}
+    sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, progress=progress)
+    rows = tuple(
+        row_of(point, result, given, n_samples=question.n_samples, n_tokens=question.n_tokens)
+        for point, result in zip(asked, sweep.results, strict=True)
+    )
+    return WhatIf(rows, sweep, given)
+
+
+def assumptions_of(question: Question, *, today: date) -> Assumptions:
+    """What rows of a question are made with."""
+    return Assumptions(
+        shipped=read_prices(),
+        today=today,
+        money=question.money,
+        reliability=question.reliability,
+        loading=question.loading,
+        prices=None if question.prices_file is None else read_prices(question.prices_file),
+        given_usd=question.given_usd,
+    )
+
+
+def clusters_of(hw: Sequence[str], hosts: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    """(hardware, hosts) pairs; the file of a mixed cluster counts its hosts itself."""
+    return tuple((name, count) for name in hw for count in (hosts if not is_cluster_file(name) else (1,)))
+
+
+def trace_all(question: Question, models: Sequence[Overrides]) -> dict[str, OpGraph]:
+    """The graph of the model under each set of arguments, by the `repr` of these.
+
+    Raises: UsageError when tokens are asked for and the model reads none.
+    """
+    found = {}
+    for overrides in models:
+        path, arguments = model_file(question.model, dict(overrides))
+        graph = trace_model(path, overrides=arguments, module_level=question.options.module_level)
+        if question.n_tokens is not None and tokens_per_sample(graph) is None:
+            raise UsageError("--tokens: this model does not read tokens\n  fix: use --samples instead")
+        found[repr(overrides)] = graph
+    return found
+
+
+def task_of(point: Point, profile: Hardware, question: Question, *, graph: str) -> Task:
+    """The search of a point."""
+    options = replace(question.options, global_batch=point.global_batch, precision=point.precision)
+    options = checked(searched(options, search=question.search))
+    refused = ""
+    try:
+        profile = changed(profile, point)
+        if isinstance(profile, Cluster):
+            check_mixed_options(options, profile)
+    except UsageError:
+        raise
+    except InputError as error:
+        refused = str(error)
+    return Task(graph, profile, options, point.hw, refused)
+
+
+def _default_batch(question: Question, profiles: Iterable[Hardware]) -> int:
+    """`DEFAULT_MICRO_BATCH_SIZE` samples per device of the largest cluster; of the smallest where batches grow."""
+    sizes = [profile.n_devices for profile in profiles]
+    n_devices = min(sizes) if question.scaling == "weak" else max(sizes)
+    return question.options.global_batch or default_global_batch(n_devices)

@@ -1,0 +1,123 @@
+"""Flags of the command line as the tables of a whatif.toml, so that both are checked in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoplan.errors import UsageError
+from autoplan.hardware_fields import Table
+from autoplan.option_checks import parse_overrides, parse_prices
+
+OWN_LINK = "own"  # how --host-link calls the links of the profile
+
+
+def flag_tables(
+    *,
+    overrides: Sequence[str] = (),
+    sweeps: Sequence[str] = (),
+    hw: str | None = None,
+    hosts: str | None = None,
+    batches: str | None = None,
+    precisions: str | None = None,
+    scales: str | None = None,
+    links: str | None = None,
+    scaling: str | None = None,
+    search: str | None = None,
+    fix: Sequence[str] = (),
+    n_tokens: float | None = None,
+    n_samples: float | None = None,
+    prices: Sequence[str] = (),
+    prices_file: str | None = None,
+    rent: str | None = None,
+    given: Sequence[str] = (),
+) -> Table:
+    """The tables that the flags stand for; a flag that was not given is absent."""
+    links_named = None if links is None else ["" if name == OWN_LINK else name for name in _words(links, "--host-link")]
+    found: Table = {
+        "workload": _present(
+            {
+                "set": parse_overrides(overrides) or None,
+                "sweep": dict(map(_sweep, sweeps)) or None,
+                "tokens": n_tokens,
+                "samples": n_samples,
+                "global_batch": _numbers(batches, "--global-batch", int),
+                "precision": None if precisions is None else _words(precisions, "--precision"),
+                "scaling": scaling,
+                "search": search,
+                "fix": ",".join(fix) or None,
+            }
+        ),
+        "clusters": _present(
+            {
+                "hw": None if hw is None else _words(hw, "--hw"),
+                "hosts": _numbers(hosts, "--hosts", int),
+                "network_scale": _numbers(scales, "--network-scale", float),
+                "host_link": links_named,
+            }
+        ),
+        "money": _present(
+            {
+                "rent": rent,
+                "prices": prices_file,
+                "price": {name: f"{usd!r} USD/h" for name, usd in parse_prices(prices).items()} or None,
+            }
+        ),
+    }
+    for text in given:
+        _put(found, text)
+    return found
+
+
+def _present(table: Table) -> Table:
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _words(text: str, option: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise UsageError(f"{option}: found nothing\n  expected: names separated by commas")
+    return names
+
+
+def _numbers(text: str | None, option: str, cls: Callable[[str], Any]) -> list[Any] | None:
+    if text is None:
+        return None
+    try:
+        return [cls(part.strip()) for part in text.split(",")]
+    except ValueError:
+        word = "counts" if cls is int else "numbers"
+        raise UsageError(f"{option}: found {text!r}\n  expected: {word} separated by commas, such as 1,2,4") from None
+
+
+def _sweep(text: str) -> tuple[str, list[Any]]:
+    name, separator, values = text.partition("=")
+    if not (name.strip() and separator and values.strip()):
+        raise UsageError(f"--sweep: found {text!r}\n  expected: KEY=V1,V2\n  fix: --sweep seq_len=2048,4096")
+    return name.strip(), [parse_overrides([f"value={part}"])["value"] for part in values.split(",") if part.strip()]
+
+
+def _put(tables: Table, text: str) -> None:
+    """Set one value by its path: `money.own.capex=30000 USD`."""
+    path, separator, value = text.partition("=")
+    keys = [key.strip() for key in path.split(".")]
+    if not separator or len(keys) < 2 or not all(keys):
+        raise UsageError(
+            f'--given: found {text!r}\n  expected: TABLE.KEY=VALUE\n  fix: --given reliability.restart="5 min"'
+        )
+    inner = tables
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f"--given {path}: found a value above it\n  expected: TABLE.KEY=VALUE")
+    inner[keys[-1]] = _literal(value.strip())
+
+
+def _literal(text: str) -> Any:
+    """A number where it is one, else the text."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, int | float | list) else text

@@ -1,0 +1,235 @@
+"""Points of a sweep: one model on one cluster, and the best plan there.
+
+    points         every combination of hardware, hosts, model arguments, precision, batch and links
+    changed        a cluster with faster, slower or other links
+    solve_point    Problem -> PointResult
+
+A search is "quick" or "full". A quick one looks at one stage per rank only (schedule 1f1b), for which bounds are
+arithmetic: a tenth of the time, and the proof is of that space. Its limit is processor time, so that what else the
+machine does changes no answer but near the limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
+from autoplan.api import Problem, decide
+from autoplan.cost.parameters import element_bytes
+from autoplan.errors import AutoplanError, InputError, UsageError
+from autoplan.hardware import HardwareProfile, LinkTier
+from autoplan.hardware_cluster import Cluster, Hardware
+from autoplan.hardware_file import generic_host_link
+from autoplan.options import Options
+from autoplan.report import describe_mesh, groups_text
+from autoplan.search.result import Candidate, SearchResult
+
+QUICK_SCHEDULE = ("schedule", "1f1b")
+QUICK_TIME_LIMIT_S = 1.0  # of processor time; most searches end before it with a proof
+SEARCHES = ("quick", "full")
+SCALINGS = ("strong", "weak")
+Overrides = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One cluster and one workload.
+
+    Attributes:
+        hw: name or file of the hardware profile.
+        overrides: arguments of build_model.
+        network_scale: factor on the bandwidth of all links between hosts; half of the ports is 0.5.
+        host_link: kind of link inside the host, in place of the profile's own; "" keeps that.
+    """
+
+    hw: str
+    n_hosts: int
+    global_batch: int
+    precision: str
+    overrides: Overrides = ()
+    network_scale: float = 1.0
+    host_link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PointResult:
+    """The best plan found for a point; every figure that no plan gives is None.
+
+    Attributes:
+        status: of the search, or "unusable" when the cluster cannot train the model as asked; see `detail`.
+        gap: share of the step that a better plan of the space searched might save.
+        fix: what `autoplan plan --fix` takes to get this plan.
+        breakdown: (part, seconds) pairs that sum to `step_s`.
+        model_state_bytes: weights and optimizer state of the whole model, which is what a checkpoint holds.
+        price_usd_per_device_hour: that the hardware profile names.
+    """
+
+    status: str
+    hardware: str
+    device: str
+    n_hosts: int
+    n_devices: int
+    n_parameters: int
+    model_state_bytes: int
+    tokens_per_sample: int | None
+    price_usd_per_device_hour: float | None
+    detail: str = ""
+    gap: float | None = None
+    plan: str | None = None
+    fix: str | None = None
+    n_used_devices: int | None = None
+    step_s: float | None = None
+    step_s_interval: tuple[float, float] | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    breakdown: tuple[tuple[str, float], ...] = ()
+    peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+
+
+def points(
+    clusters: Sequence[tuple[str, int]],
+    *,
+    global_batches: Sequence[int],
+    precisions: Sequence[str],
+    overrides: Sequence[Overrides] = ((),),
+    network_scales: Sequence[float] = (1.0,),
+    host_links: Sequence[str] = ("",),
+    scaling: str = "strong",
+) -> tuple[Point, ...]:
+    """Every combination, once. Under weak scaling a batch is that of the least hosts and grows with them."""
+    fewest = min(n_hosts for _, n_hosts in clusters)
+    found = []
+    for (hw, n_hosts), model, precision, batch, scale, link in product(
+        clusters, overrides, precisions, global_batches, network_scales, host_links
+    ):
+        grown = batch * n_hosts // fewest if scaling == "weak" else batch
+        found.append(Point(hw, n_hosts, grown, precision, model, scale, link))
+    return tuple({repr(point): point for point in found}.values())
+
+
+def combinations(sweeps: Sequence[tuple[str, Sequence[Any]]], *, fixed: Overrides = ()) -> tuple[Overrides, ...]:
+    """Every combination of swept model arguments, each with the fixed ones."""
+    names = [name for name, _ in sweeps]
+    kept = [pair for pair in fixed if pair[0] not in names]
+    return tuple((*kept, *zip(names, values, strict=True)) for values in product(*(values for _, values in sweeps)))
+
+
+def changed(profile: Hardware, point: Point) -> Hardware:
+    """The cluster with the links that the point asks for.
+
+    Raises: InputError where it has no such links.
+    """
+    if point.network_scale == 1.0 and not point.host_link:
+        return profile
+    if isinstance(profile, Cluster):
+        raise InputError.of(
+            profile.name, found="a mixed cluster", expected="one kind of host for other links", fix="edit its file"
+        )
+    n_own = len(profile.links) - len(profile.networks)
+    own = profile.links[:n_own]
+    if point.host_link and own:
+        own = (generic_host_link(point.host_link, n_devices=own[0].n_devices),)
+    return replace(profile, links=(*own, *(scaled(tier, point.network_scale) for tier in profile.networks)))
+
+
+def scaled(tier: LinkTier, factor: float) -> LinkTier:
+    """Links that carry `factor` times as much; starting a transfer takes as long as before."""
+    half_rate_bytes = max(1, round(tier.half_rate_bytes * factor))
+    return replace(tier, bytes_per_s=tier.bytes_per_s * factor, half_rate_bytes=half_rate_bytes)
+
+
+def searched(options: Options, *, search: str) -> Options:
+    """The options of a search of this kind; what the user has fixed stays."""
+    options = replace(options, top=1)
+    if search == "full":
+        return options
+    names = {name for name, _ in options.fix}
+    fix = options.fix if names & {"schedule"} else (*options.fix, QUICK_SCHEDULE)
+    return replace(options, fix=fix, time_limit_s=min(options.time_limit_s or QUICK_TIME_LIMIT_S, QUICK_TIME_LIMIT_S))
+
+
+def solve_point(problem: Problem) -> PointResult:
+    """A whole search; a cluster that cannot train the model so is a result that says why.
+
+    Raises: KeyboardInterrupt when the search was interrupted.
+    """
+    try:
+        answer = decide(problem, clock=time.process_time)
+    except UsageError:
+        raise
+    except InputError as error:
+        return unusable(problem, str(error))
+    if answer.result.stopped_by == "interrupted":
+        raise KeyboardInterrupt
+    return _result(problem, answer)
+
+
+def unusable(problem: Problem, why: str) -> PointResult:
+    """The result of a point that cannot be searched."""
+    return _filled(problem, SearchResult("unusable", None, (), (), (), bound_s=None, n_meshes=0, search_s=0.0), why)
+
+
+def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
+    from autoplan.answer import tokens_per_sample
+
+    profile, precision = problem.profile, problem.options.precision
+    kinds = profile.groups if isinstance(profile, Cluster) else (profile,)
+    size = element_bytes(precision)
+    return PointResult(
+        status=result.status,
+        hardware=profile.name,
+        device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
+        n_hosts=profile.n_hosts,
+        n_devices=profile.n_devices,
+        n_parameters=problem.graph.n_parameters(),
+        model_state_bytes=problem.graph.n_parameters() * (size.master + size.optimizer),
+        tokens_per_sample=tokens_per_sample(problem.graph),
+        price_usd_per_device_hour=profile.price_usd_per_device_hour if isinstance(profile, HardwareProfile) else None,
+        detail=detail,
+        gap=result.gap,
+    )
+
+
+def _result(problem: Problem, answer: Answer) -> PointResult:
+    found = _filled(problem, answer.result, answer.result.why_nothing if answer.result.best is None else "")
+    found = replace(found, price_usd_per_device_hour=answer.workload.price_usd_per_device_hour)
+    best = answer.result.best
+    if best is None:
+        return found
+    estimate = best.estimate
+    rank = estimate.tightest_rank
+    return replace(
+        found,
+        plan=describe_mesh(best.plan.mesh) + (f"; ranks: {groups_text(best.plan)}" if best.plan.groups else ""),
+        fix=fix_of(best),
+        n_used_devices=best.plan.mesh.n_devices,
+        step_s=estimate.step_s,
+        step_s_interval=step_interval_s(best),
+        samples_per_s=samples_per_s(best),
+        tokens_per_s=tokens_per_s(answer.workload, best),
+        mfu=mfu(answer.workload, best),
+        breakdown=tuple((name, getattr(estimate.breakdown, name)) for name in estimate.breakdown.__dataclass_fields__),
+        peak_bytes=estimate.reserved_bytes[rank],
+        memory_limit_bytes=estimate.limit_bytes(rank),
+    )
+
+
+def fix_of(best: Candidate) -> str:
+    """What `--fix` takes to get this plan again."""
+    mesh = best.plan.mesh
+    parts = [f"dp={mesh.dp}", f"tp={mesh.tp}", f"pp={mesh.pp}", f"zero={mesh.zero_stage}"]
+    parts += [f"shard={mesh.zero_shard_degree}"] if mesh.zero_stage else []
+    parts += [f"micro_batch={mesh.micro_batch_size}", f"recompute={best.plan.recompute}"]
+    parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
+    return ",".join(parts)
+
+
+def failure_text(error: AutoplanError) -> str:
+    """The first line of an error, for a cell of a table."""
+    return str(error).partition("\n")[0]

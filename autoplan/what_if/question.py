@@ -1,0 +1,352 @@
+"""The question of a what-if: flags, keywords and a whatif.toml all become one `Question`.
+
+[workload]
+model = "llama.py"                        beside this file, or hf:CONFIG.JSON
+set = { size = "8b" }                -    arguments of build_model
+sweep = { seq_len = [2048, 4096] }   -    arguments of build_model to compare
+tokens = 1e12                        -    or samples = 1e9
+global_batch = [512, 1024]           -    samples of a step
+precision = ["bf16"]                 -
+scaling = "strong"                   -    "weak": the batch is that of the fewest hosts and grows with them
+fix = "zero=1"                       -    what every plan must have
+
+[clusters]
+hw = ["dgx_a100_x8", "dgx_h100_x8"]
+hosts = [1, 2, 4]                    -
+network_scale = [1.0, 2.0]           -    factor on the bandwidth between hosts; half of the ports is 0.5
+host_link = ["", "pcie4"]            -    links inside a host in place of the profile's own, which "" keeps
+
+[money]                              -    every key of it, too
+rent = "on_demand"                        or "reserved", "spot"
+prices = "my_prices.toml"                 see `what_if.prices`
+price = { dgx_a100_x8 = "1.80 USD/h" }    of one device; beats all files
+electricity = "0.12 USD/kWh"
+pue = 1.3                                 site power / machine power
+load = "90 %"                             mean power of a device / its board power
+host_power = "3 kW"                       without its devices
+
+[money.own]                          -    own hardware, per device
+capex = "30000 USD"
+network_share = "20 %"    years = 4    residual_share = "10 %"    utilisation = "70 %"    support_share_per_year = "5 %"
+staff_per_year = "500 USD"
+
+[reliability]                        -    see `conditions.Reliability`
+device_mtbf = "50000 h"    checkpoint = "30 s"    checkpoint_rate_per_host = "2 GB/s"    restart = "10 min"
+spare_hosts = 2    repair = "2 d"    interruptions_per_device_hour = 0.01    notice = "30 s"
+slow_device_speed = "50 %"    step_jitter = "1 %"
+
+[loading]                            -    see `conditions.Loading`
+samples_per_s_per_host = 2000    storage_rate = "10 GB/s"    sample_size = "150 KB"
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoplan import units
+from autoplan.errors import InputError
+from autoplan.hardware_fields import Quantity, Table, check_choice, check_keys, number
+from autoplan.hardware_file import parse_toml, read_path
+from autoplan.hugging_face import is_hugging_face
+from autoplan.option_checks import parse_fix
+from autoplan.options import PRECISIONS, Options
+from autoplan.what_if.conditions import Loading, Reliability
+from autoplan.what_if.money import RENTS, Money, Own
+from autoplan.what_if.points import SCALINGS, SEARCHES, Overrides
+from autoplan.what_if.prices import PRICE
+
+MAX_POINTS = 10_000
+MAX_AMOUNT = 1e20  # of tokens or samples
+MAX_HOSTS = 10**6
+MAX_BATCH = 10**9
+
+_SECONDS = Quantity(units.SECOND_UNITS, 1e-3, 1e12, "10 min", "time")
+_SHARE = Quantity(units.RATIO_UNITS, 1e-6, 1.0, "10 %", "share")
+_RATE = Quantity(units.BYTE_RATE_UNITS, units.MB, 1e18, "10 GB/s", "rate")
+_USD = Quantity({"USD": 1.0}, 0.01, 1e9, "30000 USD", "amount")
+# TOML key -> (field, what it may be), per table
+_MONEY: Mapping[str, tuple[str, Quantity]] = {
+    "electricity": ("usd_per_kwh", Quantity({"USD/kWh": 1.0}, 0.001, 10.0, "0.12 USD/kWh", "price of energy")),
+    "load": ("load", _SHARE),
+    "host_power": ("host_power_w", Quantity({"W": 1.0, "kW": 1000.0}, 1.0, 1e5, "3 kW", "power of a host")),
+}
+_OWN: Mapping[str, tuple[str, Quantity]] = {
+    "capex": ("capex_usd", _USD),
+    "network_share": ("network_share", _SHARE),
+    "residual_share": ("residual_share", Quantity(units.RATIO_UNITS, 1e-6, 0.99, "10 %", "share")),
+    "utilisation": ("utilisation", _SHARE),
+    "staff_per_year": ("staff_usd_per_year", _USD),
+    "support_share_per_year": ("support_share_per_year", _SHARE),
+}
+_RELIABILITY: Mapping[str, tuple[str, Quantity]] = {
+    "device_mtbf": ("device_mtbf_s", Quantity(units.SECOND_UNITS, 1.0, 1e12, "50000 h", "time between failures")),
+    "checkpoint": ("checkpoint_s", _SECONDS),
+    "checkpoint_rate_per_host": ("checkpoint_bytes_per_s_per_host", _RATE),
+    "restart": ("restart_s", _SECONDS),
+    "repair": ("repair_s", _SECONDS),
+    "notice": ("notice_s", _SECONDS),
+    "slow_device_speed": ("slow_device_speed", Quantity(units.RATIO_UNITS, 0.01, 1.0, "50 %", "speed")),
+    "step_jitter": ("step_jitter", _SHARE),
+}
+_LOADING: Mapping[str, tuple[str, Quantity]] = {
+    "storage_rate": ("storage_bytes_per_s", _RATE),
+    "sample_size": ("sample_bytes", Quantity(units.BYTE_UNITS, 1.0, units.TB, "150 KB", "size of a sample")),
+}
+# plain numbers: TOML key -> (field, smallest, largest), per table
+_MONEY_NUMBERS = {"pue": ("pue", 1.0, 5.0)}
+_OWN_NUMBERS = {"years": ("years", 0.1, 50.0)}
+_RELIABILITY_NUMBERS = {
+    "spare_hosts": ("n_spare_hosts", 0, MAX_HOSTS),
+    "interruptions_per_device_hour": ("interruptions_per_device_hour", 0.0, 3600.0),
+}
+_LOADING_NUMBERS = {"samples_per_s_per_host": ("samples_per_s_per_host", 1e-6, 1e12)}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to compare; the fields are those of the module docstring."""
+
+    model: str
+    hw: tuple[str, ...]
+    hosts: tuple[int, ...] = (1,)
+    overrides: Overrides = ()
+    sweeps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    n_tokens: float | None = None
+    n_samples: float | None = None
+    global_batches: tuple[int, ...] = ()
+    precisions: tuple[str, ...] = ("bf16",)
+    scaling: str = "strong"
+    network_scales: tuple[float, ...] = (1.0,)
+    host_links: tuple[str, ...] = ("",)
+    search: str = "quick"
+    money: Money = Money()
+    reliability: Reliability = Reliability()
+    loading: Loading = Loading()
+    prices_file: str | None = None
+    given_usd: tuple[tuple[str, float], ...] = ()
+    options: Options = Options()
+
+
+def read_question(path: str | Path, *, changes: Table | None = None, options: Options | None = None) -> Question:
+    """The question of a whatif.toml; `changes` are tables whose keys take the place of the file's.
+
+    Raises: InputError naming the field that cannot be used.
+    """
+    _, where, text = read_path(Path(path))
+    return parse_question(
+        merged(parse_toml(text, where=where), changes or {}), where=where, folder=Path(path).parent, options=options
+    )
+
+
+def merged(below: Table, above: Table) -> Table:
+    """Tables with the keys of `above` in the place of those of `below`."""
+    found = dict(below)
+    for key, value in above.items():
+        inner = found.get(key)
+        found[key] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return found
+
+
+def parse_question(table: Table, *, where: str, folder: Path | None = None, options: Options | None = None) -> Question:
+    """The question that these tables ask; files are named from `folder`, or from the current one."""
+    check_keys(table, where, ("workload", "clusters", "money", "reliability", "loading"))
+    workload, clusters, money, reliability, loading = (
+        _table(table, where, name) for name in ("workload", "clusters", "money", "reliability", "loading")
+    )
+    label = f"{where}: workload"
+    check_keys(
+        workload,
+        label,
+        ("model", "set", "sweep", "tokens", "samples", "global_batch", "precision", "scaling", "fix", "search"),
+    )
+    check_keys(clusters, f"{where}: clusters", ("hw", "hosts", "network_scale", "host_link"))
+    options = options or Options()
+    if "fix" in workload:
+        options = replace(options, fix=parse_fix([_text(workload, label, "fix")]))
+    own = _table(money, f"{where}: money", "own") if "own" in money else None
+    return checked_question(
+        Question(
+            model=_model(_text(workload, label, "model"), folder),
+            hw=tuple(_hardware(name, folder) for name in _texts(clusters, f"{where}: clusters", "hw")),
+            hosts=_counts(clusters, f"{where}: clusters", "hosts", MAX_HOSTS) or (1,),
+            overrides=tuple(_table(workload, label, "set").items()),
+            sweeps=tuple(
+                (name, _values(values, label, name)) for name, values in _table(workload, label, "sweep").items()
+            ),
+            n_tokens=_amount(workload, label, "tokens"),
+            n_samples=_amount(workload, label, "samples"),
+            global_batches=_counts(workload, label, "global_batch", MAX_BATCH),
+            precisions=_texts(workload, label, "precision", default=("bf16",)),
+            scaling=_text(workload, label, "scaling", default="strong"),
+            network_scales=_scales(clusters, f"{where}: clusters"),
+            host_links=_texts(clusters, f"{where}: clusters", "host_link", default=("",)),
+            search=_text(workload, label, "search", default="quick"),
+            money=_money(money, f"{where}: money", own),
+            reliability=Reliability(
+                **_fields(reliability, f"{where}: reliability", _RELIABILITY, _RELIABILITY_NUMBERS)
+            ),
+            loading=Loading(**_fields(loading, f"{where}: loading", _LOADING, _LOADING_NUMBERS)),
+            prices_file=_prices_file(money, f"{where}: money", folder),
+            given_usd=tuple(
+                (name, number(str(text), f"{where}: money.price.{name}", PRICE))
+                for name, text in _table(money, f"{where}: money", "price").items()
+            ),
+            options=options,
+        ),
+        where=where,
+    )
+
+
+def checked_question(question: Question, *, where: str) -> Question:
+    """The question, unchanged, once it is known to be possible.
+
+    Raises: InputError naming the field.
+    """
+    for name, word, words in (
+        ("workload.scaling", question.scaling, SCALINGS),
+        ("workload.search", question.search, SEARCHES),
+        ("money.rent", question.money.rent, RENTS),
+        *(("workload.precision", precision, PRECISIONS) for precision in question.precisions),
+    ):
+        check_choice(word, words, f"{where}: {name}")
+    if question.n_tokens is not None and question.n_samples is not None:
+        raise InputError.of(
+            f"{where}: workload", found="tokens and samples", expected="one of them", fix="delete the other"
+        )
+    for given, _ in question.given_usd:
+        if given not in question.hw:
+            raise InputError.of(
+                f"{where}: money.price.{given}",
+                found="no such name among the hardware",
+                expected=f"one of {', '.join(question.hw)}",
+                fix="use the name exactly as in hw",
+            )
+    n_points = math.prod(
+        [
+            len(question.hw),
+            len(question.hosts),
+            len(question.global_batches) or 1,
+            len(question.precisions),
+            len(question.network_scales),
+            len(question.host_links),
+            *(len(values) for _, values in question.sweeps),
+        ]
+    )
+    if n_points > MAX_POINTS:
+        raise InputError.of(where, found=f"{n_points} points", expected=f"at most {MAX_POINTS}", fix="compare fewer")
+    return question
+
+
+def _money(table: Table, label: str, own: Table | None) -> Money:
+    fields = _fields(table, label, _MONEY, _MONEY_NUMBERS, others=("rent", "prices", "price", "own"))
+    if "rent" in table:
+        fields["rent"] = _text(table, label, "rent")
+    if own is not None:
+        owned = _fields(own, f"{label}.own", _OWN, _OWN_NUMBERS)
+        if "capex_usd" not in owned:
+            raise InputError.of(f"{label}.own.capex", found=None, expected='"30000 USD"', fix="give it per device")
+        fields["own"] = Own(**owned)
+    return Money(**fields)
+
+
+def _fields(
+    table: Table,
+    label: str,
+    quantities: Mapping[str, tuple[str, Quantity]],
+    numbers: Mapping[str, tuple[str, float, float]],
+    *,
+    others: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The keywords that a table gives for a dataclass."""
+    check_keys(table, label, (*quantities, *numbers, *others))
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in quantities:
+            field, quantity = quantities[key]
+            if not isinstance(value, str):
+                raise InputError.of(
+                    f"{label}.{key}",
+                    found=value,
+                    expected=f'text with a unit, such as "{quantity.example}"',
+                    fix="add it",
+                )
+            found[field] = number(value, f"{label}.{key}", quantity)
+        elif key in numbers:
+            field, low, high = numbers[key]
+            found[field] = _number(value, f"{label}.{key}", low, high, cls=int if isinstance(low, int) else float)
+    return found
+
+
+def _number(value: Any, label: str, low: float, high: float, *, cls: type = float) -> Any:
+    kinds = (int,) if cls is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        word = "a whole number" if cls is int else "a number"
+        raise InputError.of(label, found=value, expected=f"{word}, {low:g} to {high:g}", fix="correct it")
+    return cls(value)
+
+
+def _table(table: Table, label: str, key: str) -> Table:
+    inner = table.get(key, {})
+    if not isinstance(inner, dict):
+        raise InputError.of(_path(label, key), found=inner, expected=f"a table [{key}]", fix="see the schema")
+    return inner
+
+
+def _text(table: Table, label: str, key: str, *, default: str | None = None) -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str) or not value:
+        raise InputError.of(_path(label, key), found=value, expected="a text", fix=f'add {key} = "..."')
+    return value
+
+
+def _texts(table: Table, label: str, key: str, *, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+    values = table.get(key, list(default))
+    values = [values] if isinstance(values, str) else values
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        raise InputError.of(_path(label, key), found=values, expected="texts", fix=f'write {key} = ["...", "..."]')
+    return tuple(dict.fromkeys(values))
+
+
+def _values(values: Any, label: str, name: str) -> tuple[Any, ...]:
+    if not isinstance(values, list) or not values:
+        raise InputError.of(f"{label}.sweep.{name}", found=values, expected="a list", fix=f"write {name} = [1, 2]")
+    return tuple(values)
+
+
+def _counts(table: Table, label: str, key: str, most: int) -> tuple[int, ...]:
+    values = table.get(key, [])
+    values = values if isinstance(values, list) else [values]
+    return tuple(dict.fromkeys(_number(value, _path(label, key), 1, most, cls=int) for value in values))
+
+
+def _scales(table: Table, label: str) -> tuple[float, ...]:
+    values = table.get("network_scale", [1.0])
+    values = values if isinstance(values, list) else [values]
+    return tuple(dict.fromkeys(_number(value, _path(label, "network_scale"), 0.001, 1000.0) for value in values)) or (
+        1.0,
+    )
+
+
+def _amount(table: Table, label: str, key: str) -> float | None:
+    return None if key not in table else _number(table[key], _path(label, key), 1.0, MAX_AMOUNT)
+
+
+def _prices_file(table: Table, label: str, folder: Path | None) -> str | None:
+    return str((folder or Path()) / _text(table, label, "prices")) if "prices" in table else None
+
+
+def _model(name: str, folder: Path | None) -> str:
+    return name if is_hugging_face(name) else str((folder or Path()) / name)
+
+
+def _hardware(name: str, folder: Path | None) -> str:
+    """A .toml file beside the question, or a profile's name."""
+    return str(folder / name) if folder is not None and ".toml" in name else name
+
+
+def _path(label: str, key: str) -> str:
+    return f"{label}.{key}" if ": " in label else f"{label}: {key}"

@@ -1,0 +1,390 @@
+"""Recommend: of the clusters looked at, the cheapest that meets a deadline, or the fastest within a budget.
+
+    looked at   each hardware with 1, 2, 3, 4, 6, 8, 12, ... hosts; under a deadline from `least_hosts` on, the fewest
+                whose peak FLOPs could meet it, until two more than the first that does; under a budget all
+    best        min cost among those that meet the deadline; min time among those within the budget
+    searched    quickly; under search "full" the most promising again in full
+
+What would change the answer follows without another search: the price at which an alternative would be as good, the
+deadline or budget at which the best one no longer meets it, and whether it still does at the worse end of its interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+from autoplan.errors import InputError, UsageError
+from autoplan.hardware import HardwareProfile, load_profile, profile_names
+from autoplan.hardware_cluster import load_hardware
+from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.space import flops_per_sample
+from autoplan.units import SECOND_UNITS, format_seconds, format_usd, parse_quantity
+from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
+from autoplan.what_if.points import combinations
+from autoplan.what_if.prices import read_prices, rent_price
+from autoplan.what_if.question import Question, checked_question
+from autoplan.what_if.rows import WhatIfRow
+from autoplan.what_if.tables import assumption_texts, row_to_dict, whatif_table
+
+DEFAULT_GLOBAL_BATCH = 512
+N_ALTERNATIVES = 3
+N_PAST_DEADLINE = 2  # host counts looked at beyond the first that meets the deadline
+MAX_SECONDS = 1e12
+MAX_USD = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """An answer; `best` is None when no cluster looked at meets what was asked.
+
+    Attributes:
+        alternatives: the next best that meet it, of other hardware or another number of hosts.
+        nearest: when nothing meets it, the cluster that misses it by least.
+        n_looked_at: clusters.
+        changes: what would change the answer, one sentence each.
+        assumptions: with their dates.
+    """
+
+    wanted: str
+    best: WhatIfRow | None
+    alternatives: tuple[WhatIfRow, ...]
+    nearest: WhatIfRow | None
+    n_looked_at: int
+    changes: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    is_interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is asked for: exactly one of a latest time and a most money."""
+
+    deadline_s: float | None
+    budget_usd: float | None
+
+    def is_met(self, row: WhatIfRow) -> bool:
+        """Whether a row has the totals, and they meet it."""
+        return self.excess(row) is not None and (self.excess(row) or 0.0) <= 1.0
+
+    def excess(self, row: WhatIfRow) -> float | None:
+        """What the row takes / what is allowed; None without totals."""
+        if row.train_s is None or row.cost_usd is None:
+            return None
+        return row.train_s / self.deadline_s if self.deadline_s is not None else row.cost_usd / (self.budget_usd or 1.0)
+
+    def score(self, row: WhatIfRow) -> tuple[float, float, int]:
+        """Lower is better: cost under a deadline, time within a budget."""
+        assert row.train_s is not None and row.cost_usd is not None
+        figures = (row.cost_usd, row.train_s) if self.deadline_s is not None else (row.train_s, row.cost_usd)
+        return (*figures, row.n_devices)
+
+    def text(self) -> str:
+        """`within 14 d`, `for at most 100,000 USD`."""
+        if self.deadline_s is not None:
+            return f"within {format_seconds(self.deadline_s)}"
+        return f"for at most {format_usd(self.budget_usd or 0.0)}"
+
+
+def recommend(
+    question: Question,
+    *,
+    deadline_s: float | None = None,
+    budget_usd: float | None = None,
+    max_hosts: int = 256,
+    n_jobs: int = 1,
+    today: date | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Recommendation:
+    """The best cluster of `question.hw` with up to `max_hosts` hosts; `question.hosts` is not looked at.
+
+    Raises: UsageError unless exactly one of deadline and budget, and tokens or samples, are given, and for hardware
+        without a price; InputError for what a what-if cannot be asked.
+    """
+    limit = _limit(deadline_s, budget_usd)
+    if question.n_tokens is None and question.n_samples is None:
+        raise UsageError("recommend: found no amount\n  expected: --tokens or --samples\n  fix: --tokens 300e9")
+    today = today or date.today()
+    question = replace(
+        checked_question(question, where="recommend"), global_batches=question.global_batches or (DEFAULT_GLOBAL_BATCH,)
+    )
+    _check_prices(question, today)
+    quick, is_interrupted = _look(question, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
+    rows = quick if is_interrupted else _again(question, quick, limit, n_jobs=n_jobs, today=today)
+    met = sorted((row for row in rows if limit.is_met(row)), key=limit.score)
+    priced = [row for row in rows if limit.excess(row) is not None]
+    nearest = None if met else min(priced, key=lambda row: limit.excess(row) or 0.0, default=None)
+    best = met[0] if met else None
+    return Recommendation(
+        wanted=limit.text(),
+        best=best,
+        alternatives=_alternatives(met),
+        nearest=nearest,
+        n_looked_at=len(quick),
+        changes=_changes(best, _alternatives(met), nearest, limit),
+        assumptions=(
+            f"global batch {', '.join(map(str, question.global_batches))}, at most {max_hosts} hosts of each kind",
+            *assumption_texts(assumptions_of(question, today=today)),
+        ),
+        is_interrupted=is_interrupted,
+    )
+
+
+def candidates() -> tuple[str, ...]:
+    """Shipped hardware that has a price, of equal devices the one with most of them in a host."""
+    profiles = [load_profile(name) for name in profile_names()]
+    shipped = read_prices()
+    best: dict[str, HardwareProfile] = {}
+    for profile in profiles:
+        device = profile.device.name
+        price = rent_price(
+            device,
+            "on_demand",
+            given_usd=None,
+            own=None,
+            shipped=shipped,
+            profile_usd=profile.price_usd_per_device_hour,
+        )
+        other = best.get(device)
+        if price is not None and (other is None or other.n_devices_per_host < profile.n_devices_per_host):
+            best[device] = profile
+    return tuple(profile.name for profile in best.values())
+
+
+def host_counts(least: int, most: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, ...: powers of two and the middle between them, from the last up to `least` on."""
+    counts = sorted({2**k for k in range(21)} | {3 * 2**k for k in range(20)})
+    first = max((count for count in counts if count <= least), default=1)
+    return tuple(count for count in counts if first <= count <= most)
+
+
+def least_hosts(profile: HardwareProfile, *, precision: str, n_flops: float, deadline_s: float) -> int:
+    """Hosts whose peak rate does the work in time; none can do it with fewer."""
+    peak = dict(profile.device.peak_flops_per_s).get(precision)
+    return 1 if peak is None else max(1, round(n_flops / (peak * profile.n_devices_per_host * deadline_s) + 0.5))
+
+
+def parse_deadline(text: str) -> float:
+    """Seconds of `14d`, `36 h`."""
+    try:
+        seconds = parse_quantity(text, SECOND_UNITS)
+    except ValueError as error:
+        raise UsageError(f"--deadline: found {text!r}\n  expected: a time such as 14d or 36h\n  fix: {error}") from None
+    return seconds
+
+
+def parse_budget(text: str) -> float:
+    """US dollars of `100000`, `100000 USD`."""
+    try:
+        return parse_quantity(text.replace(",", ""), {"": 1.0, "USD": 1.0})
+    except ValueError as error:
+        raise UsageError(f"--budget: found {text!r}\n  expected: US dollars, such as 100000\n  fix: {error}") from None
+
+
+def _limit(deadline_s: float | None, budget_usd: float | None) -> Limit:
+    if (deadline_s is None) == (budget_usd is None):
+        raise UsageError(
+            "recommend: expected one of --deadline and --budget\n  fix: --deadline 14d for the cheapest cluster that"
+            " meets it, --budget 100000 for the fastest"
+        )
+    for name, value, most in (("--deadline", deadline_s, MAX_SECONDS), ("--budget", budget_usd, MAX_USD)):
+        if value is not None and not 0.0 < value <= most:
+            raise UsageError(f"{name}: found {value:g}\n  expected: above 0, up to {most:g}")
+    return Limit(deadline_s, budget_usd)
+
+
+def _check_prices(question: Question, today: date) -> None:
+    given = assumptions_of(question, today=today)
+    for name, _ in clusters_of(question.hw, (1,)):
+        profile = load_hardware(name)
+        if not isinstance(profile, HardwareProfile):
+            raise InputError.of(
+                "--among", found=name, expected="one kind of host", fix="compare it with autoplan whatif"
+            )
+        price = rent_price(
+            profile.device.name,
+            question.money.rent,
+            given_usd=dict(question.given_usd).get(name),
+            own=given.prices,
+            shipped=given.shipped,
+            profile_usd=profile.price_usd_per_device_hour,
+        )
+        if price is None:
+            raise UsageError(
+                f"--among {name}: found no {question.money.rent.replace('_', '-')} price of {profile.device.name}\n"
+                f"  expected: a price, since the answer is a price\n  fix: --price {name}=2.50, or --prices FILE"
+            )
+
+
+def _look(
+    question: Question,
+    limit: Limit,
+    *,
+    max_hosts: int,
+    n_jobs: int,
+    today: date,
+    progress: Progress,
+) -> tuple[tuple[WhatIfRow, ...], bool]:
+    """Rows of the clusters worth looking at, searched quickly, two host counts of each hardware at a time."""
+    left = {name: list(_counts(question, name, limit, max_hosts)) for name in question.hw}
+    done: dict[str, list[WhatIfRow]] = {name: [] for name in question.hw}
+    n_done, n_all = 0, sum(map(len, left.values()))
+    while any(left.values()):
+        for name, counts in left.items():
+            if not counts:
+                continue
+            batch, left[name] = counts[: 2 * n_jobs], counts[2 * n_jobs :]
+            answer = ask(replace(question, hw=(name,), hosts=tuple(batch), search="quick"), n_jobs=n_jobs, today=today)
+            done[name] += answer.rows
+            n_done += len(batch)
+            progress(n_done, n_all)
+            if answer.sweep.is_interrupted:
+                return tuple(row for rows in done.values() for row in rows), True
+            if _is_enough(done[name], limit):
+                n_all -= len(left[name])
+                left[name] = []
+    return tuple(row for rows in done.values() for row in rows), False
+
+
+def _counts(question: Question, name: str, limit: Limit, max_hosts: int) -> tuple[int, ...]:
+    if limit.deadline_s is None:
+        return host_counts(1, max_hosts)
+    profile = load_profile(name)
+    model = combinations(question.sweeps, fixed=question.overrides)[0]
+    graph = next(iter(trace_all(question, [model]).values()))
+    n_samples = question.n_samples
+    if question.n_tokens is not None:
+        n_samples = question.n_tokens / graph.inputs[0].spec.n_elements(1)
+    assert n_samples is not None
+    n_flops = n_samples * flops_per_sample(graph, rule_files=question.options.rules)
+    precision = question.precisions[0]
+    return host_counts(
+        least_hosts(profile, precision=precision, n_flops=n_flops, deadline_s=limit.deadline_s), max_hosts
+    )
+
+
+def _is_enough(rows: Sequence[WhatIfRow], limit: Limit) -> bool:
+    """Whether more hosts of this kind are of no use: under a deadline dearer; within a budget beyond it for good."""
+    met = [index for index, row in enumerate(rows) if limit.is_met(row)]
+    if limit.deadline_s is not None:
+        return bool(met) and len(rows) > met[0] + N_PAST_DEADLINE
+    last = [row for row in rows if limit.excess(row) is not None][-N_PAST_DEADLINE:]
+    rising = len(last) == N_PAST_DEADLINE and (last[0].cost_usd or 0.0) <= (last[1].cost_usd or 0.0)
+    return rising and not any(limit.is_met(row) for row in last)
+
+
+def _again(
+    question: Question, rows: tuple[WhatIfRow, ...], limit: Limit, *, n_jobs: int, today: date
+) -> tuple[WhatIfRow, ...]:
+    """The most promising rows searched in full, the others as they were."""
+    priced = [row for row in rows if limit.excess(row) is not None]
+    met = sorted((row for row in priced if limit.is_met(row)), key=limit.score)
+    missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
+    promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
+    if question.search != "full":
+        return rows
+    found = {
+        (row.hardware, row.n_hosts): ask(
+            replace(question, hw=(row.hardware,), hosts=(row.n_hosts,)), n_jobs=n_jobs, today=today
+        ).rows[0]
+        for row in promising
+    }
+    return tuple(found.get((row.hardware, row.n_hosts), row) for row in rows)
+
+
+def _alternatives(met: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """The best of each other hardware first, then other sizes of the same."""
+    if not met:
+        return ()
+    firsts: dict[str, WhatIfRow] = {}
+    for row in met[1:]:
+        if row.hardware != met[0].hardware:
+            firsts.setdefault(row.hardware, row)
+    others = [row for row in met[1:] if row.hardware == met[0].hardware]
+    return tuple([*firsts.values(), *others][:N_ALTERNATIVES])
+
+
+def _changes(
+    best: WhatIfRow | None, alternatives: Sequence[WhatIfRow], nearest: WhatIfRow | None, limit: Limit
+) -> tuple[str, ...]:
+    if best is None:
+        return () if nearest is None else (_missed(nearest, limit),)
+    texts = [_margin(best, limit)]
+    if best.train_s_interval is not None and limit.deadline_s is not None:
+        worst_s = best.train_s_interval[1]
+        verdict = (
+            "still meets it" if worst_s <= limit.deadline_s else "then misses it: take more hosts, or measure first"
+        )
+        texts.append(f"at the slow end of its interval it takes {format_seconds(worst_s)} and {verdict}")
+    texts += [text for row in alternatives if (text := _break_even(best, row, limit))]
+    return tuple(texts)
+
+
+def _margin(best: WhatIfRow, limit: Limit) -> str:
+    assert best.train_s is not None and best.cost_usd is not None
+    if limit.deadline_s is not None:
+        return f"a deadline below {format_seconds(best.train_s)} needs another cluster"
+    return f"a budget below {format_usd(best.cost_usd)} needs another cluster"
+
+
+def _missed(nearest: WhatIfRow, limit: Limit) -> str:
+    assert nearest.train_s is not None and nearest.cost_usd is not None
+    if limit.deadline_s is not None:
+        return f"a deadline of {format_seconds(nearest.train_s)} would be met by {_name(nearest)}"
+    return f"a budget of {format_usd(nearest.cost_usd)} would do, on {_name(nearest)}"
+
+
+def _break_even(best: WhatIfRow, other: WhatIfRow, limit: Limit) -> str:
+    """At which price the other one would be as good; only prices of other devices are free to move."""
+    if limit.deadline_s is None or other.hardware == best.hardware:
+        return ""
+    assert best.cost_usd is not None and other.device_hours is not None and other.usd_per_device_hour is not None
+    usd = best.cost_usd / other.device_hours
+    return f"{other.hardware} would be as cheap at {usd:.2f} USD per device-hour, not {other.usd_per_device_hour:.2f}"
+
+
+def _name(row: WhatIfRow) -> str:
+    return f"{row.n_hosts} x {row.hardware} ({row.n_devices} devices)"
+
+
+def recommendation_text(answer: Recommendation) -> str:
+    """One sentence, the alternatives, what would change it, and what it rests on."""
+    parts = [_sentence(answer)]
+    shown = [row for row in (answer.best, answer.nearest, *answer.alternatives) if row is not None]
+    if shown:
+        parts.append(whatif_table(shown).rstrip())
+    for title, texts in (("What would change it", answer.changes), ("It rests on", answer.assumptions)):
+        if texts:
+            parts.append("\n".join([title, *(f"- {text}" for text in texts)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _sentence(answer: Recommendation) -> str:
+    looked = f"{answer.n_looked_at} clusters looked at"
+    row = answer.best or answer.nearest
+    if row is None:
+        return f"Nothing that was looked at trains it {answer.wanted}, nor at all ({looked})."
+    assert row.train_s is not None and row.cost_usd is not None
+    figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)}"
+    if answer.best is None:
+        return f"Infeasible: no cluster trains it {answer.wanted} ({looked}). Nearest: {_name(row)}: {figures}."
+    verb = "Rent" if answer.wanted.startswith("within") else "Take"
+    return f"{verb} {_name(row)}: it trains the model {answer.wanted}: {figures} ({looked})."
+
+
+def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
+    """The answer as JSON values; rows are those of `whatif_schema`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "wanted": answer.wanted,
+        "status": "feasible" if answer.best is not None else "infeasible",
+        "best": None if answer.best is None else row_to_dict(answer.best),
+        "alternatives": [row_to_dict(row) for row in answer.alternatives],
+        "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
+        "n_looked_at": answer.n_looked_at,
+        "changes": list(answer.changes),
+        "assumptions": list(answer.assumptions),
+        "is_interrupted": answer.is_interrupted,
+    }

@@ -1,0 +1,289 @@
+"""Rows of a what-if: a point, its plan, and what a run there takes, costs and draws.
+
+wall hours   = samples / global batch x wall time of a step
+device-hours = wall hours x (devices of the cluster + spare hosts)       whole hosts are paid for, idle or not
+cost         = device-hours x price of an hour;  energy = wall hours x power of the whole cluster
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Any
+
+from autoplan.units import SECONDS_PER_HOUR
+from autoplan.what_if.conditions import Loading, Reliability, WallTime, wall_time
+from autoplan.what_if.money import WATTS_PER_KW, Money, break_even_utilisation, own_usd_per_device_hour, power_w
+from autoplan.what_if.points import Point, PointResult
+from autoplan.what_if.prices import FRESH_DAYS, PriceBook, PriceRange, rent_price
+
+SHARES = (
+    "compute",
+    "recompute",
+    "exposed_tp",
+    "exposed_dp",
+    "exposed_pp",
+    "bubble",
+    "optimizer",
+    "launch",
+    "stragglers",
+    "loading",
+    "checkpoints",
+    "failures",
+    "no_spare",
+)
+COMMUNICATION = ("exposed_tp", "exposed_dp", "exposed_pp")
+TOKENS_PER_BILLION = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfRow:
+    """One point; every figure that is unknown, or that no plan gives, is None.
+
+    Attributes:
+        overrides: arguments of build_model, as `name=value` texts.
+        network_scale, host_link: see `Point`.
+        status: of the search, "unusable" when the cluster cannot train the model as asked, or "interrupted".
+        detail: why there is no plan.
+        gap: share of the step that a better plan of the space searched might save.
+        fix: what `autoplan plan --fix` takes to get this plan.
+        n_idle_devices: devices that the plan leaves idle.
+        peak_bytes, memory_limit_bytes: of the pipeline rank with the least memory left.
+        step_wall_s: step with stragglers and loading of data.
+        goodput: share of wall time in which the plan's steps run, without stragglers, loading, checkpoints, failures.
+        mtbf_s: mean time between failures of the cluster.
+        checkpoint_s, checkpoint_interval_steps: time of one, and steps between two.
+        shares: (loss, share of wall time) pairs in the order of `SHARES`, which sum to 1.
+        train_s: wall time to train on the samples or tokens asked for; the interval is that of the step.
+        device_hours: of all devices of the cluster and of spare hosts.
+        cost_usd: `device_hours` x the price of a device-hour; the interval is between the cheapest and dearest offer.
+        own_cost_usd: on hardware of one's own, energy included.
+        break_even_utilisation: above which share of hours owning is cheaper than renting.
+        power_kw, energy_kwh: of the cluster while it trains, and of the whole run.
+        warnings: sentences.
+    """
+
+    hardware: str
+    n_hosts: int
+    n_devices: int
+    global_batch: int
+    status: str
+    precision: str = "bf16"
+    overrides: tuple[str, ...] = ()
+    network_scale: float = 1.0
+    host_link: str = ""
+    device: str = ""
+    detail: str = ""
+    gap: float | None = None
+    plan: str | None = None
+    fix: str | None = None
+    n_idle_devices: int | None = None
+    step_s: float | None = None
+    step_s_interval: tuple[float, float] | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    step_wall_s: float | None = None
+    goodput: float | None = None
+    mtbf_s: float | None = None
+    checkpoint_s: float | None = None
+    checkpoint_interval_steps: int | None = None
+    shares: tuple[tuple[str, float], ...] = ()
+    train_s: float | None = None
+    train_s_interval: tuple[float, float] | None = None
+    device_hours: float | None = None
+    usd_per_device_hour: float | None = None
+    price_source: str | None = None
+    price_date: str | None = None
+    cost_usd: float | None = None
+    cost_usd_interval: tuple[float, float] | None = None
+    usd_per_billion_tokens: float | None = None
+    own_cost_usd: float | None = None
+    break_even_utilisation: float | None = None
+    power_kw: float | None = None
+    energy_kwh: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of the wall time that devices wait for communication; None without a plan."""
+        return sum(dict(self.shares)[name] for name in COMMUNICATION) if self.shares else None
+
+    @property
+    def memory_headroom_bytes(self) -> int | None:
+        """What the tightest device has left."""
+        if self.peak_bytes is None or self.memory_limit_bytes is None:
+            return None
+        return self.memory_limit_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What rows are made with beside the results of the search.
+
+    Attributes:
+        given_usd: (hardware, US dollars per device-hour) pairs that beat all other prices.
+        prices: the user's price file.
+        shipped: that of autoplan.
+        today: prices are old or fresh by it.
+    """
+
+    shipped: PriceBook
+    today: date
+    money: Money = Money()
+    reliability: Reliability = Reliability()
+    loading: Loading = Loading()
+    prices: PriceBook | None = None
+    given_usd: tuple[tuple[str, float], ...] = ()
+
+
+def row_of(
+    point: Point, result: PointResult, given: Assumptions, *, n_samples: float | None, n_tokens: float | None
+) -> WhatIfRow:
+    """The row of a point; with neither samples nor tokens it has speeds and no totals."""
+    row = WhatIfRow(
+        hardware=point.hw,
+        n_hosts=result.n_hosts,
+        n_devices=result.n_devices,
+        global_batch=point.global_batch,
+        status=result.status,
+        precision=point.precision,
+        overrides=tuple(f"{name}={value}" for name, value in point.overrides),
+        network_scale=point.network_scale,
+        host_link=point.host_link,
+        device=result.device,
+        detail=result.detail,
+    )
+    if result.step_s is None:
+        return row
+    wall = wall_time(result, given.reliability, given.loading, global_batch=point.global_batch)
+    row = _with_speed(row, result, wall)
+    if n_tokens is not None and result.tokens_per_sample is not None:
+        n_samples = n_tokens / result.tokens_per_sample
+    return _with_totals(row, result, wall, given, n_samples=n_samples)
+
+
+def _with_speed(row: WhatIfRow, result: PointResult, wall: WallTime) -> WhatIfRow:
+    assert result.step_s is not None and result.n_used_devices is not None
+    parts = dict(wall.parts_s or ())
+    total_s = wall.total_s
+    return replace(
+        row,
+        gap=result.gap,
+        plan=result.plan,
+        fix=result.fix,
+        n_idle_devices=result.n_devices - result.n_used_devices,
+        step_s=result.step_s,
+        step_s_interval=result.step_s_interval,
+        samples_per_s=result.samples_per_s,
+        tokens_per_s=result.tokens_per_s,
+        mfu=result.mfu,
+        peak_bytes=result.peak_bytes,
+        memory_limit_bytes=result.memory_limit_bytes,
+        step_wall_s=wall.step_wall_s,
+        goodput=None if total_s is None else result.step_s / total_s,
+        mtbf_s=wall.mtbf_s,
+        checkpoint_s=wall.checkpoint_s,
+        checkpoint_interval_steps=None if wall.goodput is None else wall.goodput.n_steps,
+        shares=() if total_s is None else tuple((name, parts[f"{name}_s"] / total_s) for name in SHARES),
+        warnings=wall.warnings,
+    )
+
+
+def _with_totals(
+    row: WhatIfRow, result: PointResult, wall: WallTime, given: Assumptions, *, n_samples: float | None
+) -> WhatIfRow:
+    figures = given.prices.of(result.device) if given.prices is not None else None
+    if figures is None or figures.power_w is None:
+        figures = given.shipped.of(result.device)
+    watts = None if figures is None or figures.power_w is None else _watts(given.money, result, figures.power_w)
+    price = rent_price(
+        result.device,
+        given.money.rent,
+        given_usd=dict(given.given_usd).get(row.hardware),
+        own=given.prices,
+        shipped=given.shipped,
+        profile_usd=result.price_usd_per_device_hour,
+    )
+    row = replace(
+        row,
+        power_kw=None if watts is None else watts * _n_paid(result, given) / WATTS_PER_KW,
+        warnings=(*row.warnings, *_price_warnings(price, result, given)),
+        **_price_fields(price),
+    )
+    per_step_s = wall.total_s
+    if n_samples is None or per_step_s is None:
+        return row
+    train_s = n_samples / row.global_batch * per_step_s
+    hours = train_s / SECONDS_PER_HOUR
+    row = replace(
+        row,
+        train_s=train_s,
+        train_s_interval=_like(row.step_s_interval, train_s, row.step_s),
+        device_hours=hours * _n_paid(result, given),
+        energy_kwh=None if row.power_kw is None else row.power_kw * hours,
+    )
+    return _with_cost(
+        row, result, price, watts, given, n_samples=n_samples, device_hours=hours * _n_paid(result, given)
+    )
+
+
+def _with_cost(
+    row: WhatIfRow,
+    result: PointResult,
+    price: PriceRange | None,
+    watts: float | None,
+    given: Assumptions,
+    *,
+    n_samples: float,
+    device_hours: float,
+) -> WhatIfRow:
+    own, usd_per_kwh = given.money.own, given.money.usd_per_kwh
+    if own is not None and watts is not None and usd_per_kwh is not None:
+        hourly_usd = own_usd_per_device_hour(own, watts=watts, usd_per_kwh=usd_per_kwh)
+        row = replace(row, own_cost_usd=device_hours * hourly_usd)
+        if price is not None:
+            share = break_even_utilisation(own, watts=watts, usd_per_kwh=usd_per_kwh, rent_usd_per_hour=price.usd)
+            row = replace(row, break_even_utilisation=share)
+    if price is None:
+        return row
+    cost_usd = device_hours * price.usd
+    billions = None if result.tokens_per_sample is None else n_samples * result.tokens_per_sample / TOKENS_PER_BILLION
+    return replace(
+        row,
+        cost_usd=cost_usd,
+        cost_usd_interval=(device_hours * price.low_usd, device_hours * price.high_usd),
+        usd_per_billion_tokens=None if billions is None else cost_usd / billions,
+    )
+
+
+def _n_paid(result: PointResult, given: Assumptions) -> float:
+    """Devices that are paid for: those of the cluster, and of its spare hosts."""
+    return result.n_devices * (1.0 + given.reliability.n_spare_hosts / result.n_hosts)
+
+
+def _watts(money: Money, result: PointResult, device_power_w: float) -> float:
+    return power_w(money, device_power_w=device_power_w, n_devices_per_host=result.n_devices // result.n_hosts)
+
+
+def _price_fields(price: PriceRange | None) -> dict[str, Any]:
+    if price is None:
+        return {}
+    day = None if price.day is None else price.day.isoformat()
+    return {"usd_per_device_hour": price.usd, "price_source": price.source, "price_date": day}
+
+
+def _price_warnings(price: PriceRange | None, result: PointResult, given: Assumptions) -> tuple[str, ...]:
+    if price is None:
+        return (f"no {given.money.rent.replace('_', '-')} price known for {result.device}: no cost",)
+    age = price.age_days(given.today)
+    if age is None or age <= FRESH_DAYS:
+        return ()
+    return (f"price of {result.device} is {age} days old ({price.day}): check it",)
+
+
+def _like(interval: tuple[float, float] | None, value: float, of: float | None) -> tuple[float, float] | None:
+    """The interval of another value, in the same ratio."""
+    return None if interval is None or of is None else (interval[0] / of * value, interval[1] / of * value)

@@ -1,0 +1,207 @@
+"""The sweep: many points at once, over the cores of this machine, each searched once and kept.
+
+    tasks --kept results--> those left --processes--> results, in the order of the tasks
+
+A result belongs to all that it depends on: the graph, the cluster, the options, and the text of autoplan, so a changed
+question searches only what changed. An interrupt keeps what is done. Processes are started afresh (`spawn`), since
+torch and the solver have threads; each reads a graph once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autoplan.api import Problem
+from autoplan.graph import OpGraph
+from autoplan.graph_cache import cache_entry, package_version, read_entry, write_entry
+from autoplan.hardware_cluster import Hardware
+from autoplan.layout_cache import own_hash, rule_hashes
+from autoplan.options import Options
+from autoplan.what_if.points import PointResult, solve_point, unusable
+
+FOLDER = "points"
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One search: `graph` is the hash of a graph of the sweep."""
+
+    graph: str
+    profile: Hardware
+    options: Options
+    hw: str
+    refused: str = ""  # why this cannot be searched at all
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What came out.
+
+    Attributes:
+        results: in the order of the tasks; those that an interrupt left out say so.
+        n_kept: results that were known before.
+        is_interrupted: whether Ctrl-C ended it.
+        processor_s: processor time of all processes together; `wall_s`: time that it took.
+    """
+
+    results: tuple[PointResult, ...]
+    n_kept: int
+    is_interrupted: bool
+    processor_s: float
+    wall_s: float
+
+
+Solved = tuple[PointResult, float]  # with the processor seconds it took
+
+
+def run_sweep(
+    tasks: Sequence[Task],
+    graphs: Mapping[str, OpGraph],
+    *,
+    n_jobs: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Sweep:
+    """Every task, once; `progress` hears how many of how many are done."""
+    started_s = time.perf_counter()
+    keys = [_key(task) for task in tasks]
+    found: dict[str, PointResult] = {}
+    waiting: dict[str, Task] = {}
+    for key, task in zip(keys, tasks, strict=True):
+        kept = _kept(key)
+        if task.refused:
+            found[key] = unusable(_problem(task, graphs), task.refused)
+        elif kept is not None:
+            found[key] = kept
+        else:
+            waiting[key] = task
+    n_kept, processor_s, is_interrupted = len(found), 0.0, False
+    progress(n_kept, len(found) + len(waiting))
+    try:
+        for key, (result, spent_s) in _solve_all(waiting, graphs, n_jobs=n_jobs):
+            found[key] = result
+            processor_s += spent_s
+            _keep(key, result)
+            progress(len(found), n_kept + len(waiting))
+    except KeyboardInterrupt:
+        is_interrupted = True
+    results = tuple(
+        found[key] if key in found else replace(unusable(_problem(task, graphs), INTERRUPTED), status=INTERRUPTED)
+        for key, task in zip(keys, tasks, strict=True)
+    )
+    return Sweep(results, n_kept, is_interrupted, processor_s, time.perf_counter() - started_s)
+
+
+def default_n_jobs() -> int:
+    """Processes that this machine has cores for."""
+    return len(os.sched_getaffinity(0))
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+def _solve_all(
+    waiting: Mapping[str, Task], graphs: Mapping[str, OpGraph], *, n_jobs: int
+) -> Iterator[tuple[str, Solved]]:
+    if n_jobs <= 1 or len(waiting) <= 1:
+        for key, task in waiting.items():
+            yield key, _solve(_problem(task, graphs))
+        return
+    context = multiprocessing.get_context("spawn")
+    n_jobs = min(n_jobs, len(waiting))
+    packed = {name: pickle.dumps(graph) for name, graph in graphs.items()}
+    with ProcessPoolExecutor(n_jobs, mp_context=context, initializer=_leave_interrupts) as pool:
+        futures: dict[Future[Solved], str] = {
+            pool.submit(_solve_in_worker, task, packed[task.graph]): key for key, task in waiting.items()
+        }
+        try:
+            yield from _as_done(futures)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _as_done(futures: dict[Future[Solved], str]) -> Iterator[tuple[str, Solved]]:
+    left = set(futures)
+    while left:
+        done, left = wait(left, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield futures[future], future.result()
+
+
+def _leave_interrupts() -> None:
+    """In a worker: Ctrl-C is for the parent, which ends the sweep."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _solve_in_worker(task: Task, packed: bytes) -> Solved:
+    return _solve(_problem(task, {task.graph: _unpacked(packed)}))
+
+
+@lru_cache(maxsize=8)
+def _unpacked(packed: bytes) -> OpGraph:
+    """The graph that the parent sent."""
+    graph: OpGraph = pickle.loads(packed)
+    return graph
+
+
+def _solve(problem: Problem) -> Solved:
+    started_s = time.process_time()
+    return solve_point(problem), time.process_time() - started_s
+
+
+def _problem(task: Task, graphs: Mapping[str, OpGraph]) -> Problem:
+    return Problem(graphs[task.graph], task.profile, task.options, Path(), task.hw, task.hw)
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+
+
+def _key(task: Task) -> str:
+    """Of all that the result depends on."""
+    parts = {
+        "graph": task.graph,
+        "profile": asdict(task.profile),
+        "options": asdict(task.options),
+        "refused": task.refused,
+        "rules": rule_hashes(task.options.rules),
+        "autoplan": own_hash(),
+        "solver": package_version("ortools"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _keep(key: str, result: PointResult) -> None:
+    text = json.dumps(asdict(result))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_entry(cache_entry(FOLDER, key), {"key": key, "result_sha256": digest, "result": text})
+
+
+def _kept(key: str) -> PointResult | None:
+    """What is known of a key; a damaged entry is searched again."""
+    record = read_entry(cache_entry(FOLDER, key))
+    try:
+        if record is None or record["key"] != key:
+            return None
+        text = record["result"]
+        if hashlib.sha256(text.encode()).hexdigest() != record["result_sha256"]:
+            return None
+        return PointResult(**{name: _tuples(value) for name, value in json.loads(text).items()})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,282 @@
+"""Rows as text, CSV and JSON, and the schema of that JSON."""
+
+from __future__ import annotations
+
+import csv
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from io import StringIO
+from typing import Any
+
+from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.report import rate_text, text_table
+from autoplan.search import GOOD_ENOUGH
+from autoplan.units import SECONDS_PER_HOUR, format_seconds, format_usd
+from autoplan.what_if.asking import WhatIf
+from autoplan.what_if.rows import COMMUNICATION, SHARES, Assumptions, WhatIfRow
+
+N_EXPLAINED = 24  # rows whose plans are printed; of more, the plans are in CSV and JSON
+LOSS_COLUMNS = (
+    ("compute", ("compute",)),
+    ("recompute", ("recompute",)),
+    ("comm", COMMUNICATION),
+    ("bubble", ("bubble",)),
+    ("other", ("optimizer", "launch")),
+    ("straggle", ("stragglers",)),
+    ("loading", ("loading",)),
+    ("save", ("checkpoints",)),
+    ("failure", ("failures", "no_spare")),
+)
+ABSENT = "n/a"
+
+
+def whatif_table(rows: Sequence[WhatIfRow]) -> str:
+    """The rows with the fastest (of equal ones the smallest) and the cheapest marked, their losses and their plans."""
+    parts = [_main_table(rows), _batch_text(rows)]
+    planned = [row for row in rows if row.shares]
+    if len(rows) <= N_EXPLAINED:
+        parts += [_loss_table(planned, rows)] if planned else []
+        parts.append(
+            "\n".join(f"{_label(row, rows)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in rows)
+        )
+    parts.append(_warnings_text(rows))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def whatif_report(answer: WhatIf, *, search: str) -> str:
+    """The table, and what it rests on."""
+    sweep = answer.sweep
+    searched = (
+        "plans of one stage per rank (1f1b); --search full looks at interleaved and zero-bubble schedules, too"
+        if search == "quick"
+        else "all plans"
+    )
+    gaps = [row.gap for row in answer.rows if row.gap is not None]
+    proof = f"; no other of them is faster by more than {max(gaps):.1%}" if gaps else ""
+    notes = [
+        f"searched: {searched}{proof}",
+        f"{len(answer.rows)} points, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
+        *assumption_texts(answer.assumptions),
+    ]
+    return whatif_table(answer.rows) + "\n" + "\n".join(notes) + "\n"
+
+
+def assumption_texts(given: Assumptions) -> tuple[str, ...]:
+    """What the totals rest on, with dates."""
+    reliability, money = given.reliability, given.money
+    spares = f", {reliability.n_spare_hosts} spare hosts" if reliability.n_spare_hosts else ""
+    checkpoint = (
+        f"{reliability.checkpoint_bytes_per_s_per_host / 1e9:.3g} GB/s per host to save"
+        if reliability.checkpoint_s is None
+        else f"{format_seconds(reliability.checkpoint_s)} for a checkpoint"
+    )
+    prices = "prices: " + ", ".join(
+        [
+            *(["--price"] if given.given_usd else []),
+            *([given.prices.where] if given.prices is not None else []),
+            f"hardware profiles, and {given.shipped.where} (each with its date)",
+        ]
+    )
+    return (
+        f"failures: one per device in {reliability.device_mtbf_s / SECONDS_PER_HOUR:,.0f} h, restart "
+        f"{format_seconds(reliability.restart_s)}, {checkpoint}{spares}",
+        f"{prices}; rent: {money.rent.replace('_', '-')}; totals as of {given.today.isoformat()}",
+        f"power: that of the board x load {money.load:.0%} x PUE {money.pue:g}"
+        + ("" if money.host_power_w else ", hosts themselves not counted"),
+    )
+
+
+def _main_table(rows: Sequence[WhatIfRow]) -> str:
+    cheapest = min((row.cost_usd for row in rows if row.cost_usd is not None), default=None)
+    fastest, as_fast = _fastest(rows), _as_fast(rows)
+    has_case = any(_case(row, rows) for row in rows)
+    right = frozenset(range(1, 9))
+    header = ["hardware", "hosts", "step", "samples/s", "MFU", "goodput", "time to train", "cost USD", ""]
+    cells = []
+    for row in rows:
+        marks = ["fastest" if row is fastest else "as fast"] if row in as_fast else []
+        marks += ["cheapest"] if row.cost_usd is not None and row.cost_usd == cheapest else []
+        cells.append([row.hardware, str(row.n_hosts), *_figures(row), ", ".join(marks)])
+    if has_case:
+        right = frozenset({1, *range(3, 10)})
+        header.insert(2, "case")
+        for row, line in zip(rows, cells, strict=True):
+            line.insert(2, _case(row, rows))
+    return text_table(header, cells, right=right - {len(header) - 1})
+
+
+def _figures(row: WhatIfRow) -> tuple[str, ...]:
+    if row.step_s is None or row.samples_per_s is None:
+        return (row.status, *[ABSENT] * 5)
+    return (
+        format_seconds(row.step_s),
+        rate_text(row.samples_per_s),
+        ABSENT if row.mfu is None else f"{row.mfu:.0%}",
+        ABSENT if row.goodput is None else f"{row.goodput:.1%}",
+        ABSENT if row.train_s is None else format_seconds(row.train_s),
+        _usd(row.cost_usd) + _range(row),
+    )
+
+
+def _usd(usd: float | None) -> str:
+    return ABSENT if usd is None else format_usd(usd).removesuffix(" USD")
+
+
+def _range(row: WhatIfRow) -> str:
+    """` (low to high)` where offers differ."""
+    if row.cost_usd_interval is None or row.cost_usd_interval[0] == row.cost_usd_interval[1]:
+        return ""
+    low, high = row.cost_usd_interval
+    unit, factor = next(((unit, factor) for unit, factor in (("M", 1e6), ("k", 1e3)) if low >= factor), ("", 1.0))
+    return f" ({low / factor:.3g} to {high / factor:.3g}{unit})"
+
+
+def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
+    """Shares of wall time; columns that are nothing everywhere are left out."""
+    shown = [(name, parts) for name, parts in LOSS_COLUMNS if any(_share(row, parts) >= 5e-4 for row in planned)]
+    cells = [(_label(row, rows), *(f"{_share(row, parts):.1%}" for _, parts in shown)) for row in planned]
+    right = frozenset(range(1, len(shown) + 1))
+    return text_table(("share of wall time", *(name for name, _ in shown)), cells, right=right)
+
+
+def _share(row: WhatIfRow, parts: Sequence[str]) -> float:
+    return sum(dict(row.shares)[part] for part in parts)
+
+
+def _case(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
+    """What else sets a row apart from others."""
+    parts = []
+    if len({other.global_batch for other in rows}) > 1:
+        parts.append(f"batch {row.global_batch}")
+    if len({other.precision for other in rows}) > 1:
+        parts.append(row.precision)
+    if len({other.network_scale for other in rows}) > 1:
+        parts.append(f"network x{row.network_scale:g}")
+    if len({other.host_link for other in rows}) > 1:
+        parts.append(row.host_link or "own links")
+    common = set.intersection(*(set(other.overrides) for other in rows))
+    parts += [text for text in row.overrides if text not in common]
+    return ", ".join(parts)
+
+
+def _label(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
+    case = _case(row, rows)
+    return f"{row.hardware} x {row.n_hosts}" + (f" ({case})" if case else "")
+
+
+def _batch_text(rows: Sequence[WhatIfRow]) -> str:
+    batches = {row.global_batch for row in rows}
+    return f"global batch: {batches.pop()} samples on every cluster" if len(batches) == 1 else ""
+
+
+def _idle(row: WhatIfRow) -> str:
+    return f"; {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
+
+
+def _warnings_text(rows: Sequence[WhatIfRow]) -> str:
+    return "\n".join(f"! {text}" for text in dict.fromkeys(text for row in rows for text in row.warnings))
+
+
+def _fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
+    """Of the rows that are as fast as any, the one with the fewest devices."""
+    return min(_as_fast(rows), key=lambda row: row.n_devices, default=None)
+
+
+def _as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """The rows than which none is faster, by more than a search leaves open."""
+    most = max((row.samples_per_s or 0.0 for row in rows), default=0.0)
+    return tuple(row for row in rows if row.samples_per_s and row.samples_per_s >= (1.0 - GOOD_ENOUGH) * most)
+
+
+# ------------------------------------------------------------------------------------------------------- JSON and CSV
+
+
+def row_to_dict(row: WhatIfRow) -> dict[str, Any]:
+    """A row as JSON values; shares as an object."""
+    return {**asdict(row), "shares": dict(row.shares)}
+
+
+def whatif_to_dict(answer: WhatIf) -> dict[str, Any]:
+    """The answer as JSON values; `whatif_schema` says which."""
+    sweep = answer.sweep
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "rows": [row_to_dict(row) for row in answer.rows],
+        "is_interrupted": sweep.is_interrupted,
+        "n_known_before": sweep.n_kept,
+        "processor_s": sweep.processor_s,
+        "wall_s": sweep.wall_s,
+        "assumptions": list(assumption_texts(answer.assumptions)),
+    }
+
+
+def whatif_csv(rows: Sequence[WhatIfRow]) -> str:
+    """One line per row: plain fields, intervals as `_low` and `_high`, and a column per share of wall time."""
+    out = StringIO()
+    names = [field.name for field in fields(WhatIfRow) if field.name != "shares"]
+    header = [f"{name}{end}" for name in names for end in _ends(name)]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*header, *(f"share_{name}" for name in SHARES)])
+    for row in rows:
+        shares = dict(row.shares)
+        cells = [cell for name in names for cell in _csv_cells(name, getattr(row, name))]
+        writer.writerow([*cells, *(shares.get(name, "") for name in SHARES)])
+    return out.getvalue()
+
+
+def _ends(name: str) -> tuple[str, ...]:
+    return ("_low", "_high") if name.endswith("_interval") else ("",)
+
+
+def _csv_cells(name: str, value: Any) -> list[Any]:
+    if name.endswith("_interval"):
+        return ["", ""] if value is None else list(value)
+    return ["; ".join(value) if isinstance(value, tuple) else "" if value is None else value]
+
+
+def whatif_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of `autoplan whatif --format json`."""
+    hints = typing.get_type_hints(WhatIfRow)
+    row = {name: _schema(hint) for name, hint in hints.items()}
+    row["shares"] = {
+        "type": "object",
+        "description": "share of wall time by what it is spent on; the shares sum to 1, or there is none",
+        "properties": {name: {"type": "number"} for name in SHARES},
+        "additionalProperties": False,
+    }
+    properties = {
+        "schema_version": {"const": SCHEMA_VERSION},
+        "rows": {"type": "array", "items": _object(row)},
+        "is_interrupted": {"type": "boolean"},
+        "n_known_before": {"type": "integer"},
+        "processor_s": {"type": "number"},
+        "wall_s": {"type": "number"},
+        "assumptions": {"type": "array", "items": {"type": "string"}},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "autoplan whatif",
+        **_object(properties),
+    }
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return {"anyOf": [_schema(item) for item in typing.get_args(hint)]}
+    if hint is type(None):
+        return {"type": "null"}
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        if items[-1] is Ellipsis:
+            return {"type": "array", "items": _schema(items[0])}
+        return {"type": "array", "prefixItems": [_schema(item) for item in items], "minItems": len(items)}
+    return {"type": _NAMES[hint]}
