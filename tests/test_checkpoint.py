@@ -1,15 +1,18 @@
 """Checkpoints: a run goes on under another plan, and on another number of ranks, as if it had never stopped."""
 
 from argparse import ArgumentParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import tiny_gpt
 from distributed.families import family_plan  # noqa: F401  adds the families to the models
 from distributed.launch import run_ranks
 from distributed.programs import make_plan, write_programs
 from distributed.resumed import largest_difference
+from distributed.tiny_parallel import parallel_model
 
 from autoplan.runtime import (
     Config,
@@ -21,8 +24,10 @@ from autoplan.runtime import (
     train_steps,
     training_data,
 )
+from autoplan.runtime.checkpoint_weights import export_model, load_initial_weights, read_weights
 
 TOLERANCE = 1e-9
+TENSOR_PARALLEL = Config(tp=2, micro_batch_size=2, precision="fp64")
 GLOBAL_BATCH = 8
 _FSDP2 = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2}
 PLANS = {
@@ -157,3 +162,32 @@ def test_a_users_optimizer_its_schedule_and_the_place_in_the_dataset_go_on(tmp_p
             assert [len(part) for part in (whole, first, second)] == [10, 7, 3]
             pairs = zip(whole, first + second, strict=True)
             assert max(abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True)) <= TOLERANCE
+
+
+def initial_and_exported(folder):
+    """On one of two tensor-parallel ranks: weights from a state_dict of the user's model, and written out again."""
+    torch.manual_seed(11)
+    expected = tiny_gpt.build_model().double().state_dict()
+    file, weights = Path(folder, "given.pt"), Path(folder, "weights.safetensors")
+    mesh = build_rank_mesh(TENSOR_PARALLEL, "cpu")
+    if mesh.rank == 0:
+        torch.save(expected, file)
+    dist.barrier()
+    model = ParallelModel(TENSOR_PARALLEL, tiny_gpt, parallel_model(2, 1), mesh=mesh)
+    load_initial_weights(model, file)
+    loaded = dict(model.full_parameters())
+    export_model(model, weights)
+    dist.barrier()
+    written = read_weights(weights)
+    del expected["head.weight"]  # tied to the embedding, which is written once
+    return (
+        all(torch.equal(value, expected[name]) for name, value in loaded.items()),
+        written.keys() == expected.keys() and all(torch.equal(written[name], expected[name]) for name in expected),
+        sorted(path.name for path in Path(folder).iterdir()),
+    )
+
+
+def test_weights_of_a_plain_state_dict_go_in_and_come_out_whole_under_tensor_parallelism(tmp_path):
+    for is_loaded, is_written, files in run_ranks(initial_and_exported, 2, str(tmp_path)):
+        assert is_loaded and is_written
+        assert files == ["given.pt", "weights.safetensors"]

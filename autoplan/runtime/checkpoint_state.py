@@ -8,7 +8,8 @@ tensors, under the keys that `torch.distributed.checkpoint` gives the user's own
 
 and a JSON object: numbers of the run, options of the optimizer by parameter, entries of its state that are not tensors.
 
-Buffers are those of data-parallel rank 0: where BatchNorm is local, each rank's running statistics become its own.
+Buffers are those of data-parallel rank 0: where BatchNorm is local, its running statistics become those of each rank.
+Random numbers are torch's and those of Python's `random`; NumPy's are the user's to keep.
 """
 
 from __future__ import annotations
