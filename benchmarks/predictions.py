@@ -236,6 +236,8 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
     from autoplan.intervals import coverage, errors_of, is_host_bound
 
     errors: dict[str, list[tuple[float, str]]] = {}
+    again: dict[str, list[float]] = {}
+    first_s: dict[tuple[str, str], float] = {}
     memory_errors, steps, memories = [], [], []
     pairs: dict[str, list[tuple[float, float]]] = {}
     for row, best in predictions(results, profile, hardware):
@@ -250,6 +252,9 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
         is_waiting = is_host_bound(estimate.breakdown.launch_s, estimate.step_s)
         group = f"{row['links']}, {'host' if is_waiting else 'device'}-bound"
         errors.setdefault(group, []).append((error, row["case"]))
+        first = first_s.setdefault((row["links"], row["case"]), measured_s)
+        if first != measured_s:
+            again.setdefault(group.split(", ")[1], []).append(measured_s / first - 1)
         pairs.setdefault(f"step, {trust(estimate)}, {group.split()[1]}", []).append((estimate.step_s, measured_s))
         pairs.setdefault(f"memory, {trust(estimate)}", []).append((predicted, measured))
         steps.append((step_interval_s(best), measured_s))
@@ -258,6 +263,9 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
         print(f"{start}{cells}{memory_errors[-1]:+8.1%}", flush=True)
     for group, found in sorted(errors.items()):
         print(f"{group}: {len(found)} runs, {summary([error for error, _ in found])}")
+    for group, changes in sorted(again.items()):
+        said = summary(changes).replace("error", "change")
+        print(f"the same case again, on another machine, {group}: {len(changes)} runs, {said}")
     worst = sorted((pair for found in errors.values() for pair in found), key=lambda pair: -abs(pair[0]))[:10]
     print("worst: " + ", ".join(f"{case} {error:+.0%}" for error, case in worst))
     print(f"memory: {len(memory_errors)} runs, {summary(memory_errors)}")
