@@ -21,13 +21,15 @@ GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
 PARTS = ("compute", "recompute", "exposed_tp", "exposed_dp", "exposed_pp", "bubble", "optimizer", "launch")
 
 
-def _row(n_hosts: int, n_devices: int, *, compute_s: float, comm_s: float = 0.0, **changes) -> WhatIfRow:
-    seconds = {"compute": compute_s, "exposed_dp": comm_s}
+def _row(
+    n_hosts: int, n_devices: int, *, compute_s: float, comm_s: float = 0.0, launch_s: float = 0.0, **changes
+) -> WhatIfRow:
+    seconds = {"compute": compute_s, "exposed_dp": comm_s, "launch": launch_s}
     result = toy_result(
         n_hosts=n_hosts,
         n_devices=n_devices,
         n_used_devices=n_devices,
-        step_s=compute_s + comm_s,
+        step_s=compute_s + comm_s + launch_s,
         breakdown=tuple((f"{part}_s", seconds.get(part, 0.0)) for part in PARTS),
     )
     return toy_row(result=result, point=Point("toy", n_hosts, 8, "bf16"), n_samples=8000.0, **changes)
@@ -61,10 +63,12 @@ GOOD = Facts(
     ("rule", "changes"),
     [
         ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
+        ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
         ("stay_on_one", {"deadline_s": 9000.0}),
         ("raise_batch", {"host": _row(1, 8, compute_s=1.0, comm_s=0.5), "batches": ((16, ROWS[0]),)}),
+        ("raise_batch", {"host": replace(ROWS[0], n_idle_devices=4)}),
         ("shard_state", {"one": NO_PLAN, "state_bytes": 100 * GiB}),
         ("drop_activations", {"one": NO_PLAN}),
         ("not_over_two_hosts", {"split": _row(2, 8, compute_s=1.0, comm_s=0.9)}),
@@ -111,9 +115,10 @@ def test_rules_never_fail_without_plans() -> None:
 
 def test_advise_from_the_command_line(capsys) -> None:
     arguments = ["advise", GPT, "--set", "size=char", "--hw", "a100_pcie_x8+ethernet_10g", "--max-hosts", "2"]
+    arguments += ["--fix", "tp=1"]
     assert cli.run([*arguments, "--samples", "1e6", "--deadline", "30d", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert len(found["rules"]) == len(RULES) and found["verdict"].startswith("stay on one device")
+    assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
     assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Advice: ") and "8 devices over two hosts instead of 4 in one" in text

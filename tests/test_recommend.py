@@ -10,6 +10,7 @@ from whatif_toys import TODAY, toy_result, toy_row
 
 import autoplan
 from autoplan import cli, load_profile
+from autoplan.options import Options
 from autoplan.what_if import recommending
 from autoplan.what_if.points import Point
 from autoplan.what_if.question import Question
@@ -26,6 +27,7 @@ from autoplan.what_if.recommending import (
 from autoplan.what_if.rows import SHARES
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+FIXED = Options(fix=(("tp", "1"),))
 QUESTION = Question(GPT, ("slow", "fast"), n_samples=72_000.0)
 # device-hours of the toy are 20 x devices x step / 8; each doubling of hosts makes a step 1.8 times as fast
 SPEEDS = {"slow": 2.0, "fast": 0.5}
@@ -135,11 +137,12 @@ def test_candidates_have_prices_and_whole_hosts() -> None:
 
 def test_recommend_from_the_command_line(capsys) -> None:
     arguments = ["recommend", GPT, "--set", "size=char", "--among", "dgx_a100_x8,dgx_h100_x8", "--samples", "1e6"]
+    arguments += ["--fix", "tp=1"]
     assert cli.run([*arguments, "--deadline", "1d", "--max-hosts", "2", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["best"]["n_hosts"] == 1 and found["best"]["train_s"] <= 86_400
     hw = ("dgx_a100_x8", "dgx_h100_x8")
-    question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, global_batches=(512,))
+    question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, global_batches=(512,), options=FIXED)
     again = autoplan.recommend(question, deadline_s=86_400.0, max_hosts=2)
     assert json.loads(json.dumps(recommendation_to_dict(again))) == found
     assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 5

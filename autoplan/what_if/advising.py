@@ -48,7 +48,7 @@ class Facts:
     Attributes:
         one, half, host, split: one device, half of a host's, a whole host's, and as many as that over two hosts.
         hosts: 1, 2, 4, ... whole hosts.
-        batches: (global batch, row) of the whole host with larger batches, until communication takes little.
+        batches: (global batch, row) of the whole host with larger batches, until these feed all devices.
         state_bytes: weights, gradients and optimizer state on a device that shares nothing.
         layer_bytes: likewise of the largest segment.
     """
@@ -172,10 +172,10 @@ def fragment(name: str, n_devices: int) -> str:
 def _larger_batches(
     question: Question, host: WhatIfRow, *, n_jobs: int, today: date | None
 ) -> tuple[tuple[int, WhatIfRow], ...]:
-    """Whole host with 2, 4, ... times the batch, until communication takes little; none where it does already."""
+    """Whole host with 2, 4, ... times the batch, until it feeds all devices; none where it does already."""
     found: list[tuple[int, WhatIfRow]] = []
     row, factor = host, 2
-    while row.exposed_share is not None and row.exposed_share > LITTLE and factor <= MAX_BATCH_FACTOR:
+    while row.exposed_share is not None and is_starved(row) and factor <= MAX_BATCH_FACTOR:
         batch = factor * host.global_batch
         row = ask(
             replace(question, hw=(host.hardware,), hosts=(1,), global_batches=(batch,)), n_jobs=n_jobs, today=today
@@ -223,6 +223,11 @@ def passes(rows: Sequence[WhatIfRow], share: float) -> WhatIfRow | None:
     return next((row for row in rows if row.exposed_share is not None and row.exposed_share > share), None)
 
 
+def is_starved(row: WhatIfRow) -> bool:
+    """Whether the batch is too small for the devices: some idle, or all wait much for communication."""
+    return bool(row.n_idle_devices) or (row.exposed_share or 0.0) > LITTLE
+
+
 def stop_at(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
     """The most hosts on which a token costs at most `DEARER` times as much as on the cheapest; None without plans."""
     known = [row for row in rows if row.goodput is not None]
@@ -265,6 +270,18 @@ def feed_first(facts: Facts) -> Advice:
     )
 
 
+def busy_first(facts: Facts) -> Advice:
+    """A device that waits for its host gains little from others."""
+    rows = [row for row in (facts.one, facts.host) if row.shares]
+    waiting = dict(rows[0].shares)["launch"] if rows else 0.0
+    return Advice(
+        "the device waits for its host to launch kernels",
+        waiting > LITTLE,
+        "keep devices busy first: larger micro-batches, compiled blocks (measure with autoplan profile --compile both)",
+        f"{waiting:.0%} of the time waits for launches" + (f" on {count(rows[0].n_devices, 'device')}" if rows else ""),
+    )
+
+
 def stay_on_one(facts: Facts) -> Advice:
     """It fits on one device, which is fast enough."""
     share = efficiency(facts.host, facts.one)
@@ -280,17 +297,19 @@ def stay_on_one(facts: Facts) -> Advice:
 
 
 def raise_batch(facts: Facts) -> Advice:
-    """Communication dominates a small batch."""
-    enough = next((batch for batch, row in facts.batches if (row.exposed_share or 1.0) <= LITTLE), None)
+    """A small batch leaves devices idle, or waiting for communication."""
+    enough = next((batch for batch, row in facts.batches if row.shares and not is_starved(row)), None)
     most = MAX_BATCH_FACTOR * facts.host.global_batch
-    until = f"below {LITTLE:.0%} from batch {enough} on" if enough else f"still more with batch {most}"
+    until = f"below {LITTLE:.0%}, and none idle, from batch {enough} on" if enough else f"no better with batch {most}"
+    idle = f", {facts.host.n_idle_devices} of {facts.host.n_devices} devices idle" if facts.host.n_idle_devices else ""
     return Advice(
-        "communication takes much of a host's time at this batch",
-        (facts.host.exposed_share or 0.0) > LITTLE,
+        "this batch is too small for a whole host",
+        is_starved(facts.host),
         f"raise the batch, or accumulate gradients, to {enough} samples a step first"
         if enough
         else "run independent trainings on parts of the host; a larger batch does not help",
-        f"{_share(facts.host)} at batch {facts.host.global_batch}; {until if facts.batches else 'little'}",
+        f"{_share(facts.host)} of the time waits for communication at batch {facts.host.global_batch}{idle}"
+        + (f"; {until}" if facts.batches else ""),
     )
 
 
@@ -299,7 +318,7 @@ def data_parallel(facts: Facts) -> Advice:
     share = efficiency(facts.host, facts.one)
     return Advice(
         "fits on one device, and the host's links are fast",
-        _fits(facts.one) and share is not None and (facts.host.exposed_share or 0.0) <= LITTLE,
+        _fits(facts.one) and share is not None and not is_starved(facts.host),
         "use the whole host by data parallelism",
         "no plan on one device or on the host"
         if share is None
@@ -450,6 +469,7 @@ def rent_or_own(facts: Facts) -> Advice:
 
 RULES: tuple[Callable[[Facts], Advice], ...] = (
     feed_first,
+    busy_first,
     leave_the_host,
     split_layers,
     stay_on_one,
