@@ -41,6 +41,7 @@ class Run:
     model: str = LLAMA
     overrides: tuple[tuple[str, object], ...] = ()
     network_scale: float = 1.0
+    search: str = "quick"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def _mt_nlg(n_hosts: int) -> Run:
 
 
 def _megatron(n_hosts: int) -> Run:
-    return Run("dgx_h100_x8", n_hosts, 1152, "tp=8", GPT, (("size", "175b"), ("context", 4096)))
+    return Run("dgx_h100_x8", n_hosts, 1152, "tp=8", GPT, (("size", "175b"), ("context", 4096)), search="full")
 
 
 SMALL = (
@@ -117,6 +118,7 @@ def row_of(run: Run) -> WhatIfRow:
         overrides=run.overrides,
         global_batches=(run.global_batch,),
         network_scales=(run.network_scale,),
+        search=run.search,
         options=Options(fix=parse_fix([run.fix])),
     )
     return ask(question, n_jobs=1).rows[0]

@@ -106,6 +106,12 @@ def test_nothing_is_said_where_more_than_half_is_lost() -> None:
     assert wall.total_s is None and "more than half of the time is lost" in wall.warnings[0]
 
 
+def test_a_cluster_without_spares_and_slow_repair_has_no_total() -> None:
+    hopeless = Reliability(device_mtbf_s=3.6e5, checkpoint_s=1.0, restart_s=10.0, repair_s=1e6)
+    wall = wall_time(toy_result(), hopeless, LOADED_NOTHING, global_batch=8)
+    assert wall.total_s is None and "in repair than there are spares" in wall.warnings[0]
+
+
 def test_goodput_stays_possible_up_to_a_hundred_thousand_devices() -> None:
     losses = []
     for n_devices in (8, 1_000, 16_384, 100_000):

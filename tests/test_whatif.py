@@ -199,6 +199,21 @@ def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     assert found.given_usd == (("dgx_a100_x8", 1.8),)
 
 
+def test_lists_of_conditions_are_rows_without_another_search() -> None:
+    tables = {
+        "workload": {"model": GPT, "set": {"size": "char"}, "tokens": 1e9, "global_batch": 64},
+        "clusters": {"hw": ["dgx_a100_x8"]},
+        "reliability": {"device_mtbf": ["50000 h", "500 h"]},
+        "money": {"own": {"capex": ["20000 USD", "30000 USD"]}},
+    }
+    answer = ask(parse_question(tables, where="w"))
+    assert len(answer.sweep.results) == 1 and len({row.step_s for row in answer.rows}) == 1
+    assert [row.condition for row in answer.rows] == [
+        f"capex {capex}, device_mtbf {mtbf}" for capex in ("20000 USD", "30000 USD") for mtbf in ("50000 h", "500 h")
+    ]
+    assert answer.rows[0].train_s < answer.rows[1].train_s and "device_mtbf 500 h" in whatif_table(answer.rows)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "field"),
     [
@@ -254,6 +269,8 @@ def test_bad_questions_name_the_field(tmp_path: Path, capsys, old: str, new: str
         ["recommend", MLP, "--samples", "1e6", "--budget", "0"],
         ["recommend", MLP, "--samples", "1e6", "--budget", "9", "--among", "rtx4090_x8"],  # no price
         ["advise", MLP],
+        ["advise", MLP, "--hw", "dgx_a100_x8", "--global-batch", "8,16"],
+        ["recommend", MLP, "--samples", "1e6", "--budget", "9", "--precision", "bf16,fp32"],
         ["hw", "prices", "x.csv", "--date", "tomorrow"],
     ],
 )

@@ -72,7 +72,7 @@ def test_a_small_resnet_on_pcie_is_told_to_raise_the_batch_first() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("pair", [*whatif_cases.SMALL, *whatif_cases.LARGE], ids=lambda pair: pair.name)
 def test_published_pairs_are_within_ten_percent(pair: whatif_cases.Pair) -> None:
-    known_worse = {name: error for name, error in whatif_cases.KNOWN_ERRORS}
+    known_worse = dict(whatif_cases.KNOWN_ERRORS)
     error = whatif_cases.predicted(pair) / pair.published - 1.0
     assert abs(error) <= max(0.10, known_worse.get(pair.name, 0.0)), f"{error:+.1%}"
 

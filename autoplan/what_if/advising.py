@@ -31,7 +31,7 @@ from autoplan.units import SECONDS_PER_HOUR, GiB, format_seconds
 from autoplan.what_if.asking import Progress, ask, trace_all
 from autoplan.what_if.conditions import SECONDS_PER_DAY
 from autoplan.what_if.points import combinations
-from autoplan.what_if.question import Question, checked_question
+from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.tables import row_to_dict, whatif_table
 
@@ -100,6 +100,7 @@ def advise(
     Raises: InputError for a mixed cluster, and for what a what-if cannot be asked.
     """
     question = checked_question(question, where="advise")
+    check_single(question, where="advise")
     facts = look(question, max_hosts=max_hosts, deadline_s=deadline_s, n_jobs=n_jobs, today=today, progress=progress)
     rules = tuple(rule(facts) for rule in RULES)
     applying = [item.advice for item in rules if item.applies]

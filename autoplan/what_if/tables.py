@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import rate_text, text_table
+from autoplan.report import WIDTH, count, rate_text, text_table
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import SECONDS_PER_HOUR, format_seconds, format_usd
 from autoplan.what_if.asking import WhatIf
@@ -30,6 +31,7 @@ LOSS_COLUMNS = (
     ("failure", ("failures", "no_spare")),
 )
 ABSENT = "n/a"
+KWH_PER_MWH = 1000
 
 
 def whatif_table(rows: Sequence[WhatIfRow]) -> str:
@@ -38,6 +40,7 @@ def whatif_table(rows: Sequence[WhatIfRow]) -> str:
     planned = [row for row in rows if row.shares]
     if len(rows) <= N_EXPLAINED:
         parts += [_loss_table(planned, rows)] if planned else []
+        parts += [_money_table(rows)] if any(row.train_s is not None for row in rows) else []
         parts.append(
             "\n".join(f"{_label(row, rows)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in rows)
         )
@@ -60,13 +63,13 @@ def whatif_report(answer: WhatIf, *, search: str) -> str:
         f"{len(answer.rows)} points, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
         *assumption_texts(answer.assumptions),
     ]
-    return whatif_table(answer.rows) + "\n" + "\n".join(notes) + "\n"
+    return whatif_table(answer.rows) + "\n" + "\n".join(textwrap.fill(note, WIDTH) for note in notes) + "\n"
 
 
 def assumption_texts(given: Assumptions) -> tuple[str, ...]:
     """What the totals rest on, with dates."""
     reliability, money = given.reliability, given.money
-    spares = f", {reliability.n_spare_hosts} spare hosts" if reliability.n_spare_hosts else ""
+    spares = f", {count(reliability.n_spare_hosts, 'spare host')}" if reliability.n_spare_hosts else ""
     checkpoint = (
         f"{reliability.checkpoint_bytes_per_s_per_host / 1e9:.3g} GB/s per host to save"
         if reliability.checkpoint_s is None
@@ -141,6 +144,25 @@ def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
     return text_table(("share of wall time", *(name for name, _ in shown)), cells, right=right)
 
 
+def _money_table(rows: Sequence[WhatIfRow]) -> str:
+    """What a token costs, what the cluster draws, and owning beside renting."""
+    header = ["to pay", "USD per 1e9 tokens", "kW", "MWh", "own USD", "break-even use"]
+    cells = [
+        [
+            _label(row, rows),
+            _usd(row.usd_per_billion_tokens),
+            ABSENT if row.power_kw is None else f"{row.power_kw:,.3g}",
+            ABSENT if row.energy_kwh is None else f"{row.energy_kwh / KWH_PER_MWH:,.3g}",
+            _usd(row.own_cost_usd),
+            ABSENT if row.break_even_utilisation is None else f"{row.break_even_utilisation:.0%}",
+        ]
+        for row in rows
+    ]
+    known = [0, *(column for column in range(1, 6) if any(line[column] != ABSENT for line in cells))]
+    shown = [[line[column] for column in known] for line in cells]
+    return text_table([header[column] for column in known], shown, right=frozenset(range(1, len(known))))
+
+
 def _share(row: WhatIfRow, parts: Sequence[str]) -> float:
     return sum(dict(row.shares)[part] for part in parts)
 
@@ -156,6 +178,7 @@ def _case(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
         parts.append(f"network x{row.network_scale:g}")
     if len({other.host_link for other in rows}) > 1:
         parts.append(row.host_link or "own links")
+    parts += [row.condition] if row.condition else []
     common = set.intersection(*(set(other.overrides) for other in rows))
     parts += [text for text in row.overrides if text not in common]
     return ", ".join(parts)
