@@ -199,6 +199,12 @@ def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     assert found.given_usd == (("dgx_a100_x8", 1.8),)
 
 
+def test_the_example_asks_of_an_example_and_of_shipped_hardware() -> None:
+    found = read_question(CHECKOUT / "examples" / "whatif.toml")
+    assert Path(found.model).is_file() and set(found.hw) <= set(autoplan.profile_names())
+    assert len(found.conditions) == 2
+
+
 def test_lists_of_conditions_are_rows_without_another_search() -> None:
     tables = {
         "workload": {"model": GPT, "set": {"size": "char"}, "tokens": 1e9, "global_batch": 64},

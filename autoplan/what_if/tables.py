@@ -7,7 +7,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from io import StringIO
 from typing import Any
 
@@ -41,9 +41,7 @@ def whatif_table(rows: Sequence[WhatIfRow]) -> str:
     if len(rows) <= N_EXPLAINED:
         parts += [_loss_table(planned, rows)] if planned else []
         parts += [_money_table(rows)] if any(row.train_s is not None for row in rows) else []
-        parts.append(
-            "\n".join(f"{_label(row, rows)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in rows)
-        )
+        parts.append(_plans_text(rows))
     parts.append(_warnings_text(rows))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -60,7 +58,7 @@ def whatif_report(answer: WhatIf, *, search: str) -> str:
     proof = f"; no other of them is faster by more than {max(gaps):.1%}" if gaps else ""
     notes = [
         f"searched: {searched}{proof}",
-        f"{len(answer.rows)} points, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
+        f"{count(len(sweep.results), 'point')}, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
         *assumption_texts(answer.assumptions),
     ]
     return whatif_table(answer.rows) + "\n" + "\n".join(textwrap.fill(note, WIDTH) for note in notes) + "\n"
@@ -146,15 +144,15 @@ def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
 
 def _money_table(rows: Sequence[WhatIfRow]) -> str:
     """What a token costs, what the cluster draws, and owning beside renting."""
-    header = ["to pay", "USD per 1e9 tokens", "kW", "MWh", "own USD", "break-even use"]
+    header = ["to pay", "USD per 1e9 tokens", "kW", "MWh", "break-even use", "own USD"]
     cells = [
         [
             _label(row, rows),
             _usd(row.usd_per_billion_tokens),
             ABSENT if row.power_kw is None else f"{row.power_kw:,.3g}",
             ABSENT if row.energy_kwh is None else f"{row.energy_kwh / KWH_PER_MWH:,.3g}",
-            _usd(row.own_cost_usd),
             ABSENT if row.break_even_utilisation is None else f"{row.break_even_utilisation:.0%}",
+            _usd(row.own_cost_usd),
         ]
         for row in rows
     ]
@@ -189,6 +187,13 @@ def _label(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
     return f"{row.hardware} x {row.n_hosts}" + (f" ({case})" if case else "")
 
 
+def _plans_text(rows: Sequence[WhatIfRow]) -> str:
+    """The plan of each point, or why it has none; conditions change no plan."""
+    bare = [replace(row, condition="") for row in rows]
+    lines = [f"{_label(row, bare)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in bare]
+    return "\n".join(dict.fromkeys(lines))
+
+
 def _batch_text(rows: Sequence[WhatIfRow]) -> str:
     batches = {row.global_batch for row in rows}
     return f"global batch: {batches.pop()} samples on every cluster" if len(batches) == 1 else ""
@@ -209,8 +214,13 @@ def _fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
 
 def _as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """The rows than which none is faster, by more than a search leaves open."""
-    most = max((row.samples_per_s or 0.0 for row in rows), default=0.0)
-    return tuple(row for row in rows if row.samples_per_s and row.samples_per_s >= (1.0 - GOOD_ENOUGH) * most)
+    most = max(map(_pace, rows), default=0.0)
+    return tuple(row for row in rows if _pace(row) and _pace(row) >= (1.0 - GOOD_ENOUGH) * most)
+
+
+def _pace(row: WhatIfRow) -> float:
+    """Samples per second on the wall; nothing where no total is given."""
+    return (row.samples_per_s or 0.0) * (row.goodput or 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON and CSV
