@@ -50,7 +50,7 @@ class Workload:
         provenance: (figure, where it comes from) pairs.
         ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
         objective: what was minimized, "time" or "cost".
-        limits: what this kind of planning leaves out, one sentence each.
+        limits: what this kind of planning leaves out, and what was not tried, one sentence each.
         groups: of a mixed cluster; its `device` then names all of them, its price is their mean per device, and peaks
             are those of the groups.
     """
@@ -282,7 +282,7 @@ _SUMMARY_KEYS = (
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The decision in short: degrees, batch, schedule, recomputation and stages."""
     decision: dict[str, Any] = _encode(plan.mesh)
-    names = ("recompute", "precision", "batch_norm", "loss_average")
+    names = ("recompute", "loss", "precision", "batch_norm", "loss_average")
     decision.update({name: getattr(plan, name) for name in names})
     decision["stages"] = _encode(plan.stages)
     decision["groups"] = _encode(plan.groups)

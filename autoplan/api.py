@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
 
@@ -175,15 +175,17 @@ def measurement_folder(
     degrees: Sequence[int] = (),
     micro_batch_sizes: Sequence[int] = DEFAULT_MEASURED_SIZES,
     compile: str = "off",
+    memory_format: str = MEMORY_FORMATS[0],
     **options: Any,
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
 
     `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
-    the loss are measured eager (`compile` is "off"), compiled ("on") or "both".
+    the loss are measured eager (`compile` is "off"), compiled ("on") or "both"; what reads images with these
+    "contiguous", "channels_last" or "both".
     """
     from autoplan.output_folder import read_text_file
-    from autoplan.profile_folder import COMPILE_WAYS, MeasurementRequest, measurement_files, value_ranges
+    from autoplan.profile_folder import COMPILE_WAYS, FORMAT_WAYS, MeasurementRequest, measurement_files, value_ranges
     from autoplan.trace import example_batch, model_source
 
     profile, chosen = _load_profile(hw, 1), checked(Options(**options))
@@ -191,6 +193,9 @@ def measurement_folder(
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:
         raise UsageError(f"profile: compile: found {compile!r}\n  expected: one of {', '.join(COMPILE_WAYS)}")
+    if memory_format not in FORMAT_WAYS:
+        expected = ", ".join(FORMAT_WAYS)
+        raise UsageError(f"profile: memory_format: found {memory_format!r}\n  expected: one of {expected}")
     path, overrides = model_file(model, overrides or {})
     graph = trace_model(path, overrides=overrides)
     batch = example_batch(model_source(path, dict(overrides)), 1)
@@ -205,6 +210,7 @@ def measurement_folder(
         micro_batch_sizes=tuple(micro_batch_sizes),
         ranges=value_ranges(batch),
         compile=compile,
+        memory_format=memory_format,
     )
     return measurement_files(request)
 
@@ -272,13 +278,15 @@ def solve(problem: Problem) -> Answer:
     return replace(answer, result=result)
 
 
-def decide(problem: Problem, *, clock: Callable[[], float] = time.perf_counter) -> Answer:
-    """Search the whole space; the estimate of the best plan carries its timeline.
+def decide(
+    problem: Problem, *, warm_start: Plan | None = None, clock: Callable[[], float] = time.perf_counter
+) -> Answer:
+    """Search the whole space, `warm_start` first; the estimate of the best plan carries its timeline.
 
     That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
     `clock` is what the time limit is measured with.
     """
-    result = _search(problem, clock=clock)
+    result = _search(problem, warm_start=warm_start, clock=clock)
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
     said = () if result.best is None else notes(problem.graph, result.best.plan)
@@ -312,7 +320,6 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     from autoplan.hugging_face import is_hugging_face
     from autoplan.output_folder import launch_command, read_text_file, report_files
     from autoplan.report import program_header
-    from autoplan.simulate import memory_over_time
     from autoplan.space import load_rules
 
     program = generate(
@@ -322,17 +329,35 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         header=program_header(answer, launch_line=launch_command(answer)),
         model_text=read_text_file(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
+        workload={
+            "flops_per_sample": answer.workload.flops_per_sample,
+            "tokens_per_sample": answer.workload.tokens_per_sample,
+            "peak_flops_per_s": answer.workload.peak_flops_per_s,
+            "device": answer.workload.device,
+        },
     )
-    plan = answer.best.plan
-    memory = memory_over_time(_price(problem, plan), plan.stages)
-    return {**dict(program.files), **report_files(answer, memory=memory)}
+    return {**dict(program.files), **report_files(answer, memory=memory_curves(problem, answer.best.plan))}
 
 
-def emit(problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False) -> None:
-    """Write the program and its reports as a folder, whole or not at all."""
+def memory_curves(problem: Problem, plan: Plan) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """What each pipeline rank has allocated over the step; see `simulate.memory_over_time`."""
+    from autoplan.simulate import memory_over_time
+
+    return memory_over_time(_price(problem, plan), plan.stages)
+
+
+def emit(
+    problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False, targets: tuple[str, ...] = ()
+) -> None:
+    """Write the program and its reports as a folder, whole or not at all; `targets` are those of `interop.TARGETS`."""
+    from autoplan.interop import Subject, interop_files
     from autoplan.output_folder import write_folder
 
-    write_folder(Path(folder), program_files(problem, answer), force=force)
+    files = program_files(problem, answer)
+    if targets:
+        classes = tuple(segment.class_name for segment in problem.graph.segments)
+        files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
+    write_folder(Path(folder), files, force=force)
 
 
 def global_batch_size(problem: Problem) -> int:
@@ -375,7 +400,9 @@ def _price(problem: Problem, plan: Plan) -> CostTable:
     return price_plan(graph, profile, plan, rule_files=rules, measured=problem.measured)
 
 
-def _search(problem: Problem, *, clock: Callable[[], float] = time.perf_counter) -> SearchResult:
+def _search(
+    problem: Problem, *, warm_start: Plan | None = None, clock: Callable[[], float] = time.perf_counter
+) -> SearchResult:
     from autoplan.cluster_space import mixed_space
     from autoplan.search import search
     from autoplan.search.mixed import search_mixed
@@ -386,7 +413,14 @@ def _search(problem: Problem, *, clock: Callable[[], float] = time.perf_counter)
         if isinstance(profile, Cluster):
             return search_mixed(mixed_space(graph, profile, options, global_batch=batch), options=options, clock=clock)
         offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
-        return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan, clock=clock)
+        return search(
+            offered.space,
+            price=offered.price,
+            options=options,
+            make_plan=offered.make_plan,
+            warm_start=warm_start,
+            clock=clock,
+        )
     except InfeasibleError as error:
         return _nothing("infeasible", str(error))
 
@@ -409,7 +443,8 @@ def _request(problem: Problem) -> Request:
 
 
 def _workload(problem: Problem) -> Workload:
-    from autoplan.space import flops_per_sample, ops_without_rule
+    from autoplan.space import flops_per_sample, load_rules, ops_without_rule
+    from autoplan.untried import untried
 
     graph, profile = problem.graph, problem.profile
     kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
@@ -428,7 +463,9 @@ def _workload(problem: Problem) -> Workload:
         provenance=_provenance(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=MODULE_LEVEL_LIMITS if graph.is_module_level else (),
+        limits=MODULE_LEVEL_LIMITS
+        if graph.is_module_level
+        else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(kinds, peaks, strict=True)

@@ -26,7 +26,7 @@ import click
 
 from autoplan import __version__
 from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, ToleranceError, UsageError
-from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.options import MEMORY_FORMATS, OBJECTIVES, PRECISIONS, Options
 from autoplan.parallel_plan import SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -110,6 +110,10 @@ _cluster = _options(
     ),
     click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
 )
+_page = _options(
+    click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."),
+    click.option("--force", is_flag=True, help="Replace FILE."),
+)
 _rules = click.option(
     "--rules", metavar="FILE", multiple=True, help="File of op rules of your own, ending in RULES = {...}; repeatable."
 )
@@ -124,7 +128,8 @@ _workload = _options(
         "--fix",
         multiple=True,
         metavar="NAME=VALUE,...",
-        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, compile.",
+        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, loss, compile, "
+        "memory_format.",
     ),
     click.option(
         "--time-limit",
@@ -162,6 +167,13 @@ def cli() -> None:
 @_measurements
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write program and reports there.")
 @click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
+@click.option(
+    "--emit",
+    "targets",
+    multiple=True,
+    metavar="NAME",
+    help="Also write the plan for torchtitan, megatron, deepspeed or accelerate into DIR/interop; repeatable.",
+)
 @_output
 def plan_command(
     model: Path,
@@ -170,14 +182,17 @@ def plan_command(
     hosts: int,
     out: Path | None,
     force: bool,
+    targets: tuple[str, ...],
     output_format: str,
     **options: Any,
 ) -> None:
     """Find the fastest plan for MODEL and, with --out, write the program that trains it so."""
     from autoplan import api
+    from autoplan.interop import check_targets
     from autoplan.output_folder import check_target
     from autoplan.report import plan_report
 
+    check_targets(targets, out=out)
     if out is not None:
         check_target(out, force=force)
     with _stdout_kept_clean():
@@ -185,7 +200,7 @@ def plan_command(
         _progress("searching")
         answer = api.solve(problem)
     if out is not None and answer.result.best is not None:
-        api.emit(problem, answer, out, force=force)
+        api.emit(problem, answer, out, force=force, targets=targets)
         _progress(f"wrote {out}")
     _print_answer(answer, plan_report, output_format)
     _check_status(answer, problem.options)
@@ -255,23 +270,38 @@ def rule_command(
 @click.argument("path", metavar="DIR|PLAN.JSON", type=click.Path(path_type=Path))
 @click.option("--why-not", multiple=True, metavar="NAME=VALUE,...", help="Search for the best plan with this --fix.")
 @click.option("--sensitivity", "asks_sensitivity", is_flag=True, help="Search on slightly better clusters.")
+@_page
 @_output
-def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool, output_format: str) -> None:
+def explain_command(
+    path: Path,
+    why_not: tuple[str, ...],
+    asks_sensitivity: bool,
+    html: Path | None,
+    force: bool,
+    output_format: str,
+) -> None:
     """Say why this plan, why not the next best, and what each second is spent on.
 
     With --why-not and --sensitivity, say instead why not another plan, and what would change the decision.
     """
-    from autoplan import questions
+    from autoplan import api, questions
     from autoplan.answer import answer_to_dict
+    from autoplan.html_report import plan_page
     from autoplan.option_checks import parse_fix
-    from autoplan.output_folder import read_answer
+    from autoplan.output_folder import check_page, read_answer, write_page
     from autoplan.report_explain import explain_report, sensitivity_report, why_not_report
 
+    if html is not None:
+        check_page(html, force=force)
     answer = read_answer(path)
     if not why_not and not asks_sensitivity:
+        if html is not None:
+            write_page(html, plan_page(answer), force=force)
+            _progress(f"wrote {html}")
         _print_answer(answer, explain_report, output_format)
         return
     found, texts = answer_to_dict(answer), []
+    rows: tuple[questions.SensitivityRow, ...] = ()
     with _stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
@@ -283,6 +313,14 @@ def explain_command(path: Path, why_not: tuple[str, ...], asks_sensitivity: bool
             rows = questions.sensitivity(problem, answer, progress=_progress)
             found["sensitivity"] = [asdict(row) for row in rows]
             texts.append(sensitivity_report(rows))
+        if html is not None:
+            page = plan_page(
+                questions.judged_again(problem, answer),
+                memory=api.memory_curves(problem, answer.best.plan),
+                sensitivity=rows,
+            )
+            write_page(html, page, force=force)
+            _progress(f"wrote {html}")
     _print(json.dumps(found, indent=2) if output_format == "json" else "\n".join(texts))
 
 
@@ -314,6 +352,13 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
     default="off",
     show_default=True,
     help="Measure blocks and the loss eager, compiled, or both ways; to compile takes up to a minute each.",
+)
+@click.option(
+    "--memory-format",
+    type=click.Choice([*MEMORY_FORMATS, "both"]),
+    default=MEMORY_FORMATS[0],
+    show_default=True,
+    help="How images lie in memory, for models with convolutions.",
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
@@ -516,6 +561,7 @@ _row_output = _options(
 @_money
 @_sweep
 @_rules
+@_page
 @_row_output
 def whatif_command(
     model: str | None,
@@ -526,24 +572,34 @@ def whatif_command(
     n_jobs: int | None,
     output_format: str,
     asks_schema: bool,
+    html: Path | None,
+    force: bool,
     **flags: Any,
 ) -> None:
     """Compare clusters: step, losses, time to train, cost and energy of MODEL on each.
 
     A WHATIF.TOML holds the whole question; flags take the place of its values.
     """
+    from autoplan.html_report.sweep_page import sweep_page, sweep_title
+    from autoplan.output_folder import check_page, write_page
     from autoplan.what_if.asking import ask
     from autoplan.what_if.sweep import default_n_jobs
-    from autoplan.what_if.tables import whatif_csv, whatif_report, whatif_schema, whatif_to_dict
+    from autoplan.what_if.tables import assumption_texts, whatif_csv, whatif_report, whatif_schema, whatif_to_dict
 
     if asks_schema:
         _print(json.dumps(whatif_schema(), indent=2))
         return
+    if html is not None:
+        check_page(html, force=force)
     limit_s = _DEFAULTS.time_limit_s if time_limit_s is None else time_limit_s
     options = Options(time_limit_s=limit_s, objective=objective, module_level=module_level, rules=rules)
     with _stdout_kept_clean():
         question = _question(model, flags, options)
         answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=_progress_bar)
+    if html is not None:
+        notes = assumption_texts(answer.assumptions)
+        write_page(html, sweep_page(answer.rows, title=sweep_title(question), notes=notes), force=force)
+        _progress(f"wrote {html}")
     if output_format == "table":
         _print(whatif_report(answer, search=question.search))
     else:

@@ -22,7 +22,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.meshes import divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
-from autoplan.space import load_rules, of_size, priced_space, shardings_by_size
+from autoplan.space import CHANNELS_LAST, load_rules, loss_choice, of_size, priced_space, shardings_by_size
 
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
@@ -36,7 +36,14 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
     offered = [priced_space(graph, group, options, global_batch=global_batch) for group in cluster.groups]
     rules = load_rules(options.rules)
     pricers = {
-        size: make_mixed_pricer(graph, cluster=cluster, precision=options.precision, shardings=shardings, rules=rules)
+        size: make_mixed_pricer(
+            graph,
+            cluster=cluster,
+            precision=options.precision,
+            shardings=shardings,
+            rules=rules,
+            loss=loss_choice(options),
+        )
         for size, shardings in shardings_by_size(graph, cluster.groups[0], options, rules).items()
     }
     return MixedSpace(
@@ -58,6 +65,7 @@ def price_mixed_plan(graph: OpGraph, cluster: Cluster, plan: Plan, *, rule_files
         precision=plan.precision,
         shardings={(plan.mesh.tp, plan.mesh.sharding): plan.shardings},
         rules=load_rules(rule_files),
+        loss=plan.loss,
     )
     return price(plan.mesh, plan.groups)
 
@@ -79,13 +87,14 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             expected=f"nothing: measurements are of one device, {cluster.name} has several kinds",
             fix=f"leave it out, {alone}",
         )
-    if fixed(options, "compile") == "on":
-        raise UsageError.of(
-            "--fix compile=on",
-            found=cluster.name,
-            expected="one kind of device, since compiled blocks have a price only where they were measured",
-            fix=f"leave it out, {alone}",
-        )
+    for name, value in (("compile", "on"), ("memory_format", CHANNELS_LAST)):
+        if fixed(options, name) == value:
+            raise UsageError.of(
+                f"--fix {name}={value}",
+                found=cluster.name,
+                expected="one kind of device, since this has a price only where it was measured",
+                fix=f"leave it out, {alone}",
+            )
     tp, common = fixed_int(options, "tp"), _common_host_size(cluster)
     if tp is not None and common % tp != 0:
         hosts = ", ".join(f"{group.n_devices_per_host} ({group.name})" for group in cluster.groups)

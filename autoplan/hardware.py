@@ -51,6 +51,8 @@ class Device:
         kernel_s: shortest time of one kernel on the device.
         collective_launch_s: host time to start one collective.
         sharding: see `ShardingHost`.
+        pipeline_action_s, pipeline_transfer_s: host time of one action of a pipeline beside its blocks, and of each
+            time it sends or receives.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Device:
     kernel_s: float
     collective_launch_s: float
     sharding: ShardingHost
+    pipeline_action_s: float = 0.0
+    pipeline_transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ class LinkTier:
             host, uplinks of a rack), one device's share while all of them drive it.
         bus_efficiency: achieved bus bandwidth of a large all-reduce / `bytes_per_s`.
         half_rate_bytes: bytes a rank moves at which half the achieved bus bandwidth is reached.
-        gather_bus_efficiency: likewise for all-gather and reduce-scatter; None: as `bus_efficiency`.
+        kind_bus_efficiency: likewise of other kinds, where they differ: "all_gather" (and reduce-scatter),
+            "all_to_all", "send".
         group_bus_efficiency: (group size, bus efficiency) where smaller groups were measured; a size between two
             measured ones takes the smaller.
         multicast_bus_efficiency: `bus_efficiency` of an all-reduce of all `n_devices` in the switch (NVLink
@@ -91,7 +96,7 @@ class LinkTier:
     bytes_per_s: float
     bus_efficiency: float
     half_rate_bytes: int
-    gather_bus_efficiency: float | None = None
+    kind_bus_efficiency: tuple[tuple[str, float], ...] = ()
     group_bus_efficiency: tuple[tuple[int, float], ...] = ()
     multicast_bus_efficiency: float | None = None
 

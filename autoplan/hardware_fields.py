@@ -67,6 +67,8 @@ _HALF_RATE = Quantity(
     units.BYTE_UNITS, units.KiB, units.GiB, "6 MiB", "bytes a rank moves at which half the bus rate is reached"
 )
 BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
+# Kinds of communication whose bus rate may differ from that of an all-reduce; an all-gather stands for reduce-scatter.
+LINK_KINDS = ("all_gather", "all_to_all", "send")
 
 DEVICE_FIELDS: Mapping[str, Quantity] = {
     "memory": Quantity(units.BYTE_UNITS, units.GiB, 2 * units.TiB, "80 GiB", "memory that the driver offers"),
@@ -78,6 +80,8 @@ DEVICE_FIELDS: Mapping[str, Quantity] = {
     "launch": _seconds(1e-7, 1e-3, "6 us", "host time to launch one bare op in eager mode"),
     "kernel": _seconds(1e-8, 1e-3, "2 us", "shortest time of one kernel on the device"),
     "collective_launch": _seconds(1e-7, 1e-2, "100 us", "host time to start one collective"),
+    "pipeline_action": _seconds(1e-7, 1e-2, "100 us", "host time of an action of a pipeline, beside its blocks"),
+    "pipeline_transfer": _seconds(1e-7, 1e-2, "100 us", "host time of sending or receiving once in an action"),
 }
 SHARDING_FIELDS: Mapping[str, Quantity] = {
     key: _seconds(1e-9, 0.1, "100 us", f"host time of fully_shard: {purpose}")
@@ -101,6 +105,8 @@ HOST_LINK_FIELDS: Mapping[str, Quantity] = {
     "half_rate_size": _HALF_RATE,
     "all_reduce_bus_rate": BUS_RATE,
     "all_gather_bus_rate": _rate("210 GB/s", "achieved bus bandwidth of a large all-gather"),
+    "all_to_all_bus_rate": _rate("200 GB/s", "achieved bus bandwidth of a large all-to-all"),
+    "send_bus_rate": _rate("240 GB/s", "achieved rate of a large transfer from one device to another"),
     "multicast_all_reduce_bus_rate": _rate("480 GB/s", "all-reduce of a whole host inside the switch"),
 }
 NETWORK_FIELDS: Mapping[str, Quantity] = {
@@ -131,6 +137,8 @@ _OPTIONAL = frozenset(
     {
         "price_per_device_hour",
         "all_gather_bus_rate",
+        "all_to_all_bus_rate",
+        "send_bus_rate",
         "multicast_all_reduce_bus_rate",
         "oversubscription",
         "rate_per_uplink_one_direction",

@@ -22,6 +22,7 @@ from autoplan.hardware_fields import (
     DEVICE_FIELDS,
     HOST_FIELDS,
     HOST_LINK_FIELDS,
+    LINK_KINDS,
     PEAK,
     PEAK_PRECISIONS,
     SHARDING_FIELDS,
@@ -236,6 +237,8 @@ def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Devic
         launch_s=figures["launch"].value,
         kernel_s=figures["kernel"].value,
         collective_launch_s=figures["collective_launch"].value,
+        pipeline_action_s=figures["pipeline_action"].value,
+        pipeline_transfer_s=figures["pipeline_transfer"].value,
         sharding=_sharding(table.get("sharding", {}), f"{label}.sharding", assumed["sharding"], sources),
     )
 
@@ -263,10 +266,10 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
     rate = figures["rate_per_device_one_direction"].value
     _check_known_rate(rate, kind, f"{label}.rate_per_device_one_direction")
     groups = _group_rates(table.get("all_reduce_bus_rate_of_group", {}), label, n_devices, sources)
-    gather, multicast = figures.get("all_gather_bus_rate"), figures.get("multicast_all_reduce_bus_rate")
-    for field in ("all_reduce_bus_rate", "all_gather_bus_rate"):
-        if field in figures:
-            check_not_above(figures[field].value, rate, f"{label}.{field}")
+    multicast = figures.get("multicast_all_reduce_bus_rate")
+    achieved = {kind: f"{kind}_bus_rate" for kind in ("all_reduce", *LINK_KINDS) if f"{kind}_bus_rate" in figures}
+    for field in achieved.values():
+        check_not_above(figures[field].value, rate, f"{label}.{field}")
     return LinkTier(
         name=kind.rstrip("0123456789"),
         n_devices=n_devices,
@@ -274,7 +277,9 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
         bytes_per_s=rate,
         bus_efficiency=figures["all_reduce_bus_rate"].value / rate,
         half_rate_bytes=round(figures["half_rate_size"].value),
-        gather_bus_efficiency=gather.value / rate if gather else None,
+        kind_bus_efficiency=tuple(
+            (kind, figures[achieved[kind]].value / rate) for kind in LINK_KINDS if kind in achieved
+        ),
         group_bus_efficiency=tuple((size, bus_rate / rate) for size, bus_rate in groups),
         multicast_bus_efficiency=multicast.value / rate if multicast else None,
     )

@@ -27,6 +27,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.hardware_file import build_profile
 from autoplan.measure_device import device_rates
 from autoplan.measure_links import Ranks, collective_launch, link_times, overlap_times
+from autoplan.measure_pipeline import pipeline_rates
 from autoplan.measure_sharding import sharded_passes
 from autoplan.measured_host import MeasuredHost, measured_json, profile_text
 from autoplan.nccl_log import LOG_SUBSYSTEMS, SOCKET, Transport, link_kind, read_nccl_log
@@ -98,7 +99,7 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
         return host
     progress("measuring collectives")
     times = link_times(ranks)
-    rates += (collective_launch(ranks),)
+    rates += (collective_launch(ranks), *pipeline_rates(ranks))
     progress("measuring overlap")
     overlap = overlap_times(ranks)
     progress("measuring fully_shard")

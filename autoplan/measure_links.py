@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autoplan.link_fit import CollectiveTime
 from autoplan.measure_device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
 from autoplan.measured_host import Overlap, Rate
+from autoplan.runtime.collectives import all_reduce
 from autoplan.units import GiB, KiB, MiB
 
 GROWTH = 4
@@ -57,15 +58,15 @@ class Ranks:
 
 
 def collective_launch(ranks: Ranks) -> Rate:
-    """Host time to start one collective (on a CPU, all of its time)."""
-    x = torch.zeros(N_SMALL, device=ranks.device)
+    """Host time to start one collective as programs do it, with its autograd function (on a CPU, all of its time)."""
+    x = torch.zeros(N_SMALL, device=ranks.device, requires_grad=True)
     for _ in range(20):
-        dist.all_reduce(x)
+        all_reduce(x, dist.group.WORLD)
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     start_s = time.perf_counter()
     for _ in range(N_COLLECTIVES):
-        dist.all_reduce(x)
+        all_reduce(x, dist.group.WORLD)
     seconds = ranks.slowest((time.perf_counter() - start_s) / N_COLLECTIVES)
     return Rate("collective_launch", N_SMALL, 8 * N_SMALL, seconds, N_COLLECTIVES)
 

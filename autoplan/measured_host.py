@@ -38,8 +38,8 @@ class Rate:
     """One timed op of a device.
 
     Attributes:
-        what: "product bf16", "elementwise", "copy", "host to device", "device to host", "kernel", "launch" or
-            "collective_launch".
+        what: "product bf16", "elementwise", "copy", "host to device", "device to host", "kernel", "launch",
+            "collective_launch", "pipeline_action" or "pipeline_transfer".
         size: rows of the square matrices, or bytes of the tensor.
         amount: FLOPs of a product, else bytes moved (read and written, where it is memory of one device).
         seconds: of one call, on the slowest device.
@@ -187,6 +187,9 @@ def _device(host: MeasuredHost, sheet: HardwareProfile | None) -> Iterator[str]:
     yield _seconds("launch", host, f"x.add_(1) {{seconds}}, host time in eager mode, {host.versions}")
     if host.best("collective_launch") is not None:
         yield _seconds("collective_launch", host, f"all-reduce of 64 elements {{seconds}}, host time, {host.versions}")
+    for key, what in (("pipeline_action", "an action of a pipeline"), ("pipeline_transfer", "a transfer of an action")):
+        if host.best(key) is not None:
+            yield _seconds(key, host, f"{what} {{seconds}}, host time, blocks of 8 small layers, {host.versions}")
     if host.best("kernel") is None:
         yield f"# kernel is left out: {NO_KERNEL}"
     else:
@@ -286,10 +289,12 @@ def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> It
     largest = units.format_bytes(max(t.size_bytes for t in host.times if t.n_devices == host.n_devices))
     reduced = f"the all-gather's, for all-reduces did not run as a ring, {over}"
     if fit.multicast_bytes_per_s is None:
-        reduced = f"all-reduce of {host.n_devices} devices at up to {largest}, {over}"
+        reduced = f"all-reduce of {host.n_devices} devices, up to {largest}, {over}"
     yield _figure("all_reduce_bus_rate", _rate(reduce_rates[host.n_devices]), reduced)
-    gathered = f"all-gather and reduce-scatter of {host.n_devices} devices at up to {largest}, {over}"
-    yield _figure("all_gather_bus_rate", _rate(fit.all_gather_bytes_per_s), gathered)
+    kinds = {"all_gather": f"all-gather and reduce-scatter of {host.n_devices} devices"}
+    kinds |= {"all_to_all": f"all-to-all of {host.n_devices} devices", "send": "transfers between two devices"}
+    for name, kind_rate in fit.kind_bytes_per_s:
+        yield _figure(f"{name}_bus_rate", _rate(kind_rate), f"{kinds[name]}, up to {largest}, {over}")
     if fit.multicast_bytes_per_s is not None:
         yield _figure("multicast_all_reduce_bus_rate", _rate(fit.multicast_bytes_per_s), f"all-reduce, {over}")
     smaller = {n: rate for n, rate in reduce_rates.items() if n < host.n_devices}
@@ -308,7 +313,7 @@ def _link_rate(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) 
     """
     assert host.link_kind is not None
     over = f"{host.transport}, {host.versions}"
-    bus_rates = (*(rate for _, rate in fit.all_reduce_bytes_per_s), fit.all_gather_bytes_per_s)
+    bus_rates = [rate for _, rate in (*fit.all_reduce_bytes_per_s, *fit.kind_bytes_per_s)]
     tier: LinkTier | None = sheet.host_link if sheet is not None else None
     is_of_sheet = tier is not None and tier.name == host.link_kind.rstrip("0123456789")
     if sheet is not None and tier is not None and is_of_sheet and max(bus_rates) <= tier.bytes_per_s:

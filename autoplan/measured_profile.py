@@ -5,17 +5,20 @@
 so results of several models, precisions and devices may stand in one file. Lines of other devices and precisions are
 left out; a file none of whose lines belongs to this device, precision and model is an error that says which of them is
 wrong. Of two lines for one thing the later one counts. A line without `compiled` was measured eager, one without
-`module` on generated code; "own" is the user's own module, which programs without tensor and pipeline parallelism run.
+`memory_format` on contiguous tensors, one without `module` on generated code; "own" is the user's own module, which
+programs without tensor and pipeline parallelism run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.errors import InputError
+from autoplan.options import MEMORY_FORMATS
+from autoplan.parallel_plan import Execution
 
 SCHEMA_VERSION = 1
 MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"
@@ -46,7 +49,7 @@ class SegmentTime:
         host_forward_s, host_backward_s: what the host takes to launch it.
         saved_bytes: distinct tensors that it keeps from forward to backward.
         working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
-        compiled: whether it ran as it does under `Plan.mesh.compile`; segments that are not compiled are the same then.
+        execution: how it ran; a segment that runs alike under two of them is measured once, under the first.
         is_own: whether it was the user's own module, and not the code generated for it.
     """
 
@@ -62,7 +65,7 @@ class SegmentTime:
     saved_bytes: int
     working_bytes: int | None
     is_noisy: bool = False
-    compiled: bool = False
+    execution: Execution = Execution()
     is_own: bool = False
 
 
@@ -73,25 +76,25 @@ class MeasuredProfile:
     Attributes:
         optimizer_element_s: gradient norm and one AdamW step, per element; None when not measured.
         source: file, device, and versions, for reports.
-        not_compiled: (segment, tp) that torch.compile failed on.
+        failed: (segment, tp, execution) that did not run, where it does without compiling or in contiguous memory.
     """
 
     segments: tuple[SegmentTime, ...]
     optimizer_element_s: float | None
     source: str
-    not_compiled: tuple[tuple[str, int], ...] = ()
+    failed: tuple[tuple[str, int, Execution], ...] = ()
 
     @property
-    def has_compiled(self) -> bool:
-        """Whether anything was measured compiled."""
-        return any(row.compiled for row in self.segments)
+    def executions(self) -> frozenset[Execution]:
+        """The ways in which something was measured."""
+        return frozenset(row.execution for row in self.segments)
 
-    def rows(self, *, compiled_contents: Collection[str] = (), own: bool = False) -> tuple[SegmentTime, ...]:
-        """The measurements of segments when those of these contents are compiled, and the others are not.
+    def rows(self, executions: Mapping[str, Execution], *, own: bool = False) -> tuple[SegmentTime, ...]:
+        """The measurements of segments that run so, by content.
 
         With `own` they are those of the user's own modules where these were measured, which is at degree 1.
         """
-        found = [row for row in self.segments if row.compiled == (row.content in compiled_contents)]
+        found = [row for row in self.segments if row.execution == executions.get(row.content, Execution())]
         owned = {(row.content, row.tp) for row in found if row.is_own and own}
         return tuple(row for row in found if row.is_own == ((row.content, row.tp) in owned))
 
@@ -120,8 +123,19 @@ def parse_profile(
         ),
         optimizer_element_s=optimizer[-1] if optimizer else None,
         source=f"{where}: {device}, {'; '.join(versions)}",
-        not_compiled=tuple((row["segment"], row["tp"]) for row in segments.values() if row["status"] == NOT_COMPILED),
+        failed=tuple(_failures(segments)),
     )
+
+
+def _failures(segments: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Iterator[tuple[str, int, Execution]]:
+    """What torch.compile failed on, and what did not run in another memory format than that in which it did."""
+    for row in segments.values():
+        execution = _execution(row)
+        plain = segments.get(row_key({**row, "compiled": False, "memory_format": Execution().memory_format}))
+        runs = plain is not None and plain["status"] in (MEASURED, NOISY)
+        is_other = execution.memory_format != Execution().memory_format
+        if row["status"] == NOT_COMPILED or (row["status"] == NOT_RUN and is_other and runs):
+            yield row["segment"], row["tp"], execution
 
 
 def _with_least_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ...]:
@@ -131,7 +145,7 @@ def _with_least_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ..
     """
     groups: dict[tuple[object, ...], list[SegmentTime]] = {}
     for row in segments:
-        groups.setdefault((row.content, row.assignment, row.tp, row.compiled, row.is_own), []).append(row)
+        groups.setdefault((row.content, row.assignment, row.tp, row.execution, row.is_own), []).append(row)
     return tuple(
         replace(
             row,
@@ -154,7 +168,13 @@ def _device_s(device_s: float, host_s: float, *, least_s: float) -> float:
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a line is about."""
     names = ("content", "assignment", "tp", "micro_batch_size")
-    return (*(row[name] for name in names), row.get("compiled", False), row.get("module", GENERATED))
+    return (*(row[name] for name in names), _execution(row), row.get("module", GENERATED))
+
+
+def _execution(row: Mapping[str, Any]) -> Execution:
+    """Files of before a way existed hold the plain one."""
+    plain = Execution()
+    return Execution(row.get("compiled", plain.compile), row.get("memory_format", plain.memory_format))
 
 
 def _matching(rows: list[dict[str, Any]], where: str, field: str, wanted: str, fix: str) -> list[dict[str, Any]]:
@@ -189,8 +209,11 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
         names: tuple[str, ...] = ("per_element_s",)
     else:
         names = (*_TIME_FIELDS, "saved_bytes")
-        compiled = row.get("compiled", False)  # files of before it existed are eager
+        compiled = _execution(row).compile
         _require(f"{where}: compiled", isinstance(compiled, bool), compiled, "true or false", "profile again")
+        memory_format = _execution(row).memory_format
+        expected = " or ".join(MEMORY_FORMATS)
+        _require(f"{where}: memory_format", memory_format in MEMORY_FORMATS, memory_format, expected, "profile again")
         module = row.get("module", GENERATED)
         _require(f"{where}: module", module in (GENERATED, OWN), module, f"{GENERATED} or {OWN}", "profile again")
         for name, kind in _SEGMENT_FIELDS.items():
@@ -230,6 +253,6 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         saved_bytes=int(row["saved_bytes"]),
         working_bytes=None if working is None else int(working),
         is_noisy=row["status"] == NOISY,
-        compiled=row.get("compiled", False),
+        execution=_execution(row),
         is_own=row.get("module", GENERATED) == OWN,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoplan.errors import UsageError
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, OBJECTIVES, PRECISIONS, Options
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, OBJECTIVES, PRECISIONS, Options
 
 _RECOMPUTE = ("none", "full", "selective")
 _SWITCH = ("on", "off")
@@ -23,7 +23,9 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "micro_batch": None,
     "schedule": (),
     "recompute": _RECOMPUTE,
+    "loss": LOSSES,
     "compile": _SWITCH,
+    "memory_format": MEMORY_FORMATS,
     "batch_norm": BATCH_NORMS,
     "loss_average": LOSS_AVERAGES,
 }

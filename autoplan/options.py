@@ -9,6 +9,8 @@ DEFAULT_MICRO_BATCH_SIZE = 8  # per device, when no global batch is given
 OBJECTIVES = ("time", "cost")
 BATCH_NORMS = ("local", "synchronized")  # the first is the default, here and below
 LOSS_AVERAGES = ("micro_batch", "global_batch")
+LOSSES = ("whole", "chunked")
+MEMORY_FORMATS = ("contiguous", "channels_last")
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so
 # large a space is slower takes minutes.
 DEFAULT_TIME_LIMIT_S = 15.0
@@ -21,7 +23,7 @@ class Options:
     Attributes:
         global_batch: samples of one optimizer step; None takes DEFAULT_MICRO_BATCH_SIZE per device.
         fix: (name, value) pairs that the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute,
-            compile, batch_norm, loss_average.
+            loss, compile, memory_format, batch_norm, loss_average.
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.
         max_micro_batch_size: largest micro-batch considered.

@@ -20,10 +20,10 @@ from typing import Any
 from autoplan.answer import Answer, answer_from_json, answer_to_json
 from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.errors import InputError, OutputError
+from autoplan.html_report import chart_files, plan_page
 from autoplan.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import rejected_csv
-from autoplan.report_html import html_report
 
 MANIFEST = "MANIFEST.json"
 MAX_FILE_BYTES = 256 * 2**20
@@ -72,15 +72,47 @@ def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool 
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def check_page(path: Path, *, force: bool) -> None:
+    """Refuse a page that could not be written, before time is spent on what it shows.
+
+    Raises: OutputError when its folder cannot be written, or something is there and `force` is not set.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{path}: the folder {folder} cannot be written\n  fix: create it first, or choose another")
+    if os.path.lexists(path) and not (force and path.is_file()):
+        raise OutputError(
+            f"{path}: already exists, nothing was changed\n  fix: choose another --html, or add --force to replace it"
+        )
+
+
+def write_page(path: Path, text: str, *, force: bool = False) -> None:
+    """Write a page whole or not at all; with `force` an old one stays until the new one is there.
+
+    Raises: OutputError when it cannot be written.
+    """
+    check_page(path, force=force)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.absolute().parent))
+        try:
+            _write_file(scratch / "page", text.encode())
+            (scratch / "page").replace(path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror or error}; nothing was changed") from error
+
+
 def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...], ...] = ()) -> dict[str, str | bytes]:
     """Everything in the folder that is not the program itself: plan, reports, predicted trace, launch scripts.
 
-    `memory` is what `simulate.memory_over_time` returns, for the trace.
+    `memory` is what `simulate.memory_over_time` returns, for the trace and the page.
     """
     trace = timeline_to_chrome_json(answer.best.estimate.timeline, memory=memory)
     return {
         "plan.json": answer_to_json(answer) + "\n",
-        "report.html": html_report(answer),
+        "report.html": plan_page(answer, memory=memory),
+        **chart_files(answer, memory=memory),
         "trace.json.gz": gzip.compress(trace.encode(), mtime=0),
         "rejected.csv": rejected_csv(answer.result.rejected),
         **dict(_launch_files(answer)),

@@ -11,6 +11,18 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class Execution:
+    """How the modules of a program run: what changes no number, and has a price only where it was measured.
+
+    Attributes:
+        compile, memory_format: as in `Mesh`.
+    """
+
+    compile: bool = False
+    memory_format: str = "contiguous"
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Mesh:
     """The degrees of a plan, and how a batch is cut; rank = (pp_index * dp + dp_index) * tp + tp_index.
 
@@ -22,6 +34,7 @@ class Mesh:
         n_chunks: pipeline stages per rank; above 1 with "interleaved" and "zero_bubble_v" only.
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
         compile: whether torch.compile makes one function of each block, and of the loss.
+        memory_format: in which order images lie in memory, "contiguous" or "channels_last".
     """
 
     pp: int = 1
@@ -35,6 +48,12 @@ class Mesh:
     n_chunks: int = 1
     sharding: str = ""
     compile: bool = False
+    memory_format: str = "contiguous"
+
+    @property
+    def execution(self) -> Execution:
+        """How its modules run."""
+        return Execution(self.compile, self.memory_format)
 
     @property
     def n_devices(self) -> int:
@@ -107,6 +126,7 @@ class Plan:
             optimizer state and reductions stay in fp32 (fp64 under fp64).
         shardings: one entry per segment kind; empty when `tp` is 1.
         recompute: "none", "selective", or "full" when every block is recomputed; the stages say which.
+        loss: "whole", or "chunked": the head and its loss in slices of the rows; see `chunked_loss`.
         batch_norm: "local" or "synchronized" over the data-parallel ranks.
         loss_average: over which targets a loss that leaves some out is averaged: those of each "micro_batch", and then
             over micro-batches, or all those of the "global_batch".
@@ -121,6 +141,7 @@ class Plan:
     hardware: str = ""
     n_hosts: int = 1
     recompute: str = "none"
+    loss: str = "whole"
     batch_norm: str = "local"
     loss_average: str = "micro_batch"
     groups: tuple[GroupRanks, ...] = ()

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from autoplan.chunked_loss import can_chunk, why_whole
 from autoplan.cost.price import legal_cuts
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, PRECISIONS
-from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
+from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, operand_names
 from autoplan.schedules import build_schedule, splits_backward
@@ -53,11 +54,19 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     if plan.loss_average not in LOSS_AVERAGES:
         _refuse("loss_average", plan.loss_average, f"one of {', '.join(LOSS_AVERAGES)}")
     check_loss_average(graph, plan.loss_average)
-    if plan.mesh.compile and plan.groups:
-        _refuse("mesh.compile", plan.mesh.compile, "false: compiled blocks have a price only where they were measured")
+    if plan.loss not in LOSSES:
+        _refuse("loss", plan.loss, f"one of {', '.join(LOSSES)}")
+    if plan.mesh.memory_format not in MEMORY_FORMATS:
+        _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
+    if plan.mesh.execution != Execution() and plan.groups:
+        expected = "compile false and memory_format contiguous: others have a price only where they were measured"
+        _refuse("mesh", plan.mesh.execution, expected)
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
-    _check_shardings(plan, graph, load_rules(rule_files))
+    rules = load_rules(rule_files)
+    _check_shardings(plan, graph, rules)
+    if plan.loss == "chunked" and not can_chunk(graph, plan.mesh, plan.shardings, rules=rules):
+        _refuse("loss", plan.loss, f'"whole": found {why_whole(graph) or "a layout or compiled part in its way"}')
 
 
 def _check_groups(plan: Plan, groups: tuple[HardwareProfile, ...], *, name: str) -> None:

@@ -2,6 +2,7 @@
 
     regions = unique kinds of segments x (tensor-parallel degree, boundary layout), each at several micro-batch sizes,
               eager, compiled as the program compiles it, or both; what it does not compile is eager either way;
+              what reads images with these contiguous, channels_last, or both;
               without tensor parallelism a block is also the user's own module of model.py, where it is called by itself
 
 A region is left out when another one computes the same in the same layouts. Layouts are those that the tensor-parallel
@@ -17,12 +18,12 @@ from typing import Any
 
 from autoplan.codegen import runtime_files
 from autoplan.codegen.segment_modules import SegmentClass, measuring_files, segment_modules
-from autoplan.cost.measured import compiled_kinds
+from autoplan.cost.measured import compiled_kinds, image_kinds
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
 from autoplan.measured_profile import SCHEMA_VERSION
-from autoplan.options import Options
+from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.rules import OpRule
 from autoplan.segment_key import assignment_key, content_key
@@ -31,6 +32,7 @@ from autoplan.space import all_shardings, layout_size, load_rules
 Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
 MEASUREMENT = "measurement.json"
 COMPILE_WAYS = {"off": (False,), "on": (True,), "both": (False, True)}
+FORMAT_WAYS = {**{name: (name,) for name in MEMORY_FORMATS}, "both": MEMORY_FORMATS}
 RESULTS = "measured.json"
 
 
@@ -43,6 +45,7 @@ class MeasurementRequest:
         degrees: of tensor parallelism; none stands for all that a host has and the model gains by.
         ranges: values that integer inputs take.
         compile: a key of COMPILE_WAYS, for what the program can compile.
+        memory_format: a key of FORMAT_WAYS, for what reads images.
     """
 
     graph: OpGraph
@@ -55,6 +58,7 @@ class MeasurementRequest:
     micro_batch_sizes: tuple[int, ...]
     ranges: Ranges
     compile: str = "off"
+    memory_format: str = MEMORY_FORMATS[0]
 
 
 def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
@@ -137,6 +141,7 @@ def _regions(
     assignments: Sequence[SegmentSharding],
 ) -> list[dict[str, Any]]:
     graph, facts, compiled = request.graph, GraphFacts.of(request.graph), compiled_kinds(request.graph)
+    images = image_kinds(graph)
     has_blocks = any(segment.is_block for segment in graph.segments)
     by_kind = {assignment.kind: assignment for assignment in assignments}
     inputs = {item.name: item for item in graph.inputs}
@@ -154,6 +159,7 @@ def _regions(
                 "tp": degree,
                 "boundary": boundary,
                 "compiled": list(COMPILE_WAYS[request.compile if kind in compiled else "off"]),
+                "memory_formats": list(FORMAT_WAYS[request.memory_format] if kind in images else MEMORY_FORMATS[:1]),
                 "compiles_forward": segment.is_block or not has_blocks,
                 "class": called.name,
                 "own": _own_call(graph, segment) if degree == 1 and segment.is_block else None,

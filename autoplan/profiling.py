@@ -66,7 +66,10 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     is_compiled = row.get("compiled", False) and row["status"] != NOT_COMPILED
     is_own = row.get("module") == OWN
     note = ", ".join(
-        ["own module"] * is_own + ["compiled"] * is_compiled + [row["status"]] * (row["status"] != MEASURED)
+        ["own module"] * is_own
+        + ["compiled"] * is_compiled
+        + [row[name] for name in ("memory_format",) if row.get(name, "contiguous") != "contiguous"]
+        + [row["status"]] * (row["status"] != MEASURED)
     )
     if row["status"] not in (MEASURED, NOISY):
         return (*first, "-", "-", "-", "-", note)

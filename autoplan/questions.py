@@ -87,6 +87,12 @@ def asked_again(answer: Answer, *, folder: Path | None = None) -> Problem:
     return problem
 
 
+def judged_again(problem: Problem, answer: Answer) -> Answer:
+    """The answer with its plan judged now: the estimate carries its timeline, which no plan.json keeps."""
+    best = replace(answer.best, estimate=judge(problem, answer.best.plan))
+    return replace(answer, result=replace(answer.result, best=best))
+
+
 def why_not(problem: Problem, answer: Answer, *, fix: Fix) -> WhyNot:
     """The best plan that has `fix`, in the place of what was fixed of the same names and beside the rest."""
     kept = tuple(pair for pair in problem.options.fix if pair[0] not in dict(fix))
@@ -168,7 +174,8 @@ def _best_on(problem: Problem, chosen: Plan, *, time_limit_s: float) -> Candidat
     if time_limit_s <= 0.0:
         return None
     limit_s = min(time_limit_s, problem.options.time_limit_s or time_limit_s)
-    result = decide(replace(problem, options=replace(problem.options, time_limit_s=limit_s, top=0))).result
+    quick = replace(problem, options=replace(problem.options, time_limit_s=limit_s, top=0))
+    result = decide(quick, warm_start=chosen).result
     if result.stopped_by == "interrupted":
         raise KeyboardInterrupt
     candidates = [_judged(problem, chosen), *([] if result.best is None else [result.best])]

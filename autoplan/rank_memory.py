@@ -101,7 +101,7 @@ class StageBytes:
         state, buffers: all step. `buffers` are those for what is sent and received over the cuts.
         gathered: of parameters that stay gathered.
         gradients: of all its segments, after a pass.
-        saved, received, sent, pending: per micro-batch.
+        saved, sent, pending: per micro-batch.
         forward, first, later, last: the peaks of a forward pass, and of the first, another and the last backward pass.
     """
 
@@ -110,7 +110,6 @@ class StageBytes:
     gathered: int
     gradients: int
     saved: int
-    received: int
     sent: int
     pending: int
     forward: PassPeak
@@ -139,7 +138,6 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
         gathered=sum(cost.gathered_bytes for cost in costs) if table.keeps_gathered else 0,
         gradients=sum(cost.gradient_bytes for cost in costs),
         saved=sum(cost.saved_bytes for cost in costs),
-        received=table.cut_bytes[start - 1] if start > 0 else 0,
         sent=message_out,
         pending=sum(cost.pending_bytes for cost in costs),
         forward=forward,
@@ -181,12 +179,10 @@ def _behind(costs: Sequence[SegmentCost]) -> list[_Behind]:
 def _passes(table: CostTable, costs: Sequence[SegmentCost]) -> tuple[PassPeak, PassPeak, PassPeak, PassPeak]:
     """The peaks of a forward pass, and of the first, another and the last backward pass of the step.
 
-    The only pass is the first one. What was reduced last in a pass is what is outside of blocks, if anything is.
+    The only pass is the first one. What was reduced last in a pass is freed before the next backward pass.
     """
     n_micro_batches, reduces = table.mesh.n_micro_batches, table.reduces_per_micro_batch
     outer = [cost for cost in costs if cost.late_gradient_bytes]
-    outer_reducing = sum(cost.reducing_bytes for cost in outer)
-    carried = (outer_reducing or costs[0].reducing_bytes) if reduces and n_micro_batches > 1 else 0
     saved = list(accumulate(cost.saved_bytes for cost in costs))
     if splits_backward(table.mesh.schedule):
         saved = [saved[-1]] * len(saved)
@@ -197,13 +193,12 @@ def _passes(table: CostTable, costs: Sequence[SegmentCost]) -> tuple[PassPeak, P
         if not table.keeps_gathered:
             received, ahead = cost.gathered_bytes, 0 if before is None else before.gathered_bytes
         gathered, working = received, cost.working_bytes
-        reducing = left.reducing or carried
         forward.append(PassPeak(gathered + received, 0, kept, working))
         made = left.made + left.late + (left.reducing if reduces or n_micro_batches == 1 else 0)
         first.append(PassPeak(gathered + ahead, made, kept, working))
-        later.append(PassPeak(gathered + ahead, left.late + (reducing if reduces else 0), kept, working))
+        later.append(PassPeak(gathered + ahead, left.late + (left.reducing if reduces else 0), kept, working))
         freed = left.made - left.reduced if table.accumulates else 0
-        last.append(PassPeak(gathered + ahead, left.late + reducing - freed, kept, working))
+        last.append(PassPeak(gathered + ahead, left.late + left.reducing - freed, kept, working))
     for passes, gradients in zip((first, later, last), _ends(table, ended, outer), strict=True):
         passes.append(PassPeak(0, gradients, 0, 0))
     return _largest(forward), _largest(first), _largest(later), _largest(last)
@@ -253,7 +248,7 @@ def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Mom
     kept = sum(stage.gathered for stage in stages)
     buffers = sum(stage.buffers for stage in stages)
     gradients, saved, messages, pending = zip(
-        *((stage.gradients, stage.saved, stage.received + stage.sent, stage.pending) for stage in stages), strict=True
+        *((stage.gradients, stage.saved, stage.sent, stage.pending) for stage in stages), strict=True
     )
     for moment in at:
         running, peak = moment.running, NO_PASS

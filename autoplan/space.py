@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from autoplan.chunked_loss import can_chunk, why_whole
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
+from autoplan.cost.measured import execution_of
 from autoplan.cost.price import Shardings, legal_cuts, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
@@ -18,8 +20,8 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.layout_cache import Layouts, cached_layouts
 from autoplan.measured_profile import MeasuredProfile
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, Options
-from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, Options
+from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
@@ -31,6 +33,7 @@ Value = TypeVar("Value")
 
 # Micro-batch sizes for which layouts are solved: starting a collective counts for small ones, bytes for large ones.
 LAYOUT_SIZES = (1, 8)
+CHANNELS_LAST = MEMORY_FORMATS[1]
 BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
 
 
@@ -73,6 +76,7 @@ def priced_space(
     check_loss_average(graph, fixed(options, "loss_average"))
     check_batch_norm(graph, fixed(options, "batch_norm"))
     _check_recompute(graph, fixed(options, "recompute"))
+    _check_loss(graph, fixed(options, "loss"))
     rules = load_rules(options.rules)
     by_size = shardings_by_size(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
@@ -86,11 +90,17 @@ def priced_space(
         kinds=tuple(segment.kind for segment in graph.segments),
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
-        compile_choices=compile_choices(options, measured),
+        executions=executions(graph, options, measured),
     )
     pricers = {
         size: make_pricer(
-            graph, profile=profile, precision=options.precision, shardings=shardings, rules=rules, measured=measured
+            graph,
+            profile=profile,
+            precision=options.precision,
+            shardings=shardings,
+            rules=rules,
+            measured=measured,
+            loss=loss_choice(options),
         )
         for size, shardings in by_size.items()
     }
@@ -101,6 +111,7 @@ def priced_space(
         options,
         (profile.name, profile.n_hosts),
         graph.content_hash(),
+        rules,
     )
     return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), make_plan)
 
@@ -114,46 +125,78 @@ def price_plan(
     measured: MeasuredProfile | None = None,
 ) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
-    if plan.mesh.compile:
-        _check_compile(measured, where="plan: mesh.compile", degree=plan.mesh.tp)
+    way, degree = plan.mesh.execution, plan.mesh.tp
+    if way.compile:
+        _check_execution(graph, measured, Execution(compile=True), where="plan: mesh.compile", degree=degree)
+    if way != Execution():
+        _check_execution(graph, measured, way, where="plan: mesh.memory_format", degree=degree)
     shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
     rules = load_rules(rule_files)
     pricer = make_pricer(
-        graph, profile=profile, precision=plan.precision, shardings=shardings, rules=rules, measured=measured
+        graph,
+        profile=profile,
+        precision=plan.precision,
+        shardings=shardings,
+        rules=rules,
+        measured=measured,
+        loss=plan.loss,
     )
     return pricer(plan.mesh)
 
 
-def compile_choices(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
-    """Whether blocks may be left as they are, and compiled: what is fixed, else both where both were measured.
+def loss_choice(options: Options) -> str | None:
+    """How the loss is computed, or None where the search may choose.
 
-    Raises: UsageError when compiled blocks are asked for and have no price.
+    It chooses as it does of what is recomputed; so recomputation of some blocks, when fixed, says nothing of the loss.
     """
-    wanted = fixed(options, "compile")
-    if wanted == "on":
-        _check_compile(measured, where="--fix compile=on", degree=fixed_int(options, "tp"))
-    if wanted is not None:
-        return (wanted == "on",)
-    is_known = measured is not None and measured.has_compiled and not measured.not_compiled
-    return (False, True) if is_known else (False,)
+    return fixed(options, "loss") or (LOSSES[0] if fixed(options, "recompute") == "selective" else None)
 
 
-def _check_compile(measured: MeasuredProfile | None, *, where: str, degree: int | None) -> None:
-    """Refuse to price compiled blocks that were not measured, or that torch.compile failed on at this degree or any."""
-    if measured is None or not measured.has_compiled:
+def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
+    """How modules may run: as is fixed, and else in every way that was measured.
+
+    Raises: UsageError when a way is asked for that has no price.
+    """
+    compiles, memory_format, tp = fixed(options, "compile"), fixed(options, "memory_format"), fixed_int(options, "tp")
+    if compiles == "on":
+        _check_execution(graph, measured, Execution(compile=True), where="--fix compile=on", degree=tp)
+    if memory_format == CHANNELS_LAST:
+        wanted = Execution(memory_format=CHANNELS_LAST)
+        _check_execution(graph, measured, wanted, where=f"--fix memory_format={CHANNELS_LAST}", degree=tp)
+    found = [
+        Execution(is_compiled, layout)
+        for is_compiled in ((False, True) if compiles is None else (compiles == "on",))
+        for layout in (MEMORY_FORMATS if memory_format is None else (memory_format,))
+    ]
+    return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
+
+
+def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
+    """Why there is no price for modules that run so, at this degree or any; "" when there is one."""
+    plain, kinds = Execution(), graph.first_of_kind()
+    needed = {execution_of(graph, kind, way) for kind in kinds} - {plain}
+    name = "compiled" if way.compile else f"in {way.memory_format}"
+    if way != plain and not needed:
+        return "no segment that reads images, [sample, channel, height, width]"
+    if needed and (measured is None or not needed <= measured.executions):
+        return f"no segment that was measured {name}"
+    failed = () if measured is None else (item for item in measured.failed if item[2] in needed)
+    texts = dict.fromkeys(f"{segment} (tp {tp})" for segment, tp, _ in failed if degree in (None, tp))
+    action = "torch.compile failed on" if way.compile else f"measurements {name} that failed of"
+    return f"{action} {', '.join(texts)}" if texts else ""
+
+
+def _check_execution(
+    graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, where: str, degree: int | None
+) -> None:
+    why = why_unknown(graph, measured, way, degree=degree)
+    if why:
+        option, plain = ("--compile", "compile") if way.compile else ("--memory-format", "memory_format")
         raise UsageError.of(
             where,
-            found="no segment that was measured compiled",
-            expected="--profile FILE with compiled segments, since what compiling gains cannot be computed",
-            fix="run autoplan profile MODEL --compile both, or leave compile out",
-        )
-    failed = [f"{name} (tp {tp})" for name, tp in measured.not_compiled if degree in (None, tp)]
-    if failed:
-        raise UsageError.of(
-            where,
-            found=f"torch.compile failed on {', '.join(dict.fromkeys(failed))}",
-            expected="a model that compiles, as in the measurements",
-            fix="leave compile out, or mend the model and measure it again",
+            found=why,
+            expected="--profile FILE with segments that ran so, since what it gains cannot be computed",
+            fix=f"run autoplan profile MODEL {option} both, or leave {plain} out",
         )
 
 
@@ -254,6 +297,18 @@ def _layouts(
     return cached_layouts(named, options.rules, solve_now)
 
 
+def _check_loss(graph: OpGraph, loss: str | None) -> None:
+    """Refuse to chunk a loss that is no pattern the runtime knows."""
+    why = why_whole(graph) if loss == "chunked" else ""
+    if why:
+        raise UsageError.of(
+            "--fix loss=chunked",
+            found=why,
+            expected="a model that ends in an nn.Linear, then F.cross_entropy of its rows",
+            fix="leave loss out, or write the end of the model so",
+        )
+
+
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
     """Refuse to fix what a model without blocks cannot do."""
     if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
@@ -289,10 +344,16 @@ def _make_plan(
     options: Options,
     hardware: tuple[str, int],
     graph_hash: str,
+    rules: Mapping[str, OpRule],
     mesh: Mesh,
     stages: tuple[StagePlan, ...],
 ) -> Plan:
-    """The plan; only blocks are recomputed, since what stands between them is no module of its own."""
+    """The plan; only blocks are recomputed, and in place of the last segment its loss is chunked."""
+    shardings = of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ())
+    last = len(graph.segments) - 1
+    loss = loss_choice(options) or LOSSES[any(last in stage.recomputed for stage in stages)]
+    if loss == "chunked" and not can_chunk(graph, mesh, shardings, rules=rules):
+        loss = LOSSES[0]
     kept = tuple(
         StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
     )
@@ -300,11 +361,12 @@ def _make_plan(
         mesh=mesh,
         stages=kept,
         precision=options.precision,
-        shardings=of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ()),
+        shardings=shardings,
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],
         recompute=_recompute_name(graph, kept),
+        loss=loss,
         batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
         loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
     )

@@ -1,6 +1,6 @@
 """Run an emitted program: does it train like one process, and do time and memory come out as predicted?
 
-The program checks itself (`train.py --check`) and profiles itself (`train.py --profile-step`); this module starts it,
+The program checks itself (`train.py --check`) and profiles itself (`train.py --profile-steps`); this module starts it,
 reads what it measured, and compares:
 
     step         median of the steps after warm-up
@@ -144,8 +144,12 @@ def _was_compared(details: dict[str, Any]) -> bool:
 
 def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
-    program = ["train.py", "--steps", str(n_steps), "--device", device, "--out-json", str(report)]
-    return [*launcher, *program, *(["--dtype", "float64", "--check"] if device == "cpu" else ["--profile-step"])]
+    launcher += ["train.py", "--device", device, "--out-json", str(report)]
+    if device == "cpu":
+        return [*launcher, "--steps", str(n_steps), "--dtype", "float64", "--check"]
+    # the step before the traced one is slow, too: it warms the profiler up
+    traced = ["--profile-steps", f"{n_steps + 1}:{n_steps + 2}", "--profile-dir", str(report.parent / "profile")]
+    return [*launcher, "--steps", str(n_steps + 2), *traced]
 
 
 def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verification:
@@ -180,7 +184,7 @@ def _comparison(
 
 def _measured_step_s(measured: Mapping[str, Any]) -> float | None:
     """The median without the first third of the steps, at least one, which are warm-up."""
-    times_s = [step["step_s"] for step in measured.get("steps", ())]
+    times_s = [step["step_s"] for step in measured.get("steps", ()) if not step.get("is_profiled")]
     counted_s = times_s[max(1, len(times_s) // 3) :]
     return median(counted_s) if counted_s else None
 

@@ -7,7 +7,7 @@
 
 A row holds what the program measured: the median step after warm-up, and the largest allocated memory of any rank. Bad
 rows are rows. A prediction takes the measured segments of PROFILE (`autoplan profile`) and the links of
-DIR/LINKS.toml (`autoplan hw measure`), where there are any.
+DIR/LINKS_xN.toml for N devices, or DIR/LINKS.toml (`autoplan hw measure`), where there are any.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
 several programs at once on devices of their own, each in processes forked from one that has imported torch already.
@@ -224,8 +224,8 @@ def predictions(results: Path, profile: Path | None, hardware: Path | None) -> I
         case = by_name[row["links"], row["case"]]
         if profile is None and row["plan"]["mesh"]["compile"]:
             continue
-        links = hardware and hardware / f"{case.links}.toml"
-        name = str(links) if links and links.exists() else HARDWARE
+        files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")] if hardware else []
+        name = next((str(file) for file in files if file.exists()), HARDWARE)
         yield row, api.score(problem(case, name, profile=profile), plan_from_dict(row["plan"], where=case.name)).best
 
 

@@ -46,12 +46,12 @@ def all_to_all_s(size_bytes: float, route: Route) -> float:
     for level in route.levels:
         start_s += (level.n_within - level.n_below) * level.link.latency_s
         n_beyond = (level.n_within if level.is_host else route.n_devices) - level.n_below
-        transfers_s.append(level.link.gather_transfer_s(n_beyond * pair_bytes))
+        transfers_s.append(level.link.transfer_s(n_beyond * pair_bytes, "all_to_all"))
     return start_s + max(transfers_s)
 
 
 def _one_round_transfer_s(moved_bytes: float, route: Route) -> float:
-    return max(level.link.gather_transfer_s(moved_bytes / level.n_below) for level in route.levels)
+    return max(level.link.transfer_s(moved_bytes / level.n_below, "all_gather") for level in route.levels)
 
 
 def _round_s(route: Route) -> float:

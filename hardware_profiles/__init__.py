@@ -16,6 +16,8 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     launch = {...}                            *    host time to launch one bare op  "6 us"
     kernel = {...}                            *    shortest kernel on the device    "1.1 us"
     collective_launch = {...}                 *    host time to start a collective  "100 us"
+    pipeline_action = {...}                   *    host time of an action of a pipeline, beside its blocks  "100 us"
+    pipeline_transfer = {...}                 *    host time of sending or receiving once in an action      "100 us"
     [device.sharding]                         *    host time of fully_shard, see `hardware.ShardingHost`; keys as there:
     hooks = {...}                             *    hooks, gather, reduce of a block; each also `_of_parameter`;
                                                    and optimizer_of_parameter       "120 us"
@@ -33,7 +35,8 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     latency_per_step = {...}                  *    start-up of one step             "3.5 us"
     half_rate_size = {...}                    *    bytes a rank moves at half the achieved rate  "6.5 MiB"
     all_reduce_bus_rate = {...}               *    bus bandwidth of a large all-reduce over the host  "229 GB/s"
-    all_gather_bus_rate = {...}               -    likewise of an all-gather, if it differs
+    all_gather_bus_rate = {...}               -    likewise of an all-gather, if it differs; all_to_all_bus_rate and
+                                                   send_bus_rate of those
     multicast_all_reduce_bus_rate = {...}     -    all-reduce in the switch (NVLS); leave out where multicast is off
     [host_link.all_reduce_bus_rate_of_group]  -    smaller groups, where measured
     2 = {...}

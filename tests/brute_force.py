@@ -31,7 +31,7 @@ class Toy:
     space: SearchSpace
     kind_costs: tuple[SegmentCost, ...]
     cut_s: float
-    cut_bytes: int
+    message_bytes: int
     overlap_slowdown: float
     memory_limit_bytes: int
     comm_factor: float = 1.0
@@ -51,7 +51,6 @@ class Toy:
             cut_s=tuple(
                 self.cut_s * self.comm_factor * mesh.micro_batch_size if ok else None for ok in self.space.cuts
             ),
-            cut_bytes=tuple(self.cut_bytes * mesh.micro_batch_size for _ in self.space.cuts),
             gathers_per_micro_batch=is_zero3,
             reduces_per_micro_batch=self._reduces_often(mesh),
             keeps_gathered=mesh.zero_stage in (1, 2),
@@ -61,7 +60,9 @@ class Toy:
             reserved_ratio=self.reserved_ratio,
             memory_limit_bytes=self.memory_limit_bytes,
             workspace_bytes=MIB // 2,
-            message_bytes=tuple(self.cut_bytes * mesh.micro_batch_size for _ in self.space.cuts) if mesh.pp > 1 else (),
+            message_bytes=tuple(self.message_bytes * mesh.micro_batch_size for _ in self.space.cuts)
+            if mesh.pp > 1
+            else (),
         )
 
     def _reduces_often(self, mesh: Mesh) -> bool:
@@ -122,7 +123,7 @@ def random_toy(
         ),
         kind_costs=kind_costs,
         cut_s=rng.choice([0.0, 0.02, 0.3]),
-        cut_bytes=rng.choice([0, 5 * MIB]),
+        message_bytes=rng.choice([0, 5 * MIB]),
         overlap_slowdown=rng.choice([1.0, 1.3, 1.7]),
         memory_limit_bytes=int(state * rng.uniform(0.3, 1.5)) if is_tight else state * 20,
         reserved_ratio=rng.choice([1.0, 1.07]),

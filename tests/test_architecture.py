@@ -25,6 +25,7 @@ TORCH_PLACES = (
     "autoplan/measure_device.py",
     "autoplan/measure_hardware.py",
     "autoplan/measure_links.py",
+    "autoplan/measure_pipeline.py",
     "autoplan/measure_sharding.py",
     "autoplan/rule_discovery.py",
     "autoplan/runtime/",

@@ -101,7 +101,7 @@ def test_every_shipped_link_rate_is_plausible_for_one_direction(name):
     profile = load_profile(name, n_hosts=2)
     for link in profile.links:
         assert 0 < link.bus_efficiency <= 1
-        assert link.gather_bus_efficiency is None or 0 < link.gather_bus_efficiency <= link.bus_efficiency
+        assert all(0 < efficiency <= 1 for _, efficiency in link.kind_bus_efficiency)
     assert profile.links[0].bytes_per_s <= 900e9
     assert profile.links[1].bytes_per_s <= 50e9
 

@@ -22,11 +22,11 @@ from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, PlanMismatchError, UsageError
 from autoplan.hardware import load_profile
 from autoplan.hardware_cluster import GroupLink, load_cluster
+from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.report import plan_report
 from autoplan.report_explain import explain_report
-from autoplan.report_html import html_report
 from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace, families
 from autoplan.search.partition import best_partition
@@ -292,7 +292,7 @@ def test_reports_say_where_the_ranks_are_and_what_memory_each_has(cluster_file: 
     options = Options(global_batch=16, precision="fp32", fix=(("dp", "2"), ("pp", "2")))
     problem = api.make_problem(GPT, hw=cluster_file, overrides=SMALL, options=options)
     answer = api.solve(problem)
-    for text in (plan_report(answer), explain_report(answer), html_report(answer)):
+    for text in (plan_report(answer), explain_report(answer), plan_page(answer)):
         assert "1 on dgx_a100_x8/2" in text
         assert "1 on v100_x8/2" in text
         assert "29.8 GiB" in text

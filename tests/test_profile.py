@@ -20,7 +20,7 @@ from autoplan.graph import GraphFacts
 from autoplan.measured_profile import MeasuredProfile, SegmentTime, parse_profile
 from autoplan.options import Options
 from autoplan.output_folder import write_folder
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.profile_folder import value_ranges
 from autoplan.profiling import results_table, run_measurements, start_process
 from autoplan.report import plan_report
@@ -214,7 +214,8 @@ def test_a_tensor_parallel_plan_uses_what_was_measured_for_its_assignment(proble
         key = assignment_key(problem.graph, segment, assignments[kind])
         rows = segment_rows(measured.rows, segment=segment.name, assignment=key, micro_batch_size=2)
         assert [row["forward_s"] for row in rows] == [table.costs[kind][0].forward_s]
-    assert table.costs == price_plan(problem.graph, problem.profile, plan, measured=problem.measured).costs
+    again = price_plan(problem.graph, problem.profile, plan, measured=problem.measured)
+    assert [whole for whole, _ in table.costs] == [whole for whole, _ in again.costs]
 
 
 def test_another_micro_batch_is_scaled_from_the_nearest_measured_one(problem, measured) -> None:
@@ -235,7 +236,7 @@ def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
     facts, first = GraphFacts.of(problem.graph), problem.graph.first_of_kind()
     block = next(kind for kind, segment in first.items() if segment.is_block)
     content = content_key(problem.graph, facts, first[block])
-    eager = [row for row in problem.measured.segments if not row.compiled]
+    eager = [row for row in problem.measured.segments if not row.execution.compile]
     only = [row for row in eager if row.content == content and row.assignment == WHOLE and row.is_own]
     problem = replace(problem, measured=replace(problem.measured, segments=tuple(only)))
     table, computed = tables(problem)
@@ -249,7 +250,7 @@ def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
 
 
 def test_an_assignment_that_was_not_measured_takes_the_correction_of_its_degree(problem, measured) -> None:
-    rows = tuple(replace(row, assignment="another") if row.tp == 2 else row for row in problem.measured.rows())
+    rows = tuple(replace(row, assignment="another") if row.tp == 2 else row for row in problem.measured.rows({}))
     changed = replace(problem.measured, segments=rows)
     mesh = Mesh(tp=2, sharding=segment_rows(measured.rows, tp=2)[0]["boundary"], micro_batch_size=2)
     prices = [
@@ -304,7 +305,7 @@ def best_plan(problem, *fix):
 def compiled_at_no_time(problem):
     """The same measurements, but whatever runs compiled takes no time."""
     at_once = {"forward_s": 0.0, "backward_s": 0.0, "host_forward_s": 0.0, "host_backward_s": 0.0}
-    rows = tuple(replace(row, **at_once) if row.compiled else row for row in problem.measured.segments)
+    rows = tuple(replace(row, **at_once) if row.execution.compile else row for row in problem.measured.segments)
     return replace(problem, measured=replace(problem.measured, segments=rows))
 
 
@@ -335,10 +336,12 @@ def test_a_compiled_block_that_was_not_measured_takes_the_correction_of_what_was
     first, facts = problem.graph.first_of_kind(), GraphFacts.of(problem.graph)
     key = {segment.name: content_key(problem.graph, facts, segment) for segment in first.values()}
     kind = {segment.name: number for number, segment in first.items()}
-    rows = tuple(row for row in problem.measured.segments if not (row.compiled and row.content == key["blocks.0"]))
+    rows = tuple(
+        row for row in problem.measured.segments if not (row.execution.compile and row.content == key["blocks.0"])
+    )
     known = replace(problem.measured, segments=rows)
     table = price_plan(problem.graph, problem.profile, whole_plan(problem, compile=True), measured=known)
-    (loss_1, loss_2) = (row for row in rows if row.compiled and row.tp == 1)
+    (loss_1, loss_2) = (row for row in rows if row.execution.compile and row.tp == 1)
     computed = {size: tables(problem, size)[1].costs[kind["outer.1"]][0].forward_s for size in BATCHES}
     at_tp_1 = [row.forward_s / computed[row.micro_batch_size] for row in (loss_1, loss_2)]
     block_s = table.costs[kind["blocks.0"]][0].forward_s / tables(problem)[1].costs[kind["blocks.0"]][0].forward_s
@@ -360,7 +363,7 @@ def test_what_is_fixed_of_compile_reaches_the_plan_and_its_program(problem) -> N
 
 def test_a_search_compiles_where_that_was_measured_to_be_faster(problem) -> None:
     faster = compiled_at_no_time(problem)
-    eager_only = replace(problem, measured=replace(problem.measured, segments=problem.measured.rows()))
+    eager_only = replace(problem, measured=replace(problem.measured, segments=problem.measured.rows({})))
     assert best_plan(faster).mesh.compile
     assert not best_plan(faster, ("compile", "off")).mesh.compile
     assert not best_plan(eager_only).mesh.compile
@@ -368,7 +371,7 @@ def test_a_search_compiles_where_that_was_measured_to_be_faster(problem) -> None
 
 @pytest.mark.parametrize("has_profile", [True, False])
 def test_compiling_has_no_price_unless_it_was_measured(problem, has_profile) -> None:
-    known = replace(problem.measured, segments=problem.measured.rows()) if has_profile else None
+    known = replace(problem.measured, segments=problem.measured.rows({})) if has_profile else None
     asked = replace(problem, measured=known)
     with pytest.raises(UsageError, match="fix compile=on: found .*measured compiled"):
         best_plan(asked, ("compile", "on"))
@@ -386,7 +389,7 @@ def test_a_segment_that_does_not_compile_leaves_a_line_and_only_eager_plans(prob
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
     text = "\n".join(json.dumps(failed if other is row else other) for other in measured.rows)
     known = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
-    assert known.not_compiled == (("blocks.0", 2),)
+    assert known.failed == (("blocks.0", 2, Execution(compile=True)),)
     asked = compiled_at_no_time(replace(problem, measured=known))
     assert not best_plan(asked).mesh.compile
     assert best_plan(asked, ("compile", "on"), ("tp", "1")).mesh.compile
@@ -415,12 +418,12 @@ def test_a_failing_compiler_does_not_stop_the_rest(hw, tmp_path) -> None:
 def test_lines_from_before_compiling_and_own_modules_were_measured_are_eager_and_generated(problem, measured) -> None:
     facts = GraphFacts.of(problem.graph)
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
-    names = ("compiled", "module")
+    names = ("compiled", "memory_format", "module")
     rows = [{key: row[key] for key in row if key not in names} for row in segment_rows(measured.rows)]
     text = "\n".join(map(json.dumps, rows))
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
-    assert len(found.segments) == len(rows) and not found.has_compiled
-    assert not any(row.is_own for row in found.segments) and found.rows(own=True) == found.segments
+    assert len(found.segments) == len(rows) and found.executions == {Execution()}
+    assert not any(row.is_own for row in found.segments) and found.rows({}, own=True) == found.segments
 
 
 # ---------------------------------------------------------------- the user's own modules
@@ -562,8 +565,8 @@ def test_host_time_of_own_modules_is_the_least_of_theirs_only() -> None:
     common |= {"tp": 1, "forward_s": 9.0, "backward_s": 9.0, "host_backward_s": 3.0, "saved_bytes": 0}
     text = "\n".join(json.dumps(common | {"working_bytes": 0} | line) for line in lines)
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
-    assert found.rows() == (row,)
-    assert [own.host_forward_s for own in found.rows(own=True)] == [6.0, 6.0]
+    assert found.rows({}) == (row,)
+    assert [own.host_forward_s for own in found.rows({}, own=True)] == [6.0, 6.0]
 
 
 def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_rest(hw, tmp_path) -> None:

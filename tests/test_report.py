@@ -1,4 +1,4 @@
-"""Reports: text, HTML and JSON of one answer."""
+"""Reports: text and JSON of one answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -25,7 +24,6 @@ from autoplan.errors import InputError
 from autoplan.options import Options
 from autoplan.report import plan_report, program_header, rejected_csv, text_table
 from autoplan.report_explain import explain_report
-from autoplan.report_html import CHART_WIDTH, html_report, timeline_chart
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
 
@@ -210,47 +208,3 @@ def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:
 def test_rejected_csv_reads_back_row_by_row(answer: Answer) -> None:
     rows = list(csv.DictReader(io.StringIO(rejected_csv(answer.result.rejected))))
     assert [(row["reason"], row["dp"], row["step_s"]) for row in rows] == [("memory", "4", ""), ("slower", "2", "2.0")]
-
-
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attrs:
-            assert name not in ("src", "onerror", "onload")
-            assert name != "href"
-            assert value is None or "http:" not in value.replace("http://www.w3.org/2000/svg", "")
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_html_shows_hostile_names_as_text_and_requests_nothing(answer: Answer) -> None:
-    hostile = replace(answer, workload=replace(answer.workload, model=HOSTILE, segment_names=(HOSTILE,) * 4))
-    page = _Tags()
-    page.feed(html_report(hostile))
-    assert "script" not in page.tags and "img" not in page.tags and "link" not in page.tags
-    assert "<img src=x onerror=alert(1)>" in page.text
-    assert "{{7*7}}" in page.text
-    assert "default-src 'none'" in html_report(hostile)
-
-
-def test_timeline_scales_the_step_to_the_chart_width(answer: Answer) -> None:
-    chart = timeline_chart(answer.best.estimate.timeline, step_s=1.6)
-    assert chart.rows == ("rank 0 compute", "rank 1 compute", "rank 1 communication")
-    forward, reduction, backward = chart.boxes
-    # 0.4 s of 1.6 s is a quarter of the width; 0.8 s is half
-    assert (forward.x, forward.width, forward.kind) == (0.0, CHART_WIDTH / 4, "F")
-    assert (backward.x, backward.width, backward.kind) == (CHART_WIDTH / 4, CHART_WIDTH / 2, "B")
-    assert reduction.kind == "other"
-    assert html_report(answer).count("<rect") == 3
-
-
-def test_html_of_an_infeasible_answer_gives_the_shortage_and_the_remedies(infeasible: Answer) -> None:
-    page = html_report(infeasible)
-    assert "86.20 GiB short" in page
-    assert page.index("zero=3 instead of zero=1") < page.index("2 hosts instead of 1")

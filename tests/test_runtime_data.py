@@ -5,18 +5,16 @@ from collections import namedtuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from autoplan.runtime.config import Config
 from autoplan.runtime.data import (
-    dataset_batches,
     flatten_tensors,
     global_batch,
     local_batch,
     map_tensors,
     micro_batches,
-    synthetic_batches,
 )
+from autoplan.runtime.loading import Position, synthetic_batches
 from autoplan.runtime.mesh import WorldSizeError, check_world_size
 from autoplan.runtime.parallel import loss_of
 from autoplan.runtime.pipeline import Boundary, PerSample
@@ -33,15 +31,12 @@ def test_local_batches_of_all_ranks_are_the_global_batch_in_order():
     batch = global_batch(make_batch, batch_size=CONFIG.global_batch_size, seed=3, step=5)
     # 2 dp ranks x 3 micro-batches x 2 samples = 12
     assert batch[0]["ids"].tolist() == list(range(12))
-    parts = [next(_after(synthetic_batches(make_batch, config=CONFIG, dp_rank=rank, seed=3), 5)) for rank in (0, 1)]
+    start = Position(n_samples=5 * CONFIG.global_batch_size)
+    parts = [
+        next(synthetic_batches(make_batch, config=CONFIG, dp_rank=rank, seed=3, start=start))[0] for rank in (0, 1)
+    ]
     assert torch.equal(torch.cat([inputs["x"] for inputs, _ in parts]), batch[0]["x"])
     assert torch.equal(torch.cat([targets for _, targets in parts]), batch[1])
-
-
-def _after(iterator, n_items):
-    for _ in range(n_items):
-        next(iterator)
-    return iterator
 
 
 def test_steps_draw_different_batches_and_leave_the_random_state():
@@ -58,16 +53,6 @@ def test_micro_batches_of_a_wrong_batch_are_refused_with_both_numbers():
     assert [inputs["ids"].tolist() for inputs, _ in micro_batches(batch, CONFIG)] == [[6, 7], [8, 9], [10, 11]]
     with pytest.raises(ValueError, match=r"\[5\] samples .* 3 micro-batches x 2 samples = 6"):
         micro_batches(make_batch(5), CONFIG)
-
-
-def test_dataset_ranks_see_disjoint_samples_of_an_epoch():
-    dataset = TensorDataset(torch.arange(24), torch.arange(24))
-    ranks = [dataset_batches(dataset, config=CONFIG, dp_rank=rank, seed=0) for rank in (0, 1)]
-    # 24 samples / (2 ranks x 6 samples) = 2 steps an epoch
-    seen = [next(batches)[0].tolist() for _ in range(2) for batches in ranks]
-    assert sorted(sum(seen, [])) == list(range(24))
-    with pytest.raises(ValueError, match=r"fewer samples than one global batch \(12\)"):
-        next(dataset_batches(TensorDataset(torch.arange(11)), config=CONFIG, dp_rank=0, seed=0))
 
 
 def test_nested_values_keep_their_types():

@@ -1,6 +1,7 @@
 """The emitted folder runs where autoplan cannot be imported, and says whether it trains as one process."""
 
 import ast
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -53,12 +54,17 @@ def test_program_with_tensor_and_pipeline_parallelism_equals_one_process_and_rep
 def test_profiled_step_of_every_rank_is_the_sum_of_its_parts(tmp_path):
     config = {"tp": 2, "pp": 2, "micro_batch_size": 2, "n_micro_batches": 2, "precision": "fp64"}
     emit(tmp_path, config=config, has_parallel_model=True)
-    options = ("--steps", "2", "--device", "cpu", "--profile-step", "--out-json", "result.json")
+    options = ("--steps", "4", "--device", "cpu", "--profile-steps", "2:4", "--out-json", "result.json")
     done = run_folder(tmp_path, 4, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("profiled step ")
     report = json.loads((tmp_path / "result.json").read_text())
-    assert len(report["steps"]) == 2
+    # step 1 warms the profiler up, which makes it slow as well
+    assert [step["is_profiled"] for step in report["steps"]] == [False, True, True, True]
+    for rank in range(4):
+        with gzip.open(tmp_path / "profile" / f"rank{rank}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        assert sum(e.get("cat") == "user_annotation" and e["name"] == "training step" for e in events) == 2
     profiles = report["profiled_step_per_rank"]
     assert len(profiles) == 4
     for profile in profiles:

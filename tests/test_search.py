@@ -148,6 +148,27 @@ def loose_toy(seed: int = 2, **options: object) -> Toy:
     return random_toy(seed, tight=False, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_warm_start_changes_nothing_but_the_work(seed: int) -> None:
+    toy = random_toy(seed)
+    known = run(toy).best
+    better = replace(toy, comm_factor=0.7, memory_limit_bytes=toy.memory_limit_bytes * 5 // 4)
+    cold = run(better)
+    warm = run(better, warm_start=None if known is None else known.plan)
+    assert warm.status == cold.status
+    assert best_s(warm) == pytest.approx(best_s(cold), rel=1e-9)
+
+
+def test_a_warm_start_that_the_space_does_not_have_is_left_out() -> None:
+    toy = loose_toy()
+    known = run(toy).best
+    assert known is not None
+    fixed = replace(EXACT, fix=(("dp", "1"),))
+    assert known.plan.mesh.dp > 1
+    warm, cold = run(toy, fixed, warm_start=known.plan), run(toy, fixed)
+    assert (warm.best, warm.status, warm.bound_s) == (cold.best, cold.status, cold.bound_s)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_mesh_is_the_best_or_rejected_once(seed: int) -> None:
     toy = random_toy(seed)
@@ -212,7 +233,7 @@ def ticking(step_s: float) -> Callable[[], float]:
 
 def hard_toy() -> Toy:
     """A toy whose recipes do not fit but some plans do: a search that stops at once has nothing."""
-    for seed in range(100):
+    for seed in range(400):
         toy = random_toy(seed)
         result = run(toy)
         if result.best is not None and not any(candidate.estimate.fits for candidate in result.baselines):
@@ -236,6 +257,23 @@ def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap() -> None:
     assert result.bound_s <= optimum_s <= result.best.estimate.step_s
     assert result.gap is not None
     assert result.gap > 0.0
+
+
+def test_little_is_priced_after_the_time_limit() -> None:
+    toy, now_s = random_toy(7, n_segments=6, n_devices=8, global_batch=8, tight=False), [0.0]
+
+    def price(mesh: Mesh) -> CostTable:
+        now_s[0] += 0.01
+        return toy.price(mesh)
+
+    def priced_s(limit_s: float | None) -> float:
+        now_s[0] = 0.0
+        options = Options(time_limit_s=limit_s)
+        search(toy.space, price=price, options=options, make_plan=make_plan, clock=lambda: now_s[0])
+        return now_s[0]
+
+    limit_s = 0.8 * priced_s(None)
+    assert priced_s(limit_s) <= limit_s + 0.011
 
 
 def test_ctrl_c_returns_the_best_so_far() -> None:

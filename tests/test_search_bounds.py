@@ -14,6 +14,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.formulation import formulate
+from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.search.partition import best_partition
@@ -29,9 +30,11 @@ from autoplan.search.paths import (
     critical_paths,
     initial_paths,
     shape_of,
+    shape_of_schedule,
 )
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
-from autoplan.search.rank_shares import shared_bound_s
+from autoplan.search.rank_paths import counted_paths, rank_paths
+from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.solve import solve
 from autoplan.simulate import simulate
 
@@ -78,9 +81,20 @@ def whole_pieces(
         best_s = fastest_s(toy, table, recompute=recompute)
         limit_s = rng.uniform(0.8, 1.3) * (best_s if best_s < INFINITY else 5.0)
         if mesh.n_chunks > 1:
-            bounds = [
-                shared_bound_s(table, shape_of(mesh), recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)
-            ]
+            shape = shape_of(mesh)
+            bounds = [shared_bound_s(table, shape, recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)]
+            if bounds[0] < INFINITY:  # together, the ranks prove at least as much
+                shares = Shares.of(table, shape, recompute)
+                high_s = max(limit_s, bounds[0])
+                narrowed_s = narrowed_bound_s(shares, bound_s=bounds[0], limit_s=high_s)
+                joint = joint_bound(
+                    shares, recompute=recompute, bound_s=narrowed_s, limit_s=high_s, is_late=lambda: False
+                )
+                assert bounds[0] <= narrowed_s <= joint.bound_s
+                bounds[1] = max(bounds[1], joint.bound_s)
+                if joint.best is not None and obeys_recompute(table, joint.best.stages, recompute=recompute):
+                    assert joint.best.estimate.fits
+                    assert joint.best.estimate.step_s >= best_s * (1 - 1e-9)
         else:
             bounds = [best_partition(table, recompute=recompute, limit_s=x).bound_s for x in (INFINITY, limit_s)]
         yield bounds[0], bounds[1], best_s
@@ -106,13 +120,36 @@ def test_the_bound_of_eight_stages_on_four_ranks_never_exceeds_the_fastest_plan(
     assert all(bound_s <= best_s * (1 + 1e-9) for bound_s, _, best_s in found)
 
 
+@pytest.mark.parametrize(("schedule", "n_chunks"), [("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_chains_of_a_long_schedule_grow_by_the_same_passes_each_round(
+    schedule: str, n_chunks: int, pp: int
+) -> None:
+    rests = (0,) if schedule == "interleaved" else (0, 1)
+    for n_micro_batches in (n_rounds * pp + rest for n_rounds in (3, 4, 7) for rest in rests):
+        mesh = Mesh(pp=pp, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=schedule)
+        counted = counted_paths(schedule, pp, n_chunks, n_micro_batches)
+        for one, every in zip(rank_paths(mesh), counted, strict=True):
+            assert (one.counts == every.counts).all()
+            assert one.last_stages == every.last_stages
+
+
+@pytest.mark.parametrize(("schedule", "n_chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble_v", 2)])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_long_schedule_has_the_moments_of_a_short_one(schedule: str, n_chunks: int, pp: int) -> None:
+    rests = (0,) if schedule == "interleaved" else (0, 1)
+    for n_micro_batches in (n_rounds * pp + rest for n_rounds in (1, 3, 4, 7) for rest in rests):
+        mesh = Mesh(pp=pp, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=schedule)
+        assert shape_of(mesh).moments == shape_of_schedule(schedule, pp, n_chunks, n_micro_batches).moments
+
+
 def test_a_partition_is_the_fastest_plan_where_nothing_is_communicated() -> None:
     # Equal to the best of all plans, not only not above it: 1F1B, one kind of segment, memory for some of it.
     n_exact = 0
     for seed in range(12):
         toy = random_toy(seed, n_segments=6)
         silent = (replace(cost, gather_s=0.0, reduce_s=0.0) for cost in toy.kind_costs[:1])
-        toy = with_space(replace(toy, kind_costs=tuple(silent), cut_bytes=0), kinds=(0,) * 6)
+        toy = with_space(replace(toy, kind_costs=tuple(silent), message_bytes=0), kinds=(0,) * 6)
         table = toy.price(Mesh(pp=2, n_micro_batches=4))
         partition, best_s = best_partition(table, recompute=None), fastest_s(toy, table, recompute=None)
         if partition.stages and best_s < INFINITY:
@@ -170,7 +207,7 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
     late = replace(plain, saved_bytes=4, gradient_bytes=0)
     table = replace(
         _plain_table(mesh), kinds=(0, 0, 1, 1), costs=((early, early), (late, late)), cut_s=(0.0,) * 3,
-        cut_bytes=(0,) * 3, message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
+        message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=8,
     )  # fmt: skip
     assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).reserved_bytes == (8, 8)
@@ -190,7 +227,6 @@ def _plain_table(mesh: Mesh) -> CostTable:
         kinds=(0,) * 8,
         costs=((cost, cost),),
         cut_s=(0.25,) * 7,
-        cut_bytes=(0,) * 7,
         per_step_s=0.0,
         message_bytes=(),
         workspace_bytes=0,
@@ -259,7 +295,7 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     table = _plain_table(mesh)
     cost = replace(table.costs[0][0], backward_s=1.0, gather_s=1.5, reduce_s=2.0)
     table = replace(
-        table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3, cut_bytes=(0,) * 3,
+        table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3,
         message_bytes=(), overlap_slowdown=1.0, gathers_per_micro_batch=True, reduces_per_micro_batch=True,
         memory_limit_bytes=2**60,
     )  # fmt: skip

@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.answer import answer_from_json, answer_to_dict, answer_to_json
 from autoplan.graph import OpGraph
+from autoplan.html_report import plan_page
 from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report import plan_report, program_header
 from autoplan.report_explain import explain_report
-from autoplan.report_html import html_report
 from autoplan.semantics import STATEMENTS, notes
 from autoplan.trace import ModelSource, trace_model
 
@@ -175,13 +175,13 @@ def test_notes_are_in_every_form_of_the_report(answer):
     for text in (plan_report(noted), explain_report(noted), program_header(noted, launch_line="torchrun train.py")):
         assert "- First <note>.\n- Second note." in text
         assert "Not as in one process" not in text.replace("Not as in one process", "", 1)
-    assert "<li>First &lt;note&gt;.</li>" in html_report(noted)
+    assert "<li>First &lt;note&gt;.</li>" in plan_page(noted)
     assert json.loads(answer_to_json(noted))["notes"] == ["First <note>.", "Second note."]
     assert answer_from_json(answer_to_json(noted)).notes == noted.notes
 
 
 def test_without_notes_no_report_has_a_heading_for_them(answer):
-    for text in (plan_report(answer), explain_report(answer), html_report(answer)):
+    for text in (plan_report(answer), explain_report(answer), plan_page(answer)):
         assert "Not as in one process" not in text
     assert answer_to_dict(answer)["notes"] == []
 

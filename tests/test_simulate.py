@@ -21,9 +21,7 @@ def segment(**figures):
     return dataclasses.replace(FREE, **figures)
 
 
-def table_of(
-    costs, *, mesh=None, cut_s=0.0, cut_bytes=0, gathers=False, reduces=False, keeps=False, slowdown=1.0, **fields
-):
+def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, keeps=False, slowdown=1.0, **fields):
     """A table with one kind per entry of `costs`: a SegmentCost, or a pair (without, with recomputation)."""
     pairs = tuple(cost if isinstance(cost, tuple) else (cost, cost) for cost in costs)
     n_cuts = len(pairs) - 1
@@ -34,7 +32,6 @@ def table_of(
         recompute_choices=("none", "full"),
         costs=pairs,
         cut_s=(cut_s,) * n_cuts,
-        cut_bytes=(cut_bytes,) * n_cuts,
         gathers_per_micro_batch=gathers,
         reduces_per_micro_batch=reduces,
         keeps_gathered=keeps,
@@ -277,6 +274,26 @@ def test_a_split_backward_pass_keeps_activations_and_pending_gradients_until_the
     assert [n_bytes for _, n_bytes in curve][-2:] == [324, 306]
 
 
+def test_the_host_starts_every_action_and_every_transfer_of_a_pipeline():
+    def estimate(pp, n_micro_batches):
+        mesh, costs = pipeline(pp, n_micro_batches), (segment(forward_s=2, backward_s=2),) * pp
+        return simulate(table_of(costs, mesh=mesh, action_host_s=1.0, transfer_host_s=0.5), one_each(pp))
+
+    # two ranks: each action transfers once and takes 2 + 1 + 0.5, and the bubble is that of one micro-batch
+    assert estimate(2, 4).step_s == (4 + 1) * 2 * 3.5
+    assert estimate(2, 4).breakdown.launch_s == 4 * 2 * 1.5
+    # the middle one of three sends and receives: 2 + 1 + 2 x 0.5
+    assert estimate(3, 41).step_s - estimate(3, 40).step_s == pytest.approx(2 * 4)
+
+
+@pytest.mark.parametrize(("lead_s", "launch_s"), [(0.0, 8.0), (0.75, 2.0), (1.0, 0.0), (5.0, 0.0)])
+def test_the_lead_of_the_host_in_the_segments_of_a_stage_makes_up_for_its_actions(lead_s, launch_s):
+    # per micro-batch the host has 2 x 1 to do beside the segments, and wins its lead in forward and in backward
+    cost = segment(forward_s=3, backward_s=3, lead_forward_s=lead_s, lead_backward_s=lead_s)
+    estimate = simulate(table_of((cost,) * 2, mesh=pipeline(2, 4), action_host_s=1.0), one_each(2))
+    assert estimate.breakdown.launch_s == launch_s
+
+
 def test_slowest_stage_sets_the_pace():
     # forward 1, 3, 1 s and backward 2, 6, 2 s, 4 micro-batches. Rank 1, from its first activation at 1 s on:
     # F0 [1, 4], F1 [4, 7], B0 [7, 13] (2B0 is done at 4 + 1 + 2 = 7), F2, B1, F3, B2, B3 without a pause: until
@@ -356,28 +373,28 @@ def test_peak_memory_of_two_stages_by_hand():
     # 1f1b, 4 micro-batches: 2 in flight on rank 0, 1 on rank 1. Gradients accumulate, so all of them are held.
     # In each backward pass its last segment needs most, as then all activations are there:
     # rank 0: state 100 + 200, gradients 5 + 6, saved 2 x (10 + 20), working 8                     = 379
-    # rank 1: state 300 + 400, gradients 7 + 8, saved 1 x (30 + 40), received 1 x 3, working 2     = 790
-    # reserved: 379 x 1.25 = 473.75 -> 474 and 790 x 1.25 = 987.5 -> 988; 50 more each
+    # rank 1: state 300 + 400, gradients 7 + 8, saved 1 x (30 + 40), working 2                       = 787
+    # reserved: 379 x 1.25 = 473.75 -> 474 and 787 x 1.25 = 983.75 -> 984; 50 more each
     costs = [
         segment(state_bytes=100, gradient_bytes=5, saved_bytes=10, working_bytes=7),
         segment(state_bytes=200, gradient_bytes=6, saved_bytes=20, working_bytes=8),
         segment(state_bytes=300, gradient_bytes=7, saved_bytes=30, working_bytes=9),
         segment(state_bytes=400, gradient_bytes=8, saved_bytes=40, working_bytes=2),
     ]
-    table = table_of(costs, mesh=pipeline(2, 4), cut_bytes=3, reserved_ratio=1.25, reserved_fixed_bytes=50)
+    table = table_of(costs, mesh=pipeline(2, 4), reserved_ratio=1.25, reserved_fixed_bytes=50)
     estimate = simulate(table, (StagePlan(0, 2), StagePlan(2, 4)))
-    assert estimate.allocated_bytes == (379, 790)
-    assert estimate.reserved_bytes == (524, 1038)
+    assert estimate.allocated_bytes == (379, 787)
+    assert estimate.reserved_bytes == (524, 1034)
     assert dict(estimate.memory_parts_bytes[1]) == {
         "state": 700,
         "workspaces": 0,
         "gathered_parameters": 0,
         "gradients": 15,
         "saved_activations": 70,
-        "messages": 3,
+        "messages": 0,
         "pending_gradients": 0,
         "working": 2,
-        "fragmentation": 198,
+        "fragmentation": 197,
         "fixed": 50,
     }
 
@@ -389,12 +406,6 @@ def test_saved_activations_are_those_of_the_micro_batches_in_flight(pp, n_micro_
     assert one.allocated_bytes == tuple(min(n_micro_batches, pp - rank) for rank in range(pp))
     all_of_them = simulate(table_of(costs, mesh=pipeline(pp, n_micro_batches, schedule="gpipe")), one_each(pp))
     assert all_of_them.allocated_bytes == (n_micro_batches,) * pp
-
-
-def test_received_inputs_are_held_as_long_as_the_activations():
-    # gpipe, 3 micro-batches: stage 1 holds 3 inputs of 5 bytes, stage 0 reads the batch
-    table = table_of([FREE] * 2, mesh=pipeline(2, 3, schedule="gpipe"), cut_bytes=5)
-    assert simulate(table, one_each(2)).allocated_bytes == (0, 15)
 
 
 def test_buffers_for_messages_are_there_for_every_micro_batch():
@@ -434,8 +445,11 @@ def test_the_input_of_a_reduction_is_kept_until_the_next_one():
     # while segment 0 runs backward: working 1, gradients of segment 1 reduced to 2, their reduction's input 8 = 11
     costs = [segment(working_bytes=1, gradient_bytes=2, reducing_bytes=8)] * 2
     assert simulate(table_of(costs), whole(2)).allocated_bytes == (11,)
-    # with a second micro-batch of ZeRO 2 the last input is kept from one pass to the next: 1 + 2 x 2 + 8
+    # a second micro-batch of ZeRO 2: working 1, both segments' gradients 2 x 2, the input 8
     assert simulate(table_of(costs, mesh=pipeline(1, 2), reduces=True), whole(2)).allocated_bytes == (13,)
+    # the last input, 8 of segment 0, is freed before the next backward pass: 6 + 2 x 2 while segment 1 runs
+    freed = [costs[0], segment(working_bytes=6, gradient_bytes=2, reducing_bytes=1)]
+    assert simulate(table_of(freed, mesh=pipeline(1, 2), reduces=True), whole(2)).allocated_bytes == (10,)
     # accumulated gradients of 8 have no second input before the last pass; there, at segment 0: 1 + 8 + 2 + 8
     costs = [segment(working_bytes=1, gradient_bytes=8, reduced_bytes=2, reducing_bytes=8)] * 2
     assert simulate(table_of(costs, mesh=pipeline(1, 2)), whole(2)).allocated_bytes == (19,)
@@ -511,7 +525,6 @@ def plans(draw, max_pp=3):
         costs,
         mesh=pipeline(pp, n_micro_batches, schedule=schedule, n_chunks=n_chunks),
         cut_s=draw(quarters),
-        cut_bytes=draw(few_bytes),
         gathers=draw(st.booleans()),
         reduces=draw(st.booleans()),
         keeps=draw(st.booleans()),

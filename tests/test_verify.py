@@ -67,7 +67,7 @@ def test_step_time_on_the_planned_device_is_the_median_without_warm_up(folder: P
     found = verify_folder(folder, n_steps=3, device="cuda", start=start)
     assert found.measured_step_s == pytest.approx(1.6)
     assert found.within_interval is True and found.parity is None
-    assert "--check" not in seen and "--profile-step" in seen
+    assert "--check" not in seen and seen[seen.index("--profile-steps") + 1] == "4:5"
 
 
 def test_step_time_outside_the_interval_is_said(folder: Path, answer: Answer) -> None:

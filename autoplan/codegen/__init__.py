@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from autoplan.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
-from autoplan.parallel_plan import Plan
+from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import OpRule
 from autoplan.semantics import ignored_target
 
@@ -36,16 +37,19 @@ def generate(
     header: str,
     model_text: str,
     overrides: Mapping[str, Any],
+    workload: Mapping[str, Any] | None = None,
 ) -> Program:
     """The program of a plan; `header` becomes the docstring of train.py.
 
-    `model_text` is the user's model file, `overrides` the arguments of its build_model.
+    `model_text` is the user's model file, `overrides` the arguments of its build_model,
+    `workload` the fields of `runtime.metrics.Workload`.
     """
     found = {
         "train.py": train_script(
             header=header,
             config=config_values(graph, plan),
             overrides=dict(overrides),
+            workload=workload,
             has_parallel_model=plan.mesh.needs_generated_model,
         ),
         "model.py": model_text,
@@ -83,6 +87,14 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": tuple(dict.fromkeys(recomputed)),
         "blocks": tuple(dict.fromkeys(blocks)),
+        **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
+        **_loss_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
+
+
+def _loss_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """Those of a chunked loss."""
+    head = chunked_head(graph) if plan.loss == "chunked" else None
+    return {"chunked_head": head.ops[0].module_path, "loss_slice_rows": SLICE_ROWS} if head is not None else {}

@@ -41,6 +41,7 @@ class ForwardContext:
         facts: of the graph.
         names: what values would like to be called.
         read: values that some op reads, or that leave the graph.
+        deferred: (product of a chunked loss, keywords of its call), if the plan has one.
         imports: (module of the runtime, name) of what was used; grows while the functions are written.
     """
 
@@ -53,13 +54,23 @@ class ForwardContext:
     read: frozenset[str]
     buffers: frozenset[str]
     imports: set[tuple[str, str]]
+    deferred: tuple[str, str] | None = None
 
     @classmethod
-    def of(cls, graph: OpGraph, *, rules: Mapping[str, OpRule], degree: int, precision: str) -> ForwardContext:
+    def of(
+        cls,
+        graph: OpGraph,
+        *,
+        rules: Mapping[str, OpRule],
+        degree: int,
+        precision: str,
+        deferred: tuple[str, str] | None = None,
+    ) -> ForwardContext:
         """The context of one program."""
         read = frozenset(name for op in graph.ops for name in op.input_names()) | {*graph.model_outputs, graph.loss}
         buffers = frozenset(parameter.name for parameter in graph.parameters if parameter.is_buffer)
-        return cls(graph, rules, degree, precision, GraphFacts.of(graph), ValueNames.of(graph), read, buffers, set())
+        facts, names = GraphFacts.of(graph), ValueNames.of(graph)
+        return cls(graph, rules, degree, precision, facts, names, read, buffers, set(), deferred)
 
 
 @dataclass(slots=True)
@@ -205,6 +216,9 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         context.imports.add((FUNCTION_MODULES.get(strategy.function, "collectives"), strategy.function))
         return FUNCTIONS[strategy.function](call)
     text = expression(call)
+    if context.deferred is not None and op.name == context.deferred[0]:
+        context.imports.add(("chunked_loss", "deferred_linear"))
+        return text.replace("F.linear(", "deferred_linear(").removesuffix(")") + f", {context.deferred[1]})"
     if op.target == _ATTENTION and drop_probability(op) > 0 and strategy.result.kind == "S":
         context.imports.add(("random", "rank_attention"))
         text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"

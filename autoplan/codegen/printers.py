@@ -77,7 +77,10 @@ def _attention_keywords(call: Call) -> list[str]:
     values = dict(zip(names, call.op.args[3:], strict=False)) | dict(call.op.kwargs)
     has_mask = isinstance(values.pop("attn_mask", None), Ref)
     defaults = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    texts = [f"{key}={value!r}" for key, value in values.items() if value != defaults[key]]
+    only_in_training = {"dropout_p": " if self.training else 0.0"}
+    texts = [
+        f"{key}={value!r}{only_in_training.get(key, '')}" for key, value in values.items() if value != defaults[key]
+    ]
     return [f"attn_mask={call.operands[3]}", *texts] if has_mask else texts
 
 

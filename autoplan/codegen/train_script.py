@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 PLAN = Config(
 {config}
 )
+WORKLOAD = Workload({workload})
 MODEL_OVERRIDES = {overrides}
 PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}}
 
@@ -32,13 +33,24 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="compute in this instead of the plan's precision")
+    parser.add_argument("--matmul-precision", choices=("highest", "high", "medium"), help="of float32; high is TF32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
-    parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
-    parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures")
-    parser.add_argument("--profile-step", action="store_true", help="then say where the time of one more step goes")
-    parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
+    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
+    parser.add_argument("--schedule", choices=("constant", "cosine", "linear"), default="constant")
+    parser.add_argument("--warmup-steps", type=int, default=0, help="in which the learning rate rises to its value")
+    parser.add_argument("--min-lr", type=float, default=0.0, help="at the end of a cosine or linear schedule")
+    parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
+    parser.add_argument("--workers", type=int, default=0, help="processes per rank that read the dataset ahead")
+    parser.add_argument("--fill-last-batch", action="store_true", help="of an epoch, instead of dropping what is left")
+    parser.add_argument("--eval-every", type=int, metavar="N", help="steps between passes over build_eval_dataset()")
+    parser.add_argument("--eval-batches", type=int, metavar="K", help="of such a pass, instead of all")
+    parser.add_argument("--log-jsonl", type=Path, metavar="FILE", help="append a line per step and evaluation")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write curves (needs the package tensorboard)")
+    parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures in the end")
+    parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="trace these, B exclusive")
+    parser.add_argument("--profile-dir", type=Path, default=Path("profile"), help="for the traces, one per rank")
+    parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
     return parser.parse_args()
 
 
@@ -46,31 +58,45 @@ def parse_arguments():
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
+    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
     start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
+    log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
     options = {{
         "overrides": MODEL_OVERRIDES,
         "seed": arguments.seed,
         "learning_rate": arguments.lr,
         "max_grad_norm": arguments.clip,
+        "learning_rates": LearningRate(
+            arguments.schedule, arguments.steps, arguments.warmup_steps, smallest=arguments.min_lr
+        ),
     }}
     model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)
+    reading = {{"config": config, "dp_rank": mesh.dp_rank, "device": mesh.device, "n_workers": arguments.workers}}
+    evaluation = trace = None
+    if arguments.eval_every:
+        data = evaluation_data(model_file, **reading)
+        evaluation = Evaluation(model, data, every=arguments.eval_every, n_batches=arguments.eval_batches)
+    if arguments.profile_steps:
+        trace = StepTrace(arguments.profile_steps, arguments.profile_dir, mesh, n_steps=arguments.steps)
     if arguments.check:
         plain = PlainTraining(config, model_file, build_device=model.full_build_device, device=mesh.device, **options)
         steps = check_steps(model, plain, model_file, n_steps=arguments.steps, seed=arguments.seed)
     else:
-        steps = train_steps(model, model_file, n_steps=arguments.steps, seed=arguments.seed)
+        data = training_data(model_file, seed=arguments.seed, fills=arguments.fill_last_batch, **reading)
+        steps = train_steps(model, data, n_steps=arguments.steps, workload=WORKLOAD, trace=trace)
 
     done = []
-    for step in steps:
-        done.append(step)
-        if mesh.rank == 0:
-            print(step, flush=True)
-    profile = profile_step(model, model_file, seed=arguments.seed) if arguments.profile_step else None
-    if profile and mesh.rank == 0:
-        print(profile, flush=True)
+    with log:
+        for step in steps:
+            done.append(step)
+            log.write(step)
+            if evaluation and (found := evaluation.after(step.step)):
+                log.write(found)
+        if trace and trace.found:
+            log.say(str(trace.found))
     if arguments.out_json:
-        write_records(arguments.out_json, model, done, profile)
+        write_records(arguments.out_json, model, done, trace and trace.found)
     stop_process_group()
     return exit_code(done)
 
@@ -79,8 +105,9 @@ if __name__ == "__main__":
     sys.exit(main())
 '''
 _RUNTIME_NAMES = (
-    "Config", "ParallelModel", "PlainTraining", "build_rank_mesh", "check_steps", "exit_code", "profile_step",
-    "start_process_group", "stop_process_group", "train_steps", "write_records",
+    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "StepTrace", "Workload",
+    "build_rank_mesh", "check_steps", "evaluation_data", "exit_code", "parse_steps", "start_process_group",
+    "stop_process_group", "train_steps", "training_data", "write_records",
 )  # fmt: skip
 
 
@@ -90,11 +117,13 @@ def train_script(
     config: Mapping[str, Any],
     has_parallel_model: bool,
     overrides: Mapping[str, Any] | None = None,
+    workload: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of `train.py`.
 
     `header` is its docstring, `config` the fields of `runtime.Config` (those left out keep their defaults),
-    `overrides` the keyword arguments of `build_model`. Values are strings, numbers, booleans, None, and tuples of them.
+    `workload` those of `runtime.Workload`, `overrides` the keyword arguments of `build_model`.
+    Values are strings, numbers, booleans, None, and tuples of them.
     """
     imports = "import model as model_file\n" + ("import parallel_model\n" if has_parallel_model else "")
     imports += "".join(f"{line}\n" for line in import_lines("runtime", _RUNTIME_NAMES))
@@ -102,6 +131,7 @@ def train_script(
         header=header.replace("\\", "\\\\").replace('"""', r"\"\"\"").strip(),
         imports=imports,
         config="\n".join(f"    {name}={_value(value)}," for name, value in config.items()),
+        workload=", ".join(f"{name}={_value(value)}" for name, value in (workload or {}).items()),
         overrides=_value(dict(overrides or {})),
         parallel_model="parallel_model" if has_parallel_model else "None",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoplan.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.forward import ForwardContext
 from autoplan.codegen.layout_text import bracket
 from autoplan.codegen.lines import RESERVED
@@ -44,7 +45,9 @@ class Writer:
 def writer_of(graph: OpGraph, plan: Plan, rules: Mapping[str, OpRule]) -> Writer:
     """What the parts of the program of a plan are written from."""
     degree = plan.mesh.tp
-    context = ForwardContext.of(graph, rules=rules, degree=degree, precision=plan.precision)
+    context = ForwardContext.of(
+        graph, rules=rules, degree=degree, precision=plan.precision, deferred=_deferred(graph, plan)
+    )
     assignments: dict[int, SegmentSharding] = {a.kind: a for a in plan.shardings}
     first = graph.first_of_kind()
     return Writer(
@@ -57,6 +60,14 @@ def writer_of(graph: OpGraph, plan: Plan, rules: Mapping[str, OpRule]) -> Writer
         },
         parameters={parameter.name: parameter for parameter in graph.parameters},
     )
+
+
+def _deferred(graph: OpGraph, plan: Plan) -> tuple[str, str] | None:
+    """The product of a chunked loss, and the keywords of `deferred_linear`."""
+    head = chunked_head(graph) if plan.loss == "chunked" else None
+    if head is None:
+        return None
+    return head.ops[0].name, f"slice_rows={SLICE_ROWS}" + (", is_compiled=True" if plan.mesh.compile else "")
 
 
 def _class_names(first_of_kind: Mapping[int, Segment]) -> dict[int, str]:

@@ -73,22 +73,18 @@ class Link:
     Attributes:
         latency_s: start-up of one step.
         bytes_per_s: achieved bus bandwidth of a large all-reduce.
-        gather_bytes_per_s: likewise of an all-gather or reduce-scatter.
+        kind_bytes_per_s: likewise of an "all_gather" (or reduce-scatter), an "all_to_all", a "send".
         half_rate_bytes: bytes through the link at which half of that is reached.
     """
 
     latency_s: float
     bytes_per_s: float
-    gather_bytes_per_s: float
     half_rate_bytes: float
+    kind_bytes_per_s: tuple[tuple[str, float], ...] = ()
 
-    def transfer_s(self, n_bytes: float) -> float:
-        """Time of `n_bytes` of an all-reduce through the link, start-up apart."""
-        return (n_bytes + self.half_rate_bytes) / self.bytes_per_s
-
-    def gather_transfer_s(self, n_bytes: float) -> float:
-        """Time of `n_bytes` of an all-gather, reduce-scatter or all-to-all through the link, start-up apart."""
-        return (n_bytes + self.half_rate_bytes) / self.gather_bytes_per_s
+    def transfer_s(self, n_bytes: float, kind: str = "all_reduce") -> float:
+        """Time of `n_bytes` of such a collective through the link, start-up apart."""
+        return (n_bytes + self.half_rate_bytes) / dict(self.kind_bytes_per_s).get(kind, self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +219,7 @@ def send_s(size_bytes: float, *, pair: Group, profile: HardwareProfile) -> float
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
     link = route_of(pair, profile).levels[-1].link
-    return link.latency_s + link.transfer_s(size_bytes)
+    return link.latency_s + link.transfer_s(size_bytes, "send")
 
 
 @lru_cache(maxsize=4096)
@@ -276,12 +272,20 @@ def _level(tier: LinkTier | None, below: Spread, within: Spread, *, is_host: boo
 
 
 def _link(tier: LinkTier, bus_efficiency: float) -> Link:
-    gather_efficiency = tier.gather_bus_efficiency or tier.bus_efficiency
+    """What a tier achieves at this bus efficiency of an all-reduce; other collectives as much more or less as there."""
+    of_kind = dict(tier.kind_bus_efficiency)
+    gather = of_kind.get("all_gather", tier.bus_efficiency)
+    share = bus_efficiency / tier.bus_efficiency
+    efficiencies = {
+        "all_gather": gather * share,
+        "all_to_all": of_kind.get("all_to_all", gather) * share,
+        "send": of_kind.get("send", bus_efficiency),
+    }
     return Link(
         latency_s=tier.latency_s,
         bytes_per_s=tier.bytes_per_s * bus_efficiency,
-        gather_bytes_per_s=tier.bytes_per_s * bus_efficiency * gather_efficiency / tier.bus_efficiency,
         half_rate_bytes=tier.half_rate_bytes,
+        kind_bytes_per_s=tuple((kind, tier.bytes_per_s * found) for kind, found in efficiencies.items()),
     )
 
 

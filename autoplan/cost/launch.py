@@ -29,6 +29,11 @@ class Launch:
     once_s: float
 
 
+def lead_s(host_s: float, device_s: float) -> float:
+    """By how much the host is ahead after a pass; it can spend as much on what it does between the passes."""
+    return max(0.0, device_s - host_s)
+
+
 def launch(host: PassSeconds, device: PassSeconds, *, first_s: float, last_s: float, repeats: bool) -> Launch:
     """Of one segment; `first_s` and `last_s` are the host's, in the first forward and after the last backward pass.
 

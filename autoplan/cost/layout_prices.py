@@ -47,5 +47,13 @@ def sharding_prices(
 def sharding_figures(profile: HardwareProfile, *, degree: int) -> str:
     """All that `sharding_prices` reads of a cluster: equal text, equal prices."""
     route = route_of(axis_group(profile, size=degree, stride=1), profile)
-    device = replace(profile.device, name="", memory_bytes=0, collective_launch_s=0.0, sharding=NO_SHARDING)
+    device = replace(
+        profile.device,
+        name="",
+        memory_bytes=0,
+        collective_launch_s=0.0,
+        pipeline_action_s=0.0,
+        pipeline_transfer_s=0.0,
+        sharding=NO_SHARDING,
+    )
     return f"{device}, {route}"

@@ -8,10 +8,11 @@ activations. What depends on no input (rotary tables) is kept once for all micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from autoplan.chunked_loss import ChunkedHead, chunked_head, is_sliceable
 from autoplan.cost.collectives import axis_group, collective_s
 from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import Device, HardwareProfile
@@ -26,6 +27,7 @@ class WorkContext:
 
     Attributes:
         tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
+        head: what of the model a chunked loss computes slice by slice, if it can.
     """
 
     graph: OpGraph
@@ -35,13 +37,14 @@ class WorkContext:
     precision: str
     degree: int
     tp_collective_s: Callable[[str, float], float]
+    head: ChunkedHead | None = None
 
 
 def work_contexts(
     graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
 ) -> Callable[[int], WorkContext]:
     """A function from the tensor-parallel degree to what the sums depend on."""
-    facts = GraphFacts.of(graph)
+    facts, head = GraphFacts.of(graph), chunked_head(graph)
 
     @cache
     def context(degree: int) -> WorkContext:
@@ -51,7 +54,7 @@ def work_contexts(
         def tp_collective_s(kind: str, n_bytes: float) -> float:
             return collective_s(kind, n_bytes, group=group, profile=profile)
 
-        return WorkContext(graph, facts, rules, profile.device, precision, degree, tp_collective_s)
+        return WorkContext(graph, facts, rules, profile.device, precision, degree, tp_collective_s, head)
 
     return context
 
@@ -96,6 +99,19 @@ class KeptTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class SlicedOps:
+    """What of a segment a chunked loss computes slice by slice; see `chunked_loss`.
+
+    Attributes:
+        indices: of the ops, the product first and the loss last.
+        kept: as in `LocalSegment`, without them.
+    """
+
+    indices: tuple[int, ...]
+    kept: tuple[KeptTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LocalSegment:
     """A segment on one rank.
 
@@ -103,24 +119,24 @@ class LocalSegment:
         conversions: (global tensor, conversion) for every value that some use reads in another layout; each once.
         additions: (how often, tensor) of gradients that are added to others.
         loss_outputs: the model's outputs, where the loss needs them in another precision.
-        model_outputs: those made here that autograd does not keep.
         inputs: its inputs that carry a gradient.
         kept: what autograd keeps, apart from what ops keep inside themselves.
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
         weights: (parameter name, local elements) of the trainable parameters it reads.
         fixed_bytes: buffers and frozen parameters.
+        sliced: the ops of a loss that may be chunked.
     """
 
     ops: tuple[LocalOp, ...]
     conversions: tuple[tuple[TensorSpec, Conversion], ...]
     additions: tuple[tuple[int, TensorSpec], ...]
     loss_outputs: Specs
-    model_outputs: Specs
     inputs: Specs
     kept: tuple[KeptTensor, ...]
     weight_ops: tuple[int, ...]
     weights: tuple[tuple[str, int], ...]
     fixed_bytes: int
+    sliced: SlicedOps | None = None
 
 
 def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> LocalSegment:
@@ -139,12 +155,12 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         conversions=_conversions(context, segment, layouts),
         additions=_gradient_additions(context, segment, layouts),
         loss_outputs=_loss_outputs(context, segment, layouts),
-        model_outputs=_model_outputs(context, layouts, roots, {tensor.root for tensor in kept}),
         inputs=tuple(local_spec(specs[name], layouts.produced[name], context.degree) for name in inputs),
         kept=kept,
         weight_ops=_weight_ops(context, segment, roots),
         weights=weights,
         fixed_bytes=fixed_bytes,
+        sliced=_sliced_ops(context, segment, layouts),
     )
 
 
@@ -273,17 +289,6 @@ def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayout
     )
 
 
-def _model_outputs(context: WorkContext, layouts: SegmentLayouts, roots: Mapping[str, str], kept: set[str]) -> Specs:
-    """One value for each memory; as they are made, in case the loss function reads them in float32."""
-    found = {roots[name]: name for name in context.graph.model_outputs if name in roots}
-    specs, produced = context.facts.specs, layouts.produced
-    return tuple(
-        local_spec(specs[name], produced.get(name, R), context.degree)
-        for root, name in found.items()
-        if root not in kept
-    )
-
-
 def _parameters(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts
 ) -> tuple[tuple[tuple[str, int], ...], int]:
@@ -298,12 +303,25 @@ def _parameters(
     return tuple(weights), fixed_bytes
 
 
-def _kept_tensors(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> tuple[KeptTensor, ...]:
+def _sliced_ops(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> SlicedOps | None:
+    head = context.head
+    if head is None or head.kind != segment.kind or not is_sliceable(head, layouts, context.facts):
+        return None
+    names = head.names
+    indices = tuple(index for index, op in enumerate(context.graph.ops_of(segment)) if op.name in names)
+    kept = _kept_tensors(context, segment, layouts, without=names)
+    return SlicedOps(indices, kept)
+
+
+def _kept_tensors(
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts, *, without: Collection[str] = ()
+) -> tuple[KeptTensor, ...]:
+    """What its ops keep, but for those that are left out."""
     facts = context.facts
     pieces, memories = _pieces(context.graph, segment, context.rules), _memories(context, segment, layouts)
     found: dict[tuple[str, str, Layout], KeptTensor] = {}
     for op in context.graph.ops_of(segment):
-        if op.name not in facts.gradients:
+        if op.name not in facts.gradients or op.name in without:
             continue
         # Without a rule it is not known what the op keeps: everything it touches.
         rule = context.rules.get(op.target) or OpRule(saves=(*range(len(operand_names(op))), -1))

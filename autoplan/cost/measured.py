@@ -5,11 +5,12 @@
                   at the nearest micro-batch, and as if an assignment that is unknown here were the one of its boundary
     calibrated    not measured: computed x the median of measured / computed over this kind of segment, else over all
 
-Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios. The
-kinds that are compiled are corrected by what was measured compiled, the others by what was measured as they are. A
+Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios. A
+kind is corrected by what was measured of it as it runs (`execution_of`). A
 program of the user's own classes is corrected by what was measured of these, where they could be measured. Bytes are
 only scaled, never calibrated: they are counted, not rated. A measured backward pass includes that of the weights, which
-is taken to be as large a part of it as computed.
+is taken to be as large a part of it as computed. The chunked loss is not measured: what it takes beyond the whole one
+is scaled as that is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import LOSS_PATH, OpGraph
 from autoplan.measured_profile import MeasuredProfile, SegmentTime
+from autoplan.parallel_plan import Execution
+
+IMAGE_DIMS = 4
 
 Compute = Callable[[int, str, int, int], SegmentWork]  # (tp, sharding, micro-batch size, kind) -> computed work
 
@@ -46,13 +50,13 @@ class Correction:
     Attributes:
         contents: content key of each kind.
         assignments: (tp, boundary) -> assignment key of each kind; "sharding" is the boundary by its other name.
-        compiled: the kinds that are compiled.
+        executions: how each kind runs.
     """
 
     contents: dict[int, str]
     assignments: dict[tuple[int, str], dict[int, str]]
     ratios: tuple[_Ratio, ...]
-    compiled: frozenset[int] = frozenset()
+    executions: dict[int, Execution]
 
     @classmethod
     def of(
@@ -62,10 +66,10 @@ class Correction:
         contents: dict[int, str],
         assignments: dict[tuple[int, str], dict[int, str]],
         compute: Compute,
-        compiled: frozenset[int] = frozenset(),
+        executions: dict[int, Execution],
         own: bool = False,
     ) -> Correction:
-        """What these measurements say about these kinds and assignments, of which `compiled` are compiled.
+        """What these measurements say about these kinds and assignments.
 
         `own`: whether the program is made of the user's own classes.
         """
@@ -75,7 +79,7 @@ class Correction:
             for kind, content in contents.items()
         }
         ratios = []
-        for row in measured.rows(compiled_contents={contents[kind] for kind in compiled}, own=own):
+        for row in measured.rows({contents[kind]: execution for kind, execution in executions.items()}, own=own):
             place = places.get((row.content, row.assignment, row.tp))
             if place is None and (row.tp, row.boundary) in assignments:
                 place = next(
@@ -84,12 +88,18 @@ class Correction:
             if place is not None:
                 tp, sharding, kind = place
                 ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind)))
-        return cls(contents, assignments, tuple(ratios), compiled)
+        return cls(contents, assignments, tuple(ratios), executions)
 
     def corrected(
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
     ) -> tuple[SegmentWork, str]:
         """The work as measured, or as close to that as the measurements come, and which of these it is."""
+        found, source = self._corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
+        return replace(found, chunked=_chunked_as(found, work)), source
+
+    def _corrected(
+        self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
+    ) -> tuple[SegmentWork, str]:
         assignment = self.assignments[tp, sharding][kind]
         same = [r for r in self.ratios if r.row.content == self.contents[kind] and r.row.tp == tp]
         same = [r for r in same if r.row.assignment == assignment] or same
@@ -99,7 +109,7 @@ class Correction:
             is_exact = nearest.row.micro_batch_size == micro_batch_size and nearest.row.assignment == assignment
             return (_as_measured(work, nearest.row), MEASURED) if is_exact else (_scaled(work, nearest), SCALED)
         alike = [r for r in self.ratios if r.row.content == self.contents[kind]]
-        alike = alike or [r for r in self.ratios if r.row.compiled == (kind in self.compiled)]
+        alike = alike or [r for r in self.ratios if r.row.execution == self.executions[kind]]
         return _calibrated(work, alike or self.ratios), CALIBRATED
 
 
@@ -110,6 +120,24 @@ def compiled_kinds(graph: OpGraph) -> frozenset[int]:
         kind for kind, found in first.items() if any(op.module_path == LOSS_PATH for op in graph.ops_of(found))
     }
     return frozenset(kind for kind, segment in first.items() if segment.is_block or not has_blocks) | with_loss
+
+
+def image_kinds(graph: OpGraph) -> frozenset[int]:
+    """The kinds of segments that read images, whose memory format matters: [sample, channel, height, width]."""
+    specs = graph.specs()
+    return frozenset(
+        kind
+        for kind, segment in graph.first_of_kind().items()
+        if any(len(specs[name].shape) == IMAGE_DIMS and specs[name].is_float for name in segment.inputs)
+    )
+
+
+def execution_of(graph: OpGraph, kind: int, execution: Execution) -> Execution:
+    """How a kind of segment runs in a program: as the program does, where that makes a difference to it."""
+    return Execution(
+        compile=execution.compile and kind in compiled_kinds(graph),
+        memory_format=execution.memory_format if kind in image_kinds(graph) else Execution().memory_format,
+    )
 
 
 def _distance(found: int, wanted: int) -> tuple[float, int]:
@@ -157,6 +185,26 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         host_backward_s=work.host_backward_s * ratio.host_backward,
         saved_bytes=round(work.saved_bytes * ratio.saved),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
+    )
+
+
+def _chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
+    """The chunked loss of `work`, as much faster or slower as the whole one was `found` to be; bytes as computed.
+
+    It does all its work while a slice is there, so what was measured of a whole loss says nothing about its bytes.
+    """
+    if work.chunked is None:
+        return None
+    more = work.chunked
+    scale = _over(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
+    hosts = _over(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
+    return replace(
+        more,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s + scale * (more.backward_s - work.backward_s),
+        host_forward_s=found.host_forward_s,
+        host_backward_s=found.host_backward_s + hosts * (more.host_backward_s - work.host_backward_s),
+        weight_backward_s=more.weight_backward_s * _over(found.backward_s, work.backward_s),
     )
 
 

@@ -37,11 +37,17 @@ TWO_HOSTS = Group(2, 1)
 
 
 def make_mixed_pricer(
-    graph: OpGraph, *, cluster: Cluster, precision: str, shardings: Shardings, rules: Mapping[str, OpRule]
+    graph: OpGraph,
+    *,
+    cluster: Cluster,
+    precision: str,
+    shardings: Shardings,
+    rules: Mapping[str, OpRule],
+    loss: str | None = None,
 ) -> MixedPricer:
     """A function that prices one mesh whose pipeline ranks are on these groups, in order."""
     parts = [
-        make_part_pricer(graph, profile=group, precision=precision, shardings=shardings, rules=rules)
+        make_part_pricer(graph, profile=group, precision=precision, shardings=shardings, rules=rules, loss=loss)
         for group in cluster.groups
     ]
     sizes, tied = make_boundary_sizer(graph, precision), tied_elements(graph)

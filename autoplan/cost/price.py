@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from autoplan.chunked_loss import is_in_compiled
+from autoplan.cost.chunked import with_chunked_loss
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
-from autoplan.cost.launch import PassSeconds, launch
+from autoplan.cost.launch import PassSeconds, launch, lead_s
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
-from autoplan.cost.measured import Correction, compiled_kinds
+from autoplan.cost.measured import Correction, execution_of
 from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
@@ -34,7 +36,7 @@ from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, cro
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.measured_profile import MeasuredProfile
-from autoplan.parallel_plan import Mesh, SegmentSharding
+from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 from autoplan.rules import OpRule, Strategy
 from autoplan.schedules import splits_backward
 from autoplan.segment_key import assignment_key, content_key
@@ -78,13 +80,15 @@ def make_pricer(
     shardings: Shardings,
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
+    loss: str | None = None,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
-    `measured` replaces computed times of segments and of the optimizer; see `cost.measured`.
+    `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
+    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed".
     """
     price = make_part_pricer(
-        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured
+        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured, loss=loss
     )
     return lambda mesh: price(mesh, mesh.pp)
 
@@ -97,6 +101,7 @@ def make_part_pricer(
     shardings: Shardings,
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
+    loss: str | None = None,
 ) -> PartPricer:
     """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
 
@@ -107,7 +112,8 @@ def make_part_pricer(
     works = _works_pricer(graph, contexts, shardings, measured, local)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
     element_s = None if measured is None else measured.optimizer_element_s
-    costs = _costs_pricer(graph, ParameterContext(profile.device, precision, collective, element_s), local, works)
+    of_parameters = ParameterContext(profile.device, precision, collective, element_s)
+    costs = _costs_pricer(graph, of_parameters, local, works)
     cuts = _cuts_pricer(graph, profile, precision)
     groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
@@ -119,16 +125,16 @@ def make_part_pricer(
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
         splits = splits_backward(mesh.schedule)
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        work = (*layout, mesh.compile, not mesh.needs_generated_model)
+        work = (*layout, mesh.execution, not mesh.needs_generated_model)
+        loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
         cut_s, messages = cuts(*layout, groups.stages)
         return CostTable(
             mesh=mesh,
             kinds=kinds,
             recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
-            costs=costs(*work, placement, mesh.pp > 1, splits),
+            costs=costs(*work, placement, mesh.pp > 1, splits, loss_here),
             cut_s=cut_s if mesh.pp > 1 else unsent,
-            cut_bytes=(0,) * len(cut_s),
             gathers_per_micro_batch=mesh.zero_stage == 3,
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
@@ -138,6 +144,8 @@ def make_part_pricer(
             reserved_fixed_bytes=_fixed_bytes(mesh),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
+            action_host_s=profile.device.pipeline_action_s if mesh.pp > 1 else 0.0,
+            transfer_host_s=profile.device.pipeline_transfer_s if mesh.pp > 1 else 0.0,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
@@ -179,29 +187,31 @@ def _works_pricer(
     shardings: Shardings,
     measured: MeasuredProfile | None,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-) -> Callable[[int, str, int, bool, bool], Works]:
-    """(tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules) -> work of
-    each kind, as measured where it was.
+) -> Callable[[int, str, int, Execution, bool], Works]:
+    """(tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules) -> work of each kind, as
+    measured where it was.
     """
 
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
         context = contexts(tp)
-        return {kind: segment_work(context, found, micro_batch_size) for kind, found in local(tp, sharding).items()}
+        return {
+            kind: with_chunked_loss(context, found, segment_work(context, found, micro_batch_size), micro_batch_size)
+            for kind, found in local(tp, sharding).items()
+        }
 
     @cache
-    def correction(compiles: bool, own: bool) -> Correction | None:
+    def correction(execution: Execution, own: bool) -> Correction | None:
         if measured is None:
             return None
-        compiled = compiled_kinds(graph) if compiles else frozenset()
-        return _correction(graph, shardings, measured, computed, compiled, own=own)
+        return _correction(graph, shardings, measured, computed, execution, own=own)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int, compiles: bool, own: bool) -> Works:
+    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, own: bool) -> Works:
         found = computed(tp, sharding, micro_batch_size)
-        as_measured = correction(compiles, own)
+        as_measured = correction(execution, own)
         if as_measured is None:
-            assert not compiles  # see `space.compile_choices`
+            assert execution == Execution()  # see `space.executions`
             return tuple((work, "") for work in found.values())
         return tuple(
             as_measured.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
@@ -215,10 +225,10 @@ def _costs_pricer(
     graph: OpGraph,
     context: ParameterContext,
     local: Callable[[int, str], Mapping[int, LocalSegment]],
-    works: Callable[[int, str, int, bool, bool], Works],
-) -> Callable[[int, str, int, bool, bool, Placement, bool, bool], Costs]:
-    """The costs of (tp, sharding, micro-batch size, whether it is compiled, whether blocks are the user's own modules,
-    placement, whether stages are cut, whether backward is split).
+    works: Callable[[int, str, int, Execution, bool], Works],
+) -> Callable[[int, str, int, Execution, bool, Placement, bool, bool, str | None], Costs]:
+    """The costs of (tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules, placement,
+    whether stages are cut, whether backward is split, how the loss is computed).
     """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
@@ -240,16 +250,17 @@ def _costs_pricer(
         tp: int,
         sharding: str,
         micro_batch_size: int,
-        compiles: bool,
+        execution: Execution,
         own: bool,
         placement: Placement,
         is_cut: bool,
         splits: bool,
+        loss: str | None,
     ) -> Costs:
         pairs = zip(
             first.values(),
             local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size, compiles, own),
+            works(tp, sharding, micro_batch_size, execution, own),
             parameters(tp, sharding, placement, is_cut),
             strict=True,
         )
@@ -257,10 +268,11 @@ def _costs_pricer(
             _segment_costs(
                 work,
                 cost,
-                fixed_bytes=here.fixed_bytes + (0 if is_cut else work.output_bytes),
+                fixed_bytes=here.fixed_bytes,
                 is_block=segment.is_block,
                 splits=splits,
                 repeats=placement.repeats,
+                loss=loss,
             )
             for segment, here, (work, _), cost in pairs
         )
@@ -309,7 +321,7 @@ def _correction(
     shardings: Shardings,
     measured: MeasuredProfile,
     computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
-    compiled: frozenset[int],
+    execution: Execution,
     *,
     own: bool,
 ) -> Correction:
@@ -323,7 +335,7 @@ def _correction(
         contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
         assignments=assignments,
         compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
-        compiled=compiled,
+        executions={kind: execution_of(graph, kind, execution) for kind in first},
         own=own,
     )
 
@@ -350,23 +362,62 @@ class _Groups:
 
 
 def _segment_costs(
-    work: SegmentWork, parameters: ParameterCost, *, fixed_bytes: int, is_block: bool, splits: bool, repeats: bool
+    work: SegmentWork,
+    parameters: ParameterCost,
+    *,
+    fixed_bytes: int,
+    is_block: bool,
+    splits: bool,
+    repeats: bool,
+    loss: str | None,
 ) -> tuple[SegmentCost, ...]:
-    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute."""
+    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
+
+    The last segment has its loss whole and in slices instead, or twice the one that is asked for.
+    """
+    cost_of = partial(_plain_cost, parameters=parameters, fixed_bytes=fixed_bytes, splits=splits, repeats=repeats)
+    plain = cost_of(work)
+    chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
+    if loss == "chunked":
+        plain = chunked
+    elif chunked.saved_bytes >= plain.saved_bytes:  # the search looks for choices that keep less
+        chunked = plain
+    if splits:
+        return (plain,)
+    if not is_block:
+        return plain, chunked
+    input_bytes = min(work.input_bytes, work.saved_bytes)
+    again_s, host_again_s = work.forward_s + work.tp_forward_s, work.host_forward_s + work.collectives_forward_s
+    full = replace(
+        plain,
+        recompute_s=max(again_s, host_again_s),
+        lead_backward_s=plain.lead_backward_s + lead_s(host_again_s, again_s),
+        saved_bytes=input_bytes,
+        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
+    )
+    return plain, full
+
+
+def _plain_cost(
+    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool
+) -> SegmentCost:
+    """Nothing recomputed."""
     forward_s = work.forward_s + parameters.unpack_s
     backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
+    host = PassSeconds(
+        work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
+        work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
+    )
+    device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
     added = launch(
-        PassSeconds(
-            work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
-            work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
-        ),
-        PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s),
+        host,
+        device,
         first_s=parameters.host_first_s,
         last_s=parameters.host_last_s,
         repeats=repeats,
     )
     launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
-    plain = SegmentCost(
+    return SegmentCost(
         forward_s=forward_s,
         backward_s=backward_s,
         recompute_s=0.0,
@@ -388,21 +439,9 @@ def _segment_costs(
         reduced_bytes=parameters.reduced_bytes,
         reducing_bytes=parameters.reducing_bytes,
         late_gradient_bytes=parameters.late_gradient_bytes,
+        lead_forward_s=lead_s(host.forward_s, device.forward_s),
+        lead_backward_s=lead_s(host.backward_s, device.backward_s),
     )
-    if splits:
-        return (plain,)
-    if not is_block:
-        return plain, plain
-    input_bytes = min(work.input_bytes, work.saved_bytes)
-    full = replace(
-        plain,
-        recompute_s=work.forward_s
-        + max(0.0, work.host_forward_s + work.collectives_forward_s - work.forward_s - work.tp_forward_s)
-        + work.tp_forward_s,
-        saved_bytes=input_bytes,
-        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
-    )
-    return plain, full
 
 
 def _fixed_bytes(mesh: Mesh) -> int:

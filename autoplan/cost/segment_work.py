@@ -1,7 +1,7 @@
 """What one kind of segment does on one tensor-parallel rank, for one micro-batch: the sum over its ops.
 
     forward_s  = sum of op_time.forward_s                    tp_forward_s  = collectives of conversions and split losses
-    saved      = distinct tensors that some op keeps          working       = `_working_bytes`
+    saved      = distinct tensors that some op keeps          working       = `working_bytes`
 
 Autograd adds up the gradients of a value that several ops read: one addition per further reader. The runtime computes
 the loss in float32 at least, so under 16 bits the loss function sees tensors of twice the size, after a cast.
@@ -9,7 +9,7 @@ the loss in float32 at least, so under 16 bits the loss function sees tensors of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.local_segment import KeptTensor, LocalOp, LocalSegment, WorkContext, is_nothing
@@ -42,9 +42,8 @@ class SegmentWork:
         collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
-        output_bytes: outputs of the model that autograd does not keep; without a pipeline the runtime does, from one
-            micro-batch to the next.
-        n_weight_ops, weight_backward_s, pending_bytes: see `_weight_gradients`.
+        n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
+        chunked: the same with the loss in slices, where it can be; see `cost.chunked`.
     """
 
     forward_s: float
@@ -59,10 +58,10 @@ class SegmentWork:
     input_bytes: int
     working_bytes: int
     weight_bytes: int
-    output_bytes: int
     n_weight_ops: int
     weight_backward_s: float
     pending_bytes: int
+    chunked: SegmentWork | None = None
 
 
 def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -> SegmentWork:
@@ -70,7 +69,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     times = [timed(context, op, batch_size) for op in segment.ops]
     n_additions, additions_s = _gradient_additions(context, segment, batch_size)
     cast_s = _loss_cast_s(context, segment, batch_size)
-    n_weight_ops, weight_backward_s, pending_bytes = _weight_gradients(segment, times, batch_size)
+    n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
     local_s = sum(_local_s(context.device, step) for _, step in segment.conversions)
     item_bytes = element_bytes(context.precision).gathered
     return SegmentWork(
@@ -84,9 +83,8 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(segment, batch_size),
         input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
-        working_bytes=_working_bytes(segment, batch_size, weight_item_bytes=item_bytes),
+        working_bytes=working_bytes(segment, batch_size, weight_item_bytes=item_bytes),
         weight_bytes=item_bytes * sum(n_elements for _, n_elements in segment.weights),
-        output_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.model_outputs),
         n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
@@ -138,14 +136,16 @@ def _gradient_additions(context: WorkContext, segment: LocalSegment, batch_size:
     return n_additions, total_s
 
 
-def _weight_gradients(segment: LocalSegment, times: Sequence[OpTime], batch_size: int) -> tuple[int, float, int]:
+def weight_gradients(
+    segment: LocalSegment, times: Sequence[OpTime], batch_size: int, *, without: Collection[int] = ()
+) -> tuple[int, float, int]:
     """What a split backward pass does apart: for how many ops, its time, and the gradients that it keeps until then.
 
     Half of the backward pass of a product with a weight is for the weight. Gradients of other parameters (a sum, a
     scale) are counted with those of the inputs. Every op that reads a parameter keeps the gradient of its result.
     """
     total_s, pending_bytes = 0.0, 0
-    for index in segment.weight_ops:
+    for index in (index for index in segment.weight_ops if index not in without):
         local = segment.ops[index]
         is_product = local.rule is not None and local.rule.efficiency == "matmul"
         total_s += times[index].backward_s / 2 if is_product else 0.0
@@ -175,11 +175,11 @@ def _communication_s(context: WorkContext, segment: LocalSegment, batch_size: in
 
 
 def _saved_bytes(segment: LocalSegment, batch_size: int) -> int:
-    inside_bytes = sum(_inside_bytes(local, batch_size) for local in segment.ops if local.has_gradient)
-    return _kept_bytes(segment.kept, batch_size) + inside_bytes
+    inside = sum(inside_bytes(local, batch_size) for local in segment.ops if local.has_gradient)
+    return kept_bytes(segment.kept, batch_size) + inside
 
 
-def _kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
+def kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
     """Views of one tensor have layouts of different dims but are the same memory: the largest per root counts, or the
     sum of its pieces where only those are kept; a gathered and a sharded copy count both.
     """
@@ -190,19 +190,23 @@ def _kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
     return sum(pieces.get("", sum(pieces.values())) for pieces in largest.values())
 
 
-def _working_bytes(segment: LocalSegment, batch_size: int, *, weight_item_bytes: int) -> int:
+def working_bytes(
+    segment: LocalSegment, batch_size: int, *, weight_item_bytes: int, without: Collection[int] = ()
+) -> int:
     """The largest sum of temporaries around one op and the gradients of weights that backward has computed by then.
 
-    What backward has freed by then is left out. Weights that are read through a view count from the start.
+    What backward has freed by then is left out. Weights that are read through a view count from the start. Of the ops
+    `without` only the weights count.
     """
     left = dict(segment.weights)
     read = [{name for name in operand_names(local.op) if name in left} for local in segment.ops]
     directly = set().union(*read)
     n_elements = sum(count for name, count in segment.weights if name not in directly)
     largest = 0
-    for local, names in zip(reversed(segment.ops), reversed(read), strict=True):
-        n_elements += sum(left.pop(name, 0) for name in names)
-        largest = max(largest, _temporary_bytes(local, batch_size) + weight_item_bytes * n_elements)
+    for index in reversed(range(len(read))):
+        n_elements += sum(left.pop(name, 0) for name in read[index])
+        temporary = 0 if index in without else _temporary_bytes(segment.ops[index], batch_size)
+        largest = max(largest, temporary + weight_item_bytes * n_elements)
     return largest
 
 
@@ -211,10 +215,10 @@ def _temporary_bytes(local: LocalOp, batch_size: int) -> int:
     if local.rule is not None and local.rule.is_view:
         return 0
     total = sum(spec.n_bytes(batch_size, local.precision) for spec in local.temporaries)
-    return total + _inside_bytes(local, batch_size)
+    return total + inside_bytes(local, batch_size)
 
 
-def _inside_bytes(local: LocalOp, batch_size: int) -> int:
+def inside_bytes(local: LocalOp, batch_size: int) -> int:
     """What the op keeps beside its operands and results."""
     if local.rule is None or local.rule.extra_saved_bytes is None:
         return 0

@@ -30,7 +30,7 @@ class SegmentCost:
         reduce_s: one reduction of its gradients over the data-parallel group.
         optimizer_s: what comes once per step: its share of the optimizer, copies, and `launch_once_s`.
         state_bytes: what stays all step: (shards of) parameters, optimizer state, buffers; outer parameters under
-            ZeRO 3, and outputs of the model without a pipeline.
+            ZeRO 3.
         gathered_bytes: the full parameters in compute precision while gathered (0 if `state_bytes` holds them).
         gradient_bytes: its gradients, from its first backward on: whole while they accumulate, else as reduced.
         saved_bytes: activations one micro-batch keeps from forward to backward.
@@ -42,6 +42,7 @@ class SegmentCost:
         launch_once_s: the part of `optimizer_s` in which the device waits for the host.
         reduced_bytes: its gradients once they are reduced.
         reducing_bytes: the input of the reduction of its gradients.
+        lead_forward_s, lead_backward_s: by how much the host is faster than the device in every pass.
         late_gradient_bytes: where its gradients are reduced at the end of a pass, these as they are computed; else 0.
     """
 
@@ -66,6 +67,8 @@ class SegmentCost:
     reduced_bytes: int = 0
     reducing_bytes: int = 0
     late_gradient_bytes: int = 0
+    lead_forward_s: float = 0.0
+    lead_backward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,6 @@ class CostTable:
         costs: per kind, one SegmentCost per entry of `recompute_choices` ("none" first).
         cut_s: per boundary i between segment i and i+1, seconds to send one micro-batch over it (one direction);
             None where the pipeline cannot be cut. Length len(kinds) - 1.
-        cut_bytes: likewise, bytes that a stage keeps as received input per micro-batch in flight.
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
             in forward and in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
@@ -93,6 +95,8 @@ class CostTable:
             what is gathered and reduced when) is the same in all of them and in this one.
         workspace_bytes: what libraries allocate once.
         message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
+        action_host_s, transfer_host_s: host time of an action of the pipeline beside its segments, and of each time it
+            sends or receives; 0 without a pipeline.
     """
 
     mesh: Mesh
@@ -100,7 +104,6 @@ class CostTable:
     recompute_choices: tuple[str, ...]
     costs: tuple[tuple[SegmentCost, ...], ...]
     cut_s: tuple[float | None, ...]
-    cut_bytes: tuple[int, ...]
     gathers_per_micro_batch: bool
     reduces_per_micro_batch: bool
     keeps_gathered: bool
@@ -113,6 +116,8 @@ class CostTable:
     rank_tables: tuple[CostTable, ...] = ()
     workspace_bytes: int = 0
     message_bytes: tuple[int, ...] = ()
+    action_host_s: float = 0.0
+    transfer_host_s: float = 0.0
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""

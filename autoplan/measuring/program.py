@@ -8,6 +8,7 @@ import argparse
 import functools
 import gc
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -31,6 +32,7 @@ SECONDS = 0.35
 BACKEND = "inductor"
 MAX_SPREAD = 0.10
 OWN, GENERATED = "own", "generated"  # whose module it is
+MEMORY_FORMATS = CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,30 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
     compiled = run.compile if task["compiled"] else None
     batch_size, device, seen = task["micro_batch_size"], run.clock.device, replace_collectives().seen
     if task["module"] == OWN:
-        return _measured_calls(run.own_model.builder(region["own"], batch_size, device, compiled), run.clock, seen)
-    build = generated_builder(region, batch_size, run.dtype, device, compiled)
+        own = run.own_model.builder(region["own"], batch_size, device, compiled)
+        return _measured_calls(_in_format(own, task["memory_format"]), run.clock, seen)
+    build = _in_format(generated_builder(region, batch_size, run.dtype, device, compiled), task["memory_format"])
     told = None
     if compiled is not None and region["tp"] > 1:  # compiled code does not tell
         eager = generated_builder(region, batch_size, run.dtype, device, None)
         told = memory_of(eager(), run.clock, seen)["collectives"]
     return _measured_calls(build, run.clock, seen, told=told)
+
+
+def _in_format(build: Callable[[], Call], memory_format: str) -> Callable[[], Call]:
+    """Makes calls whose images lie in memory as they do in the program; weights stay as they are."""
+    if memory_format == CONTIGUOUS:
+        return build
+
+    formats: Any = importlib.import_module("runtime.memory_format")
+
+    def build_converted() -> Call:
+        call = build()
+        for tensor in call.inputs:
+            tensor.data = formats.in_memory_format(tensor.data, memory_format)
+        return call
+
+    return build_converted
 
 
 def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *, told: Any = None) -> dict[str, Any]:
@@ -101,7 +120,8 @@ def _driver() -> str:
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What identifies a result."""
     names = ("what", "content", "assignment", "tp", "micro_batch_size", "precision", "device", "torch", "driver")
-    return (*(row.get(name) for name in names), bool(row.get("compiled")), row.get("module", GENERATED))
+    ways = bool(row.get("compiled")), row.get("memory_format", CONTIGUOUS)
+    return (*(row.get(name) for name in names), *ways, row.get("module", GENERATED))
 
 
 def read_results(path: Path) -> set[tuple[Any, ...]]:
@@ -120,9 +140,12 @@ def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
     common = {"schema_version": SCHEMA_VERSION, "model": plan["model"], "precision": plan["precision"]}
     yield {**common, "what": "optimizer"}, {}
     names = ("segment", "content", "assignment", "tp", "boundary")
-    for compiled in (False, True):
-        for region in (region for region in plan["regions"] if compiled in region["compiled"]):
-            described = {"what": "segment", **{name: region[name] for name in names}, "compiled": compiled}
+    for compiled, memory_format in itertools.product((False, True), MEMORY_FORMATS):
+        for region in plan["regions"]:
+            if compiled not in region["compiled"] or memory_format not in region["memory_formats"]:
+                continue
+            way = {"compiled": compiled, "memory_format": memory_format}
+            described = {"what": "segment", **{name: region[name] for name in names}, **way}
             for module in (GENERATED,) if region["own"] is None else (GENERATED, OWN):
                 for batch_size in region["micro_batch_sizes"]:
                     yield {**common, **described, "module": module, "micro_batch_size": batch_size}, region
@@ -176,6 +199,8 @@ def _measured(task: dict[str, Any], region: dict[str, Any], run: Measuring) -> d
     except Exception as error:
         if task.get("module") == OWN:  # the user's code, outside of where it belongs, may raise anything
             return {"status": "not run", "why": f"{type(error).__name__}: {_first_line(error)}"}
+        if task.get("memory_format", CONTIGUOUS) != CONTIGUOUS and isinstance(error, RuntimeError):
+            return {"status": "not run", "why": _first_line(error)}  # such as a view that needs contiguous memory
         if not task.get("compiled") or not isinstance(error, RuntimeError):
             raise
         return {"status": "not compiled", "why": _first_line(error)}  # torch.compile, whichever part of it fails
@@ -194,6 +219,7 @@ def _described(row: dict[str, Any]) -> str:
         return "optimizer"
     boundary = f" {row['boundary']}" if row["boundary"] else ""
     way = ", compiled" if row["compiled"] else ""
+    way += f", {row['memory_format']}" if row["memory_format"] != CONTIGUOUS else ""
     way += ", own module" if row["module"] == OWN else ""
     return f"{row['segment']}, tp {row['tp']}{boundary}, micro-batch {row['micro_batch_size']}{way}"
 

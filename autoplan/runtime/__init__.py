@@ -6,14 +6,18 @@ It is copied as it stands into the folder of a program.
     weights, construction  parameters under the user's names, each rank's part of them
     collectives            tensor-parallel conversions with their gradients
     experts, random        what else generated code calls
-    recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
+    chunked_loss, memory_format, recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
-    data, train, parity    batches, the loop's plumbing, the comparison with one process
-    step_profile           where the time of one measured step goes
+    learning_rate, loss_scale    what changes from step to step besides the weights
+    data, loading, train         batches, their order and position, the loop
+    metrics, parity              what is measured and written of a step, the comparison with one process
+    step_trace, step_profile     traces of some steps, where the time of one goes
 """
 
 from .config import Config
-from .data import dataset_batches, global_batch, local_batch, synthetic_batches
+from .data import global_batch, local_batch
+from .learning_rate import LearningRate
+from .loading import TrainingData, evaluation_data, training_data
 from .mesh import (
     RankMesh,
     WorldSizeError,
@@ -25,11 +29,13 @@ from .mesh import (
     stop_process_group,
     world_size,
 )
+from .metrics import EvaluationRecord, MetricLog, StepRecord, Workload
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
 from .step_profile import StepProfile
-from .train import StepRecord, check_steps, exit_code, profile_step, timed_step, train_steps, write_records
+from .step_trace import StepTrace, parse_steps
+from .train import Evaluation, check_steps, exit_code, timed_step, train_steps, write_records
 from .weights import Buffer, Shard, Weights, attach, load_weights, take_shard
 
 __all__ = [
@@ -38,6 +44,10 @@ __all__ = [
     "Buffer",
     "Config",
     "Differences",
+    "Evaluation",
+    "EvaluationRecord",
+    "LearningRate",
+    "MetricLog",
     "ParallelModel",
     "PerSample",
     "PlainTraining",
@@ -45,27 +55,30 @@ __all__ = [
     "Shard",
     "StepProfile",
     "StepRecord",
+    "StepTrace",
+    "TrainingData",
     "Weights",
+    "Workload",
     "WorldSizeError",
     "attach",
     "build_rank_mesh",
     "check_steps",
     "check_world_size",
     "compare",
-    "dataset_batches",
+    "evaluation_data",
     "exit_code",
     "from_first_rank",
     "global_batch",
     "join_process_group",
     "load_weights",
     "local_batch",
-    "profile_step",
+    "parse_steps",
     "start_process_group",
     "stop_process_group",
-    "synthetic_batches",
     "take_shard",
     "timed_step",
     "train_steps",
+    "training_data",
     "world_size",
     "write_records",
 ]

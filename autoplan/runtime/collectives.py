@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .random import rank_attention
 
@@ -156,6 +157,19 @@ def vocab_parallel_cross_entropy(
     when it does not divide: the logits after it are padding, take no part, and get a gradient of zero. Computed in
     float32 (float64 for float64 logits). Saves the logits themselves and one number per row for backward.
     """
+    if has_torch_function_unary(logits_shard):
+        found: torch.Tensor = handle_torch_function(
+            vocab_parallel_cross_entropy,
+            (logits_shard,),
+            logits_shard,
+            targets,
+            tp,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            n_classes=n_classes,
+        )
+        return found
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction: found {reduction!r}, expected "mean", "sum" or "none"')
     rows = logits_shard.reshape(-1, logits_shard.shape[-1])

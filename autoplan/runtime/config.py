@@ -13,6 +13,7 @@ V_SCHEDULES = ("zero_bubble_v",)
 SPLIT_SCHEDULES = ("zero_bubble_v",)
 MAX_SPLIT_ZERO_STAGE = 2
 BATCH_NORMS = ("local", "synchronized")
+MEMORY_FORMATS = ("contiguous", "channels_last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,13 @@ class Config:
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble_v"; without effect when `pp` is 1.
         n_chunks: pipeline stages per rank.
         precision: "bf16", "fp16", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in float32.
+        memory_format: of images, [sample, channel, height, width], "contiguous" or "channels_last".
         batch_norm: "local" normalizes by the statistics of a rank's own micro-batch, "synchronized" by those of all
             data-parallel ranks' micro-batches together.
         ignored_target: when given, the loss is one mean over the targets of the global batch that are not this one;
             otherwise it is the mean over micro-batches of their losses.
+        chunked_head: the module whose product is computed together with the loss, in slices of `loss_slice_rows` rows;
+            generated stages say so themselves.
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
@@ -47,8 +51,11 @@ class Config:
     n_chunks: int = 1
     precision: str = "fp32"
     compile: bool = False
+    memory_format: str = "contiguous"
     batch_norm: str = "local"
     ignored_target: int | None = None
+    chunked_head: str = ""
+    loss_slice_rows: int = 0
     recompute: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     computes_in_float32: bool = False
@@ -57,6 +64,9 @@ class Config:
     def __post_init__(self) -> None:
         if self.precision not in COMPUTE_DTYPES:
             raise ValueError(f"precision: found {self.precision!r}, expected one of {', '.join(COMPUTE_DTYPES)}")
+        if self.memory_format not in MEMORY_FORMATS:
+            expected = ", ".join(MEMORY_FORMATS)
+            raise ValueError(f"memory_format: found {self.memory_format!r}, expected one of {expected}")
         if self.batch_norm not in BATCH_NORMS:
             raise ValueError(f"batch_norm: found {self.batch_norm!r}, expected one of {', '.join(BATCH_NORMS)}")
         if self.zero_stage not in (0, 1, 2, 3):

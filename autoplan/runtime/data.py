@@ -8,11 +8,10 @@ Tensor- and pipeline-parallel ranks of one dp rank take the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from .config import Config
 
@@ -74,29 +73,3 @@ def micro_batches(batch: Batch, config: Config) -> list[Batch]:
         )
     size = config.micro_batch_size
     return [batch_slice(batch, i * size, (i + 1) * size) for i in range(config.n_micro_batches)]
-
-
-def synthetic_batches(
-    make_batch: Callable[[int], Batch], *, config: Config, dp_rank: int, seed: int
-) -> Iterator[Batch]:
-    """One data-parallel rank's batches, drawn anew for each step."""
-    step = 0
-    while True:
-        batch = global_batch(make_batch, batch_size=config.global_batch_size, seed=seed, step=step)
-        yield local_batch(batch, config=config, dp_rank=dp_rank)
-        step += 1
-
-
-def dataset_batches(dataset: Dataset[Any], *, config: Config, dp_rank: int, seed: int) -> Iterator[Batch]:
-    """One data-parallel rank's batches of a map-style dataset of (inputs, targets), shuffled anew in each epoch."""
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=config.dp, rank=dp_rank, shuffle=True, seed=seed, drop_last=True
-    )
-    loader = DataLoader(dataset, batch_size=config.local_batch_size, sampler=sampler, drop_last=True)
-    if len(loader) == 0:
-        raise ValueError(f"the dataset has fewer samples than one global batch ({config.global_batch_size})")
-    epoch = 0
-    while True:
-        sampler.set_epoch(epoch)
-        yield from loader
-        epoch += 1

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .batch_norm import data_parallel_groups, synchronize_batch_norm
+from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
@@ -27,18 +28,19 @@ from .gradients import (
     squared_norm_share,
     sum_tied_gradients,
 )
+from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import mean_count, weigh
+from .loss_scale import LossScale
+from .memory_format import take_images
 from .mesh import RankMesh, failing_after_others, group_over_pipeline_ranks
 from .pipeline import Pipeline
-from .recompute import apply_recompute
+from .recompute import apply_recompute, unchanged_buffers
 from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
 from .weights import Shard, join_shards
-from .zero import apply_zero, finish_weights, prepare_backward, whole
+from .zero import apply_zero, finish_weights, free_gathered_parameters, free_reduced_gradients, prepare_backward, whole
 
 LEARNING_RATE = 3e-4
-FIRST_LOSS_SCALE = 2.0**16
-LOSS_SCALE_GROWTH_STEPS = 2000
 VARIANTS_OF_BLOCK = 4  # compiled: in training and evaluation, with and without gradients
 
 
@@ -50,10 +52,14 @@ class ParallelModel(nn.Module):
         parallel_model: the generated stages; None when the plan has neither tensor nor pipeline parallelism.
         overrides: keyword arguments for `build_model`.
         max_grad_norm: clip gradients to this global norm; None does not clip.
+        learning_rates: how the learning rate changes from step to step; None keeps it, whatever the model file says.
 
     Attributes:
         stages: the pipeline stages on this rank.
+        scheduler: of the learning rate; None where it does not change.
+        loss_scale: under fp16, else None.
         grad_norm: global norm of the gradients of the last step, before clipping.
+        was_updated: whether the last step changed the parameters; under fp16 it may not.
         full_build_device: where the whole model was built; the same device gives the same initial weights.
     """
 
@@ -68,6 +74,7 @@ class ParallelModel(nn.Module):
         seed: int = 0,
         learning_rate: float = LEARNING_RATE,
         max_grad_norm: float | None = None,
+        learning_rates: LearningRate | None = None,
     ) -> None:
         super().__init__()
         if parallel_model is None and config.tp * config.n_stages > 1:
@@ -80,8 +87,8 @@ class ParallelModel(nn.Module):
         self._loss_fn = _loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
 
-        # stages -> tensor-parallel weights, with ties -> compile -> BatchNorm -> recompute -> ZeRO -> optimizer
-        # -> pipeline. Recompute goes around compile: the other way round, each block would be compiled anew.
+        # stages -> tensor-parallel weights, with ties -> compile -> chunked loss -> BatchNorm -> recompute -> ZeRO
+        # -> optimizer -> pipeline. Recompute goes around compile: the other way round, each block is compiled anew.
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
         with one_process_at_a_time(self.full_build_device != mesh.device):
             stages = self._build_stages(build_model, seed)
@@ -89,21 +96,26 @@ class ParallelModel(nn.Module):
                 blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
                 if config.compile:
                     _compile_blocks(stage, blocks)
+                if config.chunked_head and parallel_model is None:
+                    head = stage.get_submodule(config.chunked_head)
+                    defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
                 apply_recompute(stage, config.recompute)
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
-        if config.compile:
+                take_images(stage, config.memory_format)
+        if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
         self._parameters_of_rank, self._tied = self._name_parameters()
         self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)
+        self.scheduler = build_scheduler_of(model_file, self.optimizer, learning_rates)
         self._pipeline = self._build_pipeline() if config.pp > 1 else None
 
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
-        self._loss_scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
-        self._n_good_steps = 0
+        self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self.was_updated = True
         self._mean_count = torch.ones((), device=mesh.device)
         self.grad_norm = torch.zeros((), device=mesh.device)
         # Dropout draws differently on each data-parallel rank and stage, and alike on tensor-parallel ranks.
@@ -117,8 +129,8 @@ class ParallelModel(nn.Module):
         if self._pipeline is not None:
             raise RuntimeError("a pipeline has no forward pass of its own; call step(batch)")
         if self._parallel_model is None:
-            return self.stages[0](*inputs, **named_inputs)
-        outputs = self.stages[0](*flatten_tensors((inputs, named_inputs)))
+            return whole_logits(self.stages[0](*inputs, **named_inputs))
+        outputs = whole_logits(self.stages[0](*flatten_tensors((inputs, named_inputs))))
         pairs = zip(flatten_tensors(outputs), self._parallel_model.OUTPUTS, strict=True)
         whole_outputs = [self._whole_output(value, layout) for value, layout in pairs]
         return whole_outputs[0] if len(whole_outputs) == 1 else tuple(whole_outputs)
@@ -134,7 +146,7 @@ class ParallelModel(nn.Module):
 
         The loss of a step is the mean over micro-batches of their losses, or, with `config.ignored_target`, the mean
         over all targets of the global batch that count. Gradients stay readable until the next step. Under fp16 a step
-        whose gradients overflow changes no parameter.
+        whose gradients overflow changes neither parameters nor the learning rate.
         """
         batches = micro_batches(map_tensors(self._to_device, batch), self.config)
         self.optimizer.zero_grad(set_to_none=True)
@@ -143,11 +155,44 @@ class ParallelModel(nn.Module):
         with torch.profiler.record_function(OPTIMIZER_MARK):
             sum_tied_gradients(self._tied)
             loss = self._reduce_loss_and_norm(local_loss)
-            if self._unscale_gradients():
+            self.was_updated = self._unscale_gradients()
+            if self.was_updated:
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
                 self.optimizer.step()
+                if self.scheduler is not None:
+                    self.scheduler.step()
         return loss
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group, for the coming step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @failing_after_others()
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of a global batch in evaluation mode, and its weight in a mean over batches; on every rank.
+
+        Like `step`, of which it is the forward half, it takes this data-parallel rank's samples. Batches weigh alike,
+        or, with `config.ignored_target`, by how many of their targets count.
+        """
+        batches = micro_batches(map_tensors(self._to_device, batch), self.config)
+        self._count_targets(batches)
+        self.stages.eval()
+        with unchanged_buffers(self.stages):  # generated code counts batches whatever the mode
+            if self._pipeline is not None:
+                local_loss = self._pipeline.evaluate(batches)
+            else:
+                losses = [self._loss(self._outputs(inputs), targets) for inputs, targets in batches]
+                local_loss = torch.stack(losses).mean()
+        self.stages.train()
+        for stage in self.stages:
+            free_gathered_parameters(stage)
+        loss = self._share(local_loss)
+        if self.config.n_ranks > 1:
+            dist.all_reduce(loss)
+        return loss / self._scale, self._mean_count
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the user's model, whole tensor) of this rank's stages; all ranks must iterate together."""
@@ -251,8 +296,10 @@ class ParallelModel(nn.Module):
             self._unused.start_step()
         total = torch.zeros((), dtype=self.config.parameter_dtype, device=self.mesh.device)
         for index, (inputs, targets) in enumerate(batches):
-            outputs = call_model(stage, inputs) if self._parallel_model is None else stage(*flatten_tensors(inputs))
+            outputs = self._outputs(inputs)
+            free_reduced_gradients(stage)
             loss = self._loss(outputs, targets) / len(batches)
+            del outputs  # autograd keeps what it needs of them; logits in 16 bits it does not
             if self._unused is not None:
                 loss = self._unused.complete(loss)
             self._prepare_backward(stage, index == len(batches) - 1)
@@ -261,6 +308,11 @@ class ParallelModel(nn.Module):
         if self._unused is not None:
             self._unused.drop_gradients([entry.parameter for entry in self._parameters_of_rank], self.mesh.device)
         return total
+
+    def _outputs(self, inputs: Any) -> Any:
+        """What the only stage makes of the inputs of one micro-batch."""
+        stage = self.stages[0]
+        return call_model(stage, inputs) if self._parallel_model is None else stage(*flatten_tensors(inputs))
 
     def _run_pipeline(self, batches: list[Batch]) -> torch.Tensor:
         """Forward and backward passes of the pipeline; the mean loss on ranks of the last stage, else zero."""
@@ -280,28 +332,33 @@ class ParallelModel(nn.Module):
         loss = self._loss_fn(outputs, targets).to(self.config.parameter_dtype)
         if self.config.ignored_target is not None:
             loss = weigh(loss, targets, ignored=self.config.ignored_target, mean=self._mean_count)
-        return loss * self._loss_scale if self._loss_scale != 1.0 else loss
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> torch.Tensor:
         """The global mean loss, and `grad_norm`, by one all-reduce over all ranks."""
-        loss_share = local_loss.to(torch.float64) / (self.config.dp * self.config.tp)
-        sums = torch.stack([loss_share, squared_norm_share(self._parameters_of_rank, self.mesh.device)])
+        sums = torch.stack([self._share(local_loss), squared_norm_share(self._parameters_of_rank, self.mesh.device)])
         if self.config.n_ranks > 1:
             dist.all_reduce(sums)
-        self.grad_norm = sums[1].sqrt() / self._loss_scale
-        return sums[0] / self._loss_scale
+        self.grad_norm = sums[1].sqrt() / self._scale
+        return sums[0] / self._scale
+
+    def _share(self, local_loss: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the global mean loss."""
+        return local_loss.to(torch.float64) / (self.config.dp * self.config.tp)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _unscale_gradients(self) -> bool:
         """Take the loss scale out of the gradients; whether they are finite. Without fp16 there is nothing to do."""
-        if self.config.precision != "fp16":
+        if self.loss_scale is None:
             return True
         if not torch.isfinite(self.grad_norm):
-            self._loss_scale, self._n_good_steps = self._loss_scale / 2.0, 0
+            self.loss_scale.back_off()
             return False
-        scale_gradients(self._parameters_of_rank, torch.tensor(1.0 / self._loss_scale, device=self.mesh.device))
-        self._n_good_steps += 1
-        if self._n_good_steps % LOSS_SCALE_GROWTH_STEPS == 0:
-            self._loss_scale *= 2.0
+        scale_gradients(self._parameters_of_rank, torch.tensor(1.0 / self._scale, device=self.mesh.device))
+        self.loss_scale.grow()
         return True
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

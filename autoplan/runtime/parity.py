@@ -23,6 +23,7 @@ from torch import nn
 from .config import Config
 from .construction import build_whole_model
 from .data import Batch, batch_slice, map_tensors
+from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import mean_count, weigh
 from .parallel import LEARNING_RATE, ParallelModel, build_optimizer_of, call_model, loss_of
 from .recompute import unchanged_buffers
@@ -52,6 +53,7 @@ class PlainTraining:
         seed: int = 0,
         learning_rate: float = LEARNING_RATE,
         max_grad_norm: float | None = None,
+        learning_rates: LearningRate | None = None,
     ) -> None:
         self._config, self._device = config, device
         self._loss_fn = getattr(model_file, "loss_fn", None)
@@ -64,6 +66,7 @@ class PlainTraining:
         ).to(device)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer_of(model_file, trainable, learning_rate)
+        self.scheduler = build_scheduler_of(model_file, self.optimizer, learning_rates)
         self.written_buffers: frozenset[str] = frozenset()
         self._mean_count = torch.ones((), device=device)
 
@@ -72,9 +75,7 @@ class PlainTraining:
         self.optimizer.zero_grad(set_to_none=True)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         is_joint = self._config.batch_norm == "synchronized" and self._has_batch_norm()
-        if self._config.ignored_target is not None:
-            self._mean_count = mean_count([batch[1]], ignored=self._config.ignored_target).to(self._device)
-            self._mean_count /= self._config.dp * self._config.n_micro_batches
+        self._count_targets(batch)
         total = 0.0
         for loss in self._joint_losses(batch) if is_joint else self._single_losses(batch, dp_rank):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -85,7 +86,24 @@ class PlainTraining:
         if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss of a global batch in evaluation mode."""
+        self.model.eval()
+        with unchanged_buffers(self.model):
+            self._count_targets(batch)
+            total = sum(loss.item() for loss in self._single_losses(batch, 0))
+        self.model.train()
+        return total
+
+    def _count_targets(self, batch: Batch) -> None:
+        if self._config.ignored_target is not None:
+            self._mean_count = mean_count([batch[1]], ignored=self._config.ignored_target).to(self._device)
+            self._mean_count /= self._config.dp * self._config.n_micro_batches
 
     def _single_losses(self, batch: Batch, dp_rank: int) -> Iterator[torch.Tensor]:
         """Each micro-batch's share of the loss, by itself; the passes of other ranks leave the buffers as they are."""
@@ -128,8 +146,9 @@ class PlainTraining:
 
     @property
     def learning_rate(self) -> float:
-        """Of the optimizer's first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Of the optimizer's first parameter group, the largest so far of a schedule that begins or ends with it."""
+        group = self.optimizer.param_groups[0]
+        return max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
 
     def _has_batch_norm(self) -> bool:
         return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())

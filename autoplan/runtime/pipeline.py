@@ -45,6 +45,7 @@ from torch.distributed.pipelining import (
 )
 
 from .config import Config
+from .data import flatten_tensors
 from .zero import hold_gradients
 
 
@@ -140,6 +141,46 @@ class Pipeline:
         self._schedule.step(*arguments, target=unused_target if holds_last else None)
         losses = self._shells[-1].losses
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> torch.Tensor:
+        """Forward passes only, one micro-batch after the other; the mean loss on ranks of the last stage, else zero.
+
+        All ranks take (micro-batch, stage) in the same order, so each send meets its receive.
+        """
+        losses, config = [], self._config
+        for inputs, targets in batches:
+            tensors = flatten_tensors(inputs)
+            for shell, index in zip(self._shells, self._indices, strict=True):
+                if index > 0 and not self._is_own(index - 1):
+                    tensors = self._receive(index - 1)
+                outputs = shell.evaluate(tensors)
+                if index == config.n_stages - 1:
+                    losses.append(shell.loss_of(outputs, targets))
+                else:
+                    tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+                    if not self._is_own(index + 1):
+                        self._send(tensors, index)
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
+
+    def _is_own(self, stage: int) -> bool:
+        return stage in self._indices
+
+    def _send(self, tensors: tuple[torch.Tensor, ...], cut: int) -> None:
+        target = self._config.rank_of_stage(cut + 1)
+        for boundary, tensor in zip(self._boundaries[cut], tensors, strict=True):
+            example = boundary.example(self._config)
+            declared = tensor.to(example.dtype).contiguous()
+            sent = declared if boundary.requires_grad else _as_floats(declared)
+            dist.send(sent, group=self._group, group_dst=target)
+
+    def _receive(self, cut: int) -> tuple[torch.Tensor, ...]:
+        source, received = self._config.rank_of_stage(cut), []
+        for boundary in self._boundaries[cut]:
+            tensor = torch.empty_like(boundary.sent(self._config), device=self._device, requires_grad=False)
+            dist.recv(tensor, group=self._group, group_src=source)
+            is_itself = boundary.requires_grad
+            received.append(tensor if is_itself else _from_floats(tensor, boundary.example(self._config)))
+        return tuple(received)
 
     def _build_schedule(self, inputs: tuple[torch.Tensor, ...]) -> Any:
         config = self._config
@@ -247,9 +288,17 @@ class _StageShell(nn.Module):
         if self._outputs:
             sent = outputs if isinstance(outputs, tuple) else (outputs,)
             return self._send(self._outputs, sent)
-        loss = self._loss(outputs, self._targets[len(self.losses)]) / self._n_micro_batches
+        loss = self.loss_of(outputs, self._targets[len(self.losses)]) / self._n_micro_batches
         self.losses.append(loss.detach())
         return self._send((loss,), (loss.view(1),))[0]
+
+    def evaluate(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """What the stage makes of the inputs of one micro-batch; nothing is kept for a backward pass."""
+        return self.stage(*tensors)
+
+    def loss_of(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """The mean loss of one micro-batch; of the last stage."""
+        return self._loss(outputs, targets)
 
     def _send(self, examples: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         declared = (tensor.to(example.dtype) for example, tensor in zip(examples, tensors, strict=True))

@@ -1,18 +1,14 @@
-"""The training loop, plain or checked: one record per step, and what is printed and written of it.
-
-`profile_step` runs one more step under torch's profiler and says where its time goes.
-"""
+"""The training loop, plain or checked: a generator of one record per step; evaluation between steps; the report."""
 
 from __future__ import annotations
 
 import gc
 import json
-import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,72 +16,46 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .data import Batch, dataset_batches, global_batch, local_batch, synthetic_batches
+from .data import Batch, global_batch, local_batch
+from .loading import Position, TrainingData
+from .metrics import EvaluationRecord, StepRecord, Workload, device_name
 from .parallel import ParallelModel
-from .parity import Differences, PlainTraining, compare
-from .step_profile import STEP_MARK, StepProfile, profile_of_trace
+from .parity import PlainTraining, compare
+from .step_profile import StepProfile
+from .step_trace import StepTrace
 
-GIB = 2**30
 # Python's collector looks through all objects whenever it likes, which stopped a step for 200 ms on one rank and so on
 # all (H200, 2026-11-21). It runs between steps instead, on all ranks in the same one.
 STEPS_PER_COLLECTION = 50
+UNKNOWN_WORKLOAD = Workload()
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        peak_allocated_bytes, peak_reserved_bytes: of this rank since training began (the construction of the model left
-            out, but for what the allocator still holds of it); None on CPU.
-        differences: from plain training, when it was checked.
-        is_wrong: whether they are above the tolerance.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    step_s: float
-    samples_per_s: float
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    differences: Differences | None = None
-    is_wrong: bool = False
-
-    def __str__(self) -> str:
-        text = (
-            f"step {self.step:5d}  loss {self.loss:.6f}  grad norm {self.grad_norm:.4f}  "
-            f"{self.step_s:.4f} s  {self.samples_per_s:.1f} samples/s"
-        )
-        if self.peak_allocated_bytes is not None:
-            text += f"  {self.peak_allocated_bytes / GIB:.2f} GiB"
-        if self.differences is not None:
-            d = self.differences
-            text += f"  max difference: loss {d.loss:.1e} gradient {d.gradient:.1e} parameter {d.parameter:.1e}"
-            text += f" buffer {d.buffer:.1e}"
-            text += "  DIFFERS from one process" if self.is_wrong else ""
-        return text
-
-
-def train_steps(model: ParallelModel, model_file: Any, *, n_steps: int, seed: int) -> Iterator[StepRecord]:
-    """Train on the model file's dataset, or on random batches; yields what each step took."""
+def train_steps(
+    model: ParallelModel,
+    data: TrainingData,
+    *,
+    n_steps: int,
+    first_step: int = 0,
+    workload: Workload = UNKNOWN_WORKLOAD,
+    trace: StepTrace | None = None,
+) -> Iterator[StepRecord]:
+    """Train from `first_step` up to `n_steps` steps of the whole run; yields what each step took."""
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()
     try:
-        for step, batch in enumerate(islice(_batches(model, model_file, seed), n_steps)):
+        for step in range(first_step, n_steps):
             if step % STEPS_PER_COLLECTION == 0:
                 gc.collect()
-            yield timed_step(model, batch, step)
+            start_s = time.perf_counter()
+            batch = next(data)
+            data_wait_s = time.perf_counter() - start_s
+            with trace.around(step) if trace is not None else nullcontext(False) as is_profiled:
+                record = timed_step(model, batch, step, data_wait_s=data_wait_s, workload=workload)
+            yield replace(record, is_profiled=is_profiled)
     finally:
         gc.enable()
-
-
-def _batches(model: ParallelModel, model_file: Any, seed: int) -> Iterator[Batch]:
-    config, dp_rank = model.config, model.mesh.dp_rank
-    if hasattr(model_file, "build_dataset"):
-        return dataset_batches(model_file.build_dataset(), config=config, dp_rank=dp_rank, seed=seed)
-    return synthetic_batches(model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed)
+        data.close()
 
 
 def check_steps(
@@ -110,47 +80,59 @@ def exit_code(records: Sequence[StepRecord]) -> int:
     return 8 if any(record.is_wrong for record in records) else 0
 
 
-def timed_step(model: ParallelModel, batch: Batch, step: int) -> StepRecord:
+def timed_step(
+    model: ParallelModel,
+    batch: Batch,
+    step: int,
+    *,
+    data_wait_s: float = 0.0,
+    workload: Workload = UNKNOWN_WORKLOAD,
+) -> StepRecord:
     """Run one optimizer step and measure it; waits for the device."""
-    device = model.mesh.device
+    device, learning_rate = model.mesh.device, model.learning_rate
     _wait_for(device)
     start_s = time.perf_counter()
     loss = model.step(batch)
     _wait_for(device)
     step_s = time.perf_counter() - start_s
     on_cuda = device.type == "cuda"
+    samples_per_s = model.config.global_batch_size / (step_s + data_wait_s)
     return StepRecord(
         step=step,
         loss=loss.item(),
         grad_norm=model.grad_norm.item(),
+        learning_rate=learning_rate,
         step_s=step_s,
-        samples_per_s=model.config.global_batch_size / step_s,
+        data_wait_s=data_wait_s,
+        samples_per_s=samples_per_s,
         peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
         peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None,
+        tokens_per_s=workload.tokens_per_s(samples_per_s),
+        mfu=workload.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
+        loss_scale=None if model.loss_scale is None else model.loss_scale.value,
+        was_updated=model.was_updated,
     )
 
 
-def profile_step(model: ParallelModel, model_file: Any, *, seed: int) -> StepProfile:
-    """Run two more steps under torch's profiler, the first to warm it up; where the time of the second one went.
+class Evaluation:
+    """The mean loss of the first `n_batches` of `data`, or all, after every `every` steps; all ranks take part."""
 
-    All ranks must call it. It trains on, on batches that were seen before.
-    """
-    device = model.mesh.device
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    for batch in islice(_batches(model, model_file, seed), 2):
-        with torch.profiler.profile(activities=activities) as profiler:
-            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-            _wait_for(device)
-            with torch.profiler.record_function(STEP_MARK):
-                model.step(batch)
-                _wait_for(device)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(), strict=False)  # names of kernels may hold any character
-    return profile_of_trace(trace, axes=model.mesh.axes_of_groups())
+    def __init__(self, model: ParallelModel, data: TrainingData, *, every: int, n_batches: int | None = None) -> None:
+        self._model, self._data, self._every, self._n_batches = model, data, every, n_batches
+
+    def after(self, step: int) -> EvaluationRecord | None:
+        """The evaluation that is due after a step, if one is."""
+        return self.run(step) if (step + 1) % self._every == 0 else None
+
+    def run(self, step: int) -> EvaluationRecord:
+        """Evaluate now; training goes on as if it had not been."""
+        start_s = time.perf_counter()
+        self._data.restore(asdict(Position()))
+        found = [self._model.evaluate(batch) for batch in islice(self._data, self._n_batches)]
+        self._data.close()
+        losses, weights = (torch.stack(column).double() for column in zip(*found, strict=True))
+        loss = ((losses * weights).sum() / weights.sum()).item()
+        return EvaluationRecord(step, loss, len(found), time.perf_counter() - start_s)
 
 
 def write_records(
@@ -167,7 +149,7 @@ def write_records(
     report = {
         "schema_version": 1,
         "config": asdict(model.config),
-        "device": _device_name(model.mesh.device),
+        "device": device_name(model.mesh.device),
         "torch_version": torch.__version__,
         "steps": [asdict(record) for record in records],
         "peak_allocated_bytes_per_rank": [allocated for allocated, _ in peaks],
@@ -175,10 +157,6 @@ def write_records(
         "profiled_step_per_rank": None if profile is None else profiles,
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
 
 
 def _wait_for(device: torch.device) -> None:

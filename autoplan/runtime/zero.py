@@ -20,6 +20,7 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,15 +53,40 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
 
 
+def free_reduced_gradients(root: nn.Module) -> None:
+    """Free what the last reduction of the micro-batch before was given, once it is done.
+
+    `fully_shard` keeps it until its next reduction, which is in the next backward pass. Freed at the end of the pass
+    that began it, it would hold up the next forward pass; before the loss, that has hidden it, and memory peaks later.
+    """
+    if isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root:
+        context: Any = root._get_fsdp_state()._comm_ctx
+        states = getattr(context, "reduce_scatter_states", None)  # torch 2.13; one at the most in 2.11
+        if states is None:
+            states, context.reduce_scatter_state = [context.reduce_scatter_state], None
+        for state in filter(None, states):
+            if state.event is not None:
+                torch.cuda.current_stream().wait_event(state.event)
+        states.clear()
+
+
 def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
     """Say, before a backward pass of `root`, what happens to its gradients and gathered parameters."""
     if not isinstance(root, FSDPModule):
         return
+    free_reduced_gradients(root)
     root.set_is_last_backward(is_last_micro_batch)
     root.set_requires_gradient_sync(zero_stage >= 2 or is_last_micro_batch)
     if zero_stage >= 2:
         root.set_requires_all_reduce(is_last_micro_batch)
     root.set_reshard_after_backward(zero_stage == 3 or is_last_micro_batch)
+
+
+def free_gathered_parameters(root: nn.Module) -> None:
+    """Give back what a forward pass without a backward pass has gathered below `root`."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def hold_gradients(root: nn.Module) -> None:

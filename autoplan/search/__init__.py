@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, least_compute_s, shortfall_bytes, step_bound_s
+from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import SearchSpace, enumerate_meshes, fixed
 from autoplan.search.one_mesh import (
@@ -46,10 +47,11 @@ from autoplan.search.one_mesh import (
     relaxed_bound_s,
 )
 from autoplan.search.partition import best_partition
-from autoplan.search.paths import Shape, shape_of
+from autoplan.search.paths import shape_of
 from autoplan.search.plans import obeys_recompute
-from autoplan.search.rank_shares import balanced_plans, shared_bound_s
+from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.search.thrift import balanced_stages, thrifty_plan
 from autoplan.simulate import simulate
 from autoplan.units import GiB, MiB
 
@@ -75,11 +77,11 @@ class _Search:
     price: Price
     clock: Callable[[], float]
     started_s: float
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[Mesh, ...] = ()
+    answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int, int, bool, bool], tuple[float, float]] = field(default_factory=dict)
-    shapes: dict[tuple[str, int, int, int], Shape] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int, int, bool, Execution], tuple[float, float]] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
@@ -96,9 +98,14 @@ class _Search:
             self.first_plan_s = self.clock() - self.started_s
 
     def remaining_s(self) -> float | None:
-        """Time left; None when there is no limit."""
+        """Time left to search; None when there is no limit."""
         limit_s = self.options.time_limit_s
-        return None if limit_s is None else limit_s - (self.clock() - self.started_s)
+        return None if limit_s is None else limit_s - self.answer_s - (self.clock() - self.started_s)
+
+    def is_late(self) -> bool:
+        """Whether no time is left."""
+        remaining_s = self.remaining_s()
+        return remaining_s is not None and remaining_s <= 0.0
 
     def table(self, mesh: Mesh) -> CostTable:
         """The price of a mesh, asked for once."""
@@ -106,12 +113,14 @@ class _Search:
             self.tables[mesh] = self.price(mesh)
         return self.tables[mesh]
 
-    def shape(self, mesh: Mesh) -> Shape:
-        """The shape of the schedule of a mesh, worked out once."""
-        key = (mesh.schedule, mesh.pp, mesh.n_chunks, mesh.n_micro_batches)
-        if key not in self.shapes:
-            self.shapes[key] = shape_of(mesh)
-        return self.shapes[key]
+    def program(self, index: int, *, bound_s: float) -> Program:
+        """The program of a mesh that cannot be faster than `bound_s`."""
+        if index not in self.programs:
+            mesh = self.meshes[index]
+            self.programs[index] = Program.of(self.table(mesh), shape_of(mesh), recompute=self.recompute)
+        program = self.programs[index]
+        program.bound_s = max(program.bound_s, bound_s)
+        return program
 
     def weight(self, mesh: Mesh) -> float:
         """What a second of this mesh scores: the price of a step is proportional to the devices used."""
@@ -149,21 +158,30 @@ def search(
     price: Price,
     options: Options,
     make_plan: MakePlan,
+    warm_start: Plan | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SearchResult:
     """The best plan of `space`, or the proof that none fits.
 
     With objective "cost" the best plan is the one with the least step time x devices used, and `bound_s` is the bound
     on that product, divided by the devices of the best plan. After Ctrl-C the best plan so far is returned; the meshes
-    not examined are rejected for "time limit" with the detail "interrupted".
+    not examined are rejected for "time limit" with the detail "interrupted". `warm_start` is a plan of the same model
+    that may be good, say the best one on a similar cluster; where the space has its mesh, it is judged first.
 
-    Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix.
+    Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
+        when `warm_start` is of another model.
     """
-    state = _Search(options, price, clock, clock(), enumerate_meshes(space, options))
+    state = _Search(options, price, clock, clock())
     found: tuple[Baseline, ...] = ()
     try:
         found = plain_recipes(space, options, price=state.table)
-        _start(state, found)
+    except KeyboardInterrupt:
+        state.stopped = "interrupted"
+    recipes_s = clock() - state.started_s
+    state.meshes = enumerate_meshes(space, options)
+    state.answer_s = clock() - state.started_s - recipes_s
+    try:
+        _start(state, found, warm_start, recipes_s=recipes_s)
         _prove(state)
         _fill_alternatives(state)
         _explain_memory(state)
@@ -175,16 +193,22 @@ def search(
 # ---------------------------------------------------------------------------------------------------------- the queue
 
 
-def _start(state: _Search, found: tuple[Baseline, ...]) -> None:
-    """Baselines that belong to the space are the first plans; every mesh enters the queue."""
+def _start(state: _Search, found: tuple[Baseline, ...], warm_start: Plan | None, *, recipes_s: float) -> None:
+    """Baselines that belong to the space, and the warm start, are the first plans; every mesh enters the queue."""
+    if state.stopped:
+        return
     index_of = {mesh: index for index, mesh in enumerate(state.meshes)}
     for baseline in found:
         index = index_of.get(baseline.table.mesh)
         obeys = obeys_recompute(baseline.table, baseline.judged.stages, recompute=state.recompute)
         if index is not None and obeys and baseline.judged.estimate.fits:
             state.keep(index, baseline.judged)
+            state.first_plan_s = recipes_s
+    index = None if warm_start is None else index_of.get(warm_start.mesh)
+    if warm_start is not None and index is not None:
+        _judge(state, index, warm_start.stages)
     for index, mesh in enumerate(state.meshes):
-        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.compile)
+        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.execution)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         forward_s, backward_s = state.compute_s[key]
@@ -254,8 +278,7 @@ def _fill_alternatives(state: _Search) -> None:
 
 
 def _is_late(state: _Search, *, marks: bool = True) -> bool:
-    remaining_s = state.remaining_s()
-    is_late = remaining_s is not None and remaining_s <= 0.0
+    is_late = state.is_late()
     if is_late and marks:
         state.stopped = "time limit"
     return is_late
@@ -300,38 +323,70 @@ def _cut(state: _Search, index: int) -> float:
     mesh, weight = state.meshes[index], state.weight(state.meshes[index])
     table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / weight
     if mesh.n_chunks > 1:
-        bound_s = shared_bound_s(table, state.shape(mesh), recompute=state.recompute, limit_s=limit_s)
-        promising = bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap)
-        plans = balanced_plans(table, recompute=state.recompute) if promising else ()
+        bound_s = shared_bound_s(table, shape_of(mesh), recompute=state.recompute, limit_s=limit_s)
+        if bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap):
+            _share_out(state, index)
     else:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
-        bound_s, plans = partition.bound_s, (partition.stages,) if partition.stages else ()
-    for stages in plans:
-        if obeys_recompute(table, stages, recompute=state.recompute):
-            _judge(state, index, stages)
+        bound_s = partition.bound_s
+        if partition.stages:
+            _judge(state, index, partition.stages)
     if bound_s == INFINITY:
         state.rejections[index] = _short_somewhere(table, 1)
     return bound_s
 
 
+def _share_out(state: _Search, index: int) -> None:
+    """Look for a plan with several stages per rank that fits."""
+    mesh = state.meshes[index]
+    table, recompute = state.table(mesh), state.recompute
+    stages = balanced_stages(table, recompute=recompute)
+    plan = thrifty_plan(table, shape_of(mesh), stages, recompute=recompute, is_late=state.is_late)
+    if plan is not None and obeys_recompute(table, plan.stages, recompute=recompute):
+        _keep_if_better(state, index, plan)
+
+
 def _judge(state: _Search, index: int, stages: tuple[StagePlan, ...]) -> None:
-    """Keep a plan that fits and is the fastest of its mesh."""
-    estimate = simulate(state.table(state.meshes[index]), stages)
+    """Keep a plan that is allowed, fits, and is the fastest of its mesh."""
+    if not obeys_recompute(state.table(state.meshes[index]), stages, recompute=state.recompute):
+        return
+    _keep_if_better(state, index, Judged(stages, simulate(state.table(state.meshes[index]), stages)))
+
+
+def _keep_if_better(state: _Search, index: int, plan: Judged) -> None:
     known = state.plans.get(index)
-    if estimate.fits and (known is None or estimate.step_s < known.estimate.step_s):
-        state.keep(index, Judged(stages, estimate))
+    if plan.estimate.fits and (known is None or plan.estimate.step_s < known.estimate.step_s):
+        state.keep(index, plan)
 
 
 def _relax(state: _Search, index: int) -> float:
-    """The bound by the linear program."""
+    """The bound by the linear program; with several stages per rank by all sizes together, where that is enough."""
     mesh = state.meshes[index]
-    program = Program.of(state.table(mesh), state.shape(mesh), recompute=state.recompute)
-    state.programs[index] = program
-    known_s = state.queue[0][0] / state.weight(mesh)
-    program.bound_s = max(program.bound_s, known_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
+    bound_s = state.queue[0][0] / state.weight(mesh)
+    if mesh.n_chunks > 1:
+        bound_s = _agree_on_sizes(state, index, bound_s)
+        if bound_s >= faster_than(state.score_to_beat() / state.weight(mesh), gap=state.gap):
+            return bound_s
+    program = state.program(index, bound_s=bound_s)
+    program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
     if program.bound_s == INFINITY:
         state.rejections[index] = _short_somewhere(state.table(mesh), 1)
     return program.bound_s
+
+
+def _agree_on_sizes(state: _Search, index: int, bound_s: float) -> float:
+    """The bound raised by all ranks together, with the plans found on the way."""
+    mesh, recompute = state.meshes[index], state.recompute
+    weight = state.weight(mesh)
+    shares = Shares.of(state.table(mesh), shape_of(mesh), recompute)
+    limit_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
+    bound_s = narrowed_bound_s(shares, bound_s=bound_s, limit_s=limit_s)
+    if bound_s >= limit_s:
+        return bound_s
+    found = joint_bound(shares, recompute=recompute, bound_s=bound_s, limit_s=limit_s, is_late=state.is_late)
+    if found.best is not None and obeys_recompute(shares.table, found.best.stages, recompute=recompute):
+        _keep_if_better(state, index, found.best)
+    return found.bound_s
 
 
 RAISE_BOUND = (_price, _cut, _relax)  # by how far a mesh has been examined
@@ -347,7 +402,8 @@ def _solve(state: _Search, index: int, *, to_beat: float) -> None:
         gap=state.gap,
         remaining_s=state.remaining_s,
     )
-    outcome = refine(state.programs[index], known=state.plans.get(index), effort=effort)
+    program = state.program(index, bound_s=state.queue[0][0] / weight)
+    outcome = refine(program, known=state.plans.get(index), effort=effort)
     if outcome.best is not None:
         state.keep(index, outcome.best)
     if is_memory_proof(outcome):
@@ -392,7 +448,7 @@ def _explain_memory(state: _Search) -> None:
 def _explain_shortage(state: _Search, index: int) -> None:
     mesh = state.meshes[index]
     closest = least_memory(
-        state.table(mesh), state.shape(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
+        state.table(mesh), shape_of(mesh), recompute=state.recompute, time_limit_s=state.remaining_s()
     )
     if closest is None:
         return
@@ -461,8 +517,7 @@ def _stopped_by(state: _Search, status: str, bound: float) -> str:
     """What ended the search; see `SearchResult`. The clock may also have run out inside the last integer program."""
     if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
         return state.stopped
-    remaining_s = state.remaining_s()
-    return "time limit" if remaining_s is not None and remaining_s <= 0.0 else "stalled"
+    return "time limit" if state.is_late() else "stalled"
 
 
 def _candidate(state: _Search, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:

@@ -142,9 +142,14 @@ def memory_room_bytes(table: CostTable, *, stages: Iterable[int] = ()) -> float:
 
 def _least_buffer_bytes(table: CostTable, stage: int) -> int:
     """The least that `StageBytes.buffers` can be of a stage, wherever it begins and ends."""
-    sizes = (n_bytes for n_bytes, cut_s in zip(table.message_bytes, table.cut_s, strict=False) if cut_s is not None)
     has_before, has_after = stage > 0, stage < table.mesh.n_stages - 1
-    return min(sizes, default=0) * (table.mesh.n_micro_batches * (has_before + has_after) + has_before)
+    return least_message_bytes(table) * (table.mesh.n_micro_batches * (has_before + has_after) + has_before)
+
+
+def least_message_bytes(table: CostTable) -> int:
+    """The least that is sent over a boundary at which the pipeline can be cut."""
+    sizes = (n_bytes for n_bytes, cut_s in zip(table.message_bytes, table.cut_s, strict=False) if cut_s is not None)
+    return min(sizes, default=0)
 
 
 def shortfall_bytes(table: CostTable) -> int:

@@ -16,7 +16,7 @@ Run k has L_k pieces (see `plans`). Variables, for each stage s:
     transfers                  cut_s >= transfer at the boundary after s                    `add_cuts`
     paths bound the step       T >= sum counts x times + left + optimizer + per_step_s      `add_path`
     one rank alone             T >= all its communication, and all its compute, once        `_add_totals`
-    memory of each rank        state + gathered + gradients + (saved + received) x in flight + working <= room,
+    memory of each rank        state + gathered + gradients + (saved + sent) x in flight + working <= room,
                                at each moment of its schedule that may be the peak          `add_memory`
 
 **A relaxation, on purpose.** No plan that the simulator accepts is cut off, and T never exceeds its simulated step.

@@ -1,6 +1,6 @@
 """Rows that keep the memory of each rank within its room, at each moment of its schedule that may be the peak.
 
-    state + gathered + gradients of earlier passes + (saved + received) x in flight + pending x between halves
+    state + gathered + gradients of earlier passes + (saved + sent) x in flight + pending x between halves
         + what the running stage needs besides <= room
 
 in MiB, as exact fractions: rounding each coefficient up would refuse plans that fit. A segment that runs needs its
@@ -16,16 +16,20 @@ from __future__ import annotations
 from functools import partial
 
 from autoplan.cost.table import CostTable, SegmentCost
-from autoplan.search.bounds import after_pass_bytes, alone_bytes, leaves_all_gradients, memory_room_bytes
+from autoplan.search.bounds import (
+    after_pass_bytes,
+    alone_bytes,
+    least_message_bytes,
+    leaves_all_gradients,
+    memory_room_bytes,
+)
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.paths import Shape
 from autoplan.search.terms import (
     Formulation,
     Terms,
     Values,
-    at_boundary,
     cost_values,
-    ends_in,
     integer_column,
     negative,
     sum_of,
@@ -51,14 +55,16 @@ def add_memory(form: Formulation, shape: Shape) -> None:
         for moment in shape.moments[rank]:
             terms = [*always, *held[moment.stage]]
             for stage, n_in_flight in moment.in_flight:
-                terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved) + _received(form, stage)]
+                terms += [(c, n_in_flight * v) for c, v in sum_of(form, stage, saved)]
             for stage, n_pending in moment.pending if any(pending.values()) else ():
                 terms += [(c, n_pending * v) for c, v in sum_of(form, stage, pending)]
             for stage in moment.accumulating:
                 terms += sum_of(form, stage, gradients)
             if form.shortfall is not None:
                 terms.append((form.shortfall, -1.0))
-            form.model.add_row(f"memory of rank {rank} in stage {moment.stage}", terms, upper=room)
+            n_sent = sum(n_in_flight for stage, n_in_flight in moment.in_flight if stage < form.n_stages - 1)
+            name = f"memory of rank {rank} in stage {moment.stage}"
+            form.model.add_row(name, terms, upper=room - n_sent * least_message_bytes(table) / MiB)
         if leaves_all_gradients(table):
             terms = [term for stage in form.stages_of(rank) for term in sum_of(form, stage, left)]
             if form.shortfall is not None:
@@ -68,14 +74,6 @@ def add_memory(form: Formulation, shape: Shape) -> None:
 
 def _resident_bytes(table: CostTable, cost: SegmentCost) -> int:
     return cost.state_bytes + (cost.gathered_bytes if table.keeps_gathered else 0)
-
-
-def _received(form: Formulation, stage: int) -> Terms:
-    """The input of a stage, in MiB."""
-    if stage == 0:
-        return []
-    sizes = [at_boundary(form, number, "cut_bytes") / MiB for number in range(len(form.runs))]
-    return weighted(ends_in(form, stage - 1), sizes)
 
 
 def _largest(form: Formulation, stage: int) -> Terms:

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh
+from autoplan.parallel_plan import Execution, Mesh
 from autoplan.schedules import splits_backward
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
@@ -46,7 +46,7 @@ class SearchSpace:
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
         max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
         max_interleaved_stages: most stages in all of a schedule with several stages per rank.
-        compile_choices: whether blocks are compiled, where either has a price.
+        executions: how modules may run, as far as that has a price.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -61,7 +61,7 @@ class SearchSpace:
     max_chunks: int = 4
     max_interleaved_stages: int = 32
     uses_all_devices: bool = False
-    compile_choices: tuple[bool, ...] = (False,)
+    executions: tuple[Execution, ...] = (Execution(),)
 
     @property
     def n_segments(self) -> int:
@@ -155,12 +155,12 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
     keys = dict(space.shardings)[tp]
     batches = micro_batch_sizes(space, options, dp=dp)
     zeros = zero_choices(space, options, tp=tp, dp=dp)
-    choices = product(keys, batches, zeros, space.compile_choices)
-    for sharding, micro_batch_size, (zero_stage, shard_degree), compiles in choices:
+    choices = product(keys, batches, zeros, space.executions)
+    for sharding, micro_batch_size, (zero_stage, shard_degree), execution in choices:
         n_micro_batches = space.global_batch // dp // micro_batch_size
         for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
             recompute = fixed(options, "recompute")
-            if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=compiles):
+            if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
                 continue
             yield Mesh(
                 pp=pp,
@@ -173,7 +173,8 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
                 schedule=schedule,
                 n_chunks=n_chunks,
                 sharding=sharding,
-                compile=compiles,
+                compile=execution.compile,
+                memory_format=execution.memory_format,
             )
 
 

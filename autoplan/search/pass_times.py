@@ -33,10 +33,10 @@ from autoplan.search.terms import (
     Formulation,
     Terms,
     Values,
-    at_boundary,
     at_start,
     cost_of_kind,
     cost_values,
+    cut_s_at,
     ends_in,
     least_of,
     negative,
@@ -259,6 +259,6 @@ def _add_queue_rows(form: Formulation, kind: _Pass, stage: int, column: int) -> 
 def add_cuts(form: Formulation) -> None:
     """A transfer after a stage takes what the boundary there takes."""
     for stage in range(form.n_stages - 1):
-        cut_s = [at_boundary(form, number, "cut_s") / form.unit_s for number in range(len(form.runs))]
+        cut_s = [cut_s_at(form, number) / form.unit_s for number in range(len(form.runs))]
         terms = [(time_of(form, CUT, stage), 1.0), *negative(weighted(ends_in(form, stage), cut_s))]
         form.model.add_row(f"cut after stage {stage}", terms, lower=0.0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ CARRY = "carry"  # what communication left by a backward pass adds to the next p
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
 CUT = "cut"  # one transfer over the boundary after a stage
 
+FULL_ROUNDS = 3  # of pp micro-batches, after which a schedule repeats itself
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
@@ -61,12 +64,15 @@ def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
     """The paths that bound any plan of the mesh well; `critical_paths` adds what a given plan needs."""
     schedule = _schedule_of(mesh)
     ranks = stage_ranks(schedule)
-    chains = [_through(schedule, rank) for rank in range(mesh.pp)]
-    chains += [_around(mesh, schedule, rank, is_fill=is_fill) for rank in range(mesh.pp) for is_fill in (True, False)]
-    if mesh.schedule == "gpipe":
-        chains += [_gpipe_chain(mesh, rank) for rank in range(mesh.pp)]
-    whole = [chain + _tail(chain[-1]) for chain in chains]
-    return tuple(dict.fromkeys(path_of(mesh, ranks, chain) for chain in (*whole, *chains)))
+    chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, schedule, rank))
+    return tuple(dict.fromkeys(path_of(mesh, ranks, chain) for chain in chains))
+
+
+def chains_of(mesh: Mesh, schedule: Schedule, rank: int) -> list[list[Action]]:
+    """Chains of actions on which this rank does most, each with and without the way back to the first stage."""
+    chains = [_through(schedule, rank), *(_around(mesh, schedule, rank, is_fill=is_fill) for is_fill in (True, False))]
+    chains += [_gpipe_chain(mesh, rank)] if mesh.schedule == "gpipe" else []
+    return [*(chain + _tail(chain[-1]) for chain in chains), *chains]
 
 
 def _head(action: Action) -> list[Action]:
@@ -327,11 +333,22 @@ class Shape:
 
 
 def shape_of(mesh: Mesh) -> Shape:
-    """The shape of a mesh's schedule."""
-    schedule = _schedule_of(mesh)
-    moments = tuple(moments_of(schedule, rank) for rank in range(mesh.pp))
-    ranks = stage_ranks(schedule)
-    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(mesh.pp))
+    """The shape of a mesh's schedule.
+
+    Once a schedule is full, further rounds repeat its moments, but for gpipe: a short schedule has the same ones.
+    """
+    n_full = FULL_ROUNDS * mesh.pp + mesh.n_micro_batches % mesh.pp
+    n_micro_batches = mesh.n_micro_batches if mesh.schedule == "gpipe" else min(mesh.n_micro_batches, n_full)
+    return shape_of_schedule(mesh.schedule, mesh.pp, mesh.n_chunks, n_micro_batches)
+
+
+@lru_cache(maxsize=1024)
+def shape_of_schedule(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> Shape:
+    """The shape of a schedule, by all its actions."""
+    built = build_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    moments = tuple(moments_of(built, rank) for rank in range(pp))
+    ranks = stage_ranks(built)
+    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(pp))
     return Shape(ranks, stages_of, moments, tuple(map(MomentCounts.of, moments)))
 
 

@@ -23,17 +23,15 @@ class Run:
 
     Attributes:
         start: its first segment.
-        inner_cut_s, inner_cut_bytes: of each boundary between two of its pieces.
-        end_cut_s, end_cut_bytes: of the boundary after it; 0 after the last run.
+        inner_cut_s: time of a transfer over each boundary between two of its pieces.
+        end_cut_s: over the boundary after it; 0 after the last run.
     """
 
     start: int
     piece: tuple[int, ...]
     length: int
     inner_cut_s: float
-    inner_cut_bytes: int
     end_cut_s: float
-    end_cut_bytes: int
 
 
 def piece_edges(table: CostTable) -> tuple[int, ...]:
@@ -47,25 +45,23 @@ def runs_of(table: CostTable) -> tuple[Run, ...]:
     pieces = [(start, table.kinds[start:stop]) for start, stop in pairwise(piece_edges(table))]
     runs: list[Run] = []
     for start, piece in pieces:
-        end_s, end_bytes = _boundary(table, start + len(piece))
+        end_s = _cut_s(table, start + len(piece))
         last = runs[-1] if runs else None
         if last is not None and last.piece == piece and _continues(last):
-            runs[-1] = Run(last.start, piece, last.length + 1, last.end_cut_s, last.end_cut_bytes, end_s, end_bytes)
+            runs[-1] = Run(last.start, piece, last.length + 1, last.end_cut_s, end_s)
         else:
-            runs.append(Run(start, piece, 1, end_s, end_bytes, end_s, end_bytes))
+            runs.append(Run(start, piece, 1, end_s, end_s))
     return tuple(runs)
 
 
 def _continues(run: Run) -> bool:
     """Whether the boundary after the run may become one inside it: all of these cost the same."""
-    return run.length == 1 or (run.end_cut_s, run.end_cut_bytes) == (run.inner_cut_s, run.inner_cut_bytes)
+    return run.length == 1 or run.end_cut_s == run.inner_cut_s
 
 
-def _boundary(table: CostTable, segment: int) -> tuple[float, int]:
-    """Transfer time and bytes of the boundary before `segment`; 0 after the last one."""
-    if segment >= len(table.kinds):
-        return 0.0, 0
-    return table.cut_s[segment - 1] or 0.0, table.cut_bytes[segment - 1]
+def _cut_s(table: CostTable, segment: int) -> float:
+    """Transfer time over the boundary before `segment`; 0 after the last one."""
+    return 0.0 if segment >= len(table.kinds) else table.cut_s[segment - 1] or 0.0
 
 
 def stage_sizes(mesh: Mesh, *, n_pieces: int) -> tuple[range, ...]:

@@ -32,6 +32,7 @@ class Segments:
     """Per segment, in order. With the choice that is faster; `again` is the other one, where it spares memory.
 
     Attributes:
+        weights_s: the part of `backward_s` that a split backward pass does last.
         forward_extra_s, backward_extra_s: what communication adds while the segment computes, between all neighbours.
         opening_extra_s: likewise for the segment that opens a backward pass; `closing_extra_s`: that closes it.
         again_s: what recomputing adds to a backward pass; INFINITY where it spares nothing.
@@ -43,6 +44,7 @@ class Segments:
 
     forward_s: Array
     backward_s: Array
+    weights_s: Array
     gather_s: Array
     reduce_s: Array
     optimizer_s: Array
@@ -90,6 +92,7 @@ class Segments:
         return cls(
             forward_s=forward,
             backward_s=backward,
+            weights_s=column(lambda cost: cost.weight_backward_s),
             gather_s=gather,
             reduce_s=reduce,
             optimizer_s=column(lambda cost: cost.optimizer_s),
@@ -223,6 +226,19 @@ def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Arr
     missing = np.where(is_alone, ranges.first(extra), opening + closing)
     first_gather = ranges.last(segments.gather_s) if table.gathers_per_micro_batch else 0.0
     return ranges.total(segments.backward_s + extra) - missing + first_gather
+
+
+def reducing_pass_s(table: CostTable, segments: Segments, ranges: Ranges, *, compute_s: Array) -> Array:
+    """Time of a pass that computes so long per segment, from the last one on, and reduces; nothing is gathered."""
+    slower = min(table.overlap_slowdown, 2.0) - 1.0
+    extra = slower * np.minimum(compute_s, np.append(segments.reduce_s[1:], 0.0))
+    return ranges.total(compute_s + extra) - ranges.last(extra)
+
+
+def left_s(segments: Segments, ranges: Ranges, *, compute_s: Array) -> Array:
+    """The least that such a pass leaves to be reduced: what its compute after the first reduction cannot hide."""
+    queued_s = ranges.total(segments.reduce_s) - ranges.total(compute_s) + ranges.last(compute_s)
+    return np.maximum(ranges.first(segments.reduce_s), queued_s)
 
 
 def carries(table: CostTable, segments: Segments) -> bool:

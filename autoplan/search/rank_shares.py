@@ -1,32 +1,37 @@
 """Several stages per rank: what each rank must do and hold at the least. A bound by arithmetic.
 
-How many pieces a stage may have is known (`plans.stage_sizes`), so it is known within a few pieces where it begins, and
-what it needs at the least (`_Needs`). The step takes at least as long as this path, for each rank and each of its
-stages:
+What a stage of each size needs at the least is known (`stage_needs`). The step takes at least as long as each chain of
+`rank_paths`. With the sizes of the rank's own stages given, a chain takes at the least
 
-    first forward passes of all stages before  +  all the rank does from the first pass of this stage to the last one,
-    recomputation included  +  backward passes of all stages before                                          `_turn_s`
+    own passes, and what their reductions add to the next pass        `Shares._own_s`, `Shares._carried_s`
+    + recomputation of the own stages                                  `Shares._recomputing_s`
+    + passes of the other stages, which hold all the other pieces      `Shares._others_s`
 
-Recomputation is what memory asks for at the worst moment of the rank's schedule. How large its stages are is the rank's
-choice; the sum over all ranks is not: the bound is the least time within which the ranks can hold all pieces.
+The last line is sum over stages of min over sizes (passes - price x size) + price x other pieces, for any price of a
+piece; two prices are tried. Recomputation is what memory asks for at the worst moment of the rank's schedule. How large
+its stages are is the rank's choice; the sum over all ranks is not: the bound is the least time within which the ranks
+can hold all pieces.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 
 from autoplan.cost.table import CostTable
-from autoplan.parallel_plan import StagePlan
 from autoplan.schedules import splits_backward
-from autoplan.search.bounds import memory_room_bytes
+from autoplan.search.bounds import least_message_bytes, memory_room_bytes
 from autoplan.search.linear_model import INFINITY
-from autoplan.search.paths import Shape
+from autoplan.search.paths import BACKWARD, LAST_BACKWARD, LAST_WEIGHTS, WEIGHTS, Shape
 from autoplan.search.plans import piece_edges, stage_sizes
-from autoplan.search.ranges import ONE_BYTE, Array, Ranges, Segments, backward_pass_s, carries, forward_pass_s
+from autoplan.search.ranges import ONE_BYTE, Array, Segments
+from autoplan.search.rank_paths import CARRY_FORWARD, SYMBOLS, RankPaths, rank_paths
+from autoplan.search.stage_needs import Needs, places_of
+
+N_HALVINGS = 5  # of the span in which a bound is raised
 
 
 def shared_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, limit_s: float = INFINITY) -> float:
@@ -35,12 +40,23 @@ def shared_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, lim
     `shape` is of the mesh's schedule; `recompute` is what the user fixed. A bound that passes `limit_s` without memory
     is not raised further.
     """
-    shares = _Shares.of(table, shape, recompute)
+    shares = Shares.of(table, shape, recompute)
     bound_s = _least_s(shares, recomputes=False)
     return bound_s if bound_s >= limit_s else _least_s(shares, recomputes=True)
 
 
-def _least_s(shares: _Shares, *, recomputes: bool) -> float:
+def narrowed_bound_s(shares: Shares, *, bound_s: float, limit_s: float) -> float:
+    """The bound raised from `bound_s`, at most to `limit_s`; see `Shares.allowed_below`."""
+    if shares.allowed_below(limit_s) is None:
+        return limit_s
+    high_s = limit_s
+    for _ in range(N_HALVINGS):
+        middle_s = (bound_s + high_s) / 2.0
+        bound_s, high_s = (bound_s, middle_s) if shares.allowed_below(middle_s) is not None else (middle_s, high_s)
+    return bound_s
+
+
+def _least_s(shares: Shares, *, recomputes: bool) -> float:
     """The least time within which the ranks can hold all pieces."""
     times_s = [shares.times_s(rank, recomputes=recomputes) for rank in range(shares.table.mesh.pp)]
     fastest_s = max(float(times.min()) for times in times_s)
@@ -58,87 +74,10 @@ def _least_s(shares: _Shares, *, recomputes: bool) -> float:
     return INFINITY if low == len(candidates) else float(candidates[low]) + shares.table.per_step_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """The least that a stage needs, wherever it begins: each (stages, pieces); INFINITY for sizes it cannot have.
-
-    Attributes:
-        alone_bytes: by the last segment while it runs.
-        n_spared: segments that spare memory when they are recomputed, at the most.
-    """
-
-    first_forward_s: Array
-    forward_s: Array
-    backward_s: Array
-    carry_s: Array
-    last_reduce_s: Array
-    optimizer_s: Array
-    resident_bytes: Array
-    gradient_bytes: Array
-    saved_bytes: Array
-    pending_bytes: Array
-    alone_bytes: Array
-    n_spared: Array
-
-    @classmethod
-    def of(cls, table: CostTable, segments: Segments) -> _Needs:
-        """What the stages of the mesh need."""
-        n_stages, is_split = table.mesh.n_stages, splits_backward(table.mesh.schedule)
-        n_pieces = len(piece_edges(table)) - 1
-        sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
-        ranges = Ranges.of(table, max(own[-1] for own in sizes))
-        owners, counts, stops, offsets = _places(n_pieces, sizes)
-
-        def stage_values(values: Array, *, largest: bool = False) -> Array:
-            choose = np.maximum if largest else np.minimum
-            found = np.full((n_stages, ranges.width + 1), INFINITY)
-            found[owners, counts] = choose.reduceat(
-                values[stops, np.repeat(counts, np.diff(offsets, append=len(stops))) - 1], offsets
-            )
-            return found
-
-        backward = ranges.total(segments.backward_s) if is_split else backward_pass_s(table, segments, ranges)
-        return cls(
-            first_forward_s=stage_values(forward_pass_s(segments, ranges, gathers=True)),
-            forward_s=stage_values(forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch)),
-            backward_s=stage_values(backward),
-            carry_s=stage_values(ranges.first(segments.reduce_s) * carries(table, segments)),
-            last_reduce_s=stage_values(ranges.first(segments.reduce_s)),
-            optimizer_s=stage_values(ranges.total(segments.optimizer_s)),
-            resident_bytes=stage_values(ranges.total(segments.resident_bytes)),
-            gradient_bytes=stage_values(ranges.total(segments.gradient_bytes)),
-            saved_bytes=stage_values(ranges.total(segments.saved_bytes)),
-            pending_bytes=stage_values(ranges.total(segments.pending_bytes)),
-            alone_bytes=stage_values(np.broadcast_to(ranges.last(segments.least_alone_bytes), ranges.start.shape)),
-            n_spared=stage_values(ranges.total(1.0 * (segments.spared_bytes > 0.0)), largest=True),
-        )
-
-
-@lru_cache(maxsize=256)
-def _places(n_pieces: int, sizes: tuple[range, ...]) -> tuple[Array, Array, Array, Array]:
-    """Where each stage may lie with each size: (stage, size) of each pair, all its stops, and where they begin."""
-    owners: list[int] = []
-    counts: list[int] = []
-    stops: list[int] = []
-    offsets: list[int] = []
-    for stage, own in enumerate(sizes):
-        before, after = sizes[:stage], sizes[stage + 1 :]
-        for count in own:
-            left = n_pieces - count
-            fewest = max(sum(s[0] for s in before), left - sum(s[-1] for s in after))
-            most = min(sum(s[-1] for s in before), left - sum(s[0] for s in after))
-            if fewest <= most:
-                owners.append(stage)
-                counts.append(count)
-                offsets.append(len(stops))
-                stops += range(fewest + count, most + count + 1)
-    return np.array(owners), np.array(counts), np.array(stops), np.array(offsets)
-
-
 @lru_cache(maxsize=256)
 def _ways(n_pieces: int, sizes: tuple[range, ...], own: tuple[int, ...]) -> Array:
     """Every choice of sizes for the stages of one rank that leaves the other stages what they may have."""
-    owners, counts, _, _ = _places(n_pieces, sizes)
+    owners, counts, _, _ = places_of(n_pieces, sizes)
     found = np.array(list(product(*(counts[owners == stage].tolist() for stage in own))))
     others = [possible for stage, possible in enumerate(sizes) if stage not in own]
     least, most = n_pieces - sum(s[-1] for s in others), n_pieces - sum(s[0] for s in others)
@@ -146,62 +85,221 @@ def _ways(n_pieces: int, sizes: tuple[range, ...], own: tuple[int, ...]) -> Arra
     return found[(totals >= least) & (totals <= most)]
 
 
+def _prices(values_s: Array, size: int) -> Array:
+    """Per path, what a piece more than `size` costs in the median stage; `values_s` are (path, stage, pieces)."""
+    if size + 1 >= values_s.shape[2]:
+        return np.zeros(len(values_s))
+    least, most = values_s[:, :, size], values_s[:, :, size + 1]
+    known = np.isfinite(least) & np.isfinite(most)
+    slopes = np.sort(np.where(known, np.where(known, most, 0.0) - np.where(known, least, 0.0), 0.0), axis=1)
+    return slopes[:, slopes.shape[1] // 2]
+
+
 @dataclass(frozen=True, slots=True)
-class _Shares:
+class _Parts:
+    """What the paths of a rank are made of: `values_s` are (path, stage, pieces), the others (path, way)."""
+
+    values_s: Array
+    own_s: Array
+    carried_s: Array
+    slowed_s: Array
+    others_s: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
     """What `times_s` needs; `ways` are (way, stage of the rank), every choice of sizes, per rank."""
 
     table: CostTable
     shape: Shape
-    needs: _Needs
+    paths: tuple[RankPaths, ...]
+    needs: Needs
     segments: Segments
     n_pieces: int
     ways: tuple[Array, ...]
+    slower: float
+    parts: dict[int, _Parts]
 
     @classmethod
-    def of(cls, table: CostTable, shape: Shape, recompute: str | None) -> _Shares:
+    def of(cls, table: CostTable, shape: Shape, recompute: str | None) -> Shares:
         """The shares of the ranks of a mesh."""
         segments, n_pieces = Segments.of(table, recompute), len(piece_edges(table)) - 1
         sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
         ways = tuple(_ways(n_pieces, sizes, own) for own in shape.stages_of)
-        return cls(table, shape, _Needs.of(table, segments), segments, n_pieces, ways)
+        return cls(
+            table, shape, rank_paths(table.mesh), Needs.of(table, segments), segments, n_pieces, ways,
+            slower=min(table.overlap_slowdown, 2.0) - 1.0, parts={},
+        )  # fmt: skip
 
     def times_s(self, rank: int, *, recomputes: bool) -> Array:
         """Per number of pieces, the least time of this rank's part of the step; INFINITY where it cannot be.
 
         Without `recomputes` memory is left out.
         """
-        mesh, ways = self.table.mesh, self.ways[rank]
+        ways = self.ways[rank]
         again_s = self._recomputing_s(rank) if recomputes else np.zeros(len(ways))
-        n_turns = 1 if splits_backward(mesh.schedule) else mesh.n_chunks
-        found = self._turn_s(rank, 0, again_s)
-        for chunk in range(1, n_turns):
-            found = np.maximum(found, self._turn_s(rank, chunk, again_s))
         least = np.full(self.n_pieces + 1, INFINITY)
-        np.minimum.at(least, ways.sum(axis=1), found)
+        np.minimum.at(least, ways.sum(axis=1), self._way_s(rank, again_s, allowed=None))
         return least
 
-    def _turn_s(self, rank: int, chunk: int, again_s: Array) -> Array:
-        """Per way, the path to the first pass of the rank's stage `chunk` and from the last one back.
+    def _way_s(self, rank: int, again_s: Array, *, allowed: Array | None) -> Array:
+        """Per way, the longest path of the rank.
 
-        Before that, `pp` micro-batches have passed forward through each of the rank's earlier stages, and after it
-        backward. A split backward pass leads back to no other stage.
+        `again_s` is what it recomputes per micro-batch; `allowed` are (stage, pieces), all by default.
         """
-        table, needs, pp, n = self.table, self.needs, self.table.mesh.pp, self.table.mesh.n_micro_batches
-        own = self.shape.stages_of[rank]
-        before = [stage for stage in range(own[chunk]) if stage not in own]
-        cut_s = own[chunk] * min((s for s in table.cut_s if s is not None), default=0.0)
-        there_s = cut_s + float(needs.first_forward_s[before].min(axis=1).sum())
-        back_s = cut_s + float(needs.backward_s[before].min(axis=1).sum())
-        if splits_backward(table.mesh.schedule):
-            back_s = 0.0
-        else:  # the first stage reduces the gradients of its first segment last
-            back_s += float((needs.optimizer_s[0] + needs.last_reduce_s[0]).min())
-        first_s = self._chosen(needs.first_forward_s, rank) - self._chosen(needs.forward_s, rank)
-        passes_s = self._chosen(needs.forward_s + needs.backward_s, rank)
-        n_passes = np.array([n - pp + 1 if place < chunk else n for place in range(len(own))])
-        own_s = first_s[:, : chunk + 1].sum(axis=1) + passes_s @ n_passes + n_passes.min() * again_s
-        carry_s = self._chosen(needs.carry_s, rank) @ np.maximum(0, n_passes - 1)
-        return there_s + own_s + carry_s + np.maximum(back_s, self._sum(needs.optimizer_s, rank) if chunk == 0 else 0.0)
+        parts = self._parts_of(rank)
+        others_s = parts.others_s
+        if allowed is not None:
+            others_s = self._others_s(rank, np.where(allowed, parts.values_s, INFINITY))
+        return (self._own_s(rank, again_s) + others_s).max(axis=0)
+
+    def _own_s(self, rank: int, again_s: Array) -> Array:
+        """(path, way): what the paths of a rank spend in its own stages; INFINITY for ways that do not fit."""
+        paths, parts, own = self.paths[rank], self._parts_of(rank), list(self.shape.stages_of[rank])
+        fits, again_s = np.isfinite(again_s), np.where(np.isfinite(again_s), again_s, 0.0)
+        n_backwards = (paths.of(BACKWARD) + paths.of(LAST_BACKWARD))[:, own].min(axis=1)[:, None]
+        # What is recomputed hides reductions: a second of it at most `slower` of what they add to the next pass, and
+        # once all that they leave at the end.
+        hides_s = np.maximum(0.0, (1.0 - self.slower) * n_backwards - 1.0) * again_s
+        own_s = parts.own_s + np.maximum(n_backwards * again_s, parts.carried_s + hides_s)
+        return np.where(fits, np.maximum(own_s, parts.slowed_s + n_backwards * again_s), INFINITY)
+
+    def choices_s(self, rank: int, choices: Array) -> Array:
+        """Per choice of sizes for all stages (choice, stage), the longest path of the rank."""
+        own_s, values_s = self._own_s(rank, self._recomputing_s(rank)), self._parts_of(rank).values_s
+        way_of, own = self._way_of(rank, choices), self.shape.stages_of[rank]
+        others = [stage for stage in range(self.table.mesh.n_stages) if stage not in own]
+        longest = np.zeros(len(choices))
+        for number in range(len(own_s)):
+            spent_s = own_s[number, way_of]
+            for stage in others:
+                spent_s = spent_s + values_s[number, stage, choices[:, stage]]
+            longest = np.maximum(longest, spent_s)
+        return longest
+
+    def again_on_path_s(self, counts: Array, choices: Array) -> Array:
+        """Per choice, what recomputation adds to a path of these (symbol, stage) counts beyond what it hides."""
+        n_backwards = counts[SYMBOLS.index(BACKWARD)] + counts[SYMBOLS.index(LAST_BACKWARD)]
+        added = np.zeros(len(choices))
+        for rank, own in enumerate(self.shape.stages_of):
+            least = n_backwards[list(own)].min()
+            if least > 0.0:
+                added += least * self._recomputing_s(rank)[self._way_of(rank, choices)]
+        return added
+
+    def _way_of(self, rank: int, choices: Array) -> Array:
+        """Per choice, the place of its sizes on this rank among the rank's ways."""
+        own, width = list(self.shape.stages_of[rank]), self.needs.possible.shape[1]
+        weights = width ** np.arange(len(own))
+        codes = self.ways[rank] @ weights
+        order = np.argsort(codes)
+        return order[np.searchsorted(codes, choices[:, own].astype(int) @ weights, sorter=order)]
+
+    def _parts_of(self, rank: int) -> _Parts:
+        """Worked out once."""
+        if rank not in self.parts:
+            own, values_s = list(self.shape.stages_of[rank]), self._values_s(rank)
+            self.parts[rank] = _Parts(
+                values_s=values_s,
+                own_s=values_s[:, own, self.ways[rank]].sum(axis=2),
+                carried_s=self._carried_s(rank),
+                slowed_s=self._slowed_s(rank),
+                others_s=self._others_s(rank, values_s),
+            )
+        return self.parts[rank]
+
+    def allowed_below(self, limit_s: float) -> Array | None:
+        """(stage, pieces): the sizes with which a plan may take less than `limit_s`; None when none may.
+
+        That is what the ranks' paths say when they agree on the sizes.
+
+        Sizes that make a path of their own rank too long are ruled out, which makes the paths of the others longer.
+        """
+        limit_s -= self.table.per_step_s
+        allowed = self.needs.possible
+        again_s = [self._recomputing_s(rank) for rank in range(self.table.mesh.pp)]
+        while True:
+            kept = []
+            for rank, own in enumerate(self.shape.stages_of):
+                found = self._way_s(rank, again_s[rank], allowed=allowed)
+                within = allowed[list(own), self.ways[rank]].all(axis=1)
+                kept.append(self.ways[rank][within & (found < limit_s)])
+                if not len(kept[-1]):
+                    return None
+            narrowed = self._agreed(kept)
+            if not narrowed.any(axis=1).all():
+                return None
+            if (narrowed == allowed).all():
+                return allowed
+            allowed = narrowed
+
+    def _agreed(self, kept: list[Array]) -> Array:
+        """(stage, pieces): the sizes in some way that leaves the other ranks a number of pieces that they may have."""
+        totals = [ways.sum(axis=1) for ways in kept]
+        least, most = (sum(int(choose(own)) for own in totals) for choose in (np.min, np.max))
+        allowed = np.zeros(self.needs.possible.shape, dtype=bool)
+        for own, ways, total in zip(self.shape.stages_of, kept, totals, strict=True):
+            left = self.n_pieces - total
+            fits = (left >= least - total.min()) & (left <= most - total.max())
+            for place, stage in enumerate(own):
+                allowed[stage, ways[fits, place]] = True
+        return allowed
+
+    def _values_s(self, rank: int) -> Array:
+        """(path, stage, pieces): what each path of a rank spends in each stage; INFINITY for sizes it cannot have.
+
+        Left out is what the rank's own reductions leave beyond the last of them (`_carried_s`).
+        """
+        needs, paths = self.needs, self.paths[rank]
+        values = np.einsum("pys,ysw->psw", paths.counts, needs.passes_s)
+        for number, stage in enumerate(paths.last_stages):
+            owner = self.shape.ranks[stage]
+            stages = list(self.shape.stages_of[owner])
+            values[number, stages] += needs.optimizer_s[stages]
+            values[number, stage] += (needs.last_reduce_s if owner == rank else needs.last_left_s)[stage]
+        return np.where(needs.possible, values, INFINITY)
+
+    def _carried_s(self, rank: int) -> Array:
+        """(path, way): what the reductions that a rank's passes leave add to its forward passes, and at the end."""
+        needs, paths, own = self.needs, self.paths[rank], list(self.shape.stages_of[rank])
+        carried = np.zeros((len(paths.counts), len(self.ways[rank])))
+        if not (self.table.gathers_per_micro_batch or splits_backward(self.table.mesh.schedule)):
+            shortest_s = self._chosen(needs.forward_s, rank).min(axis=1)[:, None]
+            left_s = np.minimum(self._chosen(needs.left_s, rank), shortest_s)
+            carried += paths.of(CARRY_FORWARD)[:, own] @ (self.slower * left_s).T
+        beyond_s = self._chosen(needs.last_left_s - needs.last_reduce_s, rank)
+        for number, stage in enumerate(paths.last_stages):
+            if stage in own:
+                carried[number] += beyond_s[:, own.index(stage)]
+        return carried
+
+    def _slowed_s(self, rank: int) -> Array:
+        """(path, way): what paths with all its backward passes spend in the rank's own stages and its optimizer.
+
+        Each second of reduction is beside compute and slows it, or it is beside nothing, or left over: it takes at
+        least `slower`. 0.0 for other paths, and where gathers are in between.
+        """
+        needs, paths, own = self.needs, self.paths[rank], list(self.shape.stages_of[rank])
+        n = self.table.mesh.n_micro_batches
+        n_backwards = sum(paths.of(symbol)[:, own] for symbol in (BACKWARD, LAST_BACKWARD, WEIGHTS, LAST_WEIGHTS))
+        has_all = (n_backwards == n).all(axis=1) & np.array([stage in own for stage in paths.last_stages])
+        if self.table.gathers_per_micro_batch or not has_all.any():
+            return np.zeros((len(has_all), 1))
+        values = np.einsum("pys,ysw->psw", paths.counts[:, :, own], needs.plain_s[:, own])
+        n_reduces = n if self.table.reduces_per_micro_batch else 1
+        values += needs.optimizer_s[own] + self.slower * n_reduces * needs.reduce_s[own]
+        found = values[:, np.arange(len(own)), self.ways[rank]].sum(axis=2)
+        return np.where(has_all[:, None], found, 0.0)
+
+    def _others_s(self, rank: int, values_s: Array) -> Array:
+        """(path, way): the least that each path spends in the stages of other ranks; see the module docstring."""
+        own = set(self.shape.stages_of[rank])
+        others = values_s[:, [stage for stage in range(self.table.mesh.n_stages) if stage not in own]]
+        n_left = self.n_pieces - self.ways[rank].sum(axis=1)
+        prices = _prices(others, self.n_pieces // self.table.mesh.n_stages)
+        at_price = others - prices[:, None, None] * np.arange(others.shape[2])
+        priced = at_price.min(axis=2).sum(axis=1)[:, None] + prices[:, None] * n_left
+        return np.maximum(others.min(axis=2).sum(axis=1)[:, None], priced)
 
     def _chosen(self, per_stage: Array, rank: int) -> Array:
         """(way, stage of the rank): the values of its stages."""
@@ -217,10 +315,15 @@ class _Shares:
         worst = self._n_recomputed(rank).max(axis=1)
         return np.where(np.isfinite(worst), np.where(np.isfinite(worst), worst, 0.0) * again_s, INFINITY)
 
+    def _sent_bytes(self, rank: int) -> Array:
+        """(moment,): the least that the outputs sent of the micro-batches in flight hold."""
+        sends = np.array([stage < self.table.mesh.n_stages - 1 for stage in self.shape.stages_of[rank]])
+        return least_message_bytes(self.table) * (self.shape.counts[rank].in_flight @ sends)
+
     def _n_recomputed(self, rank: int) -> Array:
         """(way, moment): how many segments must be recomputed; INFINITY where that does not help."""
         needs, moments = self.needs, self.shape.counts[rank]
-        used = self._sum(needs.resident_bytes, rank)[:, None]
+        used = self._sum(needs.resident_bytes, rank)[:, None] + self._sent_bytes(rank)
         used = used + self._chosen(needs.saved_bytes, rank) @ moments.in_flight.T
         used = used + self._chosen(needs.pending_bytes, rank) @ moments.pending.T
         used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
@@ -237,33 +340,3 @@ class _Shares:
             n_segments = np.where(bytes_each > 0.0, np.minimum(n_spared[:, stage], wanted), 0.0)
             chosen, missing_bytes = chosen + n_segments, missing_bytes - n_segments * bytes_each
         return np.where(missing_bytes > 0.0, INFINITY, chosen)
-
-
-def balanced_plans(table: CostTable, *, recompute: str | None) -> tuple[tuple[StagePlan, ...], ...]:
-    """Plans whose slowest stage is as fast as can be: with nothing recomputed, and with everything that may be."""
-    segments, n_pieces = Segments.of(table, recompute), len(piece_edges(table)) - 1
-    sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
-    ranges = Ranges.of(table, max(own[-1] for own in sizes))
-    time_s = np.where(ranges.exists, ranges.total(segments.forward_s + segments.backward_s), INFINITY)
-    worst = np.append(0.0, np.full(n_pieces, INFINITY))
-    chosen = []
-    for own in sizes:
-        columns = slice(own[0] - 1, own[-1])
-        found = np.maximum(worst[ranges.start[:, columns]], time_s[:, columns])
-        chosen.append(found.argmin(axis=1) + own[0])
-        worst = found.min(axis=1)
-    stops = [n_pieces]
-    for counts in reversed(chosen[1:]):
-        stops.append(stops[-1] - int(counts[stops[-1]]))
-    edges = ranges.edges[[0, *reversed(stops)]].tolist()
-    plans = []
-    for switches in (False, True):
-        able = segments.spared_bytes > 0.0
-        recomputed = [is_again != (switches and bool(able[i])) for i, is_again in enumerate(segments.is_again)]
-        plans.append(
-            tuple(
-                StagePlan(start, stop, tuple(i for i in range(start, stop) if recomputed[i]))
-                for start, stop in pairwise(edges)
-            )
-        )
-    return tuple(dict.fromkeys(plans))

@@ -117,11 +117,10 @@ def least_of(form: Formulation, kind: int, value: Callable[[SegmentCost], float]
     return min(value(cost) for cost in form.table.costs[kind])
 
 
-def at_boundary(form: Formulation, number: int, what: str) -> float:
-    """The least of what a boundary costs when `number` is the first run not finished there."""
+def cut_s_at(form: Formulation, number: int) -> float:
+    """The least time of a transfer over a boundary when `number` is the first run not finished there."""
     run = form.runs[number]
-    inner = float(getattr(run, f"inner_{what}"))
     if number == 0:
-        return inner
-    before = float(getattr(form.runs[number - 1], f"end_{what}"))
-    return before if run.length == 1 else min(before, inner)
+        return run.inner_cut_s
+    before_s = form.runs[number - 1].end_cut_s
+    return before_s if run.length == 1 else min(before_s, run.inner_cut_s)

@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
     "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
     "unet": ("../tests/families/unet.py", {}),
+    "bert": ("../tests/families/bert_hf.py", {}),
     "resnet": ("../tests/families/resnet.py", {"depths": (2, 2)}),
     "data_dependent": ("../tests/families/data_dependent.py", {}),
 }

@@ -1,0 +1,135 @@
+"""An answer as one self-contained HTML page, and as the files beside it: charts as SVG, rows as CSV and JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autoplan.answer import (
+    Answer,
+    interval_source,
+    mfu,
+    samples_per_s,
+    segment_sources_text,
+    step_interval_s,
+    tokens_per_s,
+    trust,
+)
+from autoplan.html_report.page import render
+from autoplan.html_report.plan_charts import cost_usd, plan_charts
+from autoplan.html_report.plan_rows import (
+    MAX_REJECTIONS,
+    breakdown_table,
+    candidates_table,
+    memory_table,
+    plan_records,
+    record_files,
+    rejections_table,
+    sensitivity_table,
+    sources_table,
+    stages_table,
+)
+from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
+from autoplan.html_report.table import Card, Table, cells
+from autoplan.html_report.timeline import MemoryCurve
+from autoplan.intervals import COVERAGE
+from autoplan.questions import SensitivityRow
+from autoplan.report import describe_mesh, fix_text, plan_rows, rate_text, shortage_text, tightest_bytes
+from autoplan.search.result import Candidate
+from autoplan.units import GiB, format_seconds, format_usd
+
+FOLDER = "report"
+
+
+def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity: Sequence[SensitivityRow] = ()) -> str:
+    """The page; `memory` is of `simulate.memory_over_time`, `sensitivity` of `questions.sensitivity`."""
+    result, has_plan = answer.result, answer.result.best is not None
+    return render(
+        "plan.html.jinja",
+        workload=answer.workload,
+        result=result,
+        shortage="" if has_plan else shortage_text(answer),
+        remedies=_remedies_table(answer),
+        notes=answer.notes,
+        charts={chart.name: chart for chart in plan_charts(answer, memory=memory, sensitivity=sensitivity)},
+        cards=_cards(answer, answer.best) if has_plan else (),
+        plan=_decision(answer) if has_plan else (),
+        basis=_basis(answer.best) if has_plan else "",
+        kind=trust_kind(trust(answer.best.estimate)) if has_plan else "",
+        candidates=candidates_table(answer) if has_plan else None,
+        breakdown=breakdown_table(answer) if has_plan else None,
+        memory=memory_table(answer) if has_plan else None,
+        stages=stages_table(answer) if has_plan else None,
+        sensitivity=sensitivity_table(sensitivity) if has_plan and sensitivity else None,
+        rejections=rejections_table(answer),
+        n_rejections_hidden=max(0, len(result.rejected) - MAX_REJECTIONS),
+        sources=sources_table(answer),
+        kinds=_kinds_text(answer),
+    )
+
+
+def chart_files(answer: Answer, *, memory: Sequence[MemoryCurve] = ()) -> dict[str, str]:
+    """The charts and rows of an answer as files of their own, by path."""
+    charts = {f"{chart.name}.svg": chart.stand_alone for chart in plan_charts(answer, memory=memory)}
+    files = {**charts, **record_files(plan_records(answer, memory=memory))}
+    return {f"{FOLDER}/{name}": text for name, text in files.items()}
+
+
+def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
+    workload, estimate = answer.workload, best.estimate
+    kind = trust_kind(trust(estimate))
+    low_s, high_s = step_interval_s(best)
+    interval_text = f"{format_seconds(low_s)} to {format_seconds(high_s)} with a chance of {COVERAGE:.0%}"
+    tokens, share = tokens_per_s(workload, best), mfu(workload, best)
+    samples = f"{rate_text(samples_per_s(best))} samples/s"
+    rate = (samples, "throughput", "") if tokens is None else (f"{rate_text(tokens)} tokens/s", "throughput", samples)
+    peak_bytes, limit_bytes = tightest_bytes(estimate)
+    left = f"{(limit_bytes - peak_bytes) / GiB:.1f} GiB left of {limit_bytes / GiB:.1f}"
+    mesh = best.plan.mesh
+    cards = [
+        Card(format_seconds(estimate.step_s), "a step", kind, interval_text),
+        Card(rate[0], rate[1], kind, rate[2]),
+        Card("unknown" if share is None else f"{share:.1%}", "MFU", kind, "of the dense peak of the devices used"),
+        Card(f"{peak_bytes / GiB:.1f} GiB", "memory", kind, f"pipeline rank {estimate.tightest_rank}; {left}"),
+        Card(str(mesh.n_devices), "devices", "computed", f"of {workload.n_devices}; {describe_mesh(mesh)}"),
+    ]
+    cost = cost_usd(answer, best)
+    if cost is not None:
+        price = f"{format_usd(workload.price_usd_per_device_hour or 0.0)} per device-hour"
+        cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(_price_source(answer)), price))
+    return tuple(cards)
+
+
+def _basis(best: Candidate) -> str:
+    """What the interval of the step rests on."""
+    sources = segment_sources_text(best.estimate)
+    return interval_source(best.estimate) + (f"; {sources}" if sources else "")
+
+
+def _decision(answer: Answer) -> list[tuple[str, str]]:
+    fix = () if answer.request is None else answer.request.options.fix
+    return [*plan_rows(answer.best.plan), *([("asked for", fix_text(fix))] if fix else [])]
+
+
+def _kinds_text(answer: Answer) -> str:
+    """`3 measured, 1 assumed`: how the figures of the hardware are known."""
+    found = Counter(provenance_kind(source) for _, source in answer.workload.provenance)
+    return ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
+
+
+def _price_source(answer: Answer) -> str:
+    sources = (source for name, source in answer.workload.provenance if name.endswith("price_per_device_hour"))
+    return next(sources, "")
+
+
+def _remedies_table(answer: Answer) -> Table:
+    rows = [
+        cells(
+            item.change,
+            f"{describe_mesh(item.mesh)}, recompute {item.recompute}",
+            (format_seconds(item.step_s), item.step_s),
+            (f"{item.peak_bytes / GiB:.1f} GiB", float(item.peak_bytes)),
+        )
+        for item in answer.result.remedies
+    ]
+    return Table(("change", "plan", "step", "peak memory"), tuple(rows), frozenset({2, 3}))

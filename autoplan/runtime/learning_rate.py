@@ -1,0 +1,79 @@
+"""The learning rate over a run: warm-up, then one of a few curves down to a smallest rate.
+
+With the optimizer's own rate r, the smallest rate m, W warm-up steps and N steps, step t (from 0) has
+
+    t < W    r (t + 1) / W
+    else     m + (r - m) curve(p),    p = (t - W) / (N - W), at most 1
+
+A model file with `build_scheduler(optimizer, n_steps)` replaces all of it: any object of `torch.optim.lr_scheduler`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+CURVES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda p: 1.0,
+    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+    "linear": lambda p: 1.0 - p,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """A learning-rate schedule.
+
+    Attributes:
+        curve: a key of `CURVES`.
+        n_steps: of the whole run, warm-up included.
+        smallest: the rate at the end; without effect on the constant curve.
+    """
+
+    curve: str = "constant"
+    n_steps: int = 1
+    warmup_steps: int = 0
+    smallest: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.curve not in CURVES:
+            raise ValueError(f"--schedule: found {self.curve!r}, expected one of {', '.join(CURVES)}")
+        if not 0 <= self.warmup_steps <= self.n_steps:
+            raise ValueError(f"--warmup-steps: found {self.warmup_steps}, expected 0 to --steps = {self.n_steps}")
+        if self.smallest < 0.0:
+            raise ValueError(f"--min-lr: found {self.smallest:g}, expected 0 or more")
+
+    def at(self, step: int, *, largest: float) -> float:
+        """The rate of a step, of an optimizer whose own rate is `largest`."""
+        if step < self.warmup_steps:
+            return largest * (step + 1) / self.warmup_steps
+        if self.curve == "constant":
+            return largest
+        part = min(1.0, (step - self.warmup_steps) / max(1, self.n_steps - self.warmup_steps))
+        return self.smallest + (largest - self.smallest) * CURVES[self.curve](part)
+
+
+def build_scheduler_of(model_file: Any, optimizer: torch.optim.Optimizer, rate: LearningRate | None) -> Any | None:
+    """The scheduler of the model file, or of `rate`; None where the rate never changes.
+
+    Raises: ValueError when the smallest rate is above the optimizer's own.
+    """
+    if rate is None:
+        return None
+    build_scheduler = getattr(model_file, "build_scheduler", None)
+    if build_scheduler is not None:
+        return build_scheduler(optimizer, rate.n_steps)
+    if rate.curve == "constant" and rate.warmup_steps == 0:
+        return None
+    return LambdaLR(optimizer, [_factor(rate, float(group["lr"])) for group in optimizer.param_groups])
+
+
+def _factor(rate: LearningRate, largest: float) -> Callable[[int], float]:
+    if rate.smallest > largest:
+        raise ValueError(f"--min-lr: found {rate.smallest:g}, expected at most the optimizer's own {largest:g}")
+    return lambda step: rate.at(step, largest=largest) / largest

@@ -1,0 +1,315 @@
+"""Training data: in which order samples come, which rank takes which, and how far training has come.
+
+    epoch 0:  | global batch 0 | global batch 1 | ... | what is left |   epoch 1: ...
+              | dp rank 0 | 1 | dp rank 0 | 1 |
+
+A dataset with `__getitem__` and `__len__` is shuffled by (seed, epoch); one that can only be iterated comes in its own
+order, of which every rank reads all and keeps its part (give it `set_epoch(epoch)` to shuffle by itself). No two
+data-parallel ranks get the same sample of an epoch; tensor- and pipeline-parallel ranks get those of their dp rank.
+What is left at the end of an epoch is dropped, or filled up with the first samples of the same epoch.
+
+The position is counted in samples of all ranks, so training goes on at the same sample under another plan. What
+`__getitem__` draws from torch's generator follows from (seed, epoch, sample) alone: it is the same on all ranks that
+share a sample, with any number of workers, and after a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+
+from .config import Config
+from .data import Batch, flatten_tensors, global_batch, local_batch, map_tensors
+
+Collate = Callable[[list[Any]], Any]
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbours become far apart
+_N_SEEDS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far training has come: `n_samples` of all data-parallel ranks in this epoch."""
+
+    epoch: int = 0
+    n_samples: int = 0
+
+
+Stream = Generator[tuple[Batch, Position], None, None]  # a batch, and the position after it
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How one data-parallel rank reads a dataset.
+
+    Attributes:
+        n_workers: processes that read ahead; 0 reads in the training process.
+        shuffles, repeats: a new order in each epoch; epochs without end. Training does both, evaluation neither.
+        fills: fill the last batch of an epoch up with its first samples, instead of dropping what is left.
+        pins: hand out batches in page-locked memory, from which a GPU copies while it computes.
+    """
+
+    config: Config
+    dp_rank: int
+    seed: int = 0
+    n_workers: int = 0
+    shuffles: bool = True
+    repeats: bool = True
+    fills: bool = False
+    pins: bool = False
+    collate: Collate = default_collate
+
+    def part(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The samples of this rank, of a global batch."""
+        size = self.config.local_batch_size
+        return samples[self.dp_rank * size : (self.dp_rank + 1) * size]
+
+    def loader(self, dataset: Any, epoch: int, **options: Any) -> DataLoader[Any]:
+        """A loader of one epoch; it draws no number from the generator of training."""
+        return DataLoader(
+            dataset,
+            num_workers=self.n_workers,
+            collate_fn=self.collate,
+            pin_memory=self.pins,
+            generator=torch.Generator().manual_seed(_mixed(self.seed, epoch)),
+            **options,
+        )
+
+
+class TrainingData:
+    """One data-parallel rank's batches, step after step, from a position that can be kept and set.
+
+    `stream` gives the batches from a position on. On a GPU the next batch is copied there while a step runs.
+    """
+
+    def __init__(self, stream: Callable[[Position], Stream], *, device: torch.device) -> None:
+        self._stream, self._device = stream, device
+        self._position = Position()
+        self._batches: Stream | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            batches = self._stream(self._position)
+            self._batches = _one_ahead(batches, self._device) if self._device.type == "cuda" else batches
+        batch, self._position = next(self._batches)
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps: where the next batch begins."""
+        return asdict(self._position)
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from what `state` returned, under this plan or another."""
+        self.close()
+        self._position = Position(epoch=int(state["epoch"]), n_samples=int(state["n_samples"]))
+
+    def close(self) -> None:
+        """End the worker processes; the next batch starts new ones."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+
+def training_data(
+    model_file: Any, *, config: Config, dp_rank: int, device: torch.device, seed: int, **reading: Any
+) -> TrainingData:
+    """The batches of the model file's `build_dataset`, or random ones of its `make_batch`.
+
+    `reading` has further fields of `Reading`. A function `collate(samples)` in the model file replaces torch's.
+    """
+    if not hasattr(model_file, "build_dataset"):
+        return TrainingData(
+            lambda start: synthetic_batches(
+                model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed, start=start
+            ),
+            device=torch.device("cpu"),
+        )
+    return _dataset_data(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
+
+
+def evaluation_data(
+    model_file: Any, *, config: Config, dp_rank: int, device: torch.device, n_workers: int = 0
+) -> TrainingData:
+    """The batches of one pass over the model file's `build_eval_dataset`, in its order; what is left is dropped.
+
+    Raises: ValueError when the model file has none.
+    """
+    if not hasattr(model_file, "build_eval_dataset"):
+        raise ValueError(
+            "--eval-every: the model file has no build_eval_dataset()\n"
+            "  expected: a function that returns a dataset of (inputs, targets)\n  fix: add it, or leave the option out"
+        )
+    options = {"n_workers": n_workers, "shuffles": False, "repeats": False}
+    return _dataset_data(model_file, "build_eval_dataset", config, dp_rank, device, **options)
+
+
+def _dataset_data(
+    model_file: Any, name: str, config: Config, dp_rank: int, device: torch.device, **fields: Any
+) -> TrainingData:
+    dataset = getattr(model_file, name)()
+    collate = getattr(model_file, "collate", default_collate)
+    reading = Reading(config=config, dp_rank=dp_rank, pins=device.type == "cuda", collate=collate, **fields)
+    if isinstance(dataset, DataLoader) or not (_is_map_style(dataset) or hasattr(dataset, "__iter__")):
+        raise ValueError(
+            f"{name}: found {type(dataset).__name__}, expected a dataset of (inputs, targets)\n"
+            "  fix: return what has __getitem__ and __len__, or __iter__; the program makes the batches"
+        )
+    batches = map_style_batches if _is_map_style(dataset) else iterable_batches
+    return TrainingData(lambda start: batches(dataset, reading, start), device=device)
+
+
+def _is_map_style(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+
+
+def synthetic_batches(
+    make_batch: Callable[[int], Batch], *, config: Config, dp_rank: int, seed: int, start: Position = Position()
+) -> Stream:
+    """Batches drawn anew for each step; there is one epoch."""
+    size = config.global_batch_size
+    for step in count(start.n_samples // size):
+        batch = global_batch(make_batch, batch_size=size, seed=seed, step=step)
+        yield local_batch(batch, config=config, dp_rank=dp_rank), Position(0, (step + 1) * size)
+
+
+def map_style_batches(dataset: Dataset[Any], reading: Reading, start: Position = Position()) -> Stream:
+    """Batches of a dataset with `__getitem__` and `__len__`.
+
+    Raises: ValueError when it has fewer samples than one global batch.
+    """
+    n_samples, size = len(dataset), reading.config.global_batch_size  # type: ignore[arg-type]
+    if n_samples < size:
+        raise _too_small(f"{n_samples}", size)
+    for epoch in count(start.epoch):
+        order = torch.arange(n_samples)
+        if reading.shuffles:
+            order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(_mixed(reading.seed, epoch)))
+        samples = _SeededSamples(dataset, seed=_mixed(reading.seed, epoch))
+        taken = start.n_samples if epoch == start.epoch else 0
+        loader = reading.loader(samples, epoch, batch_sampler=_RankBatches(order, reading, taken))
+        for batch in loader:
+            taken += size
+            yield batch, Position(epoch, taken)
+        if not reading.repeats:
+            return
+
+
+class _RankBatches:
+    """The samples of one rank, batch by batch, of an order that all ranks have."""
+
+    def __init__(self, order: torch.Tensor, reading: Reading, n_taken: int) -> None:
+        self._order, self._reading, self._n_taken = order, reading, n_taken
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size = self._reading.config.global_batch_size
+        for first in range(self._n_taken, len(self._order), size):
+            samples = self._order[first : first + size]
+            if len(samples) < size:
+                if not self._reading.fills:
+                    return
+                samples = torch.cat([samples, self._order[: size - len(samples)]])
+            yield list(self._reading.part(samples.tolist()))
+
+
+class _SeededSamples(Dataset[Any]):
+    """The samples of a dataset, each drawn with a seed of its own; the generator is left as it was."""
+
+    def __init__(self, dataset: Any, *, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> Sequence[Any]:
+        with torch.random.fork_rng(devices=[]):
+            if hasattr(self._dataset, "__getitems__"):
+                return self._with_seed(indices[0], self._dataset.__getitems__, indices)
+            return [self._with_seed(index, self._dataset.__getitem__, index) for index in indices]
+
+    def _with_seed(self, index: int, function: Callable[[Any], Any], argument: Any) -> Any:
+        torch.default_generator.manual_seed(_mixed(self._seed, index))  # of the CPU only
+        return function(argument)
+
+
+def iterable_batches(dataset: Any, reading: Reading, start: Position = Position()) -> Stream:
+    """Batches of a dataset that can only be iterated.
+
+    Raises: ValueError when an epoch has fewer samples than one global batch.
+    """
+    size = reading.config.global_batch_size
+    for epoch in count(start.epoch):
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        n_skipped = taken = start.n_samples if epoch == start.epoch else 0
+        parts = _RankParts(dataset, reading, n_skipped)
+        for batch in reading.loader(parts, epoch, batch_size=None):
+            taken += size
+            yield batch, Position(epoch, taken)
+        if taken == 0:
+            raise _too_small("fewer", size)
+        if not reading.repeats:
+            return
+
+
+class _RankParts(IterableDataset[list[Any]]):
+    """The samples of one rank, batch by batch, of a stream that all ranks read; a worker takes every n-th batch."""
+
+    def __init__(self, dataset: Any, reading: Reading, n_skipped: int) -> None:
+        self._dataset, self._reading, self._n_skipped = dataset, reading, n_skipped
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker = get_worker_info()
+        own, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        size = self._reading.config.global_batch_size
+        stream = islice(iter(self._dataset), self._n_skipped, None)
+        for index in count():
+            samples = list(islice(stream, size))
+            if len(samples) < size:
+                return
+            if index % n_workers == own:
+                yield list(self._reading.part(samples))
+
+
+def _one_ahead(batches: Stream, device: torch.device) -> Stream:
+    """The same batches on the GPU; each is copied there on a stream of its own while the one before it is used."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with closing(batches):
+        ready = None
+        for batch, position in batches:
+            with torch.cuda.stream(stream):
+                moved: Any = map_tensors(lambda t: t.to(device, non_blocking=True), batch)
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record()
+            if ready is not None:
+                yield _handed_over(*ready)
+            ready = moved, position, copied
+        if ready is not None:
+            yield _handed_over(*ready)
+
+
+def _handed_over(batch: Batch, position: Position, copied: torch.cuda.Event) -> tuple[Batch, Position]:
+    """The batch for kernels of the current stream, which waits until it is copied."""
+    current = torch.cuda.current_stream()
+    current.wait_event(copied)
+    for tensor in flatten_tensors(batch):
+        tensor.record_stream(current)
+    return batch, position
+
+
+def _mixed(seed: int, number: int) -> int:
+    return (seed + (number + 1) * _SEED_STEP) % _N_SEEDS
+
+
+def _too_small(found: str, size: int) -> ValueError:
+    return ValueError(
+        f"the dataset: found {found} samples, expected at least one global batch ({size})\n"
+        "  fix: more data, or a plan for a smaller --global-batch"
+    )

@@ -1,0 +1,241 @@
+"""What is measured of each step, and where it goes: lines on stdout, a JSONL file, TensorBoard.
+
+    samples per s   global batch / (step + wait for data)
+    MFU             samples per s x FLOPs per sample / (devices x peak FLOPs per s of one)
+
+MFU counts the FLOPs of the model, forward and backward, without recomputation; it is given only on the planned device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .parity import Differences
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Figures of the plan that turn seconds into tokens per second and MFU; None where the plan does not know.
+
+    Attributes:
+        flops_per_sample: of the model, forward and backward.
+        peak_flops_per_s: of one device in the plan's precision.
+        device: the name of the planned device, as torch gives it.
+    """
+
+    flops_per_sample: int | None = None
+    tokens_per_sample: int | None = None
+    peak_flops_per_s: float | None = None
+    device: str = ""
+
+    def tokens_per_s(self, samples_per_s: float) -> float | None:
+        """None when samples have no tokens."""
+        return None if self.tokens_per_sample is None else samples_per_s * self.tokens_per_sample
+
+    def mfu(self, samples_per_s: float, *, n_devices: int, device: str) -> float | None:
+        """Model FLOPs utilization; None on another device than planned."""
+        if self.flops_per_sample is None or self.peak_flops_per_s is None or device != self.device:
+            return None
+        return samples_per_s * self.flops_per_sample / (n_devices * self.peak_flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        learning_rate: of the first parameter group.
+        step_s: without `data_wait_s`, which the step before it waited for its batch.
+        peak_allocated_bytes, peak_reserved_bytes: of this rank since training began (the construction of the model left
+            out, but for what the allocator still holds of it); None on CPU.
+        loss_scale: under fp16, of the next step.
+        was_updated: whether the parameters changed; under fp16 an overflow leaves them.
+        is_profiled: whether torch's profiler slowed it down.
+        differences: from plain training, when it was checked.
+        is_wrong: whether they are above the tolerance.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    step_s: float
+    data_wait_s: float
+    samples_per_s: float
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    loss_scale: float | None = None
+    was_updated: bool = True
+    is_profiled: bool = False
+    differences: Differences | None = None
+    is_wrong: bool = False
+
+    def __str__(self) -> str:
+        parts = [
+            f"step {self.step:5d}",
+            f"loss {self.loss:.6f}",
+            f"grad norm {self.grad_norm:.4f}",
+            f"lr {self.learning_rate:.2e}",
+            f"{self.step_s:.4f} s",
+            f"{self.samples_per_s:.1f} samples/s"
+            if self.tokens_per_s is None
+            else f"{self.tokens_per_s:,.0f} tokens/s",
+        ]
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        if self.peak_allocated_bytes is not None:
+            parts.append(f"{self.peak_allocated_bytes / GIB:.2f} GiB")
+        parts.append(f"data {1e3 * self.data_wait_s:.1f} ms")
+        if not self.was_updated:
+            parts.append(f"overflow: no update, loss scale now {self.loss_scale:g}")
+        if self.differences is not None:
+            d = self.differences
+            parts.append(f"max difference: loss {d.loss:.1e} gradient {d.gradient:.1e} parameter {d.parameter:.1e}")
+            parts[-1] += f" buffer {d.buffer:.1e}"
+        if self.is_wrong:
+            parts.append("DIFFERS from one process")
+        return "  ".join(parts)
+
+    def scalars(self) -> dict[str, float | None]:
+        """What is worth a curve."""
+        gib = None if self.peak_allocated_bytes is None else self.peak_allocated_bytes / GIB
+        return {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/loss_scale": self.loss_scale,
+            "speed/step_s": self.step_s,
+            "speed/data_wait_s": self.data_wait_s,
+            "speed/samples_per_s": self.samples_per_s,
+            "speed/tokens_per_s": self.tokens_per_s,
+            "speed/mfu": self.mfu,
+            "memory/peak_allocated_gib": gib,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """One evaluation, after `step`: the mean loss over `n_batches` global batches."""
+
+    step: int
+    eval_loss: float
+    n_batches: int
+    eval_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step:5d}  evaluation loss {self.eval_loss:.6f}  {self.n_batches} batches  {self.eval_s:.4f} s"
+        )
+
+    def scalars(self) -> dict[str, float | None]:
+        """What is worth a curve."""
+        return {"eval/loss": self.eval_loss}
+
+
+Record = StepRecord | EvaluationRecord
+
+
+class MetricLog:
+    """Where rank 0 writes records, one after the other; other ranks write nothing.
+
+    On a terminal a step replaces the line of the step before it; elsewhere each has a line. `jsonl` gets a JSON object
+    per record, appended and flushed. A run that goes on from a checkpoint repeats the steps after it: of two lines of a
+    step the last counts. Not-a-number and infinity, which JSON has not, become null.
+    """
+
+    def __init__(self, *, rank: int, jsonl: Path | None = None, tensorboard: Path | None = None) -> None:
+        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError(
+                f"--tensorboard {tensorboard}: the package tensorboard is not installed\n"
+                "  fix: pip install tensorboard, or write --log-jsonl FILE"
+            )
+        self._is_silent = rank != 0
+        self._jsonl = _opened(jsonl) if jsonl is not None and rank == 0 else None
+        self._curves = _summary_writer(tensorboard) if tensorboard is not None and rank == 0 else None
+        self._is_terminal = sys.stdout.isatty()
+        self._has_open_line = False
+
+    def __enter__(self) -> MetricLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end_line()
+        if self._jsonl is not None:
+            self._jsonl.close()
+        if self._curves is not None:
+            self._curves.close()
+
+    def write(self, record: Record) -> None:
+        """Give one record to all of them."""
+        if self._is_silent:
+            return
+        self._show(record)
+        if self._jsonl is not None:
+            self._jsonl.write(json.dumps(_json_value(asdict(record))) + "\n")
+            self._jsonl.flush()
+        if self._curves is not None:
+            for name, value in record.scalars().items():
+                if value is not None:
+                    self._curves.add_scalar(name, value, record.step)
+
+    def say(self, text: str) -> None:
+        """Print something else, on a line of its own."""
+        if not self._is_silent:
+            self._end_line()
+            print(text, flush=True)
+
+    def _show(self, record: Record) -> None:
+        is_passing = isinstance(record, StepRecord) and record.was_updated and record.differences is None
+        if not (self._is_terminal and is_passing):
+            self.say(str(record))
+            return
+        width = shutil.get_terminal_size().columns
+        print("\r" + str(record)[: width - 1].ljust(width - 1), end="", flush=True)
+        self._has_open_line = True
+
+    def _end_line(self) -> None:
+        if self._has_open_line:
+            print(flush=True)
+            self._has_open_line = False
+
+
+def _opened(path: Path) -> Any:
+    """The file, to append to; a last line that a killed run left unfinished is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(0)
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+    return path.open("a")
+
+
+def _summary_writer(folder: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder))
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the accelerator, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"

@@ -1,0 +1,176 @@
+"""Several stages per rank: the least that a stage of each size needs, wherever it begins.
+
+How many pieces a stage may have is known (`plans.stage_sizes`), so it is known within a few pieces where it begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+
+from autoplan.cost.table import CostTable
+from autoplan.schedules import splits_backward
+from autoplan.search.paths import (
+    BACKWARD,
+    CARRY,
+    CUT,
+    FIRST_FORWARD,
+    FORWARD,
+    INPUTS,
+    LAST_BACKWARD,
+    LAST_CARRY,
+    LAST_WEIGHTS,
+    WEIGHTS,
+)
+from autoplan.search.plans import piece_edges, stage_sizes
+from autoplan.search.ranges import (
+    Array,
+    Ranges,
+    Segments,
+    backward_pass_s,
+    carries,
+    forward_pass_s,
+    left_s,
+    reducing_pass_s,
+)
+from autoplan.search.rank_paths import SYMBOLS
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The least that a stage needs, wherever it begins: each (stage, pieces); 0.0 for sizes that are not `possible`.
+
+    Attributes:
+        passes_s: (symbol, stage, pieces), in the order of `rank_paths.SYMBOLS`.
+        plain_s: likewise, without what reductions add.
+        reduce_s: all reductions of one micro-batch.
+        left_s: what a backward pass leaves to be reduced; last_left_s: the last one of the step.
+        alone_bytes: by the last segment while it runs.
+        n_spared: segments that spare memory when they are recomputed, at the most.
+    """
+
+    possible: Array
+    passes_s: Array
+    plain_s: Array
+    reduce_s: Array
+    forward_s: Array
+    left_s: Array
+    last_left_s: Array
+    last_reduce_s: Array
+    optimizer_s: Array
+    resident_bytes: Array
+    gradient_bytes: Array
+    saved_bytes: Array
+    pending_bytes: Array
+    alone_bytes: Array
+    n_spared: Array
+
+    @classmethod
+    def of(cls, table: CostTable, segments: Segments) -> Needs:
+        """What the stages of the mesh need."""
+        n_stages = table.mesh.n_stages
+        n_pieces = len(piece_edges(table)) - 1
+        sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
+        ranges = Ranges.of(table, max(own[-1] for own in sizes))
+        owners, counts, stops, offsets = places_of(n_pieces, sizes)
+        columns = np.repeat(counts, np.diff(offsets, append=len(stops))) - 1
+
+        def stage_values(values: Array, *, largest: bool = False) -> Array:
+            choose = np.maximum if largest else np.minimum
+            found = np.zeros((n_stages, ranges.width + 1))
+            found[owners, counts] = choose.reduceat(
+                np.broadcast_to(values, ranges.start.shape)[stops, columns], offsets
+            )
+            return found
+
+        possible = np.zeros((n_stages, ranges.width + 1), dtype=bool)
+        possible[owners, counts] = True
+        passes_s = np.zeros((len(SYMBOLS), n_stages, ranges.width + 1))
+        plain_s = passes_s.copy()
+        for symbol, values in _passes_s(table, segments, ranges).items():
+            passes_s[SYMBOLS.index(symbol)] = stage_values(values)
+        for symbol, values in (_passes_s(table, segments, ranges) | _plain_s(segments, ranges)).items():
+            plain_s[SYMBOLS.index(symbol)] = stage_values(values)
+        if splits_backward(table.mesh.schedule):  # the first stage does all in the pass for weights
+            for passes in (passes_s, plain_s):
+                passes[SYMBOLS.index(WEIGHTS), 0] = passes[SYMBOLS.index(LAST_WEIGHTS), 0] = plain_s[
+                    SYMBOLS.index(BACKWARD), 0
+                ]
+                passes[SYMBOLS.index(INPUTS), 0] = 0.0
+        last_compute_s = segments.weights_s if splits_backward(table.mesh.schedule) else segments.backward_s
+        last_left = stage_values(left_s(segments, ranges, compute_s=last_compute_s))
+        last_reduce = stage_values(ranges.first(segments.reduce_s))
+        if splits_backward(table.mesh.schedule):
+            last_left[0] = last_reduce[0]
+        if table.gathers_per_micro_batch:
+            last_left = last_reduce
+        return cls(
+            possible=possible,
+            passes_s=passes_s,
+            plain_s=plain_s,
+            reduce_s=stage_values(ranges.total(segments.reduce_s)),
+            forward_s=stage_values(ranges.total(segments.forward_s)),
+            left_s=last_left if table.reduces_per_micro_batch else np.zeros(last_left.shape),
+            last_left_s=last_left,
+            last_reduce_s=last_reduce,
+            optimizer_s=stage_values(ranges.total(segments.optimizer_s)),
+            resident_bytes=stage_values(ranges.total(segments.resident_bytes)),
+            gradient_bytes=stage_values(ranges.total(segments.gradient_bytes)),
+            saved_bytes=stage_values(ranges.total(segments.saved_bytes)),
+            pending_bytes=stage_values(ranges.total(segments.pending_bytes)),
+            alone_bytes=stage_values(ranges.last(segments.least_alone_bytes)),
+            n_spared=stage_values(ranges.total(1.0 * (segments.spared_bytes > 0.0)), largest=True),
+        )
+
+
+def _passes_s(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, Array]:
+    """Per symbol of a path, its time for each range as a stage (of the first one: at the least)."""
+    carried = ranges.first(segments.reduce_s) * carries(table, segments)
+    cut_s = np.full(ranges.start.shape, min((s for s in table.cut_s if s is not None), default=0.0))
+    found = {
+        FIRST_FORWARD: forward_pass_s(segments, ranges, gathers=True),
+        FORWARD: forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch),
+        CARRY: carried,
+        LAST_CARRY: carried,
+        CUT: cut_s,
+    }
+    if not splits_backward(table.mesh.schedule):
+        backward = backward_pass_s(table, segments, ranges)
+        reducing = partial(reducing_pass_s, table, segments, ranges)
+        last = backward if table.gathers_per_micro_batch else reducing(compute_s=segments.backward_s)
+        return found | {BACKWARD: backward, LAST_BACKWARD: last}
+    last = reducing_pass_s(table, segments, ranges, compute_s=segments.weights_s)
+    weights = last if table.reduces_per_micro_batch else ranges.total(segments.weights_s)
+    inputs = ranges.total(segments.backward_s - segments.weights_s)
+    return found | {INPUTS: inputs, WEIGHTS: weights, LAST_WEIGHTS: last}
+
+
+def _plain_s(segments: Segments, ranges: Ranges) -> dict[str, Array]:
+    """The passes that reduce, by their compute alone."""
+    backward, weights = ranges.total(segments.backward_s), ranges.total(segments.weights_s)
+    nothing = np.zeros(backward.shape)
+    plain = {BACKWARD: backward, LAST_BACKWARD: backward, WEIGHTS: weights, LAST_WEIGHTS: weights}
+    return plain | {CARRY: nothing, LAST_CARRY: nothing}
+
+
+@lru_cache(maxsize=256)
+def places_of(n_pieces: int, sizes: tuple[range, ...]) -> tuple[Array, Array, Array, Array]:
+    """Where each stage may lie with each size: (stage, size) of each pair, all its stops, and where they begin."""
+    owners: list[int] = []
+    counts: list[int] = []
+    stops: list[int] = []
+    offsets: list[int] = []
+    for stage, own in enumerate(sizes):
+        before, after = sizes[:stage], sizes[stage + 1 :]
+        for count in own:
+            left = n_pieces - count
+            fewest = max(sum(s[0] for s in before), left - sum(s[-1] for s in after))
+            most = min(sum(s[-1] for s in before), left - sum(s[0] for s in after))
+            if fewest <= most:
+                owners.append(stage)
+                counts.append(count)
+                offsets.append(len(stops))
+                stops += range(fewest + count, most + count + 1)
+    return np.array(owners), np.array(counts), np.array(stops), np.array(offsets)

@@ -1,0 +1,126 @@
+"""Several stages per rank: plans by arithmetic and simulation, no solver.
+
+`balanced_stages` cuts the model so that the slowest stage is as fast as can be. Where that does not fit, `thrifty_plan`
+recomputes on each rank about as little as will do: the simulator says what a rank lacks, and what one segment more
+spares there. Segments of the stages with most micro-batches in flight come first: they spare most, and on all ranks
+they are in stages that run at about the same time, so that the ranks wait little for each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from autoplan.cost.table import CostTable
+from autoplan.parallel_plan import Estimate, StagePlan
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.one_mesh import Judged
+from autoplan.search.paths import Shape
+from autoplan.search.plans import piece_edges, stage_sizes
+from autoplan.search.ranges import Ranges, Segments
+from autoplan.simulate import simulate
+
+MAX_TRIES = 12  # plans simulated until one fits
+
+
+def balanced_stages(table: CostTable, *, recompute: str | None) -> tuple[StagePlan, ...]:
+    """The plan whose slowest stage is as fast as can be, with the faster choice of each segment."""
+    segments, n_pieces = Segments.of(table, recompute), len(piece_edges(table)) - 1
+    sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
+    ranges = Ranges.of(table, max(own[-1] for own in sizes))
+    time_s = np.where(ranges.exists, ranges.total(segments.forward_s + segments.backward_s), INFINITY)
+    worst = np.append(0.0, np.full(n_pieces, INFINITY))
+    chosen = []
+    for own in sizes:
+        columns = slice(own[0] - 1, own[-1])
+        found = np.maximum(worst[ranges.start[:, columns]], time_s[:, columns])
+        chosen.append(found.argmin(axis=1) + own[0])
+        worst = found.min(axis=1)
+    counts = [n_pieces]
+    for places in reversed(chosen[1:]):
+        counts.append(counts[-1] - int(places[counts[-1]]))
+    edges = ranges.edges[[0, *reversed(counts)]].tolist()
+    return _recomputing(segments, list(pairwise(edges)), switched=set())
+
+
+def fastest_stages(
+    table: CostTable, spans: Iterable[tuple[int, int]], *, recompute: str | None
+) -> tuple[StagePlan, ...]:
+    """These stages with the faster choice of each segment."""
+    return _recomputing(Segments.of(table, recompute), list(spans), switched=set())
+
+
+def _recomputing(segments: Segments, spans: list[tuple[int, int]], *, switched: set[int]) -> tuple[StagePlan, ...]:
+    """Stages with the faster choice of each segment, but for those switched to the other one."""
+    return tuple(
+        StagePlan(start, stop, tuple(i for i in range(start, stop) if segments.is_again[i] != (i in switched)))
+        for start, stop in spans
+    )
+
+
+def thrifty_plan(
+    table: CostTable,
+    shape: Shape,
+    stages: tuple[StagePlan, ...],
+    *,
+    recompute: str | None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Judged | None:
+    """A plan of these stages that fits and recomputes about as little as will do; None when none was found in time."""
+    segments, spans = Segments.of(table, recompute), [(stage.start, stage.stop) for stage in stages]
+    able = [tuple(_candidates(segments, spans, shape, rank)) for rank in range(table.mesh.pp)]
+    needs = [_Need(len(own)) for own in able]
+    for _ in range(MAX_TRIES):
+        if is_late():
+            return None
+        switched = {index for own, need in zip(able, needs, strict=True) for index in own[: need.n_chosen]}
+        plan = _recomputing(segments, spans, switched=switched)
+        estimate = simulate(table, plan)
+        if estimate.fits:
+            return Judged(plan, estimate)
+        short = _short_bytes(estimate)
+        helped = [need.raise_for(n_bytes) for need, n_bytes in zip(needs, short, strict=True)]
+        if not all(helped):
+            return None
+    return None
+
+
+def _candidates(segments: Segments, spans: list[tuple[int, int]], shape: Shape, rank: int) -> list[int]:
+    """The segments of a rank that can spare memory, those of the stages with most micro-batches in flight first."""
+    most = shape.counts[rank].in_flight.max(axis=0)
+    places = np.argsort(-most, kind="stable")
+    own = (range(*spans[shape.stages_of[rank][place]]) for place in places)
+    return [index for span in own for index in span if segments.spared_bytes[index] > 0.0]
+
+
+def _short_bytes(estimate: Estimate) -> list[int]:
+    """What each rank lacks; 0 or less where it fits."""
+    limits = estimate.rank_limits_bytes or (estimate.memory_limit_bytes,) * len(estimate.reserved_bytes)
+    return [n_bytes - limit for n_bytes, limit in zip(estimate.reserved_bytes, limits, strict=True)]
+
+
+@dataclass(slots=True)
+class _Need:
+    """How many segments a rank recomputes, of those that can, and what it lacked before."""
+
+    n_able: int
+    n_chosen: int = 0
+    n_before: int = 0
+    short_before: int = 0
+
+    def raise_for(self, short_bytes: int) -> bool:
+        """Recompute more if bytes are lacking, by what the last step spared; False when nothing is left."""
+        if short_bytes <= 0:
+            return True
+        if self.n_chosen >= self.n_able:
+            return False
+        spared = self.short_before - short_bytes
+        each = spared / (self.n_chosen - self.n_before) if self.n_chosen > self.n_before and spared > 0 else 0.0
+        step = max(1, math.floor(short_bytes / each)) if each > 0.0 else max(1, self.n_chosen)
+        self.n_before, self.short_before = self.n_chosen, short_bytes
+        self.n_chosen = min(self.n_able, self.n_chosen + step)
+        return True

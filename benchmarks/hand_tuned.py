@@ -1,0 +1,222 @@
+"""The plans autoplan picks against programs tuned by hand, in one job on the same devices.
+
+    python benchmarks/hand_tuned.py emit FOLDER [--profile FILE] [--devices 2] [--alternatives N]    needs autoplan
+    python benchmarks/hand_tuned.py run MODEL RESULTS.jsonl [--programs FOLDER/MODEL] [--seconds S]  needs torch only
+    python benchmarks/hand_tuned.py table RESULTS.jsonl
+
+`emit` writes the program of the plan that autoplan picks for each model of hand_tuned_cases.csv, with nothing fixed, as
+FOLDER/MODEL/plan_00, and its next best plans after it. `run` runs these and then, until S seconds are over, programs as
+one writes and tunes them by hand (hand_tuned_programs.py), in the order of hand_tuned_space.py: the same model, seed,
+batches, optimizer and precision. Started again without --programs, it goes on where it stopped.
+
+A row is the median of the steps after warm-up, each step that of the slowest rank, and the largest allocated memory of
+any rank. A program that does not fit, fails, or is far behind the fastest after its warm-up is a row too.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from hand_tuned_space import Configuration, Tried, next_try, parse_fixed, read_cases, read_rows, tried_of
+
+HERE = Path(__file__).parent
+CASES = HERE / "hand_tuned_cases.csv"
+HARDWARE = "h200_x4"
+
+
+# ------------------------------------------------------------------------------------------------------- emit
+
+
+def emit(folder: Path, *, cases: Path, profile: Path | None, devices: int, alternatives: int, only: list[str]) -> None:
+    from autoplan import AutoplanError, api
+    from autoplan.options import Options
+
+    for case in read_cases(cases, only):
+        options = Options(global_batch=case.global_batch, profile=profile and str(profile), top=alternatives + 1)
+        try:
+            asked = api.make_problem(case.file, hw=f"{HARDWARE}/{devices}", overrides=case.overrides, options=options)
+            answer = api.solve(asked)
+            if answer.result.best is None:
+                print(f"{case.name}: {answer.result.why_nothing}", flush=True)
+                continue
+            others = [api.score(asked, item.plan) for item in answer.result.alternatives[:alternatives]]
+            (folder / case.name).mkdir(parents=True, exist_ok=True)
+            for i, given in enumerate([answer, *others]):
+                api.emit(asked, given, folder / case.name / f"plan_{i:02}", force=True)
+                print(
+                    f"{case.name}/plan_{i:02}: {given.best.estimate.step_s:.4f} s  {given.best.plan.mesh}", flush=True
+                )
+        except AutoplanError as error:
+            print(f"{case.name}: {error}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------- run
+
+
+def run(
+    name: str,
+    results: Path,
+    *,
+    cases: Path,
+    programs: Path | None,
+    seconds: float,
+    fix: list[str],
+    tries: int | None,
+    **settings,
+) -> None:
+    """The emitted programs, then the hand-written ones until the time is over."""
+    stop_s = time.monotonic() + seconds
+    [case], fixed = read_cases(cases, [name]), parse_fixed(fix)
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process that forks has one thread,
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # and may look for devices, but not start CUDA
+    from hand_tuned_ranks import Job, check_folder, folders_of, plan_of, run_folder
+
+    job = Job(case, results=results.absolute(), stop_s=stop_s, **settings)
+    common = common_of(job)
+    folders = folders_of(programs) if programs else []
+    for folder in folders:
+        check_folder(job, folder)
+    tried = tried_of([row for row in read_rows(results) if common.items() <= row.items()])
+    with results.open("a") as file:
+
+        def write(baseline: str, options: dict, answer: dict, *, start_s: float) -> None:
+            row = common | {"baseline": baseline, "options": options} | summary(answer)
+            row |= {"wall_s": time.monotonic() - start_s, "date": datetime.date.today().isoformat()}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            text = f"{row['step_s']:.4f} s" if row["step_s"] else f"{row['status']} {row.get('error', '')[-300:]}"
+            print(f"{name}: {baseline} {options}: {text}", flush=True)
+
+        for folder in folders:
+            start_s = time.monotonic()
+            options = {"folder": folder.name, "mesh": plan_of(folder)["mesh"]}
+            write("autoplan", options, run_folder(job, folder), start_s=start_s)
+        run_by_hand(job, tried, write, fixed=fixed, n_most=tries)
+
+
+def run_by_hand(job, tried: list[Tried], write: Callable, *, fixed: tuple, n_most: int | None) -> None:
+    """One configuration after the other, until the time or the space is used up, or `n_most` were tried."""
+    from hand_tuned_ranks import Ranks, make_batches
+
+    space, ranks, batches, n_known = job.space(fixed), None, make_batches(job), len(tried)
+    try:
+        while time.monotonic() < job.stop_s and (n_most is None or len(tried) - n_known < n_most):
+            configuration = next_try(space, tried)
+            if configuration is None:
+                return
+            start_s = time.monotonic()
+            ranks = ranks or Ranks(job, batches)
+            best_s = min((item.step_s for item in tried if item.step_s is not None), default=None)
+            answer = ranks.ask(configuration, best_s)
+            if answer["status"] not in ("ok", "slow"):
+                ranks.end()
+                ranks = None
+            tried.append(Tried(configuration, answer["status"], summary(answer)["step_s"]))
+            write(configuration.strategy, asdict(configuration), answer, start_s=start_s)
+    finally:
+        if ranks is not None:
+            ranks.end()
+
+
+def common_of(job) -> dict:
+    """What all rows of a run have in common."""
+    import torch
+
+    found = ["cpu"]
+    if job.device == "cuda":  # this process leaves CUDA alone: it could not fork any more
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
+        found = [line.split(": ")[1].split(" (")[0] for line in listed]
+    sizes = {"ranks": job.n_ranks, "global_batch": job.case.global_batch, "precision": job.precision}
+    return {"model": job.case.name, **sizes, "device": found[0], "torch": torch.__version__}
+
+
+def summary(answer: dict) -> dict:
+    """The answer of the ranks with the median and the spread of its steps; of one that ended early, with neither."""
+    if answer["status"] != "ok":
+        return {"step_s": None, "spread": None} | answer
+    steps_s = answer["steps_s"]
+    median_s = statistics.median(steps_s)
+    return {"step_s": median_s, "spread": (max(steps_s) - min(steps_s)) / median_s} | answer
+
+
+# --------------------------------------------------------------------------------------------------- table
+
+
+def table(results: Path) -> str:
+    """One line per model; "ratio" is the best by hand over autoplan's, "regret" autoplan's over its own best."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in read_rows(results):
+        groups.setdefault((row["model"], row["ranks"], row["precision"]), []).append(row)
+    head = ("model", "ranks", "by hand", "GiB", "autoplan", "GiB", "ratio", "regret", "tried", "best by hand")
+    lines = [head, *(table_line(rows) for rows in groups.values())]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, len(widths))), line[-1]])
+        for line in lines
+    )
+
+
+def table_line(rows: list[dict]) -> tuple[str, ...]:
+    own = [row for row in rows if row["baseline"] == "autoplan"]
+    by_hand = [row for row in rows if row["baseline"] != "autoplan"]
+    first = min((row["options"]["folder"] for row in own), default="")
+    chosen = fastest([row for row in own if row["options"]["folder"] == first])
+    best, best_own = fastest(by_hand), fastest(own)
+    which = str(Configuration(**best["options"])) if best else "-"
+    ratio = f"{best['step_s'] / chosen['step_s']:.3f}" if best and chosen else "-"
+    regret = f"{chosen['step_s'] / best_own['step_s'] - 1:.1%}" if chosen and len(own) > 1 else "-"
+    figures = (*step_and_memory(best), *step_and_memory(chosen))
+    return (rows[0]["model"], str(rows[0]["ranks"]), *figures, ratio, regret, f"{len(by_hand)}+{len(own)}", which)
+
+
+def fastest(rows: list[dict]) -> dict | None:
+    return min((row for row in rows if row["step_s"] is not None), key=lambda row: row["step_s"], default=None)
+
+
+def step_and_memory(row: dict | None) -> tuple[str, str]:
+    if row is None:
+        return "-", "-"
+    peak = row["peak_allocated_bytes"]
+    return f"{row['step_s']:.4f} s", "-" if peak is None else f"{peak / 2**30:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    emitting, running = actions.add_parser("emit"), actions.add_parser("run")
+    for action in (emitting, running):
+        action.add_argument("--cases", type=Path, default=CASES)
+    emitting.add_argument("folder", type=Path)
+    emitting.add_argument("--profile", type=Path, help="of `autoplan profile`")
+    emitting.add_argument("--devices", type=int, default=2)
+    emitting.add_argument("--alternatives", type=int, default=0, help="so many of the next best plans too")
+    emitting.add_argument("--only", nargs="*", default=[], metavar="MODEL")
+    running.add_argument("name", metavar="MODEL")
+    running.add_argument("results", type=Path)
+    running.add_argument("--programs", type=Path, help="emitted folder, or one that holds some")
+    running.add_argument("--ranks", dest="n_ranks", type=int, default=2)
+    running.add_argument("--seconds", type=float, default=300.0)
+    running.add_argument(
+        "--fix", nargs="*", default=[], metavar="NAME=VALUE", help="what all by hand have: compile=off"
+    )
+    running.add_argument("--tries", type=int, help="run at most so many by hand")
+    running.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    running.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    actions.add_parser("table").add_argument("results", type=Path)
+    given = vars(parser.parse_args())
+    action = given.pop("action")
+    if action == "table":
+        print(table(given["results"]))
+    else:
+        {"emit": emit, "run": run}[action](**given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Images in channels_last as a choice of the plan: exact, measured, and searched only where it was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distributed.launch import run_ranks
+from distributed.programs import EXAMPLES, check_programs, graph_of, make_plan, write_programs
+from torch import nn
+
+from autoplan import api
+from autoplan.cost.measured import execution_of, image_kinds
+from autoplan.errors import UsageError
+from autoplan.measured_profile import parse_profile
+from autoplan.options import Options
+from autoplan.parallel_plan import Execution
+from autoplan.plan_checks import check_plan
+from autoplan.profiling import results_table, run_measurements, start_process
+from autoplan.report import plan_report
+from autoplan.runtime.memory_format import take_images
+from autoplan.space import executions
+
+TOLERANCE = 1e-9
+CHANNELS_LAST = Execution(memory_format="channels_last")
+RESNET = EXAMPLES.parent / "tests/families/resnet.py"
+SIZES = {"depths": (2, 2)}
+
+
+def in_channels_last(model, **fields):
+    return model, make_plan(model, memory_format="channels_last", **fields)
+
+
+def test_programs_with_images_in_channels_last_equal_one_process(tmp_path):
+    cases = {
+        "resnet_zero3": in_channels_last("resnet", dp=2, zero_stage=3, zero_shard_degree=2, micro_batch_size=2),
+        "resnet_ddp": in_channels_last("resnet", dp=2, recompute="full", n_micro_batches=2),
+        "resnet_pp2": in_channels_last("resnet", pp=2, n_micro_batches=2),
+        "resnet_tp2": in_channels_last("resnet", tp=2, sharding="R", micro_batch_size=2),
+        "unet_pp2": in_channels_last("unet", pp=2, n_micro_batches=2),
+        "unet_tp2": in_channels_last("unet", tp=2, sharding="R"),
+    }
+    rows = write_programs(tmp_path, cases)
+    assert all(fields["memory_format"] == "channels_last" for _, _, fields, _ in rows)
+    for differences in run_ranks(check_programs, 2, str(tmp_path), rows, 2, timeout_s=400.0):
+        for name, steps in differences.items():
+            assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
+
+
+def test_convolutions_behind_converted_images_hand_the_order_on():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 1))
+    take_images(model, "channels_last")
+    found = model(torch.randn(2, 3, 16, 16))
+    assert found.is_contiguous(memory_format=torch.channels_last) and not found.is_contiguous()
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ measured
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The rows of a small ResNet both ways, their file, and the hardware profile of a CPU."""
+    folder = tmp_path_factory.mktemp("formats")
+    hw = folder / "cpu_x4.toml"
+    text = (EXAMPLES.parent / "hardware_profiles/h200_x4.toml").read_text()
+    hw.write_text(text.replace('name = "NVIDIA H200"', 'name = "CPU"'))
+    files = api.measurement_folder(
+        RESNET,
+        hw=str(hw),
+        overrides=SIZES,
+        degrees=(1,),
+        micro_batch_sizes=(2,),
+        precision="fp32",
+        memory_format="both",
+    )
+    out = folder / "measured.json"
+    quick = [*("--seconds", "0.005")]
+    rows = run_measurements(files, out=out, device="cpu", start=lambda command: start_process([*command, *quick]))
+    return SimpleNamespace(rows=[row for row in rows if row["what"] == "segment"], out=out, hw=str(hw))
+
+
+@pytest.fixture
+def problem(measured):
+    options = Options(precision="fp32", global_batch=8, profile=str(measured.out), fix=(("pp", "1"), ("tp", "1")))
+    return api.make_problem(RESNET, hw=measured.hw, overrides=SIZES, options=options)
+
+
+def solved(problem, *fix):
+    return api.solve(replace(problem, options=replace(problem.options, fix=(*problem.options.fix, *fix))))
+
+
+def with_times(problem, factor):
+    """The same measurements, but for the times in channels_last, which are `factor` times as long."""
+    names = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
+    rows = tuple(
+        replace(row, **{name: factor * getattr(row, name) for name in names}) if row.execution == CHANNELS_LAST else row
+        for row in problem.measured.segments
+    )
+    return replace(problem, measured=replace(problem.measured, segments=rows))
+
+
+def test_what_reads_images_is_measured_both_ways_and_nothing_else(problem, measured):
+    images = {
+        segment.name for kind, segment in problem.graph.first_of_kind().items() if kind in image_kinds(problem.graph)
+    }
+    for name in {segment.name for segment in problem.graph.first_of_kind().values()}:
+        found = {row["memory_format"] for row in measured.rows if row["segment"] == name}
+        assert found == ({"contiguous", "channels_last"} if name in images else {"contiguous"}), name
+    assert images and {row["status"] for row in measured.rows} <= {"measured", "noisy"}
+    assert {row["module"] for row in measured.rows if row["memory_format"] == "channels_last"} == {"generated", "own"}
+
+
+def test_a_search_takes_the_memory_format_that_was_measured_to_be_faster(problem):
+    fast, slow = with_times(problem, 0.0), with_times(problem, 1e3)
+    found = solved(fast)
+    assert found.best.plan.mesh.memory_format == "channels_last"
+    assert "memory_format='channels_last'," in api.program_files(fast, found)["train.py"].replace('"', "'")
+    assert ", channels_last" in plan_report(found)
+    assert solved(slow).best.plan.mesh.memory_format == "contiguous"
+    assert solved(fast, ("memory_format", "contiguous")).best.plan.mesh.memory_format == "contiguous"
+    assert solved(slow, ("memory_format", "channels_last")).best.plan.mesh.memory_format == "channels_last"
+    check_plan(found.best.plan, problem.graph, problem.profile)
+
+
+def test_without_measurements_channels_last_is_not_searched_but_named(problem):
+    unmeasured = replace(problem, measured=None)
+    answer = solved(unmeasured)
+    assert answer.best.plan.mesh.memory_format == "contiguous"
+    assert any("--memory-format both" in limit for limit in answer.workload.limits)
+    assert not any("--memory-format both" in limit for limit in solved(problem).workload.limits)
+    with pytest.raises(UsageError, match="memory_format=channels_last: found .*measured in channels_last"):
+        solved(unmeasured, ("memory_format", "channels_last"))
+
+
+def test_a_model_without_images_has_no_memory_format_to_choose():
+    graph = graph_of("gpt")
+    assert not image_kinds(graph)
+    with pytest.raises(UsageError, match="no segment that reads images"):
+        executions(graph, Options(fix=(("memory_format", "channels_last"),)), None)
+
+
+def test_a_block_that_needs_contiguous_images_leaves_a_line_and_only_contiguous_plans(problem, measured):
+    row = next(row for row in measured.rows if row["memory_format"] == "channels_last" and row["module"] == "own")
+    names = ("forward_s", "backward_s", "saved_bytes")
+    failed = {key: row[key] for key in row if key not in names} | {"status": "not run", "why": "view"}
+    assert "channels_last, not run" in results_table([failed])
+    text = "\n".join(map(json.dumps, [*(other for other in measured.rows if other is not row), failed]))
+    contents = {row["content"] for row in measured.rows}
+    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="resnet.py")
+    assert found.failed == ((row["segment"], 1, CHANNELS_LAST),)
+    assert executions(problem.graph, Options(), found) == (Execution(),)
+
+
+def test_only_kinds_that_read_images_run_otherwise(problem):
+    kinds, way = image_kinds(problem.graph), Execution(compile=True, memory_format="channels_last")
+    for kind, segment in problem.graph.first_of_kind().items():
+        found = execution_of(problem.graph, kind, way)
+        assert (found.memory_format == "channels_last") is (kind in kinds)
+        assert found.compile is (segment.is_block or kind == problem.graph.segments[-1].kind)

@@ -1,0 +1,151 @@
+"""Order, parts and position of training data: what every rank gets, with and without workers, and after a restart."""
+
+import multiprocessing
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from autoplan.runtime.config import Config
+from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
+
+CPU = torch.device("cpu")
+CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)  # 12 samples a step, 6 of each rank
+
+
+class Numbers(Dataset):
+    """Sample i is (i, noise that it draws)."""
+
+    def __init__(self, n_samples):
+        self.n_samples = n_samples
+
+    def __len__(self):
+        return self.n_samples
+
+    def __getitem__(self, index):
+        return index, torch.rand(())
+
+
+class Stream(IterableDataset):
+    def __init__(self, n_samples):
+        self.n_samples, self.epoch = n_samples, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return ((100 * self.epoch + index, 0) for index in range(self.n_samples))
+
+
+def _data(dataset, *, config=CONFIG, rank=0, **reading):
+    model_file = SimpleNamespace(build_dataset=lambda: dataset)
+    return training_data(model_file, config=config, dp_rank=rank, device=CPU, seed=0, **reading)
+
+
+def _samples(data, n_steps):
+    return [inputs.tolist() for inputs, _ in islice(data, n_steps)]
+
+
+def _of_both_ranks(dataset, n_steps, **reading):
+    return [_samples(_data(dataset, rank=rank, **reading), n_steps) for rank in (0, 1)]
+
+
+def test_ranks_see_disjoint_samples_of_an_epoch_and_another_order_in_the_next():
+    # 30 samples: 2 steps of 12, 6 are left
+    parts = _of_both_ranks(Numbers(30), 4)
+    epochs = [sum((step for rank in parts for step in rank[2 * e : 2 * e + 2]), []) for e in (0, 1)]
+    for seen in epochs:
+        assert len(set(seen)) == 24 and set(seen) <= set(range(30))
+    assert epochs[0] != epochs[1]
+
+
+def test_the_last_batch_of_an_epoch_is_filled_up_with_samples_that_it_has_not():
+    first, second = _of_both_ranks(Numbers(30), 3, fills=True)
+    steps = [a + b for a, b in zip(first, second, strict=True)]
+    assert set(sum(steps, [])) == set(range(30))  # in 3 steps of 12: every sample, 6 of them twice
+    assert [len(set(step)) for step in steps] == [12, 12, 12]
+
+
+def test_ranks_share_a_stream_of_samples_in_its_order():
+    first, second = _of_both_ranks(Stream(25), 3)
+    assert first == [list(range(0, 6)), list(range(12, 18)), list(range(100, 106))]
+    assert second == [list(range(6, 12)), list(range(18, 24)), list(range(106, 112))]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(40), Stream(40)], ids=["map", "stream"])
+def test_workers_change_no_sample_and_no_number_that_it_draws_and_end_with_the_data(dataset):
+    before = torch.random.get_rng_state()
+    plain, ahead = (_data(dataset, n_workers=n_workers) for n_workers in (0, 2))
+    for (x, noise), (y, other) in islice(zip(plain, ahead, strict=True), 4):
+        assert torch.equal(x, y) and torch.equal(noise, other)
+    assert multiprocessing.active_children()
+    ahead.close()
+    assert not multiprocessing.active_children()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dataset", [Numbers(30), Stream(30)], ids=["map", "stream"])
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+def test_a_restored_position_goes_on_at_the_next_sample(dataset, n_steps):
+    # 2 steps an epoch: in the middle of one, at its end, and in the next
+    data, undisturbed = _data(dataset, rank=1), _data(dataset, rank=1)
+    _samples(data, n_steps)
+    resumed = _data(dataset, rank=1)
+    resumed.restore(data.state())
+    assert _samples(resumed, 2) == _samples(undisturbed, n_steps + 2)[n_steps:]
+
+
+@pytest.mark.parametrize("dataset", [Numbers(30), Stream(30)], ids=["map", "stream"])
+def test_a_position_holds_under_another_number_of_ranks_and_batch_size(dataset):
+    ranks = [_data(dataset, rank=rank) for rank in (0, 1)]
+    for data in ranks:
+        next(data)
+    alone = _data(dataset, config=Config(micro_batch_size=6))
+    alone.restore(ranks[0].state())
+    # two steps of 6 samples are the next step of 2 x 6
+    assert _samples(alone, 2) == [_samples(data, 1)[0] for data in ranks]
+
+
+def test_the_position_is_that_of_the_batch_handed_out_not_of_those_read_ahead():
+    data = _data(Numbers(40), n_workers=2)
+    next(data)
+    assert data.state() == {"epoch": 0, "n_samples": 12}
+    data.close()
+    synthetic = training_data(
+        SimpleNamespace(make_batch=lambda n: (torch.rand(n), torch.rand(n))),
+        config=CONFIG, dp_rank=1, device=CPU, seed=3,
+    )  # fmt: skip
+    _, second = next(synthetic), next(synthetic)
+    synthetic.restore({"epoch": 0, "n_samples": 12})
+    assert torch.equal(next(synthetic)[0], second[0])
+
+
+def test_evaluation_takes_the_samples_in_order_once():
+    model_file = SimpleNamespace(build_eval_dataset=lambda: Numbers(30))
+    data = evaluation_data(model_file, config=CONFIG, dp_rank=1, device=CPU)
+    assert _samples(data, None) == [[6, 7, 8, 9, 10, 11], [18, 19, 20, 21, 22, 23]]
+    with pytest.raises(ValueError, match="no build_eval_dataset"):
+        evaluation_data(SimpleNamespace(), config=CONFIG, dp_rank=0, device=CPU)
+
+
+@pytest.mark.parametrize("dataset", [Numbers(11), Stream(11)], ids=["map", "stream"])
+def test_too_few_samples_are_refused_with_both_numbers(dataset):
+    with pytest.raises(ValueError, match=r"found (11|fewer) samples, expected at least one global batch \(12\)"):
+        next(_data(dataset))
+
+
+@pytest.mark.parametrize("wrong", [DataLoader(Numbers(3)), 7])
+def test_what_is_no_dataset_is_refused(wrong):
+    with pytest.raises(ValueError, match="build_dataset: found (DataLoader|int), expected a dataset"):
+        _data(wrong)
+
+
+def test_the_model_file_may_collate_by_itself():
+    model_file = SimpleNamespace(
+        build_dataset=lambda: Numbers(12), collate=lambda samples: (torch.tensor([i for i, _ in samples]) * 10, None)
+    )
+    data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0)
+    assert isinstance(data, TrainingData)
+    assert all(value % 10 == 0 for value in next(data)[0].tolist())

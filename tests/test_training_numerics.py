@@ -1,0 +1,241 @@
+"""Learning-rate schedules, evaluation and loss scaling: exactly one process's numbers in float64."""
+
+import dataclasses
+import math
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distributed import tiny_gpt
+from distributed.launch import run_ranks
+from distributed.tiny_parallel import parallel_model
+
+from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
+from autoplan.runtime.learning_rate import LearningRate, build_scheduler_of
+from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
+from autoplan.runtime.zero import local_part
+
+BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
+PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=2, blocks=BLOCKS)
+TOLERANCE = 1e-9
+RATES = LearningRate("cosine", n_steps=4, warmup_steps=2, smallest=1e-3)
+
+
+def plan(**fields):
+    return dataclasses.replace(PLAIN, **fields)
+
+
+EVALUATED = {
+    "zero 3 with recompute": plan(dp=2, zero_stage=3, zero_shard_degree=2, recompute=BLOCKS),
+    "ignored target": plan(dp=2, ignored_target=3),
+    "tp 2": plan(tp=2),
+    "pp 2 interleaved": plan(pp=2, n_chunks=2, schedule="interleaved"),
+    "pp 2 zero-bubble V": plan(pp=2, n_chunks=2, schedule="zero_bubble_v"),
+}
+
+
+def _loss_without_ignored(outputs, targets):
+    flat = outputs.reshape(-1, tiny_gpt.VOCABULARY)
+    return torch.nn.functional.cross_entropy(flat, targets.reshape(-1), ignore_index=3)
+
+
+def _model_file(config, **functions):
+    loss_fn = tiny_gpt.loss_fn if config.ignored_target is None else _loss_without_ignored
+    own = {"build_model": tiny_gpt.build_model, "make_batch": tiny_gpt.make_batch, "loss_fn": loss_fn}
+    return SimpleNamespace(**own | functions)
+
+
+def _build(config, model_file, **options):
+    generated = parallel_model(config.tp, config.n_stages) if config.tp * config.pp > 1 else None
+    options = {"seed": 7, "learning_rate": 1e-2, **options}
+    model = ParallelModel(config, model_file, generated, mesh=build_rank_mesh(config, "cpu"), **options)
+    plain = PlainTraining(config, model_file, build_device=torch.device("cpu"), device=torch.device("cpu"), **options)
+    return model, plain
+
+
+def _batch(model, step):
+    size = model.config.global_batch_size
+    batch = global_batch(tiny_gpt.make_batch, batch_size=size, seed=7, step=step)
+    return batch, local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank)
+
+
+def _worst_difference(config):
+    """Of training with a schedule and an evaluation after each step, from one process; infinite if the rates differ."""
+    model, plain = _build(config, _model_file(config), learning_rates=RATES)
+    worst = 0.0
+    for step in range(3):
+        batch, own = _batch(model, step)
+        expected_rate = RATES.at(step, largest=1e-2)
+        if not math.isclose(model.learning_rate, expected_rate, rel_tol=1e-12):
+            return math.inf
+        loss = model.step(own).item()
+        found = compare(model, plain, loss=loss, plain_loss=plain.step(batch))
+        whole, part = _batch(model, 100 + step)
+        evaluated, _ = model.evaluate(part)
+        worst = max(worst, *dataclasses.astuple(found), abs(evaluated.item() - plain.evaluate(whole)))
+    return worst
+
+
+def _all_differences():
+    return {name: _worst_difference(config) for name, config in EVALUATED.items()}
+
+
+def test_a_schedule_and_evaluation_between_steps_keep_every_plan_equal_to_one_process():
+    for found in run_ranks(_all_differences, 2):
+        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def test_rates_follow_their_formula():
+    linear = LearningRate("linear", n_steps=10, warmup_steps=2, smallest=1.0)
+    # 8/2, 8; then 1 + 7 x (1 - p), p = 0, 1/8, ...
+    assert [linear.at(step, largest=8.0) for step in (0, 1, 2, 6, 10, 99)] == [4.0, 8.0, 8.0, 4.5, 1.0, 1.0]
+    cosine = LearningRate("cosine", n_steps=4)
+    assert [cosine.at(step, largest=2.0) for step in (0, 2, 4)] == pytest.approx([2.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"curve": "exotic"}, "--schedule: found 'exotic', expected one of constant, cosine, linear"),
+        ({"warmup_steps": 9, "n_steps": 5}, "--warmup-steps: found 9, expected 0 to --steps = 5"),
+        ({"smallest": -1.0}, "--min-lr: found -1, expected 0 or more"),
+    ],
+)
+def test_impossible_rates_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LearningRate(**fields)
+
+
+def test_the_model_file_may_build_its_own_scheduler():
+    model_file = SimpleNamespace(
+        build_scheduler=lambda optimizer, n_steps: torch.optim.lr_scheduler.StepLR(optimizer, n_steps)
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    own = build_scheduler_of(model_file, optimizer, LearningRate("cosine", n_steps=3, warmup_steps=1))
+    assert isinstance(own, torch.optim.lr_scheduler.StepLR) and own.step_size == 3
+    assert build_scheduler_of(SimpleNamespace(), optimizer, LearningRate()) is None
+    with pytest.raises(ValueError, match="--min-lr: found 2, expected at most the optimizer's own 1"):
+        build_scheduler_of(SimpleNamespace(), optimizer, LearningRate("linear", n_steps=3, smallest=2.0))
+
+
+def test_loss_scale_halves_doubles_and_stops_where_it_cannot_help():
+    scale = LossScale(value=4.0)
+    for _ in range(GROWTH_STEPS):
+        scale.grow()
+    assert scale.value == 8.0 and scale.n_good_steps == 0
+    scale.grow()
+    again = LossScale()
+    again.restore(scale.state())
+    assert again == scale
+    for _ in range(3):
+        scale.back_off()
+    assert scale == LossScale(value=1.0)
+    with pytest.raises(FloatingPointError, match="not finite even with a loss scale of 1"):
+        scale.back_off()
+
+
+# ------------------------------------------------------------------------------------- float16
+
+SCALED = {
+    "zero 2": plan(dp=2, zero_stage=2, zero_shard_degree=2),
+    "tp 2": plan(tp=2),
+    "pp 2": plan(pp=2),
+}
+
+
+def _scaled_difference(config):
+    """Of scaled training from unscaled: in float64, with a loss scale set by hand, and with clipping."""
+    model, plain = _build(config, _model_file(config), max_grad_norm=0.05)
+    model.loss_scale = LossScale()
+    worst = 0.0
+    for step in range(3):
+        batch, own = _batch(model, step)
+        loss = model.step(own).item()
+        worst = max(worst, *dataclasses.astuple(compare(model, plain, loss=loss, plain_loss=plain.step(batch))))
+    return worst
+
+
+def _explosive_loss(outputs, targets):
+    """Of a micro-batch whose targets are all 5 it is a million times the loss, which overflows float16 in backward."""
+    return tiny_gpt.loss_fn(outputs, targets) * (1e6 if bool((targets == 5).all()) else 1.0)
+
+
+def _parameters(model):
+    return torch.cat([local_part(entry.detach()).flatten() for entry in model.parameters()])
+
+
+def _skips_together(config):
+    """(kept all parameters, scale, rate went on) of a step that overflows on one rank; and whether training goes on."""
+    model, _ = _build(config, _model_file(config, loss_fn=_explosive_loss), learning_rates=RATES)
+    before, rate = _parameters(model).clone(), model.learning_rate
+    batch, _ = _batch(model, 0)
+    batch[1][-2:] = 5  # the last micro-batch of the last data-parallel rank
+    model.step(local_batch(batch, config=config, dp_rank=model.mesh.dp_rank))
+    skipped = (
+        torch.equal(_parameters(model), before),
+        model.was_updated,
+        model.loss_scale.value,
+        model.learning_rate == rate,
+    )
+    model.step(_batch(model, 1)[1])
+    went_on = (model.was_updated, not torch.equal(_parameters(model), before), model.learning_rate > rate)
+    return skipped, went_on
+
+
+def _all_scaled():
+    differences = {name: _scaled_difference(config) for name, config in SCALED.items()}
+    skips = {name: _skips_together(dataclasses.replace(c, precision="fp16")) for name, c in SCALED.items()}
+    return differences, skips
+
+
+def test_scaling_is_exact_and_an_overflow_on_one_rank_skips_the_update_on_all():
+    for differences, skips in run_ranks(_all_scaled, 2):
+        assert {name: error for name, error in differences.items() if not error <= TOLERANCE} == {}
+        for name, (skipped, went_on) in skips.items():
+            assert skipped == (True, False, 2.0**15, True), name
+            assert went_on == (True, True, True), name
+
+
+# ------------------------------------------------------------------------------------- what is alive, and in what dtype
+
+
+def _dtypes_and_kept_outputs():
+    """Of bf16 training under ZeRO 2: dtypes of what the optimizer sees, and the outputs alive as backward begins."""
+    config = plan(dp=2, zero_stage=2, zero_shard_degree=2, precision="bf16")
+    alive, made = [], []
+
+    def loss_fn(outputs, targets):
+        made.append(weakref.ref(model_outputs.pop()))
+        loss = tiny_gpt.loss_fn(outputs, targets)
+        loss.register_hook(lambda _: alive.append(made[-1]() is not None))
+        return loss
+
+    model, _ = _build(config, _model_file(config, loss_fn=loss_fn))
+    model_outputs = []
+    model.stages[0].register_forward_hook(lambda module, inputs, outputs: model_outputs.append(outputs))
+    kept = []
+    prepare = model._prepare_backward
+
+    def prepare_and_look(stage, is_last_micro_batch):
+        kept.append(_n_reduction_inputs(stage))
+        prepare(stage, is_last_micro_batch)
+
+    model._prepare_backward = prepare_and_look
+    model.step(_batch(model, 0)[1])
+    states = [value for state in model.optimizer.state.values() for value in state.values() if value.dim()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
+    return {tensor.dtype for tensor in tensors}, alive, kept
+
+
+def _n_reduction_inputs(root):
+    context = root._get_fsdp_state()._comm_ctx
+    states = getattr(context, "reduce_scatter_states", None)
+    return len(states) if states is not None else int(context.reduce_scatter_state is not None)
+
+
+def test_bf16_keeps_and_reduces_in_float32_and_holds_no_output_or_reduced_gradient_into_a_backward_pass():
+    for dtypes, alive, kept in run_ranks(_dtypes_and_kept_outputs, 2):
+        assert dtypes == {torch.float32}
+        assert alive == [False, False]  # two micro-batches
+        assert kept == [0, 0]

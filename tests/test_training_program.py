@@ -1,0 +1,127 @@
+"""The emitted program as people train with it: real data, workers, evaluation, a schedule, logs that go on."""
+
+import json
+import math
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from distributed.launch import run_folder
+
+import autoplan.runtime
+from autoplan.codegen.train_script import train_script
+from autoplan.runtime.learning_rate import LearningRate
+from autoplan.runtime.metrics import EvaluationRecord, MetricLog, StepRecord, Workload
+
+CHECKOUT = Path(__file__).parent.parent
+TEXT = CHECKOUT / "examples" / "data" / "stories.txt"
+RECORD = StepRecord(
+    step=3, loss=1.5, grad_norm=math.inf, learning_rate=1e-3, step_s=0.5, data_wait_s=0.25, samples_per_s=8.0,
+    peak_allocated_bytes=None, peak_reserved_bytes=None, tokens_per_s=800.0, mfu=0.5,
+)  # fmt: skip
+
+
+def test_a_text_is_learned_on_two_ranks_with_workers_evaluation_and_a_log_that_a_second_run_goes_on(tmp_path):
+    shutil.copytree(
+        Path(autoplan.runtime.__file__).parent, tmp_path / "runtime", ignore=shutil.ignore_patterns("__*__")
+    )
+    shutil.copy(Path(autoplan.runtime.__file__), tmp_path / "runtime")
+    shutil.copy(CHECKOUT / "examples" / "text_gpt.py", tmp_path / "model.py")
+    config = {"dp": 2, "zero_stage": 2, "zero_shard_degree": 2, "micro_batch_size": 8, "blocks": ("blocks.0",)}
+    overrides = {"n_layers": 1, "width": 64, "context": 64, "text": str(TEXT)}
+    workload = {"tokens_per_sample": 64}
+    text = train_script(
+        header="Train.", config=config, overrides=overrides, workload=workload, has_parallel_model=False
+    )
+    (tmp_path / "train.py").write_text(text)
+    options = [
+        "--steps",
+        "40",
+        "--device",
+        "cpu",
+        "--schedule",
+        "cosine",
+        "--warmup-steps",
+        "5",
+        "--min-lr",
+        "3e-4",
+        "--clip",
+        "1",
+        "--workers",
+        "1",
+    ]
+    (tmp_path / "log.jsonl").write_text('{"step": 0}\n{"step": 1, "lo')  # of a run that was killed
+    done = run_folder(tmp_path, 2, *options, "--eval-every", "20", "--eval-batches", "4", "--log-jsonl", "log.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 42 and "tokens/s" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert rows.pop(0) == {"step": 0}
+    steps, evaluations = ([row for row in rows if key in row] for key in ("loss", "eval_loss"))
+    assert [row["step"] for row in steps] == list(range(40)) and [row["step"] for row in evaluations] == [19, 39]
+    rates = LearningRate("cosine", n_steps=40, warmup_steps=5, smallest=3e-4)
+    assert [row["learning_rate"] for row in steps] == pytest.approx([rates.at(t, largest=3e-3) for t in range(40)])
+    # random guessing of 128 characters is 4.85, their frequencies alone give 2.9
+    assert steps[0]["loss"] > 4.5 and steps[-1]["loss"] < 2.6
+    assert evaluations[1]["eval_loss"] == pytest.approx(steps[-1]["loss"], abs=0.3)
+    for row in steps:
+        assert row["samples_per_s"] == pytest.approx(16 / (row["step_s"] + row["data_wait_s"]))
+        assert row["tokens_per_s"] == pytest.approx(64 * row["samples_per_s"])
+        assert row["mfu"] is None
+
+
+def test_a_record_says_what_is_known_and_json_has_no_infinity(tmp_path, capsys):
+    with MetricLog(rank=0, jsonl=tmp_path / "new" / "log.jsonl") as log:
+        log.write(RECORD)
+        assert json.loads((tmp_path / "new" / "log.jsonl").read_text())["grad_norm"] is None  # already flushed
+        log.write(EvaluationRecord(step=3, eval_loss=1.25, n_batches=2, eval_s=0.1))
+    with MetricLog(rank=1, jsonl=tmp_path / "other.jsonl") as silent:
+        silent.write(RECORD)
+    assert not (tmp_path / "other.jsonl").exists()
+    assert capsys.readouterr().out.splitlines() == [
+        "step     3  loss 1.500000  grad norm inf  lr 1.00e-03  0.5000 s  800 tokens/s  MFU 50.0%  data 250.0 ms",
+        "step     3  evaluation loss 1.250000  2 batches  0.1000 s",
+    ]
+
+
+def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with MetricLog(rank=0) as log:
+        log.write(RECORD)
+        log.write(RECORD)
+        log.say("done")
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0].count("\rstep     3") == 2 and lines[1:] == ["done", ""]
+
+
+def test_mfu_is_given_on_the_planned_device_only():
+    workload = Workload(flops_per_sample=2 * 10**12, peak_flops_per_s=1e13, device="Toy 1T")
+    # 8 samples/s x 2 TFLOP / (4 devices x 10 TFLOP/s) = 0.4
+    assert workload.mfu(8.0, n_devices=4, device="Toy 1T") == pytest.approx(0.4)
+    assert workload.mfu(8.0, n_devices=4, device="Toy 2T") is None
+    assert workload.tokens_per_s(8.0) is None
+
+
+def test_tensorboard_gets_every_curve_and_its_absence_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package tensorboard is not installed\n  fix: pip install tensorboard"):
+        MetricLog(rank=0, tensorboard=tmp_path)
+    seen = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name, value, step):
+            seen.append((name, value, step))
+
+        def close(self):
+            seen.append("closed")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    with MetricLog(rank=0, tensorboard=tmp_path) as log:
+        log.write(RECORD)
+    assert ("train/loss", 1.5, 3) in seen and ("speed/mfu", 0.5, 3) in seen and seen[-1] == "closed"
+    assert not any(value is None for _, value, _ in seen[:-1])
