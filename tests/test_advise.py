@@ -11,8 +11,8 @@ from whatif_toys import toy_result, toy_row
 
 from autoplan import cli, load_profile
 from autoplan.units import GiB
-from autoplan.what_if import advising
-from autoplan.what_if.advising import RULES, Facts, advice_text, fragment, passes, speed_up, stop_at
+from autoplan.what_if.advice_rules import RULES, Facts, leave_the_host, passes, speed_up, stop_at
+from autoplan.what_if.advising import fragment
 from autoplan.what_if.conditions import Loading
 from autoplan.what_if.points import Point
 from autoplan.what_if.rows import WhatIfRow
@@ -110,7 +110,7 @@ def test_fragments_of_hosts_keep_the_network() -> None:
 def test_rules_never_fail_without_plans() -> None:
     nothing = replace(GOOD, one=NO_PLAN, half=NO_PLAN, host=NO_PLAN, split=NO_PLAN, hosts=(NO_PLAN, NO_PLAN))
     assert [rule(nothing).situation for rule in RULES]
-    assert advising.leave_the_host(nothing).applies
+    assert leave_the_host(nothing).applies
 
 
 def test_advise_from_the_command_line(capsys) -> None:
@@ -122,4 +122,4 @@ def test_advise_from_the_command_line(capsys) -> None:
     assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Advice: ") and "8 devices over two hosts instead of 4 in one" in text
-    assert "no  one layer does not fit" in text and advice_text
+    assert "no  one layer does not fit" in text

@@ -9,7 +9,8 @@ import pytest
 
 from autoplan.option_checks import parse_fix
 from autoplan.options import Options
-from autoplan.what_if.advising import advise, speed_up
+from autoplan.what_if.advice_rules import speed_up
+from autoplan.what_if.advising import advise
 from autoplan.what_if.asking import ask
 from autoplan.what_if.question import Question
 from autoplan.what_if.rows import WhatIfRow
