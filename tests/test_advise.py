@@ -115,7 +115,7 @@ def test_rules_never_fail_without_plans() -> None:
 
 def test_advise_from_the_command_line(capsys) -> None:
     arguments = ["advise", GPT, "--set", "size=char", "--hw", "a100_pcie_x8+ethernet_10g", "--max-hosts", "2"]
-    arguments += ["--fix", "tp=1"]
+    arguments += ["--fix", "tp=1,pp=1"]
     assert cli.run([*arguments, "--samples", "1e6", "--deadline", "30d", "--jobs", "1", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
