@@ -329,6 +329,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         header=program_header(answer, launch_line=launch_command(answer)),
         model_text=read_text_file(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
+        device_bytes=answer.best.estimate.allocator_bytes,
         workload={
             "flops_per_sample": answer.workload.flops_per_sample,
             "tokens_per_sample": answer.workload.tokens_per_sample,

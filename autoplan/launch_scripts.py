@@ -1,6 +1,8 @@
 """Launch scripts of an emitted program: torchrun, Slurm and a Kubernetes TrainJob, as text.
 
 Names come from the user, so each format has its encoder: `shlex.quote` for shell, JSON strings for YAML.
+
+Each passes on where the run saves itself and goes on from: CHECKPOINT_DIR in the shell, a volume in a TrainJob.
 """
 
 from __future__ import annotations
@@ -13,6 +15,22 @@ from typing import NamedTuple
 
 RENDEZVOUS_PORT = 29500
 TRAIN_JOB_IMAGE = "REPLACE-WITH-YOUR-IMAGE"
+TRAIN_JOB_CLAIM = "REPLACE-WITH-YOUR-VOLUME-CLAIM"
+TRAIN_JOB_FOLDER = "/checkpoints"
+MAX_RESTARTS = 3
+SAVING_S = 300  # what a program that is told to stop has to finish its step and save
+# torch 2.13 gives restarted processes the store of those that died; without this, they look for the dead ones.
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_CHECKPOINTS = (
+    "# With CHECKPOINT_DIR set, a folder that all hosts see, the run is saved there, goes on from there when this is\n"
+    "# started again, and is restarted MAX_RESTARTS times when a process fails.\n"
+    'if [ -n "${CHECKPOINT_DIR:-}" ]; then\n'
+    '    set -- --checkpoint-dir "$CHECKPOINT_DIR" "$@"\n'
+    f'    MAX_RESTARTS="${{MAX_RESTARTS:-{MAX_RESTARTS}}}"\n'
+    "fi\n"
+    f"export {_OWN_STORE}=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVING_S}\n"
+)
+_RESTARTS = '--max-restarts "${MAX_RESTARTS:-0}"'
 
 
 class LaunchGroup(NamedTuple):
@@ -81,7 +99,8 @@ def mixed_torchrun_script(groups: Sequence[LaunchGroup]) -> str:
         f'else echo "NODE_RANK is $NODE_RANK, there are {first} hosts" >&2; exit 2\n'
         "fi\n"
         'cd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
-        f'exec {mixed_launch_line(groups)} "$@"\n'
+        f"{_CHECKPOINTS}"
+        f'exec {_with_restarts(mixed_launch_line(groups))} "$@"\n'
     )
 
 
@@ -96,13 +115,23 @@ def torchrun_script(*, n_hosts: int, n_devices_per_host: int) -> str:
         "set -euo pipefail\n"
         f"{check}"
         'cd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
-        f'exec {launch_line(n_hosts=n_hosts, n_devices_per_host=n_devices_per_host)} "$@"\n'
+        f"{_CHECKPOINTS}"
+        f'exec {_with_restarts(launch_line(n_hosts=n_hosts, n_devices_per_host=n_devices_per_host))} "$@"\n'
     )
 
 
+def _with_restarts(launch: str) -> str:
+    """A launch line whose processes are restarted when one fails."""
+    return launch.removesuffix("train.py") + f"{_RESTARTS} train.py"
+
+
 def slurm_script(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
-    """One torchrun agent per host under Slurm; submit it from the output folder."""
-    agent = (
+    """One torchrun agent per host under Slurm; submit it from the output folder.
+
+    Before the time limit Slurm signals the script, which tells the programs to stop and puts the job back into the
+    queue; a job that is preempted is told by Slurm itself.
+    """
+    agent = _with_restarts(
         f"torchrun --nnodes {n_hosts} --nproc-per-node {n_devices_per_host} "
         f'--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:{RENDEZVOUS_PORT}" train.py'
     )
@@ -113,23 +142,37 @@ def slurm_script(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
         "#SBATCH --ntasks-per-node=1\n"
         f"#SBATCH --gpus-per-node={n_devices_per_host}\n"
         "#SBATCH --exclusive\n"
+        "#SBATCH --requeue\n"
+        "#SBATCH --open-mode=append\n"
+        f"#SBATCH --signal=B:USR1@{SAVING_S}\n"
         "# Submit from the folder that holds train.py: sbatch launch/job.sbatch\n"
         "set -euo pipefail\n"
         'cd "$SLURM_SUBMIT_DIR"\n'
         'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"\n'
         "export MASTER_ADDR\n"
-        f'srun {agent} "$@"\n'
+        f"{_CHECKPOINTS}"
+        "stop_and_requeue() {\n"
+        '    kill -TERM "$agents"  # srun hands it on; every program finishes its step and saves\n'
+        '    wait "$agents" || true\n'
+        '    scontrol requeue "$SLURM_JOB_ID"\n'
+        "}\n"
+        'if [ -n "${CHECKPOINT_DIR:-}" ]; then trap stop_and_requeue USR1; fi\n'
+        f'srun {agent} "$@" &\n'
+        "agents=$!\n"
+        'wait "$agents"\n'
     )
 
 
 def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
     """A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) over the `torch-distributed` runtime.
 
-    The program must be in the image, at the working directory; the image name is left for the user to fill in.
+    The program must be in the image, at the working directory; the names of the image and of the volume for checkpoints
+    are left for the user to fill in.
     """
     text = json.dumps
     return (
-        "# Put the output folder into an image, name it below, then: kubectl apply -f launch/trainjob.yaml\n"
+        "# Put the output folder into an image; name it below, and a volume claim that all hosts can write, where the\n"
+        "# run saves itself and goes on from; then: kubectl apply -f launch/trainjob.yaml\n"
         "apiVersion: trainer.kubeflow.org/v1alpha1\n"
         "kind: TrainJob\n"
         "metadata:\n"
@@ -139,12 +182,27 @@ def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
         "    name: torch-distributed\n"
         "  trainer:\n"
         f"    image: {text(TRAIN_JOB_IMAGE)}\n"
-        '    command: ["torchrun", "train.py"]\n'
+        f'    command: ["torchrun", "train.py", "--checkpoint-dir", {text(TRAIN_JOB_FOLDER)}]\n'
+        "    env:\n"
+        f"      - {{name: PET_MAX_RESTARTS, value: {text(str(MAX_RESTARTS))}}}\n"
+        f'      - {{name: {_OWN_STORE}, value: "1"}}\n'
         f"    numNodes: {n_hosts}\n"
         f"    numProcPerNode: {n_devices_per_host}\n"
         "    resourcesPerNode:\n"
         "      limits:\n"
         f"        nvidia.com/gpu: {n_devices_per_host}\n"
+        "  podTemplateOverrides:\n"
+        "    - targetJobs:\n"
+        "        - name: node\n"
+        "      spec:\n"
+        "        containers:\n"
+        "          - name: node\n"
+        "            volumeMounts:\n"
+        f"              - {{name: checkpoints, mountPath: {text(TRAIN_JOB_FOLDER)}}}\n"
+        "        volumes:\n"
+        "          - name: checkpoints\n"
+        "            persistentVolumeClaim:\n"
+        f"              claimName: {text(TRAIN_JOB_CLAIM)}\n"
     )
 
 

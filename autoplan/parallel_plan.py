@@ -178,6 +178,10 @@ class TimelineEvent:
     stop_s: float
 
 
+# The part of `memory_parts_bytes` for the device context and communication buffers.
+OUTSIDE_ALLOCATOR = "fixed"
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What the simulator says of a plan: the only judge of its time and memory.
@@ -203,6 +207,12 @@ class Estimate:
     segment_sources: tuple[str, ...] = ()
     rank_limits_bytes: tuple[int, ...] = ()
     timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
+
+    @property
+    def allocator_bytes(self) -> tuple[int, ...]:
+        """Per pipeline rank, `reserved_bytes` without what lies outside of the allocator."""
+        pairs = zip(self.reserved_bytes, self.memory_parts_bytes, strict=True)
+        return tuple(reserved - dict(parts).get(OUTSIDE_ALLOCATOR, 0) for reserved, parts in pairs)
 
     def limit_bytes(self, rank: int) -> int:
         """What the devices of a pipeline rank offer."""

@@ -31,6 +31,7 @@ from operator import mul
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.parallel_plan import OUTSIDE_ALLOCATOR
 from autoplan.schedules import GRADIENT_KINDS, Action, splits_backward
 
 
@@ -273,5 +274,5 @@ def reserved_parts(table: CostTable, memory: Memory) -> tuple[tuple[str, int], .
     return (
         *zip(Memory._fields, memory, strict=True),
         ("fragmentation", rounding),
-        ("fixed", table.reserved_fixed_bytes),
+        (OUTSIDE_ALLOCATOR, table.reserved_fixed_bytes),
     )

@@ -34,8 +34,6 @@ from autoplan.units import format_bytes, format_seconds
 Start = Callable[[Sequence[str], Path], int]
 
 STEP, PROFILED_STEP, ALLOCATED, RESERVED = "step", "profiled step", "allocated", "reserved"
-# Of the predicted reserved memory, the part that torch's allocator, which reports what was measured, does not see.
-_OUTSIDE_ALLOCATOR = "fixed"
 # component: (fields of the predicted `Breakdown`, what the profiled step says: a field, or an axis of `exposed_s`)
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "compute and recompute": (("compute_s", "recompute_s"), "compute_s"),
@@ -197,9 +195,8 @@ def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]
     intervals = allocated_interval_bytes(answer.best)
     for rank, predicted in enumerate(estimate.allocated_bytes):
         yield _comparison(_of_rank(ALLOCATED, rank, mesh), "bytes", predicted, allocated[rank], intervals[rank])
-    for rank, predicted in enumerate(estimate.reserved_bytes):
-        outside = dict(estimate.memory_parts_bytes[rank]).get(_OUTSIDE_ALLOCATOR, 0)
-        yield _comparison(_of_rank(RESERVED, rank, mesh), "bytes", predicted - outside, reserved[rank])
+    for rank, predicted in enumerate(estimate.allocator_bytes):
+        yield _comparison(_of_rank(RESERVED, rank, mesh), "bytes", predicted, reserved[rank])
 
 
 def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:

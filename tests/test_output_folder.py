@@ -212,7 +212,17 @@ def test_torchrun_script_passes_arguments_on_from_any_folder(tmp_path: Path) -> 
         check=True,
         cwd="/",
     )
-    expected = [str(plan), "--standalone", "--nproc-per-node", "4", "train.py", "--steps", "two words"]
+    expected = [
+        str(plan),
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "--max-restarts",
+        "0",
+        "train.py",
+        "--steps",
+        "two words",
+    ]
     assert done.stdout.splitlines() == expected
 
 

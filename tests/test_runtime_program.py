@@ -102,7 +102,7 @@ def test_script_keeps_values_and_any_header():
     header = 'Plan of "a\\b": """quoted""" and {braces}'
     config = {"dp": 2, "recompute": ("blocks.0",), "precision": "bf16", "compile": True}
     tree = ast.parse(train_script(header=header, config=config, has_parallel_model=True, overrides={"size": "1b"}))
-    assert ast.get_docstring(tree) == header
+    assert ast.get_docstring(tree).startswith(header + "\n\n")
     assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
     assert {word.arg: ast.literal_eval(word.value) for word in assigned["PLAN"].keywords} == config
     assert ast.literal_eval(assigned["MODEL_OVERRIDES"]) == {"size": "1b"}

@@ -38,16 +38,18 @@ def generate(
     model_text: str,
     overrides: Mapping[str, Any],
     workload: Mapping[str, Any] | None = None,
+    device_bytes: tuple[int, ...] = (),
 ) -> Program:
     """The program of a plan; `header` becomes the docstring of train.py.
 
-    `model_text` is the user's model file, `overrides` the arguments of its build_model,
-    `workload` the fields of `runtime.metrics.Workload`.
+    `model_text` is the user's model file, `overrides` the arguments of its build_model, `workload` the fields of
+    `runtime.metrics.Workload`, `device_bytes` what the program is expected to reserve, per pipeline rank; it refuses
+    devices that have less.
     """
     found = {
         "train.py": train_script(
             header=header,
-            config=config_values(graph, plan),
+            config={**config_values(graph, plan), **({"device_bytes": device_bytes} if device_bytes else {})},
             overrides=dict(overrides),
             workload=workload,
             has_parallel_model=plan.mesh.needs_generated_model,

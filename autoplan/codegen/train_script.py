@@ -9,6 +9,13 @@ from autoplan.codegen.text import import_lines, quoted
 
 _TEMPLATE = '''\
 """{header}
+
+A run that can be stopped: --checkpoint-dir DIR saves every --checkpoint-every steps, and in the end, beside the
+training; the same command goes on from the newest complete checkpoint, as one under another plan or on another number
+of devices does. --steps counts all steps of the run. SIGTERM finishes the step, saves, and exits with 143.
+Weights under the model's own names: --init-from FILE, --export FILE.safetensors, and for a checkpoint
+`python -m runtime export DIR FILE.safetensors`.
+Exit codes: 0 done; 1 failed; 8 --check found a difference; 143 stopped and saved.
 """
 
 import argparse
@@ -30,7 +37,7 @@ PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Train under the plan in this file; start it with torchrun.")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps, with those before a resume")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="compute in this instead of the plan's precision")
     parser.add_argument("--matmul-precision", choices=("highest", "high", "medium"), help="of float32; high is TF32")
@@ -51,7 +58,11 @@ def parse_arguments():
     parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="trace these, B exclusive")
     parser.add_argument("--profile-dir", type=Path, default=Path("profile"), help="for the traces, one per rank")
     parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
-    return parser.parse_args()
+    add_checkpoint_options(parser)
+    arguments = parser.parse_args()
+    if arguments.check and arguments.checkpoint_dir:
+        parser.error("--check compares a run with one process from its start: leave out --checkpoint-dir")
+    return arguments
 
 
 @record
@@ -73,7 +84,8 @@ def main():
     }}
     model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)
     reading = {{"config": config, "dp_rank": mesh.dp_rank, "device": mesh.device, "n_workers": arguments.workers}}
-    evaluation = trace = None
+    run = evaluation = trace = None
+    watch_for_hangs(model, limit_s=arguments.timeout)
     if arguments.eval_every:
         data = evaluation_data(model_file, **reading)
         evaluation = Evaluation(model, data, every=arguments.eval_every, n_batches=arguments.eval_batches)
@@ -84,6 +96,7 @@ def main():
         steps = check_steps(model, plain, model_file, n_steps=arguments.steps, seed=arguments.seed)
     else:
         data = training_data(model_file, seed=arguments.seed, fills=arguments.fill_last_batch, **reading)
+        run = Run(model, arguments, data=data)
         steps = train_steps(model, data, n_steps=arguments.steps, workload=WORKLOAD, trace=trace)
 
     done = []
@@ -93,21 +106,25 @@ def main():
             log.write(step)
             if evaluation and (found := evaluation.after(step.step)):
                 log.write(found)
+            if run and run.ends_after(step.step):
+                break
         if trace and trace.found:
             log.say(str(trace.found))
     if arguments.out_json:
         write_records(arguments.out_json, model, done, trace and trace.found)
+    code = run.finish() if run else exit_code(done)
     stop_process_group()
-    return exit_code(done)
+    return code
 
 
 if __name__ == "__main__":
     sys.exit(main())
 '''
 _RUNTIME_NAMES = (
-    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "StepTrace", "Workload",
-    "build_rank_mesh", "check_steps", "evaluation_data", "exit_code", "parse_steps", "start_process_group",
-    "stop_process_group", "train_steps", "training_data", "write_records",
+    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "Run", "StepTrace",
+    "Workload", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
+    "parse_steps", "start_process_group", "stop_process_group", "train_steps", "training_data", "watch_for_hangs",
+    "write_records",
 )  # fmt: skip
 
 

@@ -8,14 +8,19 @@ It is copied as it stands into the folder of a program.
     experts, random        what else generated code calls
     chunked_loss, memory_format, recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
+    checkpoint*, resume    saved runs, loaded under any plan; stopping and going on
+    finite, hang_watch     numbers that are not finite, ranks that do not come
     learning_rate, loss_scale    what changes from step to step besides the weights
     data, loading, train         batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
 """
 
+from .checkpoint import Checkpoints, load_checkpoint
+from .checkpoint_planner import CheckpointError
 from .config import Config
 from .data import global_batch, local_batch
+from .hang_watch import watch_for_hangs
 from .learning_rate import LearningRate
 from .loading import TrainingData, evaluation_data, training_data
 from .mesh import (
@@ -33,6 +38,7 @@ from .metrics import EvaluationRecord, MetricLog, StepRecord, Workload
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
+from .resume import Run, add_checkpoint_options
 from .step_profile import StepProfile
 from .step_trace import StepTrace, parse_steps
 from .train import Evaluation, check_steps, exit_code, timed_step, train_steps, write_records
@@ -42,6 +48,8 @@ __all__ = [
     "TOLERANCES",
     "Boundary",
     "Buffer",
+    "CheckpointError",
+    "Checkpoints",
     "Config",
     "Differences",
     "Evaluation",
@@ -52,6 +60,7 @@ __all__ = [
     "PerSample",
     "PlainTraining",
     "RankMesh",
+    "Run",
     "Shard",
     "StepProfile",
     "StepRecord",
@@ -60,6 +69,7 @@ __all__ = [
     "Weights",
     "Workload",
     "WorldSizeError",
+    "add_checkpoint_options",
     "attach",
     "build_rank_mesh",
     "check_steps",
@@ -70,6 +80,7 @@ __all__ = [
     "from_first_rank",
     "global_batch",
     "join_process_group",
+    "load_checkpoint",
     "load_weights",
     "local_batch",
     "parse_steps",
@@ -79,6 +90,7 @@ __all__ = [
     "timed_step",
     "train_steps",
     "training_data",
+    "watch_for_hangs",
     "world_size",
     "write_records",
 ]

@@ -37,6 +37,7 @@ class Config:
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
+        device_bytes: device memory that torch's allocator is expected to take, per pipeline rank; empty if not known.
         is_module_level: forward branches on data, so each rank may use other parameters; see `unused`.
     """
 
@@ -60,6 +61,7 @@ class Config:
     blocks: tuple[str, ...] = ()
     computes_in_float32: bool = False
     is_module_level: bool = False
+    device_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision not in COMPUTE_DTYPES:

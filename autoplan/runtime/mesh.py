@@ -8,7 +8,10 @@ Ranks that differ only in `shard` share one sharded state; ranks that differ onl
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,12 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import Config
 
 TIMEOUT_S = 600.0
+GIB = 2**30
 OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -33,6 +38,10 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 class WorldSizeError(SystemExit):
     """The number of processes is not the plan's; ends the program with the message and a non-zero exit code."""
+
+
+class DeviceMemoryError(SystemExit):
+    """A device has less memory than planned; ends the program with the message and a non-zero exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +134,28 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     backend = "nccl" if device_type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **_store_of_restart(timeout))
         sys.excepthook = _exit_at_once(sys.excepthook)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _store_of_restart(timeout: timedelta) -> dict[str, Any]:
+    """The arguments by which restarted processes of one host meet.
+
+    torchrun's agent keeps its store over restarts, and torch 2.13 looks there for the others under the same keys, where
+    it finds the addresses of those that are dead. Hosts may count restarts differently, so on several of them the
+    launch scripts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead, which makes a store for each attempt.
+    """
+    environment = os.environ
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restart == "0" or not is_shared or environment.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False, timeout=timeout)
+    ranks = {"rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
+    return {"store": PrefixStore(f"restart_{restart}", store), **ranks}
 
 
 def _exit_at_once(report: ExceptHook) -> ExceptHook:
@@ -159,8 +185,15 @@ def failing_after_others() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _is_of_a_collective(error):
+            _let_sigterm_end_this_process()
             time.sleep(OTHERS_FIRST_S)
         raise
+
+
+def _let_sigterm_end_this_process() -> None:
+    """Also where a handler would finish the step first: it cannot be finished any more."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
@@ -196,6 +229,8 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
     )
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, torch.cuda.current_device())
     pp_rank, replica, shard, tp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "replica", "shard", "tp"))
+    if config.device_bytes and device.type == "cuda":
+        check_device_memory(config.device_bytes[pp_rank], free_bytes=_free_bytes(device))
     return RankMesh(
         device=device,
         rank=dist.get_rank(),
@@ -207,6 +242,33 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         pp_group=mesh["pp"].get_group() if config.pp > 1 else None,
         zero_mesh=mesh["shard"] if replica_degree == 1 else mesh["replica", "shard"],
     )
+
+
+def check_device_memory(planned_bytes: int, *, free_bytes: int) -> None:
+    """Refuse to start where a device has less memory than planned; every rank must call it.
+
+    Raises: DeviceMemoryError on every rank, naming those that have too little, with planned and found.
+    """
+    own = f"rank {dist.get_rank()} on {socket.gethostname()}", planned_bytes, free_bytes
+    ranks: list[Any] = [own] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    lines = [
+        f"  {rank}: planned: {planned / GIB:.1f} GiB; found: {free / GIB:.1f} GiB free"
+        for rank, planned, free in ranks
+        if free < planned
+    ]
+    if lines:
+        raise DeviceMemoryError(
+            "too little device memory for the plan\n" + "\n".join(lines) + "\n"
+            "  fix: end other programs on these devices, or plan again for devices of this size; to try nevertheless, "
+            "remove device_bytes from PLAN in train.py"
+        )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What torch's allocator may take: free memory and what it holds already."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device))
 
 
 def group_over_pipeline_ranks(config: Config, pp_ranks: Iterable[int]) -> ProcessGroup | None:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .batch_norm import data_parallel_groups, synchronize_batch_norm
+from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
+from .finite import check_finite
 from .gradients import (
     NamedParameter,
     TiedWeight,
@@ -61,6 +63,10 @@ class ParallelModel(nn.Module):
         grad_norm: global norm of the gradients of the last step, before clipping.
         was_updated: whether the last step changed the parameters; under fp16 it may not.
         full_build_device: where the whole model was built; the same device gives the same initial weights.
+        whole: names and shapes of the user's tensors, as a checkpoint holds them.
+        shards: how tensor parallelism divides parameters, by name.
+        n_steps: optimizer steps taken, in this run and those that it resumed.
+        is_told_to_stop: set it on any rank, and `stops` is true on all of them after the next step.
     """
 
     def __init__(
@@ -83,6 +89,10 @@ class ParallelModel(nn.Module):
         if config.precision == "fp64" and mesh.device.type == "cpu":
             use_float64_grouped_products()
         self._parallel_model = parallel_model
+        self.shards: dict[str, Shard] = {} if parallel_model is None else parallel_model.SHARDS
+        self.whole = WholeTensors({}, {})
+        self.n_steps = 0
+        self.is_told_to_stop, self._n_told = False, torch.zeros(())
         self._max_grad_norm = max_grad_norm
         self._loss_fn = _loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
@@ -162,7 +172,23 @@ class ParallelModel(nn.Module):
                 self.optimizer.step()
                 if self.scheduler is not None:
                     self.scheduler.step()
+        self.n_steps += 1
         return loss
+
+    @property
+    def stops(self) -> bool:
+        """Whether a rank was told to stop before the last step ended; waits for the device."""
+        return bool(self._n_told.item())
+
+    def run_state(self) -> dict[str, Any]:
+        """Numbers of the run that a checkpoint holds."""
+        return {"n_steps": self.n_steps, "loss_scale": None if self.loss_scale is None else self.loss_scale.state()}
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the numbers of `run_state`; a run in another precision has no loss scale, or a new one."""
+        self.n_steps = int(state["n_steps"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.restore(state["loss_scale"])
 
     @property
     def learning_rate(self) -> float:
@@ -219,17 +245,17 @@ class ParallelModel(nn.Module):
     def _build_stages(self, build_model: Callable[[], nn.Module], seed: int) -> list[nn.Module]:
         device = self.full_build_device
         full = build_whole_model(build_model, seed=seed, dtype=self.config.parameter_dtype, device=device)
+        self.whole = whole_tensors(full)
         return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
 
     def _name_parameters(self) -> tuple[list[NamedParameter], list[TiedWeight]]:
         """The trainable parameters of this rank, and which of them other stages hold copies of."""
         first_stage_of, tied = self._find_ties()
-        shards = self._parallel_model.SHARDS if self._parallel_model is not None else {}
         named = []
         for index, stage in zip(self._stage_indices(), self.stages, strict=True):
             for name, parameter in stage.named_parameters():
                 if parameter.requires_grad:
-                    n_holders = self.mesh.n_replicas * (1 if name in shards else self.config.tp)
+                    n_holders = self.mesh.n_replicas * (1 if name in self.shards else self.config.tp)
                     share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
                     named.append(NamedParameter(name, parameter, share))
         return named, tied
@@ -336,9 +362,15 @@ class ParallelModel(nn.Module):
 
     def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> torch.Tensor:
         """The global mean loss, and `grad_norm`, by one all-reduce over all ranks."""
-        sums = torch.stack([self._share(local_loss), squared_norm_share(self._parameters_of_rank, self.mesh.device)])
+        loss_share = self._share(local_loss)
+        told = torch.full_like(loss_share, float(self.is_told_to_stop))
+        own = torch.stack([loss_share, squared_norm_share(self._parameters_of_rank, self.mesh.device), told])
+        sums = own.clone()
         if self.config.n_ranks > 1:
             dist.all_reduce(sums)
+        self._n_told = sums[2]
+        if self.loss_scale is None:  # which deals with it
+            check_finite(sums, own, step=self.n_steps, mesh=self.mesh)
         self.grad_norm = sums[1].sqrt() / self._scale
         return sums[0] / self._scale
 
@@ -363,7 +395,7 @@ class ParallelModel(nn.Module):
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = whole(tensor)
-        shard = self._parallel_model.SHARDS.get(name) if self._parallel_model is not None else None
+        shard = self.shards.get(name)
         if shard is None or self.mesh.tp_group is None:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.config.tp)]

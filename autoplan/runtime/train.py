@@ -35,16 +35,15 @@ def train_steps(
     data: TrainingData,
     *,
     n_steps: int,
-    first_step: int = 0,
     workload: Workload = UNKNOWN_WORKLOAD,
     trace: StepTrace | None = None,
 ) -> Iterator[StepRecord]:
-    """Train from `first_step` up to `n_steps` steps of the whole run; yields what each step took."""
+    """Train until the run has taken `n_steps`, with those before a resume; yields what each step took."""
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()
     try:
-        for step in range(first_step, n_steps):
+        for step in range(model.n_steps, n_steps):
             if step % STEPS_PER_COLLECTION == 0:
                 gc.collect()
             start_s = time.perf_counter()

@@ -97,11 +97,14 @@ def _run_rank(
         results.put((rank, None, traceback.format_exc()))
 
 
-def run_folder(folder: Path, n_ranks: int, *options: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_folder(
+    folder: Path, n_ranks: int, *options: str, timeout_s: float = 120.0, n_restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     """`torchrun train.py *options` in an emitted folder, where autoplan cannot be imported."""
     blocker = Path(folder, "sitecustomize.py")
     blocker.write_text("import sys\nsys.modules['autoplan'] = None\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
+    command += [f"--max-restarts={n_restarts}"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     try:
         return subprocess.run(

@@ -1,0 +1,35 @@
+"""`python -m runtime export DIR FILE.safetensors`: the weights of a checkpoint, whole, under the model's own names."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from .checkpoint import newest_of
+from .checkpoint_folder import MANIFEST, check_complete
+from .checkpoint_planner import CheckpointError
+from .checkpoint_weights import export_checkpoint
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one command.
+
+    Raises: CheckpointError when there is no complete checkpoint, or the file cannot be written.
+    """
+    parser = ArgumentParser(prog="python -m runtime")
+    export = parser.add_subparsers(required=True, metavar="export").add_parser("export", help="write the weights")
+    export.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a folder that holds some")
+    export.add_argument("file", type=Path, metavar="FILE.safetensors")
+    given = parser.parse_args(arguments)
+    path = given.folder if (given.folder / MANIFEST).is_file() else newest_of(given.folder)
+    if path is None:
+        raise CheckpointError(f"{given.folder}: found no complete checkpoint\n  fix: give a folder that holds step-...")
+    check_complete(path)
+    export_checkpoint(path, given.file)
+    print(f"{given.file}: the weights of {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

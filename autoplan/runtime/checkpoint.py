@@ -1,0 +1,323 @@
+"""Checkpoints of a training run: saved beside the training, found again, loaded under any plan.
+
+    save   copy this rank's boxes to host memory  |  on a thread: write them, complete and rename the folder, remove old
+    load   every rank reads the boxes that overlap its own, from whichever ranks wrote them
+
+No rank ever holds a whole model for it: host memory takes one copy of what the rank itself holds, which is kept for the
+next save. See checkpoint_folder.py for what is on disk, checkpoint_state.py for what is in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from .checkpoint_folder import (
+    check_complete,
+    newest_complete,
+    publish,
+    read_state,
+    remove_old,
+    remove_unfinished,
+    start_writing,
+)
+from .checkpoint_pieces import Piece
+from .checkpoint_planner import CheckpointError, IndexReader, read_pieces, write_pieces
+from .checkpoint_state import (
+    MODEL,
+    Values,
+    buffer_pieces,
+    gathered,
+    merged,
+    optimizer_options,
+    optimizer_pieces,
+    optimizer_state_to_fill,
+    parameter_pieces,
+    random_pieces,
+    restore_random,
+    restored_groups,
+)
+from .config import Config
+from .mesh import from_first_rank
+from .parallel import ParallelModel
+
+KEEP = 3
+WRITE_TIMEOUT_S = 3600.0
+_MAX_NAMED = 5
+_MESH_FIELDS = ("pp", "dp", "zero_shard_degree", "tp")
+
+
+class Stateful(Protocol):
+    """Something else that a run must remember, such as a learning-rate scheduler; its state must be JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _RankState:
+    """What one rank adds to the JSON of a checkpoint."""
+
+    groups: list[dict[str, Any]]
+    values: Values
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder that all ranks see; every rank builds one and calls the same methods.
+
+    `extra` names what else to save and load. At most one save is under way; the next waits for it.
+
+    Raises: CheckpointError when the folder cannot be written, or is not the same on every rank.
+    """
+
+    def __init__(
+        self, model: ParallelModel, folder: str | Path, *, keep: int = KEEP, extra: Mapping[str, Stateful] | None = None
+    ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep: found {keep}, expected 1 or more checkpoints")
+        self.folder = Path(folder).absolute()
+        self._model, self._keep, self._extra = model, keep, dict(extra or {})
+        self._group = host_group(model.config)
+        self._is_first = model.mesh.rank == 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[Path] | None = None
+        self._staged: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        _prepare_folder(self.folder, self._group, is_first=self._is_first)
+
+    def save(self) -> None:
+        """Start to save the run as it is now; returns as soon as it is copied to host memory.
+
+        Raises: CheckpointError when the save before this one failed.
+        """
+        self.wait()
+        state_pieces, values = optimizer_pieces(self._model)
+        pieces = parameter_pieces(self._model) + state_pieces + random_pieces(self._model)[0]
+        if self._model.mesh.dp_rank == self._model.mesh.tp_rank == 0:
+            pieces += buffer_pieces(self._model)
+        staged = self._stage(pieces)
+        own = _RankState(optimizer_options(self._model), values)
+        self._under_way = self._thread.submit(self._write, staged, own, self._run_state())
+
+    def wait(self) -> Path | None:
+        """Wait until the save that is under way is complete; its folder.
+
+        Raises: CheckpointError when it failed; the checkpoints before it are untouched.
+        """
+        if self._under_way is None:
+            return None
+        under_way, self._under_way = self._under_way, None
+        try:
+            return under_way.result()
+        except (Exception, CheckpointError) as error:
+            raise CheckpointError(
+                f"a checkpoint could not be written; those before it are untouched\n{error}"
+            ) from error
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of the folder, the same on every rank."""
+        found: Path | None = from_first_rank(lambda: newest_of(self.folder))
+        return found
+
+    def load(self, path: str | Path) -> None:
+        """As `load_checkpoint`, with the same `extra` as is saved."""
+        load_checkpoint(self._model, path, extra=self._extra)
+
+    def close(self) -> None:
+        """Complete what is under way."""
+        self.wait()
+        self._thread.shutdown()
+
+    def _run_state(self) -> dict[str, Any]:
+        return {
+            "plan": asdict(self._model.config),
+            "torch_version": torch.__version__,
+            "run": self._model.run_state(),
+            "extra": {name: value.state_dict() for name, value in self._extra.items()},
+        }
+
+    def _stage(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces in host memory, which stays allocated for the next time; waits for the device."""
+        staged = []
+        for piece in pieces:
+            place = self._staged.get((piece.key, piece.offsets))
+            if place is None or place.shape != piece.tensor.shape or place.dtype != piece.tensor.dtype:
+                place = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
+                self._staged[piece.key, piece.offsets] = place
+            place.copy_(piece.tensor, non_blocking=True)
+            staged.append(Piece(piece.key, piece.whole_shape, piece.offsets, place))
+        if self._model.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._model.mesh.device)
+        return staged
+
+    def _write(self, pieces: Sequence[Piece], own: _RankState, run_state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint; runs on the thread, on all ranks together."""
+        step = run_state["run"]["n_steps"]
+        part = _from_first_of(self._group, lambda: start_writing(self.folder, step), is_first=self._is_first)
+        write_pieces(part, pieces, group=self._group)
+        ranks = gathered(own, self._group)
+        sizes = merged(gathered(_own_sizes(part, self._model.mesh.rank), self._group))
+
+        def complete() -> Path:
+            optimizer = {"groups": _all_groups(ranks), "values": merged(rank.values for rank in ranks)}
+            state = {"schema_version": 1, **run_state, "optimizer": optimizer}
+            target = publish(part, state=state, sizes=sizes)
+            remove_old(self.folder, keep=self._keep)
+            return target
+
+        return _from_first_of(self._group, complete, is_first=self._is_first)
+
+
+def newest_of(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a folder; what is wrong with newer ones goes to stderr."""
+    found = newest_complete(folder)
+    for line in found.passed_over:
+        print(f"passed over {line}", file=sys.stderr)
+    return found.path
+
+
+def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[str, Stateful] | None = None) -> None:
+    """Go on from a checkpoint, of any plan for the same model; every rank must call it.
+
+    Raises: CheckpointError when it is incomplete or of another model, and then nothing was changed; or when a file of
+        it cannot be read.
+    """
+    path = Path(path)
+    check_complete(path)
+    state, reader = read_state(path), IndexReader(path)
+    saved = reader.tensors()
+    check_shapes(model.whole.shapes, saved_shapes(saved), where=str(path))
+    try:
+        optimizer, run, extra_state = state["optimizer"], state["run"], state["extra"]
+        groups = restored_groups(model, optimizer["groups"])
+        filled, pieces = optimizer_state_to_fill(model, saved, optimizer["values"])
+        is_same_mesh = all(state["plan"][field] == getattr(model.config, field) for field in _MESH_FIELDS)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: state.json is not what a program of this kind writes: {error!r}") from error
+    own_random, generators = random_pieces(model)
+    has_random = is_same_mesh and all(piece.key in saved for piece in own_random)
+    pieces += parameter_pieces(model) + buffer_pieces(model) + (own_random if has_random else [])
+    read_together(reader, pieces, model.config)
+    model.optimizer.load_state_dict({"state": filled, "param_groups": groups})
+    model.load_run_state(run)
+    for name, value in (extra or {}).items():
+        if name in extra_state:
+            value.load_state_dict(extra_state[name])
+    if has_random:
+        restore_random(model, generators)
+    else:
+        torch.manual_seed((torch.initial_seed() + 1_000_003 * model.n_steps) % 2**63)
+
+
+def read_together(reader: IndexReader, pieces: Sequence[Piece], config: Config) -> None:
+    """Fill the pieces of every rank from a checkpoint; all ranks must call it."""
+    group = host_group(config)
+    with torch.no_grad():
+        read_pieces(reader, pieces, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def write_together(folder: Path, pieces: Sequence[Piece], config: Config) -> None:
+    """Write the pieces of every rank into a folder; all ranks must call it."""
+    group = host_group(config)
+    write_pieces(folder, pieces, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def host_group(config: Config) -> ProcessGroup | None:
+    """A group of all ranks over host memory, apart from the group that trains; None for one rank."""
+    if config.n_ranks == 1:
+        return None
+    group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
+    return group
+
+
+def saved_shapes(saved: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the model's tensors in a checkpoint, by name."""
+    return {key.removeprefix(MODEL): tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], *, where: str) -> None:
+    """Compare the model's tensors with those of a file.
+
+    Raises: CheckpointError that names the first ones that are missing, unknown, or of another shape.
+    """
+    wrong = [f"{name}: not in it" for name in expected if name not in found]
+    wrong += [f"{name}: in it, but not in the model" for name in found if name not in expected]
+    wrong += [
+        f"{name}: found shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if wrong:
+        rest = [f"and {len(wrong) - _MAX_NAMED} more"] if len(wrong) > _MAX_NAMED else []
+        lines = "\n".join(f"  {line}" for line in wrong[:_MAX_NAMED] + rest)
+        raise CheckpointError(f"{where}: is of another model\n{lines}\n  fix: choose one of this model")
+
+
+def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool) -> None:
+    """Make the folder, remove what a killed run left, and see that all ranks have the same one."""
+    mark = folder / ".ranks-meet-here"
+
+    def prepare() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(folder)
+            mark.touch()
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error.strerror}\n  fix: choose another") from error
+
+    _from_first_of(group, prepare, is_first=is_first)
+    is_seen = all(gathered(mark.exists(), group))
+    if is_first:
+        mark.unlink(missing_ok=True)
+    if not is_seen:
+        raise CheckpointError(
+            f"{folder}: found on some hosts only, expected one folder that all ranks see\n"
+            "  fix: choose one on a shared file system"
+        )
+
+
+def _from_first_of(group: ProcessGroup | None, make: Any, *, is_first: bool) -> Any:
+    """What `make` returns on rank 0, on every rank of a group; CheckpointError on all of them where it fails."""
+    value: Any = None
+    if is_first:
+        try:
+            value = make()
+        except (OSError, CheckpointError) as error:
+            value = CheckpointError(str(error))
+    value = gathered(value, group)[0]
+    if isinstance(value, CheckpointError):
+        raise value
+    return value
+
+
+def _own_sizes(part: Path, rank: int) -> dict[str, int]:
+    """The files that a rank wrote, with their sizes; the first rank wrote the index too."""
+    own = [path for path in part.iterdir() if path.name.startswith(f"__{rank}_")]
+    own += [part / ".metadata"] if rank == 0 else []
+    return {path.name: path.stat().st_size for path in own}
+
+
+def _all_groups(ranks: Sequence[_RankState]) -> list[dict[str, Any]]:
+    """The groups of all ranks; those with the same options are one."""
+    found: list[dict[str, Any]] = []
+    for group in (group for rank in ranks for group in rank.groups if group["parameters"]):
+        same = next((other for other in found if other["options"] == group["options"]), None)
+        if same is None:
+            found.append({"parameters": dict.fromkeys(group["parameters"]), "options": group["options"]})
+        else:
+            same["parameters"].update(dict.fromkeys(group["parameters"]))
+    return [{"parameters": list(group["parameters"]), "options": group["options"]} for group in found]

@@ -1,0 +1,193 @@
+"""Writing and reading pieces of whole tensors with `torch.distributed.checkpoint`.
+
+It decides which rank writes a box that several hold, and which saved boxes overlap the wanted ones. Nothing that is
+read can run code: tensors are read by torch's restricted loader, the index of the checkpoint by the one below, and
+everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from .checkpoint_pieces import Piece
+
+# What an index consists of, by the module that defines it; element types and sizes of torch are added in `find_class`.
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}  # fmt: skip
+
+
+class CheckpointError(SystemExit):
+    """A checkpoint cannot be written, or is not what this program can load; ends it with the message and code 1."""
+
+
+def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
+    """Write all ranks' pieces into `folder`; every rank of `group` must call it, with None one process alone.
+
+    Raises: CheckpointError on every rank when one fails.
+    """
+    writer = FileSystemWriter(folder, thread_count=2)
+    with _failing_together(folder, group):
+        save({}, storage_writer=writer, planner=_PieceWriter(pieces), process_group=group, no_dist=group is None)
+
+
+def read_pieces(reader: IndexReader, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
+    """Fill this rank's pieces from a checkpoint; every rank of `group` must call it, with None one process alone.
+
+    Raises: CheckpointError on every rank when one fails; some pieces may be filled then.
+    """
+    with _failing_together(reader.folder, group):
+        load({}, storage_reader=reader, planner=_PieceReader(pieces), process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _failing_together(folder: Path, group: ProcessGroup | None) -> Iterator[None]:
+    """Inside, what fails on one rank is said on all of them."""
+    if group is None:
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        yield
+    except CheckpointException as error:
+        causes = "\n".join(f"  rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
+        raise CheckpointError(f"{folder}: failed\n{causes}\n  fix: make room, or use another checkpoint") from error
+
+
+class IndexReader(FileSystemReader):
+    """Reads a checkpoint; its index is read once, and may hold nothing but the index."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """The index: every tensor's shape and saved boxes."""
+        if self._index is None:
+            path = self.folder / ".metadata"
+            try:
+                with path.open("rb") as file:
+                    index = _IndexUnpickler(file).load()
+            except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path}: not a readable index: {error}\n  fix: use another checkpoint"
+                ) from error
+            if not isinstance(index, Metadata):
+                raise CheckpointError(f"{path}: found {type(index).__name__}, expected the index of a checkpoint")
+            self._index = index
+        return self._index
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """The saved tensors by key."""
+        found = self.read_metadata().state_dict_metadata
+        return {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            value = getattr(torch, name, None)
+            if value is torch.Size or isinstance(value, torch.dtype | torch.layout):
+                return value
+        if name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
+
+
+class _PieceWriter(DefaultSavePlanner):
+    """Offers every piece; `DefaultSavePlanner` lets one rank write what several offer, and misses none."""
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = {MetadataIndex(piece.key, piece.offsets): piece for piece in pieces}
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(index, piece) for index, piece in self._pieces.items()])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._pieces[write_item.index].tensor
+
+
+def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+    properties = TensorProperties(dtype=piece.tensor.dtype)
+    return WriteItem(
+        index=index,
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(piece.whole_shape)),
+    )
+
+
+class _PieceReader(LoadPlanner):
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self._pieces = {MetadataIndex(piece.key, piece.offsets): piece for piece in pieces}
+        self._saved: dict[str, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._saved = dict(metadata.state_dict_metadata)
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for piece in self._pieces.values() for item in self._read_items(piece)])
+
+    def _read_items(self, piece: Piece) -> list[ReadItem]:
+        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+        items = create_read_items_for_chunk_list(piece.key, self._saved[piece.key], [chunk])
+        if sum(math.prod(item.lengths) for item in items) != piece.tensor.numel():
+            raise CheckpointError(f"{piece.key}: the checkpoint does not hold all of it")
+        return items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("pieces are tensors")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self._pieces[read_item.dest_index].tensor
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        return

@@ -1,0 +1,123 @@
+"""Which rank the others wait for, when a collective never ends.
+
+A time-out of the backend names the rank that waited, not the one that did not come. So a thread of each rank looks at
+where its main thread is. While no step ends it tells the others through the launcher's store, and a rank that has
+waited for too long says what all of them do and ends the job:
+
+    waits    inside torch.distributed, a backward pass, or the wait for the device
+    is busy  anywhere else: in the model, the loss, the data, a file; it is the one the others wait for
+    silent   tells nothing: its process is stopped, or holds the interpreter
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from .mesh import OTHERS_FIRST_S
+from .parallel import ParallelModel
+
+LOOKS_PER_LIMIT = 10
+MAX_INTERVAL_S = 5.0
+_RUNTIME = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+_WAITING_IN = (_TORCH / "distributed", _TORCH / "autograd", _TORCH / "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What a rank does: "waits" or "is busy", in which line, for how long, after how many steps."""
+
+    does: str
+    place: str
+    for_s: float
+    n_steps: int
+    host: str
+
+
+def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
+    """End the job, with a message that names the rank, once this rank has waited `limit_s` within one step.
+
+    Only under a launcher, whose store outlives the ranks; in one process nobody waits.
+    """
+    if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        main = threading.get_ident()
+        threading.Thread(target=_watch, args=(model, main, limit_s), name="hang watch", daemon=True).start()
+
+
+def _watch(model: ParallelModel, main: int, limit_s: float) -> None:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=limit_s))
+    board = PrefixStore(f"hang_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    interval_s = min(MAX_INTERVAL_S, limit_s / LOOKS_PER_LIMIT)
+    seen, since_s = (-1, ""), time.monotonic()
+    while True:
+        time.sleep(interval_s)
+        frame = sys._current_frames().get(main)
+        if frame is None:
+            return
+        does, place = whereabouts(frame)
+        if (model.n_steps, does) != seen:
+            seen, since_s = (model.n_steps, does), time.monotonic()
+            continue
+        own = Whereabouts(does, place, time.monotonic() - since_s, model.n_steps, socket.gethostname())
+        if own.for_s >= limit_s / 2:
+            board.set(str(model.mesh.rank), json.dumps(asdict(own)))
+        if own.does == "waits" and own.for_s >= limit_s - 3 * interval_s:  # before the backend's own time-out
+            _end(board, model.config.n_ranks, limit_s)
+
+
+def whereabouts(frame: FrameType) -> tuple[str, str]:
+    """Whether a thread waits for other ranks or is busy, and the last line of its stack that is not torch's."""
+    stack = traceback.extract_stack(frame)
+    last = max((i for i, entry in enumerate(stack) if not _is_in(entry.filename, (_TORCH,))), default=0)
+    called = stack[last + 1 :]
+    waits = any(_is_in(entry.filename, _WAITING_IN) for entry in called)
+    waits = waits or (not called and _is_in(stack[last].filename, (_RUNTIME,)))
+    return "waits" if waits else "is busy", f"{stack[last].filename}:{stack[last].lineno} in {stack[last].name}"
+
+
+def _is_in(file: str, folders: tuple[Path, ...]) -> bool:
+    return any(folder in Path(file).parents for folder in folders)
+
+
+def describe(found: dict[int, Whereabouts], *, n_ranks: int, limit_s: float) -> str:
+    """Which ranks the others wait for, and what every rank does."""
+    late = [rank for rank in range(n_ranks) if rank not in found or found[rank].does != "waits"]
+    most = max((place.n_steps for place in found.values()), default=0)
+    late = late or [rank for rank, place in found.items() if place.n_steps < most]
+    who = f"rank {', '.join(map(str, late))} did not come" if late else "all ranks wait, in different places perhaps"
+    lines = [f"  rank {rank}: {_line(found.get(rank))}" for rank in range(n_ranks)]
+    return (
+        f"a collective did not end within {limit_s:g} s: {who}\n" + "\n".join(lines) + "\n"
+        "  fix: look at what that rank does there; a larger --timeout if it only is slow"
+    )
+
+
+def _line(place: Whereabouts | None) -> str:
+    if place is None:
+        return "silent: its process is stopped or gone"
+    return f"{place.does} for {place.for_s:.0f} s at {place.place}, after {place.n_steps} steps, on {place.host}"
+
+
+def _end(board: Store, n_ranks: int, limit_s: float) -> None:
+    """Say what all ranks do, unless another rank says it already, and leave."""
+    if board.add("n_reports", 1) > 1:
+        time.sleep(OTHERS_FIRST_S)
+    else:
+        keys = {rank: str(rank) for rank in range(n_ranks) if board.check([str(rank)])}
+        found = {rank: Whereabouts(**json.loads(board.get(key))) for rank, key in keys.items()}
+        print(describe(found, n_ranks=n_ranks, limit_s=limit_s), file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,144 @@
+"""A run that can be stopped and goes on: options of the program, when to save, and being told to stop.
+
+    start     load the newest complete checkpoint, or the given one, or initial weights
+    steps     save every N of them, beside the training
+    SIGTERM   finish the step, save, exit with 143: the same command goes on from there
+    end       save, export the weights
+
+After an elastic restart the newest checkpoint of this run comes first, whatever it had started from.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import KEEP, Checkpoints, Stateful, load_checkpoint, newest_of
+from .checkpoint_folder import MANIFEST
+from .checkpoint_planner import CheckpointError
+from .checkpoint_weights import check_export_name, export_model, load_initial_weights
+from .loading import TrainingData
+from .mesh import from_first_rank
+from .parallel import ParallelModel
+
+EVERY = 100
+EXIT_STOPPED = 143  # 128 + SIGTERM
+
+
+def add_checkpoint_options(parser: ArgumentParser) -> None:
+    """The options of `train.py` that this module reads."""
+    group = parser.add_argument_group("checkpoints", f"SIGTERM: finish the step, save, exit with {EXIT_STOPPED}")
+    group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save here; all hosts must see it")
+    group.add_argument("--checkpoint-every", type=int, default=EVERY, metavar="N", help="steps between two checkpoints")
+    group.add_argument("--keep", type=int, default=KEEP, metavar="K", help="remove all but the newest K checkpoints")
+    group.add_argument(
+        "--resume", default="auto", metavar="auto|none|PATH", help="auto: the newest of --checkpoint-dir"
+    )
+    group.add_argument("--init-from", type=Path, metavar="FILE", help="initial weights: safetensors or a state_dict")
+    group.add_argument("--export", type=Path, metavar="FILE", help="in the end, write the weights as safetensors")
+
+
+class Run:
+    """What happens around the steps of a training run; every rank makes one and calls the same methods.
+
+    Raises: CheckpointError when the options cannot be followed.
+    """
+
+    def __init__(self, model: ParallelModel, options: Namespace, *, data: TrainingData | None = None) -> None:
+        if options.checkpoint_every < 1:
+            raise CheckpointError(f"--checkpoint-every: found {options.checkpoint_every}, expected 1 or more steps")
+        if options.export is not None:
+            check_export_name(options.export)
+        self._model, self._options = model, options
+        self._extra: dict[str, Stateful] = {} if data is None else {"data": _DataPosition(data)}
+        if model.scheduler is not None:
+            self._extra["scheduler"] = model.scheduler
+        self._saved_step = -1
+        self.was_stopped = False
+        self._checkpoints: Checkpoints | None = None
+        if options.checkpoint_dir is not None:
+            self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=options.keep, extra=self._extra)
+            signal.signal(signal.SIGTERM, self._tell)
+        self._start()
+
+    def ends_after(self, step: int) -> bool:
+        """Save after a step if it is time to; whether the run was told to stop, on any rank."""
+        if self._checkpoints is None:
+            return False
+        self.was_stopped = self._model.stops
+        if self.was_stopped or (step + 1) % self._options.checkpoint_every == 0:
+            self._save()
+        return self.was_stopped
+
+    def finish(self) -> int:
+        """Save what is not saved yet and export the weights; the exit code of the program."""
+        if self._checkpoints is not None:
+            self._save()
+            self._checkpoints.close()
+            if self.was_stopped:
+                self._say(f"told to stop: saved after {self._model.n_steps} steps; the same command goes on from there")
+        if self._options.export is not None and not self.was_stopped:
+            export_model(self._model, self._options.export)
+        return EXIT_STOPPED if self.was_stopped else 0
+
+    def _start(self) -> None:
+        path = from_first_rank(self._checkpoint_to_load)
+        if path is not None:
+            load_checkpoint(self._model, path, extra=self._extra)
+            self._saved_step = self._model.n_steps if path.parent == self._options.checkpoint_dir else -1
+            self._say(f"resumed from {path}: {self._model.n_steps} steps were done")
+        elif self._options.init_from is not None:
+            load_initial_weights(self._model, self._options.init_from)
+            self._say(f"initial weights from {self._options.init_from}")
+
+    def _checkpoint_to_load(self) -> Path | None:
+        """Runs on rank 0."""
+        folder, choice = self._options.checkpoint_dir, self._options.resume
+        is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        own = newest_of(folder) if folder is not None else None
+        if choice == "auto" or (is_restarted and own is not None):
+            return own
+        if choice == "none":
+            if own is not None:
+                raise CheckpointError(
+                    f"--resume none: found {own}, expected an empty --checkpoint-dir\n"
+                    "  fix: choose another --checkpoint-dir, or --resume auto to go on"
+                )
+            return None
+        given = Path(choice)
+        found = given if (given / MANIFEST).is_file() else newest_of(given)
+        if found is None:
+            raise CheckpointError(
+                f"--resume: found no complete checkpoint in {given}\n  fix: give a folder that holds step-...\n"
+            )
+        return found
+
+    def _save(self) -> None:
+        assert self._checkpoints is not None
+        if self._saved_step != self._model.n_steps:
+            self._checkpoints.save()
+            self._saved_step = self._model.n_steps
+
+    def _tell(self, *_: Any) -> None:
+        self._model.is_told_to_stop = True
+
+    def _say(self, text: str) -> None:
+        if self._model.mesh.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+
+class _DataPosition:
+    """Where the next batch begins."""
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._data.state())
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self._data.restore(state_dict)

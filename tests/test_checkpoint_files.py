@@ -1,0 +1,282 @@
+"""Checkpoints on disk: complete or passed over, old ones removed, pieces that make up the whole, and no code."""
+
+import json
+import os
+import pickle
+import struct
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoplan.runtime import CheckpointError, Shard, take_shard
+from autoplan.runtime.checkpoint_folder import (
+    MANIFEST,
+    STATE,
+    check_complete,
+    newest_complete,
+    publish,
+    read_state,
+    remove_old,
+    remove_unfinished,
+    start_writing,
+)
+from autoplan.runtime.checkpoint_pieces import Piece, pieces_of, whole_tensors
+from autoplan.runtime.checkpoint_planner import IndexReader, read_pieces, write_pieces
+from autoplan.runtime.checkpoint_weights import export_checkpoint, new_safetensors, read_weights
+
+
+def write(folder, step, **state):
+    """A complete checkpoint of one tensor."""
+    part = start_writing(folder, step)
+    tensor = torch.arange(6.0).view(2, 3) + step
+    write_pieces(part, pieces_of("model.weight", tensor, whole_shape=(2, 3)), group=None)
+    sizes = {path.name: path.stat().st_size for path in part.iterdir()}
+    return publish(part, state={"schema_version": 1, **state}, sizes=sizes)
+
+
+def steps(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------ which part of a tensor a rank holds
+
+
+@given(
+    extents=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dim=st.integers(0, 2),
+    n_blocks=st.integers(1, 3),
+    tp=st.integers(1, 4),
+)
+def test_pieces_of_all_tensor_parallel_ranks_make_up_the_whole_tensor(extents, dim, n_blocks, tp):
+    dim %= len(extents)
+    extents[dim] *= n_blocks
+    whole = torch.rand(extents) + 1.0
+    divides = extents[dim] % (n_blocks * tp) == 0
+    if not divides and n_blocks > 1:
+        return  # only one block is ever padded
+    shard = Shard(dim, n_blocks, None if divides else extents[dim])
+    found, n_found = torch.zeros(extents), 0
+    for rank in range(tp):
+        local = take_shard(whole, shard, rank, tp)
+        for piece in pieces_of("w", local, whole_shape=tuple(extents), shard=shard, tp_rank=rank, tp_degree=tp):
+            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
+            found[box] += piece.tensor
+            n_found += piece.tensor.numel()
+    assert torch.equal(found, whole)
+    assert n_found == whole.numel()  # no element twice
+
+
+def test_pieces_are_views_so_that_loading_fills_the_parameter():
+    parameter = torch.zeros(4, 2)
+    shard = Shard(0, blocks=2)
+    first, second = pieces_of("w", parameter, whole_shape=(8, 2), shard=shard, tp_rank=1, tp_degree=2)
+    assert (first.offsets, second.offsets) == ((2, 0), (6, 0))  # blocks are rows 0-3 and 4-7; rank 1 has their ends
+    second.tensor.fill_(1.0)
+    assert parameter.sum(dim=1).tolist() == [0, 0, 2, 2]
+
+
+def test_tied_weights_are_held_once_and_buffers_that_do_not_persist_are_not_held():
+    model = torch.nn.Module()
+    model.embedding, model.head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+    model.head.weight = model.embedding.weight
+    model.register_buffer("kept", torch.zeros(1))
+    model.register_buffer("made_again", torch.zeros(1), persistent=False)
+    found = whole_tensors(model)
+    assert found.first_name == {
+        "embedding.weight": "embedding.weight", "head.weight": "embedding.weight", "kept": "kept",
+    }  # fmt: skip
+    assert found.shapes == {"embedding.weight": (3, 2), "kept": (1,)}
+
+
+# ------------------------------------------------------------------ complete, newest, removed
+
+
+def test_newest_complete_checkpoint_is_found_and_damaged_ones_are_passed_over(tmp_path):
+    for step in (10, 200, 1000):
+        write(tmp_path, step)
+    start_writing(tmp_path, 3000)  # never finished
+    (tmp_path / "step-00001000" / "__0_0.distcp").write_bytes(b"cut short")
+    (tmp_path / "step-00002000").mkdir()  # as if copied without its manifest
+    (tmp_path / "notes").mkdir()
+    found = newest_complete(tmp_path)
+    assert found.path == tmp_path / "step-00000200"
+    assert ["step-00002000: found no MANIFEST.json" in found.passed_over[0], len(found.passed_over)] == [True, 2]
+    assert "__0_0.distcp: found 9 bytes, expected" in found.passed_over[1]
+
+
+def test_no_checkpoint_is_found_in_an_empty_or_missing_folder(tmp_path):
+    assert newest_complete(tmp_path).path is None
+    assert newest_complete(tmp_path / "missing").path is None
+
+
+def test_only_the_last_checkpoints_are_kept_and_only_checkpoints_are_removed(tmp_path):
+    for step in range(5):
+        write(tmp_path, step)
+    (tmp_path / "step-notes").mkdir()
+    remove_old(tmp_path, keep=2)
+    assert steps(tmp_path) == ["step-00000003", "step-00000004", "step-notes"]
+
+
+def test_what_a_killed_run_left_is_removed_and_complete_ones_stay(tmp_path):
+    write(tmp_path, 1)
+    start_writing(tmp_path, 2)
+    (tmp_path / "step-00000000.old.part").mkdir()
+    (tmp_path / "mine.part").mkdir()
+    remove_unfinished(tmp_path)
+    assert steps(tmp_path) == ["mine.part", "step-00000001"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    write(tmp_path, 1, word="old")
+    path = write(tmp_path, 1, word="new")
+    assert read_state(path)["word"] == "new"
+    assert steps(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (STATE, None, "state.json: found no file, expected"),
+        (MANIFEST, "[]", "found a list, expected a JSON object"),
+        (MANIFEST, "{", "found no readable JSON"),
+        (MANIFEST, '{"bytes": {"../../etc/passwd": 1, "state.json": 1}}', "passwd: found no file"),
+        (MANIFEST, "[" * 100_000, "found no readable JSON"),
+    ],
+)
+def test_damaged_manifest_or_state_is_refused_by_name(tmp_path, name, text, message):
+    path = write(tmp_path, 1)
+    (path / name).unlink()
+    if text is not None:
+        (path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        check_complete(path)
+
+
+def test_state_of_another_version_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="schema_version: found 7, expected 1"):
+        read_state(write(tmp_path, 1, **{"schema_version": 7}))
+
+
+# ------------------------------------------------------------------ nothing that is read can run
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+def test_an_index_that_would_run_code_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, 1)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"it names \w+.system, which no index holds"):
+        IndexReader(path).tensors()
+    (path / ".metadata").write_bytes(pickle.dumps(OrderedDict(a=1)))
+    with pytest.raises(CheckpointError, match="OrderedDict, which no index holds"):
+        IndexReader(path).tensors()
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("body", [b"", b"\x80", b"no pickle at all"])
+def test_a_damaged_index_is_refused(tmp_path, body):
+    path = write(tmp_path, 1)
+    (path / ".metadata").write_bytes(body)
+    with pytest.raises(CheckpointError, match="not a readable index"):
+        IndexReader(path).tensors()
+
+
+def test_a_tensor_file_that_would_run_code_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, 1)
+    reader = IndexReader(path)
+    (entry,) = reader.read_metadata().storage_data.values()
+    torch.save(Evil(), path / "evil.pt")
+    body = (path / "evil.pt").read_bytes()
+    entry.offset, entry.length = 0, len(body)
+    (path / entry.relative_path).write_bytes(body)
+    with pytest.raises(CheckpointError, match="rank 0: Weights only load failed"):
+        read_pieces(reader, pieces_of("model.weight", torch.zeros(2, 3), whole_shape=(2, 3)), group=None)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_state_dict_with_more_than_tensors_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.zeros(1), "evil": Evil()}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="weights.pt: found"):
+        read_weights(tmp_path / "weights.pt")
+    torch.save({"weight": torch.zeros(1), "step": 3}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="found a dict, expected a dict of tensors by name"):
+        read_weights(tmp_path / "weights.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}},
+        {"w": {"dtype": "F32", "shape": [200], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}},
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
+        {"w": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}},
+        {"w": {"shape": [2]}},
+        {"w": 3},
+    ],
+)
+def test_hostile_safetensors_are_refused(tmp_path, header):
+    text = json.dumps(header).encode()
+    (tmp_path / "w.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
+    with pytest.raises(CheckpointError, match="found no readable weights"):
+        read_weights(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff" * 8, b"\xff" * 100, struct.pack("<Q", 4) + b"[[[["])
+def test_files_that_are_no_safetensors_are_refused(tmp_path, body):
+    (tmp_path / "w.safetensors").write_bytes(body)
+    with pytest.raises(CheckpointError, match="found no readable weights"):
+        read_weights(tmp_path / "w.safetensors")
+
+
+# ------------------------------------------------------------------ files of weights
+
+
+def test_safetensors_are_those_of_the_package_of_that_name(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "a": torch.rand(3, 2), "half": torch.rand(5).bfloat16(), "n": torch.tensor(7), "none": torch.zeros(0, 4),
+        "double": torch.rand(2, dtype=torch.float64), "flag": torch.tensor([True]),
+    }  # fmt: skip
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    for name, place in new_safetensors(ours, {k: (tuple(t.shape), t.dtype) for k, t in tensors.items()}).items():
+        place.copy_(tensors[name])
+    safetensors.save_file(tensors, theirs)
+    for found in (safetensors.load_file(ours), read_weights(theirs), read_weights(ours)):
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_checkpoint_is_exported_whole_or_not_at_all(tmp_path):
+    path = write(tmp_path, 5)
+    export_checkpoint(path, tmp_path / "w.safetensors")
+    found = read_weights(tmp_path / "w.safetensors")
+    assert found["weight"].tolist() == [[5, 6, 7], [8, 9, 10]]
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp"):
+        export_checkpoint(path, tmp_path / "other.safetensors")
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["w.safetensors"]
+
+
+def test_export_to_another_ending_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"found the ending '.bin', expected .safetensors"):
+        export_checkpoint(write(tmp_path, 1), Path("w.bin"))
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_refused(tmp_path):
+    part = start_writing(tmp_path, 1)
+    half = [Piece("model.weight", (4, 3), (0, 0), torch.ones(2, 3))]
+    write_pieces(part, half, group=None)  # one process alone is not checked while writing
+    with pytest.raises(CheckpointError, match="rank 0: model.weight: the checkpoint does not hold all of it"):
+        read_pieces(IndexReader(part), pieces_of("model.weight", torch.zeros(4, 3), whole_shape=(4, 3)), group=None)
