@@ -57,8 +57,8 @@ def chunked_head(graph: OpGraph) -> ChunkedHead | None:
 
 def why_whole(graph: OpGraph) -> str:
     """Why the loss cannot be computed in slices; "" when it can."""
-    ops = _head_ops(graph)
-    if graph.is_module_level or not any(_is_plain(op, graph.specs()) for op in graph.ops):
+    ops, specs = _head_ops(graph), graph.specs()
+    if graph.is_module_level or not any(_is_plain(op, specs) for op in graph.ops):
         return "no cross-entropy of class numbers with reduction mean or sum"
     if not ops:
         return "no linear layer in the last part of the model whose result only cross-entropy reads, row by row"

@@ -3,18 +3,11 @@
     one device -> half a host -> a host -> the same devices over two hosts -> 2, 4, 8, ... hosts       `look`
     Facts -> rules -> Advice, in the order of `RULES`; those that apply are the verdict
 
-All clusters train the same global batch (strong scaling), and every figure is of searched plans. On n devices
-
-    speed-up = samples/s on n / samples/s on one          efficiency = speed-up / n,  or by hosts where one has no plan
-    cost of a token on n / on one = 1 / efficiency
-
-The thresholds are computed for the model and its links; only what counts as much is fixed: `LITTLE` and `MUCH` of the
-wall time spent waiting for communication, `DEARER` for the cost of a token.
+All clusters train the same global batch (strong scaling), and every figure is of searched plans; see `advice_rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
@@ -26,55 +19,12 @@ from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import count
-from autoplan.units import SECONDS_PER_HOUR, GiB, format_seconds
+from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, Advice, Facts, is_starved
 from autoplan.what_if.asking import Progress, ask, trace_all
-from autoplan.what_if.conditions import SECONDS_PER_DAY
 from autoplan.what_if.points import combinations
-from autoplan.what_if.question import Question, checked_question
+from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.tables import row_to_dict, whatif_table
-
-LITTLE, MUCH = 0.10, 0.30  # of the wall time, waiting for communication
-DEARER = 1.10  # cost of a token against the cheapest
-MANY_DEVICES, LONG_S = 256, 7 * SECONDS_PER_DAY  # from where on failures count
-MAX_BATCH_FACTOR = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the rules look at; rows without a plan have a status that says why.
-
-    Attributes:
-        one, half, host, split: one device, half of a host's, a whole host's, and as many as that over two hosts.
-        hosts: 1, 2, 4, ... whole hosts.
-        batches: (global batch, row) of the whole host with larger batches, until communication takes little.
-        state_bytes: weights, gradients and optimizer state on a device that shares nothing.
-        layer_bytes: likewise of the largest segment.
-    """
-
-    profile: HardwareProfile
-    one: WhatIfRow
-    half: WhatIfRow
-    host: WhatIfRow
-    split: WhatIfRow
-    hosts: tuple[WhatIfRow, ...]
-    batches: tuple[tuple[int, WhatIfRow], ...]
-    state_bytes: int
-    layer_bytes: int
-    layer: str
-    deadline_s: float | None
-    is_nvlink: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One rule: whether it applies here, what it says, and the figures it says it by."""
-
-    situation: str
-    applies: bool
-    advice: str
-    figures: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +50,7 @@ def advise(
     Raises: InputError for a mixed cluster, and for what a what-if cannot be asked.
     """
     question = checked_question(question, where="advise")
+    check_single(question, where="advise")
     facts = look(question, max_hosts=max_hosts, deadline_s=deadline_s, n_jobs=n_jobs, today=today, progress=progress)
     rules = tuple(rule(facts) for rule in RULES)
     applying = [item.advice for item in rules if item.applies]
@@ -172,10 +123,10 @@ def fragment(name: str, n_devices: int) -> str:
 def _larger_batches(
     question: Question, host: WhatIfRow, *, n_jobs: int, today: date | None
 ) -> tuple[tuple[int, WhatIfRow], ...]:
-    """Whole host with 2, 4, ... times the batch, until communication takes little; none where it does already."""
+    """Whole host with 2, 4, ... times the batch, until it feeds all devices; none where it does already."""
     found: list[tuple[int, WhatIfRow]] = []
     row, factor = host, 2
-    while row.exposed_share is not None and row.exposed_share > LITTLE and factor <= MAX_BATCH_FACTOR:
+    while row.exposed_share is not None and is_starved(row) and factor <= MAX_BATCH_FACTOR:
         batch = factor * host.global_batch
         row = ask(
             replace(question, hw=(host.hardware,), hosts=(1,), global_batches=(batch,)), n_jobs=n_jobs, today=today
@@ -200,270 +151,6 @@ def _largest_segment(graph: OpGraph, precision: str) -> tuple[str, int]:
     ]
     name, n_elements = max(sizes, key=lambda item: item[1])
     return name, n_elements * _element_bytes(precision)
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
-
-
-def speed_up(row: WhatIfRow, than: WhatIfRow) -> float | None:
-    """Samples per second against those of another row, on the wall."""
-    if row.goodput is None or than.goodput is None or not row.step_s or not than.step_s:
-        return None
-    return (row.goodput / row.step_s * row.global_batch) / (than.goodput / than.step_s * than.global_batch)
-
-
-def efficiency(row: WhatIfRow, than: WhatIfRow) -> float | None:
-    """Speed-up / times as many devices: 1 / the cost of a token against the other row."""
-    gain = speed_up(row, than)
-    return None if gain is None else gain * than.n_devices / row.n_devices
-
-
-def passes(rows: Sequence[WhatIfRow], share: float) -> WhatIfRow | None:
-    """The first row in which devices wait longer than this share of the time for communication."""
-    return next((row for row in rows if row.exposed_share is not None and row.exposed_share > share), None)
-
-
-def stop_at(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
-    """The most hosts on which a token costs at most `DEARER` times as much as on the cheapest; None without plans."""
-    known = [row for row in rows if row.goodput is not None]
-    if not known:
-        return None
-    per_device = [(speed_up(row, known[0]) or 0.0) / row.n_devices for row in known]
-    best = max(per_device)
-    return [row for row, value in zip(known, per_device, strict=True) if value * DEARER >= best][-1]
-
-
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / GiB:,.1f} GiB"
-
-
-def _share(row: WhatIfRow) -> str:
-    return "no plan" if row.exposed_share is None else f"{row.exposed_share:.0%}"
-
-
-def _fits(row: WhatIfRow) -> bool:
-    return row.step_s is not None
-
-
-def _meets(facts: Facts, row: WhatIfRow) -> bool:
-    return facts.deadline_s is None or (row.train_s is not None and row.train_s <= facts.deadline_s)
-
-
-# --------------------------------------------------------------------------------------------------------------- rules
-
-
-def feed_first(facts: Facts) -> Advice:
-    """A device that waits for data gains nothing from others."""
-    rows = [row for row in (facts.one, facts.host) if row.shares]
-    waiting = max((dict(row.shares)["loading"] for row in rows), default=0.0)
-    needed = f"; a host needs {facts.host.samples_per_s:,.0f} samples/s" if facts.host.samples_per_s else ""
-    return Advice(
-        "devices wait for data",
-        waiting > LITTLE,
-        "make loading faster before buying devices; n devices need n times the samples per second",
-        f"{waiting:.0%} of the time waits for samples{'' if waiting else ', as far as loading was given'}{needed}",
-    )
-
-
-def stay_on_one(facts: Facts) -> Advice:
-    """It fits on one device, which is fast enough."""
-    share = efficiency(facts.host, facts.one)
-    cost = "" if share is None else f"; on {facts.host.n_devices} devices a token costs {1 / share:.2f} times as much"
-    has_deadline = facts.deadline_s is not None
-    return Advice(
-        "fits on one device, and that is fast enough",
-        _fits(facts.one) and has_deadline and _meets(facts, facts.one),
-        "stay on one device",
-        (f"one device: {format_seconds(facts.one.step_s)} a step{cost}" if facts.one.step_s else "does not fit on one")
-        + ("" if has_deadline else "; no deadline was given"),
-    )
-
-
-def raise_batch(facts: Facts) -> Advice:
-    """Communication dominates a small batch."""
-    enough = next((batch for batch, row in facts.batches if (row.exposed_share or 1.0) <= LITTLE), None)
-    most = MAX_BATCH_FACTOR * facts.host.global_batch
-    until = f"below {LITTLE:.0%} from batch {enough} on" if enough else f"still more with batch {most}"
-    return Advice(
-        "communication takes much of a host's time at this batch",
-        (facts.host.exposed_share or 0.0) > LITTLE,
-        f"raise the batch, or accumulate gradients, to {enough} samples a step first"
-        if enough
-        else "run independent trainings on parts of the host; a larger batch does not help",
-        f"{_share(facts.host)} at batch {facts.host.global_batch}; {until if facts.batches else 'little'}",
-    )
-
-
-def data_parallel(facts: Facts) -> Advice:
-    """It fits on one device, and the links of the host are fast."""
-    share = efficiency(facts.host, facts.one)
-    return Advice(
-        "fits on one device, and the host's links are fast",
-        _fits(facts.one) and share is not None and (facts.host.exposed_share or 0.0) <= LITTLE,
-        "use the whole host by data parallelism",
-        "no plan on one device or on the host"
-        if share is None
-        else f"{facts.host.n_devices} devices are {share * facts.host.n_devices:.2f} times as fast as one "
-        f"(efficiency {share:.0%}), {_share(facts.host)} of the time waits for communication",
-    )
-
-
-def shard_state(facts: Facts) -> Advice:
-    """The optimizer state is what does not fit."""
-    limit = facts.profile.device.memory_bytes
-    return Advice(
-        "does not fit on one device because of weights and optimizer state",
-        not _fits(facts.one) and facts.state_bytes > limit >= facts.layer_bytes and _fits(facts.host),
-        "shard them within the host (ZeRO)",
-        f"state {_gib(facts.state_bytes)}, device {_gib(limit)}; the host: {facts.host.plan or facts.host.status}",
-    )
-
-
-def drop_activations(facts: Facts) -> Advice:
-    """Activations are what does not fit."""
-    limit = facts.profile.device.memory_bytes
-    recomputed = dict(facts.host.shares).get("recompute", 0.0)
-    return Advice(
-        "activations do not fit beside the state",
-        (not _fits(facts.one) and facts.state_bytes <= limit) or recomputed > LITTLE,
-        "recompute, or split the sequence by tensor parallelism, before more ZeRO",
-        f"state {_gib(facts.state_bytes)} of {_gib(limit)}; the host's plan spends {recomputed:.0%} on recomputation",
-    )
-
-
-def split_layers(facts: Facts) -> Advice:
-    """One layer alone is too large."""
-    limit = facts.profile.device.memory_bytes
-    return Advice(
-        "one layer does not fit on a device",
-        facts.layer_bytes > limit,
-        "tensor parallelism, within the host's fast links only",
-        f"{facts.layer or 'the largest segment'}: {_gib(facts.layer_bytes)} of state, device {_gib(limit)}",
-    )
-
-
-def leave_the_host(facts: Facts) -> Advice:
-    """A whole host is too small."""
-    first = next((row for row in facts.hosts if _fits(row)), None)
-    return Advice(
-        "a whole host does not hold it",
-        not _fits(facts.host),
-        "several hosts, by pipeline parallelism or sharding within each host; not ZeRO 3 over slow links"
-        if first is None
-        else f"at least {first.n_hosts} hosts: {first.plan}",
-        f"one host: {facts.host.detail or facts.host.plan}",
-    )
-
-
-def not_over_two_hosts(facts: Facts) -> Advice:
-    """The classic disappointment: the second host is slower than the first was."""
-    gain = speed_up(facts.split, facts.half)
-    n_half, n_all = facts.half.n_devices, facts.split.n_devices
-    fix = speed_up(facts.host, facts.half)
-    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {fix - 1:+.0%}"
-    return Advice(
-        f"{n_all} devices over two hosts instead of {n_half} in one",
-        gain is not None and gain < 1.0 + MUCH,
-        f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch",
-        "no plan" if gain is None else f"{gain - 1:+.0%} speed for {n_all / n_half:.0f} times the devices{inside}",
-    )
-
-
-def meet_deadline(facts: Facts) -> Advice:
-    """One host is not fast enough."""
-    first = next((row for row in facts.hosts if _fits(row) and _meets(facts, row)), None)
-    found = "no number of hosts looked at is fast enough"
-    if first is not None and first.train_s is not None:
-        found = f"{count(first.n_hosts, 'host')}: {format_seconds(first.train_s)}"
-    return Advice(
-        "one host misses the deadline",
-        facts.deadline_s is not None and not (_fits(facts.host) and _meets(facts, facts.host)),
-        "ask for a later deadline, faster hosts, or fewer samples"
-        if first is None
-        else f"take {first.n_hosts} hosts for the deadline",
-        "no deadline was given" if facts.deadline_s is None else found,
-    )
-
-
-def add_hosts(facts: Facts) -> Advice:
-    """The network keeps up."""
-    last = stop_at(facts.hosts)
-    return Advice(
-        "the network keeps up with more hosts",
-        last is not None and last.n_hosts > 1,
-        f"up to {last.n_hosts if last else 1} hosts cost little more a token",
-        "no plan on whole hosts"
-        if last is None
-        else f"up to {last.n_devices} devices a token costs at most {DEARER - 1:.0%} more than at its cheapest; "
-        f"{_share(last)} waits for communication there",
-    )
-
-
-def stop_scaling(facts: Facts) -> Advice:
-    """Strong scaling ends."""
-    last, little, much = stop_at(facts.hosts), passes(facts.hosts, LITTLE), passes(facts.hosts, MUCH)
-    texts = [
-        f"communication passes {share:.0%} at {row.n_devices} devices"
-        for share, row in ((LITTLE, little), (MUCH, much))
-        if row is not None
-    ]
-    most = facts.hosts[-1]
-    return Advice(
-        "more hosts only shrink the share of each",
-        last is not None and last.n_hosts < most.n_hosts,
-        f"stop at {count(last.n_hosts if last else 1, 'host')} with batch {most.global_batch}, unless time is worth"
-        " more than devices; a larger batch scales further",
-        "; ".join(texts) or f"communication stays below {LITTLE:.0%} up to {most.n_devices} devices",
-    )
-
-
-def failures_first(facts: Facts) -> Advice:
-    """Large or long runs fail."""
-    row = next((item for item in reversed(facts.hosts) if item.mtbf_s is not None), facts.hosts[-1])
-    is_large = row.n_devices > MANY_DEVICES or (row.train_s or 0.0) > LONG_S
-    lost = sum(dict(row.shares).get(name, 0.0) for name in ("checkpoints", "failures", "no_spare"))
-    return Advice(
-        f"more than {MANY_DEVICES} devices, or more than a week",
-        is_large and row.mtbf_s is not None,
-        "plan for failures first: spare hosts, fast checkpoints, automatic restart",
-        f"{row.n_devices} devices: a failure every {(row.mtbf_s or 0.0) / SECONDS_PER_HOUR:,.3g} h, a checkpoint every "
-        f"{row.checkpoint_interval_steps} steps, {lost:.1%} of the time lost"
-        if row.mtbf_s is not None
-        else "no plan",
-    )
-
-
-def rent_or_own(facts: Facts) -> Advice:
-    """Owned hardware that stands idle."""
-    share = facts.host.break_even_utilisation
-    return Advice(
-        "own hardware is used less than the break-even",
-        share is not None
-        and facts.host.own_cost_usd is not None
-        and facts.host.own_cost_usd > (facts.host.cost_usd or 0),
-        "rent",
-        "no own hardware was given ([money.own]), or no amount to train on"
-        if share is None
-        else f"owning is cheaper above {share:.0%} of the hours in use",
-    )
-
-
-RULES: tuple[Callable[[Facts], Advice], ...] = (
-    feed_first,
-    leave_the_host,
-    split_layers,
-    stay_on_one,
-    raise_batch,
-    data_parallel,
-    shard_state,
-    drop_activations,
-    not_over_two_hosts,
-    meet_deadline,
-    stop_scaling,
-    add_hosts,
-    failures_first,
-    rent_or_own,
-)
 
 
 def advice_text(answer: AdviceAnswer) -> str:

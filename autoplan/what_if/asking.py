@@ -72,8 +72,9 @@ def ask(
     graphs = {hashes[model]: graph for model, graph in traced.items()}
     sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, progress=progress)
     rows = tuple(
-        row_of(point, result, given, n_samples=question.n_samples, n_tokens=question.n_tokens)
+        row_of(point, result, condition, n_samples=question.n_samples, n_tokens=question.n_tokens)
         for point, result in zip(asked, sweep.results, strict=True)
+        for condition in _conditions(question, given)
     )
     return WhatIf(rows, sweep, given)
 
@@ -89,6 +90,14 @@ def assumptions_of(question: Question, *, today: date) -> Assumptions:
         prices=None if question.prices_file is None else read_prices(question.prices_file),
         given_usd=question.given_usd,
     )
+
+
+def _conditions(question: Question, given: Assumptions) -> tuple[Assumptions, ...]:
+    """The assumptions under each condition of the question."""
+    return tuple(
+        replace(given, money=item.money, reliability=item.reliability, loading=item.loading, condition=item.words)
+        for item in question.conditions
+    ) or (given,)
 
 
 def clusters_of(hw: Sequence[str], hosts: Sequence[int]) -> tuple[tuple[str, int], ...]:

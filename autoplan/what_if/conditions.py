@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from autoplan.units import GB, SECONDS_PER_HOUR
-from autoplan.what_if.goodput import Goodput, goodput, share_without_spares
+from autoplan.what_if.goodput import MAX_LOSS, Goodput, goodput, share_without_spares
 from autoplan.what_if.points import PointResult
 
 SECONDS_PER_DAY = 24 * SECONDS_PER_HOUR
@@ -102,13 +102,16 @@ def wall_time(result: PointResult, reliability: Reliability, loading: Loading, *
     mtbf_s = 1.0 / (result.n_used_devices * rate_per_s)
     found = goodput(mtbf_s=mtbf_s, checkpoint_s=saving_s, restart_s=reliability.restart_s, step_s=step_wall_s)
     warnings = _warnings(reliability, saving_s)
+    waiting = _waiting_share(result, reliability, rate_per_s)
+    if waiting > MAX_LOSS:
+        short = f"{waiting:.0%} of the time more hosts are in repair than there are spares; no total is given"
+        return WallTime(step_wall_s, None, None, mtbf_s, saving_s, (*warnings, short))
     if found is None:
         lost = (
             f"a failure every {mtbf_s / SECONDS_PER_HOUR:.2g} h, {saving_s:.3g} s for a checkpoint: more than half of "
             "the time is lost; no total is given"
         )
         return WallTime(step_wall_s, None, None, mtbf_s, saving_s, (*warnings, lost))
-    waiting = _waiting_share(result, reliability, rate_per_s)
     per_step_s = step_wall_s / found.work_share / (1.0 - waiting)
     parts = [
         *result.breakdown,

@@ -115,9 +115,9 @@ def _put(tables: Table, text: str) -> None:
 
 
 def _literal(text: str) -> Any:
-    """A number where it is one, else the text."""
+    """A number or a list where it is one, else the text, without quotes."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-    return value if isinstance(value, int | float | list) else text
+    return value if isinstance(value, int | float | str | list) else text

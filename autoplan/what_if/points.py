@@ -24,7 +24,7 @@ from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hardware_file import generic_host_link
-from autoplan.options import Options
+from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 
@@ -157,10 +157,15 @@ def searched(options: Options, *, search: str) -> Options:
 def solve_point(problem: Problem) -> PointResult:
     """A whole search; a cluster that cannot train the model so is a result that says why.
 
+    A quick search that ends without any plan goes on until `DEFAULT_TIME_LIMIT_S`.
+
     Raises: KeyboardInterrupt when the search was interrupted.
     """
     try:
         answer = decide(problem, clock=time.process_time)
+        if answer.result.status == "unknown" and problem.options.time_limit_s == QUICK_TIME_LIMIT_S:
+            patient = replace(problem.options, time_limit_s=DEFAULT_TIME_LIMIT_S)
+            answer = decide(replace(problem, options=patient), clock=time.process_time)
     except UsageError:
         raise
     except InputError as error:
@@ -197,7 +202,8 @@ def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
 
 
 def _result(problem: Problem, answer: Answer) -> PointResult:
-    found = _filled(problem, answer.result, answer.result.why_nothing if answer.result.best is None else "")
+    why = answer.result.why_nothing or "the search stopped before it found a plan"
+    found = _filled(problem, answer.result, why if answer.result.best is None else "")
     found = replace(found, price_usd_per_device_hour=answer.workload.price_usd_per_device_hour)
     best = answer.result.best
     if best is None:

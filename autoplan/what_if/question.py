@@ -37,18 +37,22 @@ slow_device_speed = "50 %"    step_jitter = "1 %"
 
 [loading]                            -    see `conditions.Loading`
 samples_per_s_per_host = 2000    storage_rate = "10 GB/s"    sample_size = "150 KB"
+
+A list in place of a value of [money], [money.own], [reliability] or [loading] makes a row of each, without another
+search: device_mtbf = ["50000 h", "10000 h"].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from autoplan import units
-from autoplan.errors import InputError
+from autoplan.errors import InputError, UsageError
 from autoplan.hardware_fields import Quantity, Table, check_choice, check_keys, number
 from autoplan.hardware_file import parse_toml, read_path
 from autoplan.hugging_face import is_hugging_face
@@ -59,6 +63,7 @@ from autoplan.what_if.money import RENTS, Money, Own
 from autoplan.what_if.points import SCALINGS, SEARCHES, Overrides
 from autoplan.what_if.prices import PRICE
 
+LISTED = ("money", "reliability", "loading")  # tables whose values may be lists
 MAX_POINTS = 10_000
 MAX_AMOUNT = 1e20  # of tokens or samples
 MAX_HOSTS = 10**6
@@ -107,8 +112,21 @@ _LOADING_NUMBERS = {"samples_per_s_per_host": ("samples_per_s_per_host", 1e-6, 1
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """Money, reliability and loading, and in words what sets them apart from other ones."""
+
+    words: str = ""
+    money: Money = Money()
+    reliability: Reliability = Reliability()
+    loading: Loading = Loading()
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """What to compare; the fields are those of the module docstring."""
+    """What to compare; the fields are those of the module docstring.
+
+    `conditions` take the place of money, reliability and loading where there are any.
+    """
 
     model: str
     hw: tuple[str, ...]
@@ -129,6 +147,7 @@ class Question:
     prices_file: str | None = None
     given_usd: tuple[tuple[str, float], ...] = ()
     options: Options = Options()
+    conditions: tuple[Condition, ...] = ()
 
 
 def read_question(path: str | Path, *, changes: Table | None = None, options: Options | None = None) -> Question:
@@ -154,9 +173,7 @@ def merged(below: Table, above: Table) -> Table:
 def parse_question(table: Table, *, where: str, folder: Path | None = None, options: Options | None = None) -> Question:
     """The question that these tables ask; files are named from `folder`, or from the current one."""
     check_keys(table, where, ("workload", "clusters", "money", "reliability", "loading"))
-    workload, clusters, money, reliability, loading = (
-        _table(table, where, name) for name in ("workload", "clusters", "money", "reliability", "loading")
-    )
+    workload, clusters, money = (_table(table, where, name) for name in ("workload", "clusters", "money"))
     label = f"{where}: workload"
     check_keys(
         workload,
@@ -167,7 +184,9 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
     options = options or Options()
     if "fix" in workload:
         options = replace(options, fix=parse_fix([_text(workload, label, "fix")]))
-    own = _table(money, f"{where}: money", "own") if "own" in money else None
+    listed = {name: _table(table, where, name) for name in LISTED}
+    conditions = tuple(_condition(words, changed, where) for words, changed in _variants(listed))
+    first = conditions[0]
     return checked_question(
         Question(
             model=_model(_text(workload, label, "model"), folder),
@@ -185,11 +204,10 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
             network_scales=_scales(clusters, f"{where}: clusters"),
             host_links=_texts(clusters, f"{where}: clusters", "host_link", default=("",)),
             search=_text(workload, label, "search", default="quick"),
-            money=_money(money, f"{where}: money", own),
-            reliability=Reliability(
-                **_fields(reliability, f"{where}: reliability", _RELIABILITY, _RELIABILITY_NUMBERS)
-            ),
-            loading=Loading(**_fields(loading, f"{where}: loading", _LOADING, _LOADING_NUMBERS)),
+            money=first.money,
+            reliability=first.reliability,
+            loading=first.loading,
+            conditions=conditions if len(conditions) > 1 else (),
             prices_file=_prices_file(money, f"{where}: money", folder),
             given_usd=tuple(
                 (name, number(str(text), f"{where}: money.price.{name}", PRICE))
@@ -233,12 +251,66 @@ def checked_question(question: Question, *, where: str) -> Question:
             len(question.precisions),
             len(question.network_scales),
             len(question.host_links),
+            len(question.conditions) or 1,
             *(len(values) for _, values in question.sweeps),
         ]
     )
     if n_points > MAX_POINTS:
         raise InputError.of(where, found=f"{n_points} points", expected=f"at most {MAX_POINTS}", fix="compare fewer")
     return question
+
+
+def check_single(question: Question, *, where: str) -> None:
+    """Refuse several workloads or conditions where one is asked for: only clusters may differ.
+
+    Raises: UsageError naming the field.
+    """
+    for name, values in (
+        ("--global-batch", question.global_batches),
+        ("--precision", question.precisions),
+        ("network_scale", question.network_scales),
+        ("host_link", question.host_links),
+        ("--given", question.conditions),
+        *((f"sweep of {name}", values) for name, values in question.sweeps),
+    ):
+        if len(values) > 1:
+            raise UsageError(
+                f"{where}: {name}: found {len(values)} values\n  expected: one, since only clusters are compared\n"
+                "  fix: ask once for each, or use autoplan whatif"
+            )
+
+
+def _condition(words: str, table: Table, where: str) -> Condition:
+    money, reliability, loading = (_table(table, where, name) for name in LISTED)
+    own = _table(money, f"{where}: money", "own") if "own" in money else None
+    return Condition(
+        words,
+        _money(money, f"{where}: money", own),
+        Reliability(**_fields(reliability, f"{where}: reliability", _RELIABILITY, _RELIABILITY_NUMBERS)),
+        Loading(**_fields(loading, f"{where}: loading", _LOADING, _LOADING_NUMBERS)),
+    )
+
+
+def _variants(table: Table) -> Iterator[tuple[str, Table]]:
+    """Every combination of the values of lists, with words for it; the tables themselves where there is no list."""
+    lists = [(path, value) for path, value in _leaves(table, ()) if isinstance(value, list) and value]
+    for values in product(*(value for _, value in lists)):
+        changed, words = table, []
+        for (path, _), value in zip(lists, values, strict=True):
+            nested: Any = value
+            for key in reversed(path):
+                nested = {key: nested}
+            changed = merged(changed, nested)
+            words.append(f"{path[-1]} {value}")
+        yield ", ".join(words), changed
+
+
+def _leaves(table: Table, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 def _money(table: Table, label: str, own: Table | None) -> Money:

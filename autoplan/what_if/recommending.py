@@ -25,7 +25,7 @@ from autoplan.units import SECOND_UNITS, format_seconds, format_usd, parse_quant
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
-from autoplan.what_if.question import Question, checked_question
+from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.tables import assumption_texts, row_to_dict, whatif_table
 
@@ -104,6 +104,7 @@ def recommend(
         without a price; InputError for what a what-if cannot be asked.
     """
     limit = _limit(deadline_s, budget_usd)
+    check_single(question, where="recommend")
     if question.n_tokens is None and question.n_samples is None:
         raise UsageError("recommend: found no amount\n  expected: --tokens or --samples\n  fix: --tokens 300e9")
     today = today or date.today()

@@ -43,6 +43,7 @@ class WhatIfRow:
     Attributes:
         overrides: arguments of build_model, as `name=value` texts.
         network_scale, host_link: see `Point`.
+        condition: which of several money, reliability or loading values it is made with, in words.
         status: of the search, "unusable" when the cluster cannot train the model as asked, or "interrupted".
         detail: why there is no plan.
         gap: share of the step that a better plan of the space searched might save.
@@ -72,6 +73,7 @@ class WhatIfRow:
     overrides: tuple[str, ...] = ()
     network_scale: float = 1.0
     host_link: str = ""
+    condition: str = ""
     device: str = ""
     detail: str = ""
     gap: float | None = None
@@ -128,6 +130,7 @@ class Assumptions:
         prices: the user's price file.
         shipped: that of autoplan.
         today: prices are old or fresh by it.
+        condition: which of several these are.
     """
 
     shipped: PriceBook
@@ -137,6 +140,7 @@ class Assumptions:
     loading: Loading = Loading()
     prices: PriceBook | None = None
     given_usd: tuple[tuple[str, float], ...] = ()
+    condition: str = ""
 
 
 def row_of(
@@ -153,6 +157,7 @@ def row_of(
         overrides=tuple(f"{name}={value}" for name, value in point.overrides),
         network_scale=point.network_scale,
         host_link=point.host_link,
+        condition=given.condition,
         device=result.device,
         detail=result.detail,
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from io import StringIO
 from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import rate_text, text_table
+from autoplan.report import WIDTH, count, rate_text, text_table
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import SECONDS_PER_HOUR, format_seconds, format_usd
 from autoplan.what_if.asking import WhatIf
@@ -30,6 +31,7 @@ LOSS_COLUMNS = (
     ("failure", ("failures", "no_spare")),
 )
 ABSENT = "n/a"
+KWH_PER_MWH = 1000
 
 
 def whatif_table(rows: Sequence[WhatIfRow]) -> str:
@@ -38,9 +40,8 @@ def whatif_table(rows: Sequence[WhatIfRow]) -> str:
     planned = [row for row in rows if row.shares]
     if len(rows) <= N_EXPLAINED:
         parts += [_loss_table(planned, rows)] if planned else []
-        parts.append(
-            "\n".join(f"{_label(row, rows)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in rows)
-        )
+        parts += [_money_table(rows)] if any(row.train_s is not None for row in rows) else []
+        parts.append(_plans_text(rows))
     parts.append(_warnings_text(rows))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -57,16 +58,16 @@ def whatif_report(answer: WhatIf, *, search: str) -> str:
     proof = f"; no other of them is faster by more than {max(gaps):.1%}" if gaps else ""
     notes = [
         f"searched: {searched}{proof}",
-        f"{len(answer.rows)} points, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
+        f"{count(len(sweep.results), 'point')}, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
         *assumption_texts(answer.assumptions),
     ]
-    return whatif_table(answer.rows) + "\n" + "\n".join(notes) + "\n"
+    return whatif_table(answer.rows) + "\n" + "\n".join(textwrap.fill(note, WIDTH) for note in notes) + "\n"
 
 
 def assumption_texts(given: Assumptions) -> tuple[str, ...]:
     """What the totals rest on, with dates."""
     reliability, money = given.reliability, given.money
-    spares = f", {reliability.n_spare_hosts} spare hosts" if reliability.n_spare_hosts else ""
+    spares = f", {count(reliability.n_spare_hosts, 'spare host')}" if reliability.n_spare_hosts else ""
     checkpoint = (
         f"{reliability.checkpoint_bytes_per_s_per_host / 1e9:.3g} GB/s per host to save"
         if reliability.checkpoint_s is None
@@ -141,6 +142,25 @@ def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
     return text_table(("share of wall time", *(name for name, _ in shown)), cells, right=right)
 
 
+def _money_table(rows: Sequence[WhatIfRow]) -> str:
+    """What a token costs, what the cluster draws, and owning beside renting."""
+    header = ["to pay", "USD per 1e9 tokens", "kW", "MWh", "break-even use", "own USD"]
+    cells = [
+        [
+            _label(row, rows),
+            _usd(row.usd_per_billion_tokens),
+            ABSENT if row.power_kw is None else f"{row.power_kw:,.3g}",
+            ABSENT if row.energy_kwh is None else f"{row.energy_kwh / KWH_PER_MWH:,.3g}",
+            ABSENT if row.break_even_utilisation is None else f"{row.break_even_utilisation:.0%}",
+            _usd(row.own_cost_usd),
+        ]
+        for row in rows
+    ]
+    known = [0, *(column for column in range(1, 6) if any(line[column] != ABSENT for line in cells))]
+    shown = [[line[column] for column in known] for line in cells]
+    return text_table([header[column] for column in known], shown, right=frozenset(range(1, len(known))))
+
+
 def _share(row: WhatIfRow, parts: Sequence[str]) -> float:
     return sum(dict(row.shares)[part] for part in parts)
 
@@ -156,6 +176,7 @@ def _case(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
         parts.append(f"network x{row.network_scale:g}")
     if len({other.host_link for other in rows}) > 1:
         parts.append(row.host_link or "own links")
+    parts += [row.condition] if row.condition else []
     common = set.intersection(*(set(other.overrides) for other in rows))
     parts += [text for text in row.overrides if text not in common]
     return ", ".join(parts)
@@ -164,6 +185,13 @@ def _case(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
 def _label(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
     case = _case(row, rows)
     return f"{row.hardware} x {row.n_hosts}" + (f" ({case})" if case else "")
+
+
+def _plans_text(rows: Sequence[WhatIfRow]) -> str:
+    """The plan of each point, or why it has none; conditions change no plan."""
+    bare = [replace(row, condition="") for row in rows]
+    lines = [f"{_label(row, bare)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in bare]
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _batch_text(rows: Sequence[WhatIfRow]) -> str:
@@ -186,8 +214,13 @@ def _fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
 
 def _as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """The rows than which none is faster, by more than a search leaves open."""
-    most = max((row.samples_per_s or 0.0 for row in rows), default=0.0)
-    return tuple(row for row in rows if row.samples_per_s and row.samples_per_s >= (1.0 - GOOD_ENOUGH) * most)
+    most = max(map(_pace, rows), default=0.0)
+    return tuple(row for row in rows if _pace(row) and _pace(row) >= (1.0 - GOOD_ENOUGH) * most)
+
+
+def _pace(row: WhatIfRow) -> float:
+    """Samples per second on the wall; nothing where no total is given."""
+    return (row.samples_per_s or 0.0) * (row.goodput or 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON and CSV

@@ -1,0 +1,151 @@
+"""Published pairs of runs against the ratios that what-if gives, with the plans of the publications fixed.
+
+    python benchmarks/whatif_cases.py
+
+What counts is a ratio: how much faster another device, how much slower more of them, so what the programs of others did
+otherwise (compiled blocks, older kernels) cancels where both runs did it. Absolute times are in `published.py`.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan.option_checks import parse_fix
+from autoplan.options import Options
+from autoplan.report import text_table
+from autoplan.what_if.asking import ask
+from autoplan.what_if.question import Question
+from autoplan.what_if.rows import WhatIfRow
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LLAMA, GPT = str(EXAMPLES / "llama.py"), str(EXAMPLES / "gpt.py")
+SIZES = {
+    "7b": {"size": "7b"},
+    "13b": {"size": "7b", "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "width": 5120, "hidden": 13824},
+    "70b": {"size": "70b", "vocabulary": 32000},
+}
+FMS = "foundation-model-stack/fms-fsdp: tokens/s per device, 128 A100 and 96 H100"
+ATORCH = "intelligent-machine-learning/dlrover, atorch: TFLOP/s per device, Llama 2 7B on A100"
+MT_NLG = "arXiv:2201.11990: seconds of a step, 530B, batch 1920, on 280, 350 and 420 DGX A100"
+MEGATRON = "Megatron-LM README, strong scaling: MFU, 177B, batch 1152, on 96 and 4608 H100"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a publication: where, what, and by which plan."""
+
+    hw: str
+    n_hosts: int
+    global_batch: int
+    fix: str
+    model: str = LLAMA
+    overrides: tuple[tuple[str, object], ...] = ()
+    network_scale: float = 1.0
+    search: str = "quick"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two runs and the published ratio of their samples per second and device, second to first."""
+
+    name: str
+    first: Run
+    second: Run
+    published: float
+    source: str
+
+
+def _llama(size: str, hw: str, n_hosts: int, batch: int, fix: str, *, scale: float = 1.0) -> Run:
+    return Run(hw, n_hosts, batch, fix, LLAMA, tuple({**SIZES[size], "context": 4096}.items()), scale)
+
+
+def _fms(size: str, published: float, *, recompute: str) -> Pair:
+    fix = f"zero=3,micro_batch=2,tp=1,pp=1{recompute}"
+    return Pair(
+        f"Llama 2 {size}: A100 to H100",
+        _llama(size, "dgx_a100_x8+infiniband_100g", 16, 256, f"dp=128,{fix}"),
+        _llama(size, "dgx_h100_x8+infiniband_100g", 12, 192, f"dp=96,{fix}", scale=2.0),
+        published,
+        FMS,
+    )
+
+
+def _fsdp(n_hosts: int) -> Run:
+    fix = f"dp={8 * n_hosts},tp=1,pp=1,zero=3,micro_batch=4"
+    return _llama("7b", "dgx_a100_x8+infiniband_200g", n_hosts, 32 * n_hosts, fix, scale=0.5)
+
+
+def _three_axes(n_hosts: int) -> Run:
+    fix = f"dp={2 * n_hosts},tp=2,pp=2,zero=1,micro_batch=8,schedule=1f1b"
+    return _llama("7b", "dgx_a100_x8+infiniband_200g", n_hosts, 1024 * n_hosts, fix, scale=0.5)
+
+
+def _mt_nlg(n_hosts: int) -> Run:
+    sizes = (("size", "175b"), ("n_layers", 105), ("n_heads", 128), ("width", 20480))
+    fix = f"dp={n_hosts // 35},tp=8,pp=35,zero=0,micro_batch=1,recompute=full,schedule=1f1b"
+    return Run("dgx_a100_x8", n_hosts, 1920, fix, GPT, sizes)
+
+
+def _megatron(n_hosts: int) -> Run:
+    return Run("dgx_h100_x8", n_hosts, 1152, "tp=8", GPT, (("size", "175b"), ("context", 4096)), search="full")
+
+
+SMALL = (
+    _fms("7b", 9600 / 4550, recompute=",recompute=none"),
+    _fms("13b", 4850 / 2150, recompute=""),
+    _fms("70b", 890 / 410, recompute=""),
+    Pair("Llama 2 7B, ZeRO 3: 8 to 64 A100", _fsdp(1), _fsdp(8), 195.14 / 204.67, ATORCH),
+    Pair("Llama 2 7B, 3-D: 16 to 64 A100", _three_axes(2), _three_axes(8), 153.93 / 154.84, ATORCH),
+    Pair("Llama 2 7B, 64 A100: 3-D to ZeRO 3", _three_axes(8), _fsdp(8), 195.14 / 153.93, ATORCH),
+)
+LARGE = (
+    Pair("GPT 530B: 280 to 350 hosts", _mt_nlg(280), _mt_nlg(350), 60.1 / 50.2 * 280 / 350, MT_NLG),
+    Pair("GPT 530B: 280 to 420 hosts", _mt_nlg(280), _mt_nlg(420), 60.1 / 44.4 * 280 / 420, MT_NLG),
+    Pair("GPT 177B: 96 to 4608 H100", _megatron(12), _megatron(576), 0.42 / 0.47, MEGATRON),
+)
+
+# Errors that are known to be above 10 %. The first two runs are of different programs (FSDP, and DeepSpeed with tensor
+# parallelism), of which neither the length of sequences nor recomputation is published. The others hide communication
+# of tensor parallelism, and their plans are not published: at 4608 devices a search of 15 s finds 29 % MFU.
+KNOWN_ERRORS = (("Llama 2 7B, 64 A100: 3-D to ZeRO 3", 0.16), ("GPT 177B: 96 to 4608 H100", 0.19))
+
+
+def row_of(run: Run) -> WhatIfRow:
+    """What what-if says of a run."""
+    question = Question(
+        model=run.model,
+        hw=(run.hw,),
+        hosts=(run.n_hosts,),
+        overrides=run.overrides,
+        global_batches=(run.global_batch,),
+        network_scales=(run.network_scale,),
+        search=run.search,
+        options=Options(fix=parse_fix([run.fix])),
+    )
+    return ask(question, n_jobs=1).rows[0]
+
+
+def rate(row: WhatIfRow) -> float:
+    """Samples per second and device."""
+    assert row.samples_per_s is not None, row
+    return row.samples_per_s / row.n_devices
+
+
+def predicted(pair: Pair) -> float:
+    """The ratio by what-if."""
+    return rate(row_of(pair.second)) / rate(row_of(pair.first))
+
+
+def main(pairs: tuple[Pair, ...]) -> None:
+    """Print the table."""
+    cells = []
+    for pair in pairs:
+        found = predicted(pair)
+        cells.append((pair.name, f"{pair.published:.3f}", f"{found:.3f}", f"{found / pair.published - 1:+.1%}"))
+        print(*cells[-1], file=sys.stderr)
+    print(text_table(("rate of a device", "published", "what-if", "error"), cells, right=frozenset({1, 2, 3})))
+    print("\n".join(sorted({pair.source for pair in pairs})))
+
+
+if __name__ == "__main__":
+    main((*SMALL, *LARGE) if "--all" in sys.argv else SMALL)

@@ -1,0 +1,125 @@
+"""Advise: each rule on a case that it is for, and on one that it is not for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from whatif_toys import toy_result, toy_row
+
+from autoplan import cli, load_profile
+from autoplan.units import GiB
+from autoplan.what_if.advice_rules import RULES, Facts, leave_the_host, passes, speed_up, stop_at
+from autoplan.what_if.advising import fragment
+from autoplan.what_if.conditions import Loading
+from autoplan.what_if.points import Point
+from autoplan.what_if.rows import WhatIfRow
+
+GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+PARTS = ("compute", "recompute", "exposed_tp", "exposed_dp", "exposed_pp", "bubble", "optimizer", "launch")
+
+
+def _row(
+    n_hosts: int, n_devices: int, *, compute_s: float, comm_s: float = 0.0, launch_s: float = 0.0, **changes
+) -> WhatIfRow:
+    seconds = {"compute": compute_s, "exposed_dp": comm_s, "launch": launch_s}
+    result = toy_result(
+        n_hosts=n_hosts,
+        n_devices=n_devices,
+        n_used_devices=n_devices,
+        step_s=compute_s + comm_s + launch_s,
+        breakdown=tuple((f"{part}_s", seconds.get(part, 0.0)) for part in PARTS),
+    )
+    return toy_row(result=result, point=Point("toy", n_hosts, 8, "bf16"), n_samples=8000.0, **changes)
+
+
+NO_PLAN = toy_row(result=toy_result(step_s=None, status="infeasible", detail="too big"))
+# 1000 steps: 8000 s on one device, 1000 s on a host of 8; more hosts gain less and less
+ROWS = (
+    _row(1, 8, compute_s=1.0, comm_s=0.02),
+    _row(2, 16, compute_s=0.5, comm_s=0.04),
+    _row(4, 32, compute_s=0.25, comm_s=0.1),
+    _row(8, 64, compute_s=0.125, comm_s=0.15),
+)
+GOOD = Facts(
+    profile=load_profile("dgx_a100_x8"),
+    one=_row(1, 1, compute_s=8.0),
+    half=_row(1, 4, compute_s=2.0, comm_s=0.02),
+    host=ROWS[0],
+    split=_row(2, 8, compute_s=1.0, comm_s=0.03),
+    hosts=ROWS,
+    batches=(),
+    state_bytes=10 * GiB,
+    layer_bytes=GiB,
+    layer="blocks.0",
+    deadline_s=None,
+    is_nvlink=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
+        ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
+        ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
+        ("split_layers", {"layer_bytes": 100 * GiB}),
+        ("stay_on_one", {"deadline_s": 9000.0}),
+        ("raise_batch", {"host": _row(1, 8, compute_s=1.0, comm_s=0.5), "batches": ((16, ROWS[0]),)}),
+        ("raise_batch", {"host": replace(ROWS[0], n_idle_devices=4)}),
+        ("shard_state", {"one": NO_PLAN, "state_bytes": 100 * GiB}),
+        ("drop_activations", {"one": NO_PLAN}),
+        ("not_over_two_hosts", {"split": _row(2, 8, compute_s=1.0, comm_s=0.9)}),
+        ("meet_deadline", {"deadline_s": 600.0}),
+        ("failures_first", {"hosts": (*ROWS, _row(64, 512, compute_s=0.02))}),
+    ],
+)
+def test_each_rule_applies_to_its_case_only(rule: str, changes: dict) -> None:
+    (function,) = (item for item in RULES if item.__name__ == rule)
+    assert not function(GOOD).applies
+    said = function(replace(GOOD, **changes))
+    assert said.applies and said.advice and said.figures
+
+
+def test_a_model_that_scales_is_told_how_far() -> None:
+    applying = [rule(GOOD) for rule in RULES if rule(GOOD).applies]
+    # a token on 2 hosts costs 2 x 0.54 / 1.02 = 1.06, on 4 hosts 1.37 of what it costs on one
+    assert [item.advice for item in applying] == [
+        "use the whole host by data parallelism",
+        "stop at 2 hosts with batch 8, unless time is worth more than devices; a larger batch scales further",
+        "up to 2 hosts cost little more a token",
+    ]
+    # communication: 4 %, 7 %, 29 %, 55 % of the time
+    assert "passes 10% at 32 devices; communication passes 30% at 64 devices" in applying[1].figures
+
+
+def test_figures_by_hand() -> None:
+    assert speed_up(ROWS[1], ROWS[0]) == pytest.approx(1.02 / 0.54, rel=1e-6)
+    assert passes(ROWS, 0.10) is ROWS[2] and passes(ROWS, 0.9) is None
+    assert stop_at(ROWS) is ROWS[1] and stop_at((NO_PLAN,)) is None
+
+
+def test_fragments_of_hosts_keep_the_network() -> None:
+    assert fragment("dgx_a100_x8", 4) == "dgx_a100_x8/4"
+    assert fragment("dgx_a100_x8/4+ethernet_10g", 2) == "dgx_a100_x8/2+ethernet_10g"
+    assert fragment("/boxes+old/my_box.toml", 2) == "/boxes+old/my_box.toml/2"
+
+
+def test_rules_never_fail_without_plans() -> None:
+    nothing = replace(GOOD, one=NO_PLAN, half=NO_PLAN, host=NO_PLAN, split=NO_PLAN, hosts=(NO_PLAN, NO_PLAN))
+    assert [rule(nothing).situation for rule in RULES]
+    assert leave_the_host(nothing).applies
+
+
+def test_advise_from_the_command_line(capsys) -> None:
+    arguments = ["advise", GPT, "--set", "size=char", "--hw", "a100_pcie_x8+ethernet_10g", "--max-hosts", "2"]
+    arguments += ["--fix", "tp=1,pp=1"]
+    assert cli.run([*arguments, "--samples", "1e6", "--deadline", "30d", "--jobs", "1", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
+    assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Advice: ") and "8 devices over two hosts instead of 4 in one" in text
+    assert "no  one layer does not fit" in text

@@ -1,0 +1,148 @@
+"""Recommend: what is looked at, what is chosen, and what would change it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from whatif_toys import TODAY, toy_result, toy_row
+
+import autoplan
+from autoplan import cli, load_profile
+from autoplan.options import Options
+from autoplan.what_if import recommending
+from autoplan.what_if.points import Point
+from autoplan.what_if.question import Question
+from autoplan.what_if.recommending import (
+    Limit,
+    candidates,
+    host_counts,
+    least_hosts,
+    parse_budget,
+    parse_deadline,
+    recommendation_text,
+    recommendation_to_dict,
+)
+from autoplan.what_if.rows import SHARES
+
+GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+FIXED = Options(fix=(("tp", "1"),))
+QUESTION = Question(GPT, ("slow", "fast"), n_samples=72_000.0)
+# device-hours of the toy are 20 x devices x step / 8; each doubling of hosts makes a step 1.8 times as fast
+SPEEDS = {"slow": 2.0, "fast": 0.5}
+REST = tuple((f"{part}_s", 0.0) for part in SHARES[1:8])
+USD = {"slow": 1.0, "fast": 5.0}
+
+
+@pytest.fixture
+def toy_market(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Two kinds of hosts that cost nothing to search; the list says which clusters were looked at."""
+    asked: list[tuple[str, int]] = []
+
+    def ask(question, *, n_jobs, today):
+        rows = []
+        for name in question.hw:
+            for n_hosts in question.hosts:
+                asked.append((name, n_hosts))
+                step_s = SPEEDS[name] / n_hosts**0.848
+                result = toy_result(
+                    n_hosts=n_hosts,
+                    n_devices=4 * n_hosts,
+                    step_s=step_s,
+                    breakdown=(("compute_s", step_s), *REST),
+                )
+                point = Point(name, n_hosts, 8, "bf16")
+                given = {"n_samples": question.n_samples, "given_usd": tuple(USD.items())}
+                rows.append(toy_row(result=result, point=point, **given))
+        return type("Answer", (), {"rows": tuple(rows), "sweep": type("Sweep", (), {"is_interrupted": False})})
+
+    monkeypatch.setattr(recommending, "ask", ask)
+    monkeypatch.setattr(recommending, "_check_prices", lambda question, today: None)
+    monkeypatch.setattr(recommending, "_counts", lambda question, name, limit, most: host_counts(1, most))
+    return asked
+
+
+def test_the_cheapest_that_meets_the_deadline(toy_market) -> None:
+    # 9000 steps. slow x 1: 5 h, 20 USD; fast x 1: 1.25 h, 25 USD. slow x 4 takes 1.54 h, x 6 takes 1.09 h and 26.3 USD
+    for deadline_h, expected in ((6.0, ("slow", 1)), (1.3, ("fast", 1)), (0.8, ("fast", 2))):
+        found = autoplan.recommend(QUESTION, deadline_s=deadline_h * 3600, max_hosts=64, today=TODAY)
+        assert (found.best.hardware, found.best.n_hosts) == expected
+        assert found.best.train_s <= deadline_h * 3600
+        every = autoplan.recommend(QUESTION, budget_usd=1e9, max_hosts=64, today=TODAY)
+        assert every.best.train_s <= found.best.train_s
+        assert 1 <= len(found.alternatives) <= 3
+        assert all(row.cost_usd >= found.best.cost_usd for row in found.alternatives)
+
+
+def test_the_fastest_within_the_budget(toy_market) -> None:
+    # fast: 25 USD x hosts^0.152; 8 hosts cost 34.3 USD, 12 cost 36.5
+    found = autoplan.recommend(QUESTION, budget_usd=35.0, max_hosts=256, today=TODAY)
+    assert (found.best.hardware, found.best.n_hosts) == ("fast", 8)
+    assert found.best.cost_usd <= 35.0
+
+
+def test_more_time_never_costs_more(toy_market) -> None:
+    found = [autoplan.recommend(QUESTION, deadline_s=hours * 3600, today=TODAY) for hours in (0.2, 0.5, 1, 2, 5)]
+    costs = [answer.best.cost_usd for answer in found]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_break_even_price_is_where_both_cost_the_same(toy_market) -> None:
+    found = autoplan.recommend(QUESTION, deadline_s=6 * 3600, today=TODAY)
+    other = next(row for row in found.alternatives if row.hardware == "fast")
+    usd = found.best.cost_usd / other.device_hours
+    assert any(f"fast would be as cheap at {usd:.2f} USD" in text for text in found.changes)
+    assert usd < USD["fast"]
+
+
+def test_infeasible_is_an_answer_with_the_nearest(toy_market) -> None:
+    found = autoplan.recommend(QUESTION, deadline_s=60.0, max_hosts=8, today=TODAY)
+    assert found.best is None and (found.nearest.hardware, found.nearest.n_hosts) == ("fast", 8)
+    assert "would be met by 8 x fast (32 devices)" in found.changes[0]
+    assert recommendation_text(found).startswith("Infeasible: no cluster trains it within 60 s")
+    assert recommendation_to_dict(found)["status"] == "infeasible"
+    poor = autoplan.recommend(QUESTION, budget_usd=1.0, max_hosts=8, today=TODAY)
+    assert poor.best is None and poor.nearest.hardware == "slow" and poor.nearest.n_hosts == 1
+
+
+def test_a_deadline_stops_the_search_soon_after_it_is_met(toy_market) -> None:
+    autoplan.recommend(QUESTION, deadline_s=6 * 3600, max_hosts=256, today=TODAY)
+    assert len([n_hosts for name, n_hosts in toy_market if name == "slow"]) <= 4
+
+
+def test_host_counts_are_powers_of_two_and_their_middles() -> None:
+    assert host_counts(1, 16) == (1, 2, 3, 4, 6, 8, 12, 16)
+    assert host_counts(5, 16) == (4, 6, 8, 12, 16) and host_counts(100, 16) == ()
+
+
+def test_least_hosts_is_peak_arithmetic() -> None:
+    # 8 x 312 TFLOP/s for 1000 s: 2.496e18 FLOPs a host
+    profile = load_profile("dgx_a100_x8")
+    figures = {"precision": "bf16", "deadline_s": 1000.0}
+    assert [least_hosts(profile, n_flops=flops, **figures) for flops in (1.0, 2.4e18, 2.5e18, 9e18)] == [1, 1, 2, 4]
+
+
+def test_texts_of_deadlines_and_budgets() -> None:
+    assert parse_deadline("14d") == 14 * 86_400 and parse_deadline("36 h") == 36 * 3600
+    assert parse_budget("100000") == parse_budget("100,000 USD") == 100_000.0
+    assert Limit(36 * 3600, None).text() == "within 1.5 d"
+
+
+def test_candidates_have_prices_and_whole_hosts() -> None:
+    names = candidates()
+    assert {"dgx_a100_x8", "dgx_h100_x8", "hgx_h200_x8", "dgx_b200_x8"} <= set(names)
+    assert not {"h200_x4", "l40s_x8"} & set(names)
+
+
+def test_recommend_from_the_command_line(capsys) -> None:
+    arguments = ["recommend", GPT, "--set", "size=char", "--among", "dgx_a100_x8,dgx_h100_x8", "--samples", "1e6"]
+    arguments += ["--fix", "tp=1"]
+    assert cli.run([*arguments, "--deadline", "1d", "--max-hosts", "2", "--jobs", "1", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["n_hosts"] == 1 and found["best"]["train_s"] <= 86_400
+    hw = ("dgx_a100_x8", "dgx_h100_x8")
+    question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, global_batches=(512,), options=FIXED)
+    again = autoplan.recommend(question, deadline_s=86_400.0, max_hosts=2)
+    assert json.loads(json.dumps(recommendation_to_dict(again))) == found
+    assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 5
