@@ -113,6 +113,10 @@ def _everywhere_missing(subject: Subject) -> Iterator[str]:
         yield "The tensor-parallel layout of each operator: the target splits as its own model code does."
     if plan.groups:
         yield "Pipeline ranks on several kinds of hosts: place the ranks by the order of the hosts."
+    if plan.loss == "chunked":
+        yield "The loss in slices of the rows, which holds one slice of the logits at a time."
+    if plan.mesh.memory_format == "channels_last":
+        yield "Images in the order channels_last: call model.to(memory_format=torch.channels_last)."
     if plan.batch_norm == "synchronized":
         yield "Synchronized BatchNorm: convert the model with torch.nn.SyncBatchNorm."
     if plan.loss_average == "global_batch":

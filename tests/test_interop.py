@@ -132,12 +132,20 @@ def test_accelerate_gets_fsdp_with_its_blocks_or_plain_data_parallelism() -> Non
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_no_target_has_is_said_by_all(name: str) -> None:
     fields = {
+        "loss": "chunked",
         "batch_norm": "synchronized",
         "loss_average": "global_batch",
         "groups": (GroupRanks(0, 1), GroupRanks(1, 1)),
     }
-    _, missing = _made(name, _subject(PIPED, (StagePlan(0, 5), StagePlan(5, 10)), **fields))
-    for what in ("Synchronized BatchNorm", "One mean of the loss", "several kinds of hosts"):
+    mesh = replace(PIPED, memory_format="channels_last")
+    _, missing = _made(name, _subject(mesh, (StagePlan(0, 5), StagePlan(5, 10)), **fields))
+    for what in (
+        "The loss in slices",
+        "channels_last",
+        "Synchronized BatchNorm",
+        "One mean of the loss",
+        "several kinds of hosts",
+    ):
         assert what in missing
     assert name in SOURCES
 

@@ -108,28 +108,3 @@ def test_one_device_in_bf16_computes_in_bf16_and_keeps_parameters_and_gradients_
     ((computed, parameters, gradients, losses),) = run_ranks(_gathers_in_mixed_precision, 1)
     assert (computed, parameters, gradients) == ({torch.bfloat16}, {torch.float32}, {torch.float32})
     assert losses[-1] < losses[0]
-
-
-def _steps_with_loss_scaling():
-    config = Config(precision="fp16", micro_batch_size=2, blocks=BLOCKS)
-    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
-    batch = global_batch(tiny_gpt.make_batch, batch_size=2, seed=0, step=0)
-    model._loss_scale = 2.0**40  # overflows float16
-    before = _values(model)
-    model.step(batch)
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, _values(model), strict=True))
-    scale_after_overflow = model._loss_scale
-    model._loss_scale = 2.0**10
-    losses = [model.step(batch).item() for _ in range(5)]
-    return unchanged, scale_after_overflow, losses
-
-
-def _values(model):
-    return [local_part(p).detach().clone() for p in model.parameters()]
-
-
-def test_fp16_skips_a_step_whose_gradients_overflow_and_halves_the_loss_scale():
-    ((unchanged, scale, losses),) = run_ranks(_steps_with_loss_scaling, 1)
-    assert unchanged
-    assert scale == 2.0**39
-    assert losses[-1] < losses[0]

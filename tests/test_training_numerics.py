@@ -28,6 +28,7 @@ def plan(**fields):
 
 EVALUATED = {
     "zero 3 with recompute": plan(dp=2, zero_stage=3, zero_shard_degree=2, recompute=BLOCKS),
+    "chunked loss": plan(dp=2, zero_stage=2, zero_shard_degree=2, chunked_head="head", loss_slice_rows=5),
     "ignored target": plan(dp=2, ignored_target=3),
     "tp 2": plan(tp=2),
     "pp 2 interleaved": plan(pp=2, n_chunks=2, schedule="interleaved"),

@@ -1,15 +1,17 @@
 """The search: the best plan of a space, with a proof.
 
-    meshes --least compute--> bound --price--> bound --whole pieces--> bound, plan --linear program--> bound
-               `compute_bound_s`    `step_bound_s`      `best_partition`, `shared_bound_s`     `relaxed_bound_s`
+    meshes --least compute--> bound --price--> bound --whole pieces--> bound, plan --relaxed--> bound
+               `compute_bound_s`    `step_bound_s`      `best_partition`,             `relaxed_bound_s`,
+                                                        `shared_bound_s`              `joint_bound`
            --integer program and simulator--> plan, bound
                        `refine`
 
 Meshes wait in a queue, ordered by the best lower bound known of each. The first one's bound is raised by one more step,
 as far as arithmetic goes (`_cut_all`); then those left are solved, the easy ones first (`_prove_tier`). When no bound
 in the queue is below the best plan, no mesh left can hold a better one; that is the proof. Most meshes are never
-priced, and few reach a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once. Equal
-bounds are taken in the order of the enumeration, so the same input gives the same answer.
+priced, and few reach a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once; several
+are bounded rank by rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds
+are taken in the order of the enumeration, so the same input gives the same answer.
 
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
@@ -64,7 +66,7 @@ UNPRICED, PRICED, CUT, RELAXED = 0, 1, 2, 3  # how far a mesh in the queue has b
 N_CLOSEST = 16  # meshes that are asked for the plan that lacks the least memory, when nothing fits
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
 
-EASY_STAGES = 16  # the integer program of more, several on each rank, takes seconds
+EASY_STAGES = 16  # the integer program of more, several on each rank, takes about a second
 
 STOPS = {"interrupted": "interrupted", "time limit": "not examined in time"}  # why a mesh was not examined
 
