@@ -222,6 +222,21 @@ def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_the_same_step(tmp_
     assert saved.name == f"step-{int(match[1]):08d}"
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each function below returned on two ranks, by its name: one launch for all."""
+    return run_ranks(all_of_two_ranks, 2, str(tmp_path_factory.mktemp("two_ranks")))
+
+
+def all_of_two_ranks(folder):
+    return {
+        "bad_steps": bad_steps(1, [float("nan"), float("inf")]),
+        "device_memory_error": device_memory_error(),
+        "other_model": other_model(f"{folder}/other"),
+        "save_without_room": save_without_room(f"{folder}/full"),
+    }
+
+
 def bad_steps(bad_rank, values):
     return [bad_step(bad_rank, value) for value in values]
 
@@ -246,10 +261,9 @@ def bad_step(bad_rank, value):
     return "", False
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_step_and_rank():
-    words = ("nan", "inf")
-    ranks = run_ranks(bad_steps, 2, 1, [float(word) for word in words])
-    for word, (message, is_unchanged) in [pair for found in ranks for pair in zip(words, found, strict=True)]:
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_step_and_rank(two_ranks):
+    steps = [found["bad_steps"] for found in two_ranks]
+    for word, (message, is_unchanged) in [pair for found in steps for pair in zip(("nan", "inf"), found, strict=True)]:
         assert is_unchanged
         assert f"step 12: the loss is {word}" in message
         assert f"not finite on rank 1 (dp 1, tp 0, pp 0): loss {word}" in message
@@ -280,8 +294,8 @@ def device_memory_error():
     return ""
 
 
-def test_too_little_device_memory_stops_every_rank_with_planned_and_found():
-    first, second = run_ranks(device_memory_error, 2)
+def test_too_little_device_memory_stops_every_rank_with_planned_and_found(two_ranks):
+    first, second = (found["device_memory_error"] for found in two_ranks)
     assert first == second
     assert re.search(r"rank 1 on \S+: planned: 70.0 GiB; found: 40.0 GiB free", first)
     assert "rank 0" not in first
@@ -346,8 +360,8 @@ def other_model(folder):
     return "", False
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tmp_path):
-    for message, is_unchanged in run_ranks(other_model, 2, str(tmp_path)):
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(two_ranks):
+    for message, is_unchanged in [found["other_model"] for found in two_ranks]:
         assert is_unchanged
         assert "step-00000000: is of another model" in message
         assert "0.weight: not in it" in message
@@ -376,8 +390,8 @@ def _no_room(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_is_told_on_every_rank_and_the_checkpoint_before_stays(tmp_path):
-    for message, newest in run_ranks(save_without_room, 2, str(tmp_path)):
+def test_a_full_disk_is_told_on_every_rank_and_the_checkpoint_before_stays(two_ranks):
+    for message, newest in [found["save_without_room"] for found in two_ranks]:
         assert "a checkpoint could not be written; those before it are untouched" in message
         assert "rank 1: [Errno 28] No space left on device" in message
         assert newest == "step-00000000"
