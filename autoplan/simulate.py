@@ -11,7 +11,7 @@ sender; a rank sends its activations one after the other, and so its gradients. 
 gathers that begin before the input has arrived. With M micro-batches, on the slowest rank:
 
     step_s = M x (compute + recompute + tensor-parallel + launch) + what launch adds once      `_breakdown`
-             (launch: what the host adds to the segments, and to the actions of a pipeline, `_action_s`)
+             (launch: what the host adds to the segments, and to every action of a pipeline)
            + exposed_dp    gathers and reductions beside which nothing is computed, and the slowdown by the others
            + exposed_pp    waiting for a transfer that is under way
            + bubble        waiting for another rank to compute
@@ -35,7 +35,7 @@ from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
 from autoplan.rank_memory import Moment, StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
-from autoplan.schedules import KEPT_SCHEDULES, OrderedSchedule, ordered_schedule, splits_backward, stage_ranks
+from autoplan.schedules import KEPT_SCHEDULES, OrderedSchedule, ordered_schedule, stage_ranks
 from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
 
 __all__ = ["SegmentWork", "memory_over_time", "replay_pass", "simulate"]
@@ -103,7 +103,6 @@ class _Stage:
     choices: tuple[tuple[int, bool], ...]
     costs: tuple[SegmentCost, ...]
     held: StageBytes
-    action_s: float
     send_activation_s: float
     send_gradient_s: float
 
@@ -120,7 +119,7 @@ class _Stage:
 def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> _Stage:
     recomputed = frozenset(plan.recomputed)
     segments = range(plan.start, plan.stop)
-    own, beside = table.at_rank(ranks[index]), ranks[max(0, index - 1) : index + 2]
+    own = table.at_rank(ranks[index])
     costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
     return _Stage(
         plan=plan,
@@ -128,26 +127,9 @@ def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, .
         choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
         costs=costs,
         held=stage_bytes(own, costs, start=plan.start),
-        action_s=_action_s(own, costs, n_transfers=sum(rank != ranks[index] for rank in beside)),
         send_activation_s=_send_s(table, plan.stop, between=ranks[index : index + 2]),
         send_gradient_s=_send_s(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
     )
-
-
-def _n_actions(table: CostTable) -> int:
-    """Of one micro-batch in one stage."""
-    return 3 if splits_backward(table.mesh.schedule) else 2
-
-
-def _action_s(table: CostTable, costs: tuple[SegmentCost, ...], *, n_transfers: int) -> float:
-    """What each action of a stage waits for the host beside its segments, which sends or receives so many times.
-
-    The actions of a micro-batch have so much to do, less the lead that the host wins in their segments.
-    """
-    n_actions = _n_actions(table)
-    host_s = n_actions * table.action_host_s + 2 * n_transfers * table.transfer_host_s
-    lead_s = sum(cost.lead_forward_s + cost.lead_backward_s for cost in costs)
-    return max(0.0, host_s - lead_s) / n_actions
 
 
 def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> float:
@@ -234,6 +216,7 @@ class _Pass:
     Attributes:
         times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
             goes on; most passes are alike.
+        action_s: what the rank waits for its host after it; its communication is taken to wait, too.
         send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
     """
 
@@ -241,6 +224,7 @@ class _Pass:
     slowdown: float
     work: tuple[SegmentWork, ...]
     times: dict[float, PassTimes]
+    action_s: float
     link: _Link
     send_s: float
 
@@ -255,12 +239,9 @@ def _passes(
     for index, kind, is_edge in script.passes:
         stage = stages[index]
         own = table.at_rank(stage.rank)
-        work = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0)
-        if stage.action_s:
-            work += (SegmentWork(stage.action_s),)
-        slowdown = own.overlap_slowdown
+        work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
         times, link = known.setdefault((slowdown, work), {}), links[stage.rank, kind == "F"]
-        found.append(_Pass(clocks[stage.rank], slowdown, work, times, link, stage.send_s(kind)))
+        found.append(_Pass(clocks[stage.rank], slowdown, work, times, own.action_s, link, stage.send_s(kind)))
     return tuple(found)
 
 
@@ -281,7 +262,7 @@ def _replay_step(
             times = replay_pass(running.work, slowdown=running.slowdown, left_s=clock.left_s)
             running.times[clock.left_s] = times
         start_s = clock.free_s
-        stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s
+        stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
         clock.left_s = times.left_s
         clock.exposed_dp_s += times.exposed_s
         if running.send_s:
@@ -337,7 +318,10 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     InputError if the schedule does not exist for the mesh.
     """
     replay = _replay(table, stages)
-    breakdowns = tuple(_breakdown(table, replay.stages_of(rank), clock) for rank, clock in enumerate(replay.clocks))
+    breakdowns = tuple(
+        _breakdown(table, replay.stages_of(rank), clock, actions_s=len(actions) * table.at_rank(rank).action_s)
+        for rank, (clock, actions) in enumerate(zip(replay.clocks, replay.script.ordered.schedule, strict=True))
+    )
     slowest = max(breakdowns, key=lambda breakdown: breakdown.total_s)
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
@@ -358,10 +342,10 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     )
 
 
-def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock) -> Breakdown:
-    """Where the time of one rank, which owns `stages`, goes."""
+def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, *, actions_s: float) -> Breakdown:
+    """Where the time of one rank, which owns `stages`, goes; `actions_s` is what all its actions wait for the host."""
     costs = tuple(cost for stage in stages for cost in stage.costs)
-    n_micro_batches, n_actions = table.mesh.n_micro_batches, _n_actions(table)
+    n_micro_batches = table.mesh.n_micro_batches
     return Breakdown(
         compute_s=n_micro_batches * sum(cost.forward_s + cost.backward_s for cost in costs),
         recompute_s=n_micro_batches * sum(cost.recompute_s for cost in costs),
@@ -371,7 +355,7 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock) 
         bubble_s=clock.bubble_s,
         optimizer_s=table.per_step_s + sum(cost.optimizer_s - cost.launch_once_s for cost in costs),
         launch_s=n_micro_batches * sum(cost.launch_forward_s + cost.launch_backward_s for cost in costs)
-        + n_micro_batches * n_actions * sum(stage.action_s for stage in stages)
+        + actions_s
         + sum(cost.launch_once_s for cost in costs),
     )
 

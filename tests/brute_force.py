@@ -37,6 +37,7 @@ class Toy:
     comm_factor: float = 1.0
     reserved_ratio: float = 1.0
     reduces_late: bool = False
+    action_s: float = 0.0
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
@@ -63,6 +64,7 @@ class Toy:
             message_bytes=tuple(self.message_bytes * mesh.micro_batch_size for _ in self.space.cuts)
             if mesh.pp > 1
             else (),
+            action_s=self.action_s if mesh.pp > 1 else 0.0,
         )
 
     def _reduces_often(self, mesh: Mesh) -> bool:
@@ -128,6 +130,7 @@ def random_toy(
         memory_limit_bytes=int(state * rng.uniform(0.3, 1.5)) if is_tight else state * 20,
         reserved_ratio=rng.choice([1.0, 1.07]),
         reduces_late=rng.random() < 0.5,
+        action_s=rng.choice([0.0, 0.04, 0.5]),
     )
 
 

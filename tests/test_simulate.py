@@ -274,24 +274,19 @@ def test_a_split_backward_pass_keeps_activations_and_pending_gradients_until_the
     assert [n_bytes for _, n_bytes in curve][-2:] == [324, 306]
 
 
-def test_the_host_starts_every_action_and_every_transfer_of_a_pipeline():
-    def estimate(pp, n_micro_batches):
-        mesh, costs = pipeline(pp, n_micro_batches), (segment(forward_s=2, backward_s=2),) * pp
-        return simulate(table_of(costs, mesh=mesh, action_host_s=1.0, transfer_host_s=0.5), one_each(pp))
-
-    # two ranks: each action transfers once and takes 2 + 1 + 0.5, and the bubble is that of one micro-batch
-    assert estimate(2, 4).step_s == (4 + 1) * 2 * 3.5
-    assert estimate(2, 4).breakdown.launch_s == 4 * 2 * 1.5
-    # the middle one of three sends and receives: 2 + 1 + 2 x 0.5
-    assert estimate(3, 41).step_s - estimate(3, 40).step_s == pytest.approx(2 * 4)
+def test_every_action_of_a_pipeline_waits_for_the_host():
+    # each of two ranks does 4 x (2 + 2) and waits 4 x 2 x 1.5; the bubble is that of one micro-batch
+    costs = (segment(forward_s=2, backward_s=2),) * 2
+    estimate = simulate(table_of(costs, mesh=pipeline(2, 4), action_s=1.5), one_each(2))
+    assert estimate.step_s == (4 + 1) * 2 * 3.5
+    assert estimate.breakdown.launch_s == 4 * 2 * 1.5
 
 
-@pytest.mark.parametrize(("lead_s", "launch_s"), [(0.0, 8.0), (0.75, 2.0), (1.0, 0.0), (5.0, 0.0)])
-def test_the_lead_of_the_host_in_the_segments_of_a_stage_makes_up_for_its_actions(lead_s, launch_s):
-    # per micro-batch the host has 2 x 1 to do beside the segments, and wins its lead in forward and in backward
-    cost = segment(forward_s=3, backward_s=3, lead_forward_s=lead_s, lead_backward_s=lead_s)
-    estimate = simulate(table_of((cost,) * 2, mesh=pipeline(2, 4), action_host_s=1.0), one_each(2))
-    assert estimate.breakdown.launch_s == launch_s
+def test_communication_does_not_go_on_while_an_action_waits_for_the_host():
+    # the reduction of the only segment begins when its backward pass ends, and the optimizer waits for all of it
+    costs = (segment(forward_s=2, backward_s=2, reduce_s=3),) * 2
+    one, other = (simulate(table_of(costs, mesh=pipeline(2, 1), action_s=s), one_each(2)) for s in (0.0, 1.0))
+    assert other.step_s == one.step_s + 4 * 1.0
 
 
 def test_slowest_stage_sets_the_pace():
@@ -530,6 +525,7 @@ def plans(draw, max_pp=3):
         keeps=draw(st.booleans()),
         slowdown=draw(st.sampled_from([1.0, 1.25, 2.0])),
         per_step_s=draw(quarters),
+        action_s=draw(quarters),
         reserved_ratio=draw(st.sampled_from([1.0, 1.1])),
         reserved_fixed_bytes=draw(few_bytes),
     )
@@ -572,6 +568,7 @@ def test_doubling_all_times_doubles_the_step(plan):
         costs=tuple(tuple(map(doubled, pair)) for pair in table.costs),
         cut_s=tuple(2 * cut_s for cut_s in table.cut_s),
         per_step_s=2 * table.per_step_s,
+        action_s=2 * table.action_s,
     )
     assert simulate(twice, stages).step_s == 2 * simulate(table, stages).step_s
     assert simulate(twice, stages).reserved_bytes == simulate(table, stages).reserved_bytes

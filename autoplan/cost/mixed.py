@@ -79,7 +79,7 @@ def joined(
     ranks: list[CostTable] = []
     for table, count, leaving in zip(tables, n_ranks, (*cuts, tables[-1].cut_s), strict=True):
         ranks += [table] * (count - 1) + [replace(table, cut_s=leaving)]
-    return replace(tables[0], rank_tables=tuple(ranks))
+    return replace(tables[0], rank_tables=tuple(ranks), action_s=min(table.action_s for table in tables))
 
 
 def _between_cuts(

@@ -33,7 +33,7 @@ from autoplan.cost.parameters import (
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
-from autoplan.hardware import HardwareProfile
+from autoplan.hardware import Device, HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
@@ -129,11 +129,13 @@ def make_part_pricer(
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
         cut_s, messages = cuts(*layout, groups.stages)
+        found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
+        lead_s = sum(found[segment.kind][0].lead_s for segment in graph.segments if segment.is_block)
         return CostTable(
             mesh=mesh,
             kinds=kinds,
             recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
-            costs=costs(*work, placement, mesh.pp > 1, splits, loss_here),
+            costs=found,
             cut_s=cut_s if mesh.pp > 1 else unsent,
             gathers_per_micro_batch=mesh.zero_stage == 3,
             reduces_per_micro_batch=mesh.zero_stage >= 2,
@@ -144,8 +146,7 @@ def make_part_pricer(
             reserved_fixed_bytes=_fixed_bytes(mesh),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
-            action_host_s=profile.device.pipeline_action_s if mesh.pp > 1 else 0.0,
-            transfer_host_s=profile.device.pipeline_transfer_s if mesh.pp > 1 else 0.0,
+            action_s=_action_s(mesh, profile.device, lead_s=lead_s),
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
@@ -391,7 +392,6 @@ def _segment_costs(
     full = replace(
         plain,
         recompute_s=max(again_s, host_again_s),
-        lead_backward_s=plain.lead_backward_s + lead_s(host_again_s, again_s),
         saved_bytes=input_bytes,
         working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
     )
@@ -439,9 +439,22 @@ def _plain_cost(
         reduced_bytes=parameters.reduced_bytes,
         reducing_bytes=parameters.reducing_bytes,
         late_gradient_bytes=parameters.late_gradient_bytes,
-        lead_forward_s=lead_s(host.forward_s, device.forward_s),
-        lead_backward_s=lead_s(host.backward_s, device.backward_s),
+        lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
     )
+
+
+def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
+    """What an action waits for the host beside its segments, where the lead that this wins in the blocks is too short.
+
+    `lead_s` is that of all blocks in one micro-batch; stages are taken to have equal shares of it. A stage in the
+    middle receives and sends in each of two actions, one at an end does one of both.
+    """
+    if mesh.pp == 1:
+        return 0.0
+    n_actions = 3 if splits_backward(mesh.schedule) else 2
+    n_transfers = 2 * (1 if mesh.n_stages == 2 else 2)
+    host_s = n_actions * device.pipeline_action_s + n_transfers * device.pipeline_transfer_s
+    return max(0.0, host_s - lead_s / mesh.n_stages) / n_actions
 
 
 def _fixed_bytes(mesh: Mesh) -> int:

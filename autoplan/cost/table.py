@@ -42,7 +42,7 @@ class SegmentCost:
         launch_once_s: the part of `optimizer_s` in which the device waits for the host.
         reduced_bytes: its gradients once they are reduced.
         reducing_bytes: the input of the reduction of its gradients.
-        lead_forward_s, lead_backward_s: by how much the host is faster than the device in every pass.
+        lead_s: by how much the host is faster than the device, forward and backward; see `action_s` of the table.
         late_gradient_bytes: where its gradients are reduced at the end of a pass, these as they are computed; else 0.
     """
 
@@ -67,8 +67,7 @@ class SegmentCost:
     reduced_bytes: int = 0
     reducing_bytes: int = 0
     late_gradient_bytes: int = 0
-    lead_forward_s: float = 0.0
-    lead_backward_s: float = 0.0
+    lead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,7 @@ class CostTable:
             what is gathered and reduced when) is the same in all of them and in this one.
         workspace_bytes: what libraries allocate once.
         message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
-        action_host_s, transfer_host_s: host time of an action of the pipeline beside its segments, and of each time it
-            sends or receives; 0 without a pipeline.
+        action_s: what a rank waits for its host in every action of the pipeline, beside its segments; 0 without one.
     """
 
     mesh: Mesh
@@ -116,8 +114,7 @@ class CostTable:
     rank_tables: tuple[CostTable, ...] = ()
     workspace_bytes: int = 0
     message_bytes: tuple[int, ...] = ()
-    action_host_s: float = 0.0
-    transfer_host_s: float = 0.0
+    action_s: float = 0.0
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""

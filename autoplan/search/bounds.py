@@ -67,17 +67,21 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
     forward, backward = _total(table, forward_s), _total(table, backward_s)
     is_split = splits_backward(mesh.schedule)
     back_s = _total(table, _input_backward_s) if is_split else backward
+    action_s, n_actions = table.action_s, 2  # or more, where the backward pass is split
     cut_s = 2 * _n_sends(mesh.schedule, pp, mesh.n_chunks) * min((s for s in table.cut_s if s is not None), default=0.0)
     busiest_s = max((forward + backward) / pp, _largest(table, lambda cost: forward_s(cost) + backward_s(cost)))
-    there_and_back_s = forward + back_s + cut_s
+    busiest_s += mesh.n_chunks * n_actions * action_s
+    there_and_back_s = forward + back_s + cut_s + (2 * mesh.n_stages - is_split) * action_s
     paths_s = [there_and_back_s] if is_split else [n * busiest_s, there_and_back_s]
     if mesh.schedule == "gpipe":
         paths_s.append(there_and_back_s + (n - 1) * busiest_s)
     elif mesh.schedule == "1f1b" and n >= pp:
-        paths_s.append(there_and_back_s + ((n - 1) * backward + (n - pp) * forward) / pp)
+        around_s = ((n - 1) * backward + (n - pp) * forward) / pp + (2 * n - 1 - pp) * action_s
+        paths_s.append(there_and_back_s + around_s)
         paths_s.append(there_and_back_s + (n - pp) * busiest_s)
     first_s = min(map(_optimizer_s, table.costs[table.kinds[0]]))
-    average_s = (max(n * (forward + backward), communication_s) + _total(table, _optimizer_s)) / pp
+    working_s = n * (forward + backward + mesh.n_stages * n_actions * action_s)
+    average_s = (max(working_s, communication_s) + _total(table, _optimizer_s)) / pp
     return max(average_s, n * busiest_s, max(paths_s) + first_s)
 
 

@@ -158,7 +158,7 @@ class _Passes:
     """What each range is on one kind of rank.
 
     Attributes:
-        backward_s: nothing recomputed for want of memory.
+        backward_s: nothing recomputed for want of memory, and the action's wait for the host left out.
         carry_s: what a reduction leaves to the next pass.
         first_cut_s: the transfer over its first boundary when the rank before it is of this kind.
     """
@@ -179,8 +179,8 @@ class _Passes:
         return cls(
             table=table,
             segments=segments,
-            first_forward_s=forward_pass_s(segments, ranges, gathers=True),
-            forward_s=forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch),
+            first_forward_s=forward_pass_s(segments, ranges, gathers=True) + table.action_s,
+            forward_s=forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch) + table.action_s,
             backward_s=backward_pass_s(table, segments, ranges),
             carry_s=ranges.first(segments.reduce_s) if carries(table, segments) else 0.0,
             first_cut_s=np.array([0.0, *inner_cuts_s, 0.0])[ranges.start],
@@ -200,9 +200,10 @@ def _stages(mesh: Mesh, passes: tuple[_Passes, ...], ranges: Ranges) -> list[_St
         edges_s = 2.0 * passes[stage - 1].first_cut_s if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
         n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
         fits = np.isfinite(again_s) & ranges.exists
-        backwards_s = np.where(fits, whole_s + own.carry_s, 0.0) * (n - 1)
+        action_s = own.table.action_s
+        backwards_s = np.where(fits, whole_s + own.carry_s + action_s, 0.0) * (n - 1)
         bottleneck_s = np.where(fits, backwards_s + n_forwards * own.forward_s, INFINITY)
-        sum_s = np.where(fits, opening_s + whole_s + edges_s, INFINITY)
+        sum_s = np.where(fits, opening_s + whole_s + action_s + edges_s, INFINITY)
         stages.append(_Stage(own.segments, sum_s, bottleneck_s, missing_bytes, in_flight(mesh, stage)))
     return stages
 

@@ -124,7 +124,8 @@ def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
         terms.append((time_of(form, left_symbol(kind.symbol), stage), extra))
     if kind.gathers:
         terms += [(column, -(1.0 - extra) * value) for column, value in _first_gather(form, kind, stage)]
-    form.model.add_row(f"{kind.symbol} of stage {stage} hides communication", terms, lower=0.0)
+    action = form.table.action_s / form.unit_s
+    form.model.add_row(f"{kind.symbol} of stage {stage} hides communication", terms, lower=action)
 
 
 def _first_gather(form: Formulation, kind: _Pass, stage: int) -> Terms:
@@ -192,7 +193,8 @@ def _add_neighbour_row(form: Formulation, kind: _Pass, stage: int, *, extra: Val
     else:
         either = [max(ends[k], ends[k - 1]) if k > 0 else ends[0] for k in range(len(ends))]
         terms += weighted(ends_in(form, stage), either)
-    form.model.add_row(f"{kind.symbol} of stage {stage} waits for neighbours", terms, lower=0.0)
+    action = form.table.action_s / form.unit_s
+    form.model.add_row(f"{kind.symbol} of stage {stage} waits for neighbours", terms, lower=action)
 
 
 def _lonely_loss(form: Formulation, kind: _Pass, extra: Values) -> float:

@@ -89,10 +89,11 @@ class Needs:
         possible[owners, counts] = True
         passes_s = np.zeros((len(SYMBOLS), n_stages, ranges.width + 1))
         plain_s = passes_s.copy()
-        for symbol, values in _passes_s(table, segments, ranges).items():
-            passes_s[SYMBOLS.index(symbol)] = stage_values(values)
-        for symbol, values in (_passes_s(table, segments, ranges) | _plain_s(segments, ranges)).items():
-            plain_s[SYMBOLS.index(symbol)] = stage_values(values)
+        of_passes = _passes_s(table, segments, ranges)
+        for found, times in ((passes_s, of_passes), (plain_s, of_passes | _plain_s(segments, ranges))):
+            for symbol, values in times.items():
+                action_s = 0.0 if symbol in (CARRY, LAST_CARRY, CUT) else table.action_s
+                found[SYMBOLS.index(symbol)] = stage_values(values + action_s)
         if splits_backward(table.mesh.schedule):  # the first stage does all in the pass for weights
             for passes in (passes_s, plain_s):
                 passes[SYMBOLS.index(WEIGHTS), 0] = passes[SYMBOLS.index(LAST_WEIGHTS), 0] = plain_s[
