@@ -17,13 +17,14 @@ from whatif_toys import NEVER_FAILS, toy_assumptions, toy_result, toy_row
 import autoplan
 from autoplan import api, cli
 from autoplan.errors import InputError, UsageError
+from autoplan.options import Options
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import WhatIf, ask
 from autoplan.what_if.conditions import Loading, Reliability
 from autoplan.what_if.flags import flag_tables
 from autoplan.what_if.money import Money, Own
-from autoplan.what_if.points import Point, changed, combinations, points
-from autoplan.what_if.question import Question, parse_question, read_question
+from autoplan.what_if.points import Point, changed, combinations, points, searched
+from autoplan.what_if.question import Question, checked_question, parse_question, read_question
 from autoplan.what_if.rows import SHARES
 from autoplan.what_if.tables import row_to_dict, whatif_csv, whatif_schema, whatif_table, whatif_to_dict
 
@@ -395,6 +396,16 @@ def test_processes_and_the_command_line_give_the_same_rows(tmp_path: Path, monke
     assert library == alone.rows
 
 
+def test_batch_and_precision_of_the_options_are_those_of_the_question() -> None:
+    given = replace(_question(), global_batches=(), options=Options(global_batch=32, precision="fp32"))
+    folded = checked_question(given, where="q")
+    assert (folded.global_batches, folded.precisions) == ((32,), ("fp32",))
+    assert folded.options == Options() and checked_question(folded, where="q") == folded
+    for changes in ({"global_batches": (64,)}, {"precisions": ("fp16", "bf16")}):
+        with pytest.raises(InputError, match="expected: one of the two"):
+            checked_question(replace(given, **changes), where="q")
+
+
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     solve, n_done = sweeping.solve_point, []
 
@@ -435,9 +446,6 @@ def test_absurd_sizes_are_answered_without_infinities(capsys) -> None:
 
 
 def test_quick_searches_are_of_one_stage_per_rank_unless_a_schedule_is_fixed() -> None:
-    from autoplan.options import Options
-    from autoplan.what_if.points import searched
-
     assert dict(searched(Options(), search="quick").fix)["schedule"] == "1f1b"
     fixed = Options(fix=(("schedule", "gpipe"),))
     assert searched(fixed, search="quick").fix == fixed.fix and searched(Options(), search="full").fix == ()

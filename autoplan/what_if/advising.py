@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
+from autoplan.api import default_global_batch
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import load_hardware
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, Advice, Facts, is_starved
 from autoplan.what_if.asking import Progress, ask, trace_all
@@ -76,7 +76,7 @@ def look(
     if not isinstance(profile, HardwareProfile) or len(question.hw) > 1:
         raise InputError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
     n_devices = profile.n_devices_per_host
-    batch = (question.global_batches or (DEFAULT_MICRO_BATCH_SIZE * n_devices,))[0]
+    batch = (question.global_batches or (default_global_batch(n_devices),))[0]
     counts = [2**k for k in range(21) if 2**k <= max_hosts]
     wanted = [
         (fragment(name, 1), (1,)),

@@ -140,4 +140,4 @@ def _default_batch(question: Question, profiles: Iterable[Hardware]) -> int:
     """`DEFAULT_MICRO_BATCH_SIZE` samples per device of the largest cluster; of the smallest where batches grow."""
     sizes = [profile.n_devices for profile in profiles]
     n_devices = min(sizes) if question.scaling == "weak" else max(sizes)
-    return question.options.global_batch or default_global_batch(n_devices)
+    return default_global_batch(n_devices)

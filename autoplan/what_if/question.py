@@ -220,10 +220,11 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
 
 
 def checked_question(question: Question, *, where: str) -> Question:
-    """The question, unchanged, once it is known to be possible.
+    """The question once it is known to be possible; batch and precision of its options move to its own fields.
 
     Raises: InputError naming the field.
     """
+    question = _folded(question, where)
     for name, word, words in (
         ("workload.scaling", question.scaling, SCALINGS),
         ("workload.search", question.search, SEARCHES),
@@ -258,6 +259,27 @@ def checked_question(question: Question, *, where: str) -> Question:
     if n_points > MAX_POINTS:
         raise InputError.of(where, found=f"{n_points} points", expected=f"at most {MAX_POINTS}", fix="compare fewer")
     return question
+
+
+def _folded(question: Question, where: str) -> Question:
+    """The question whose options name no batch and no precision: what is compared is in one place."""
+    options, unset = question.options, Options()
+    batches, precisions = question.global_batches, question.precisions
+    if options.global_batch is not None:
+        _check_same(batches or (options.global_batch,), options.global_batch, f"{where}: workload.global_batch")
+        batches = (options.global_batch,)
+    if options.precision != unset.precision:
+        given = (options.precision,) if precisions == (unset.precision,) else precisions
+        _check_same(given, options.precision, f"{where}: workload.precision")
+        precisions = (options.precision,)
+    options = replace(options, global_batch=unset.global_batch, precision=unset.precision)
+    return replace(question, options=options, global_batches=batches, precisions=precisions)
+
+
+def _check_same(values: tuple[Any, ...], option: Any, label: str) -> None:
+    if values != (option,):
+        found = f"{', '.join(map(str, values))}, and {option} in the options"
+        raise InputError.of(label, found=found, expected="one of the two", fix="leave it out of the options")
 
 
 def check_single(question: Question, *, where: str) -> None:
