@@ -18,6 +18,7 @@ import autoplan
 from autoplan import api, cli
 from autoplan.errors import InputError, UsageError
 from autoplan.options import Options
+from autoplan.what_if import asking
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import WhatIf, ask
 from autoplan.what_if.conditions import Loading, Reliability
@@ -198,6 +199,33 @@ def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     assert found.money == Money("reserved", Own(25_000.0, utilisation=70 * 0.01), 0.12, 1.5)
     assert found.reliability == Reliability(device_mtbf_s=1.8e8, n_spare_hosts=2, restart_s=60.0)
     assert found.given_usd == (("dgx_a100_x8", 1.8),)
+
+
+def test_keywords_beat_the_file_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "whatif.toml", []
+    path.write_text(QUESTION.replace("spare_hosts = 2", "spare_hosts = [2, 3]"))
+
+    def ask_nothing(question, **_):
+        asked.append(question)
+        return _answer()
+
+    monkeypatch.setattr(asking, "ask", ask_nothing)
+    given = {"hw": ("dgx_h100_x8",), "hosts": (3, 5), "n_tokens": 7e9, "global_batch": 96, "precision": "fp32"}
+    given |= {"fix": (("tp", "2"),), "max_micro_batch_size": 4, "overrides": {"size": "big"}}
+    # the file has a price of a cluster that is no longer among the hardware
+    with pytest.raises(InputError, match="money.price.dgx_a100_x8"):
+        autoplan.whatif(path, **given)
+    path.write_text(path.read_text().replace("dgx_a100_x8 =", "dgx_h100_x8 ="))
+    autoplan.whatif(path, prices_usd_per_device_hour={"dgx_h100_x8": 2.5}, asked={"scaling": "weak"}, **given)
+    (found,) = asked
+    assert (found.hw, found.hosts, found.n_tokens, found.scaling) == (("dgx_h100_x8",), (3, 5), 7e9, "weak")
+    assert (found.global_batches, found.precisions, found.given_usd) == ((96,), ("fp32",), (("dgx_h100_x8", 2.5),))
+    assert dict(found.overrides)["size"] == "big" and found.sweeps == (("seq", (1024, 2048)),)
+    assert found.options == Options(fix=(("tp", "2"),), max_micro_batch_size=4)
+    autoplan.whatif(path, **{**given, "overrides": {"seq": 512}})
+    assert asked[-1].sweeps == () and dict(asked[-1].overrides) == {"size": "8b", "seq": 512}
+    with pytest.raises(UsageError, match="asked: money: found 2 conditions"):
+        autoplan.whatif(path, asked={"money": Money()}, **given)
 
 
 def test_the_example_asks_of_an_example_and_of_shipped_hardware() -> None:

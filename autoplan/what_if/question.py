@@ -151,14 +151,24 @@ class Question:
 
 
 def read_question(path: str | Path, *, changes: Table | None = None, options: Options | None = None) -> Question:
-    """The question of a whatif.toml; `changes` are tables whose keys take the place of the file's.
+    """The question of a whatif.toml; `changes` are tables whose keys, sweeps too, take the place of the file's.
 
     Raises: InputError naming the field that cannot be used.
     """
     _, where, text = read_path(Path(path))
-    return parse_question(
-        merged(parse_toml(text, where=where), changes or {}), where=where, folder=Path(path).parent, options=options
-    )
+    tables = _without_set(parse_toml(text, where=where), changes or {})
+    return parse_question(merged(tables, changes or {}), where=where, folder=Path(path).parent, options=options)
+
+
+def _without_set(tables: Table, changes: Table) -> Table:
+    """The tables without sweeps of arguments that the changes set."""
+    workload = tables.get("workload")
+    sweep = workload.get("sweep") if isinstance(workload, dict) else None
+    if not isinstance(workload, dict) or not isinstance(sweep, dict):
+        return tables
+    given = changes.get("workload", {}).get("set", {})
+    kept = {name: values for name, values in sweep.items() if name not in given}
+    return {**tables, "workload": {**workload, "sweep": kept}}
 
 
 def merged(below: Table, above: Table) -> Table:
@@ -217,6 +227,21 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
         ),
         where=where,
     )
+
+
+def with_fields(question: Question, fields: Mapping[str, Any]) -> Question:
+    """The question with other fields.
+
+    Raises: UsageError for money, reliability or loading in a question that has several of them in its file.
+    """
+    for name in LISTED:
+        if name in fields and question.conditions and "conditions" not in fields:
+            raise UsageError(
+                f"asked: {name}: found {len(question.conditions)} conditions in the file\n"
+                f"  expected: a file without lists in [{', ['.join(f'{item}]' for item in LISTED)}\n"
+                '  fix: change the file, or give "conditions"'
+            )
+    return replace(question, **fields)
 
 
 def checked_question(question: Question, *, where: str) -> Question:
