@@ -266,6 +266,8 @@ def whatif(
             given_usd=tuple((prices_usd_per_device_hour or {}).items()),
             options=Options(**options),
         )
+    if "time_limit_s" in options:
+        question = replace(question, time_limit_s=options["time_limit_s"])
     return ask(with_fields(question, asked or {}), n_jobs=n_jobs, progress=progress).rows
 
 

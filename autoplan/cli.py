@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -553,7 +553,13 @@ _row_output = _options(
 )
 @click.option("--scaling", type=click.Choice(["strong", "weak"]), help="weak: the batch grows with the hosts. [strong]")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default=_DEFAULTS.objective, show_default=True)
-@click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Per point, of processor time.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=float,
+    metavar="SECONDS",
+    help="Per point, of processor time. [quick: 1, or 15 where that finds no plan; full: 15]",
+)
 @click.option("--module-level", is_flag=True, help="As for plan.")
 @click.option("--schema", "asks_schema", is_flag=True, help="Print the JSON Schema of --format json.")
 @_fix
@@ -591,10 +597,9 @@ def whatif_command(
         return
     if html is not None:
         check_page(html, force=force)
-    limit_s = _DEFAULTS.time_limit_s if time_limit_s is None else time_limit_s
-    options = Options(time_limit_s=limit_s, objective=objective, module_level=module_level, rules=rules)
+    options = Options(objective=objective, module_level=module_level, rules=rules)
     with _stdout_kept_clean():
-        question = _question(model, flags, options)
+        question = replace(_question(model, flags, options), time_limit_s=time_limit_s)
         answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=_progress_bar)
     if html is not None:
         notes = assumption_texts(answer.assumptions)

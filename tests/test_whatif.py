@@ -19,6 +19,7 @@ from autoplan import api, cli
 from autoplan.errors import InputError, UsageError
 from autoplan.options import Options
 from autoplan.what_if import asking
+from autoplan.what_if import points as whatif_points
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import WhatIf, ask
 from autoplan.what_if.conditions import Loading, Reliability
@@ -437,11 +438,11 @@ def test_batch_and_precision_of_the_options_are_those_of_the_question() -> None:
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     solve, n_done = sweeping.solve_point, []
 
-    def interrupted_at_the_second(problem):
+    def interrupted_at_the_second(problem, **given):
         if n_done:
             raise KeyboardInterrupt
         n_done.append(1)
-        return solve(problem)
+        return solve(problem, **given)
 
     monkeypatch.setattr(sweeping, "solve_point", interrupted_at_the_second)
     arguments = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1,2", "--global-batch", "64"]
@@ -477,6 +478,31 @@ def test_quick_searches_are_of_one_stage_per_rank_unless_a_schedule_is_fixed() -
     assert dict(searched(Options(), search="quick").fix)["schedule"] == "1f1b"
     fixed = Options(fix=(("schedule", "gpipe"),))
     assert searched(fixed, search="quick").fix == fixed.fix and searched(Options(), search="full").fix == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limits_s"),
+    [([], [1.0, 15.0]), (["--time-limit", "1"], [1.0]), (["--time-limit", "7"], [7.0]), (["--search", "full"], [15.0])],
+)
+def test_a_time_limit_that_is_given_is_that_of_each_search(
+    monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], limits_s: list[float]
+) -> None:
+    asked: list[float | None] = []
+    decide = whatif_points.decide
+
+    def find_nothing(problem, *, clock):
+        asked.append(problem.options.time_limit_s)
+        answer = decide(problem, clock=clock)
+        return replace(answer, result=replace(answer.result, status="unknown", best=None))
+
+    monkeypatch.setattr(whatif_points, "decide", find_nothing)
+    command = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--fix", "dp=8,tp=1,pp=1,recompute=none"]
+    assert cli.run([*command, "--global-batch", "64", "--jobs", "1", *arguments]) == 0
+    assert asked == limits_s
+    library = {"hw": ("dgx_a100_x8",), "overrides": dict(CHAR), "global_batch": 64, "fix": (("dp", "8"),)}
+    if arguments[:1] == ["--time-limit"]:
+        autoplan.whatif(GPT, time_limit_s=float(arguments[1]), **library)
+        assert asked == 2 * limits_s
 
 
 def test_a_question_names_no_more_points_than_can_be_answered() -> None:

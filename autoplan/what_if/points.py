@@ -5,8 +5,9 @@
     solve_point    Problem -> PointResult
 
 A search is "quick" or "full". A quick one looks at one stage per rank only (schedule 1f1b), for which bounds are
-arithmetic: a tenth of the time, and the proof is of that space. Its limit is processor time, so that what else the
-machine does changes no answer but near the limit.
+arithmetic: a tenth of the time, and the proof is of that space. Limits are of processor time, so that what else the
+machine does changes no answer but near the limit: the user's, or `QUICK_TIME_LIMIT_S` and, where that finds no plan,
+`DEFAULT_TIME_LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hardware_file import generic_host_link
-from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
+from autoplan.options import Options
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 
@@ -144,27 +145,27 @@ def scaled(tier: LinkTier, factor: float) -> LinkTier:
     return replace(tier, bytes_per_s=tier.bytes_per_s * factor, half_rate_bytes=half_rate_bytes)
 
 
-def searched(options: Options, *, search: str) -> Options:
-    """The options of a search of this kind; what the user has fixed stays."""
-    options = replace(options, top=1)
+def searched(options: Options, *, search: str, time_limit_s: float | None = None) -> Options:
+    """The options of a search of this kind; what the user has fixed stays, as does a time limit that is given."""
+    options = replace(options, top=1, time_limit_s=options.time_limit_s if time_limit_s is None else time_limit_s)
     if search == "full":
         return options
     names = {name for name, _ in options.fix}
     fix = options.fix if names & {"schedule"} else (*options.fix, QUICK_SCHEDULE)
-    return replace(options, fix=fix, time_limit_s=min(options.time_limit_s or QUICK_TIME_LIMIT_S, QUICK_TIME_LIMIT_S))
+    return replace(options, fix=fix, time_limit_s=QUICK_TIME_LIMIT_S if time_limit_s is None else time_limit_s)
 
 
-def solve_point(problem: Problem) -> PointResult:
+def solve_point(problem: Problem, *, patience_s: float | None = None) -> PointResult:
     """A whole search; a cluster that cannot train the model so is a result that says why.
 
-    A quick search that ends without any plan goes on until `DEFAULT_TIME_LIMIT_S`.
+    A search that ends without any plan goes on for as long as `patience_s`.
 
     Raises: KeyboardInterrupt when the search was interrupted.
     """
     try:
         answer = decide(problem, clock=time.process_time)
-        if answer.result.status == "unknown" and problem.options.time_limit_s == QUICK_TIME_LIMIT_S:
-            patient = replace(problem.options, time_limit_s=DEFAULT_TIME_LIMIT_S)
+        if answer.result.status == "unknown" and patience_s is not None:
+            patient = replace(problem.options, time_limit_s=patience_s)
             answer = decide(replace(problem, options=patient), clock=time.process_time)
     except UsageError:
         raise

@@ -125,7 +125,8 @@ class Condition:
 class Question:
     """What to compare; the fields are those of the module docstring.
 
-    `conditions` take the place of money, reliability and loading where there are any.
+    `conditions` take the place of money, reliability and loading where there are any. `time_limit_s` is processor time
+    of one search; see `what_if.points` for what it is without.
     """
 
     model: str
@@ -141,6 +142,7 @@ class Question:
     network_scales: tuple[float, ...] = (1.0,)
     host_links: tuple[str, ...] = ("",)
     search: str = "quick"
+    time_limit_s: float | None = None
     money: Money = Money()
     reliability: Reliability = Reliability()
     loading: Loading = Loading()
@@ -245,7 +247,7 @@ def with_fields(question: Question, fields: Mapping[str, Any]) -> Question:
 
 
 def checked_question(question: Question, *, where: str) -> Question:
-    """The question once it is known to be possible; batch and precision of its options move to its own fields.
+    """The question once it is known to be possible; batch, precision and time limit move from its options.
 
     Raises: InputError naming the field.
     """
@@ -287,8 +289,8 @@ def checked_question(question: Question, *, where: str) -> Question:
 
 
 def _folded(question: Question, where: str) -> Question:
-    """The question whose options name no batch and no precision: what is compared is in one place."""
-    options, unset = question.options, Options()
+    """The question whose options name no batch, precision or time limit of their own: each is in one place."""
+    options, unset, limit_s = question.options, Options(), question.time_limit_s
     batches, precisions = question.global_batches, question.precisions
     if options.global_batch is not None:
         _check_same(batches or (options.global_batch,), options.global_batch, f"{where}: workload.global_batch")
@@ -297,8 +299,12 @@ def _folded(question: Question, where: str) -> Question:
         given = (options.precision,) if precisions == (unset.precision,) else precisions
         _check_same(given, options.precision, f"{where}: workload.precision")
         precisions = (options.precision,)
+    if options.time_limit_s is not None and options.time_limit_s != unset.time_limit_s:
+        limit_s = options.time_limit_s if limit_s is None else limit_s
+        _check_same((limit_s,), options.time_limit_s, f"{where}: time limit")
+        options = replace(options, time_limit_s=unset.time_limit_s)
     options = replace(options, global_batch=unset.global_batch, precision=unset.precision)
-    return replace(question, options=options, global_batches=batches, precisions=precisions)
+    return replace(question, options=options, global_batches=batches, precisions=precisions, time_limit_s=limit_s)
 
 
 def _check_same(values: tuple[Any, ...], option: Any, label: str) -> None:
