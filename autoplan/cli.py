@@ -668,7 +668,7 @@ def recommend_command(
     if answer.is_interrupted:
         raise KeyboardInterrupt
     if answer.best is None:
-        raise InfeasibleError("no cluster among these meets it")
+        raise StoppedError("no cluster that was looked at meets it; that none does is not proved")
 
 
 @cli.command("advise")
