@@ -702,6 +702,8 @@ def advise_command(
         )
     text = json.dumps(advice_to_dict(advice), indent=2, allow_nan=False)
     _print(text if output_format == "json" else advice_text(advice))
+    if advice.is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _question(model: str | None, flags: dict[str, Any], options: Options) -> Question:

@@ -133,7 +133,7 @@ def recommend(
         alternatives=_alternatives(met),
         nearest=nearest,
         n_looked_at=len(quick),
-        looked_at=_looked_at(question, quick, limit, max_hosts=max_hosts),
+        looked_at=_looked_at(question, quick, limit, max_hosts=max_hosts, is_interrupted=is_interrupted),
         changes=_changes(best, _alternatives(met), nearest, limit),
         assumptions=(
             f"global batch {', '.join(map(str, question.global_batches))}, at most {max_hosts} hosts of each kind",
@@ -307,13 +307,15 @@ def _again(
     return tuple(found.get((row.hardware, row.n_hosts), row) for row in rows), is_interrupted
 
 
-def _looked_at(question: Question, rows: Sequence[WhatIfRow], limit: Limit, *, max_hosts: int) -> tuple[str, ...]:
+def _looked_at(
+    question: Question, rows: Sequence[WhatIfRow], limit: Limit, *, max_hosts: int, is_interrupted: bool
+) -> tuple[str, ...]:
     """The host counts of each hardware, why some has none, and what was searched."""
     texts = []
     for name in question.hw:
         counts = [str(row.n_hosts) for row in rows if row.hardware == name and row.status != INTERRUPTED]
         none = "not looked at"
-        if limit.deadline_s is not None and not any(row.hardware == name for row in rows):
+        if limit.deadline_s is not None and not is_interrupted:
             none += f": the peak rate of {count(max_hosts, 'host')} does not meet the deadline"
         texts.append(
             f"{name}: {', '.join(counts)} {'host' if counts == ['1'] else 'hosts'}" if counts else f"{name}: {none}"
@@ -412,7 +414,7 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "wanted": answer.wanted,
-        "status": "found" if answer.best is not None else "none_found",
+        "status": "feasible" if answer.best is not None else "none_found",
         "best": None if answer.best is None else row_to_dict(answer.best),
         "alternatives": [row_to_dict(row) for row in answer.alternatives],
         "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
