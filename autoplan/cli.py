@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -485,23 +486,30 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
 @hw_group.command("prices")
 @click.argument("catalogs", metavar="[VMS.CSV]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--date", "day", metavar="YYYY-MM-DD", help="When the catalogs were made. [today]")
-def hw_prices(catalogs: tuple[Path, ...], day: str | None) -> None:
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["toml", "json"]),
+    default="toml",
+    show_default=True,
+    help="toml: what --prices reads.",
+)
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -> None:
     """Print the prices that come with autoplan, or those of SkyPilot catalogs, as a file for --prices."""
-    from datetime import date
+    import tomllib
 
     from autoplan.hardware_file import shipped_prices
     from autoplan.output_folder import read_text_file
     from autoplan.what_if.prices import catalog_prices, read_prices
 
-    if not catalogs:
-        _print(shipped_prices())
-        return
     try:
         made = date.today() if day is None else date.fromisoformat(day)
     except ValueError:
         raise UsageError(f"--date: found {day!r}\n  expected: a day such as 2026-05-01") from None
     texts = {path.name: read_text_file(path) for path in catalogs}
-    _print(catalog_prices(texts, names=read_prices(), day=made))
+    found = catalog_prices(texts, names=read_prices(), day=made) if catalogs else shipped_prices()
+    _print(_json(tomllib.loads(found)) if output_format == "json" else found)
 
 
 # ------------------------------------------------------------------------------------------- purchase
@@ -796,7 +804,14 @@ def _print_answer(answer: Answer, render: Callable[[Answer], str], output_format
 
 
 def _json(values: dict[str, Any]) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2)
+    return json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2, default=_day_text)
+
+
+def _day_text(value: object) -> str:
+    """A date as JSON has none."""
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError(f"not a JSON value: {value!r}")
 
 
 def _print(text: str) -> None:
