@@ -21,7 +21,7 @@ from typing import Any
 from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
 from autoplan.api import Problem, decide
 from autoplan.cost.parameters import element_bytes
-from autoplan.errors import AutoplanError, InputError, UsageError
+from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hardware_file import generic_host_link
@@ -70,11 +70,9 @@ class PointResult:
     """
 
     status: str
-    hardware: str
     device: str
     n_hosts: int
     n_devices: int
-    n_parameters: int
     model_state_bytes: int
     tokens_per_sample: int | None
     price_usd_per_device_hour: float | None
@@ -189,11 +187,9 @@ def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
     size = element_bytes(precision)
     return PointResult(
         status=result.status,
-        hardware=profile.name,
         device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
         n_hosts=profile.n_hosts,
         n_devices=profile.n_devices,
-        n_parameters=problem.graph.n_parameters(),
         model_state_bytes=problem.graph.n_parameters() * (size.master + size.optimizer),
         tokens_per_sample=tokens_per_sample(problem.graph),
         price_usd_per_device_hour=profile.price_usd_per_device_hour if isinstance(profile, HardwareProfile) else None,
@@ -235,8 +231,3 @@ def fix_of(best: Candidate) -> str:
     parts += [f"micro_batch={mesh.micro_batch_size}", f"recompute={best.plan.recompute}"]
     parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
     return ",".join(parts)
-
-
-def failure_text(error: AutoplanError) -> str:
-    """The first line of an error, for a cell of a table."""
-    return str(error).partition("\n")[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.report import count
 from autoplan.search import GOOD_ENOUGH
-from autoplan.units import SECONDS_PER_HOUR
+from autoplan.units import BILLION, SECONDS_PER_HOUR
 from autoplan.what_if.conditions import Loading, Reliability, WallTime, wall_time
 from autoplan.what_if.money import WATTS_PER_KW, Money, break_even_utilisation, own_usd_per_device_hour, power_w
 from autoplan.what_if.points import Point, PointResult
@@ -36,7 +36,6 @@ SHARES = (
     "no_spare",
 )
 COMMUNICATION = ("exposed_tp", "exposed_dp", "exposed_pp")
-TOKENS_PER_BILLION = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +309,7 @@ def _with_cost(
     if price is None:
         return row
     cost_usd = device_hours * price.usd
-    billions = None if result.tokens_per_sample is None else n_samples * result.tokens_per_sample / TOKENS_PER_BILLION
+    billions = None if result.tokens_per_sample is None else n_samples * result.tokens_per_sample / BILLION
     return replace(
         row,
         cost_usd=cost_usd,

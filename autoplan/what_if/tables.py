@@ -13,7 +13,7 @@ from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import WIDTH, count, rate_text, text_table
-from autoplan.units import SECONDS_PER_HOUR, format_seconds, format_usd
+from autoplan.units import GB, MILLION, SECONDS_PER_HOUR, THOUSAND, format_seconds, format_usd
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.rows import (
     COMMUNICATION,
@@ -78,7 +78,7 @@ def assumption_texts(given: Assumptions) -> tuple[str, ...]:
     reliability, money = given.reliability, given.money
     spares = f", {count(reliability.n_spare_hosts, 'spare host')}" if reliability.n_spare_hosts else ""
     checkpoint = (
-        f"{reliability.checkpoint_bytes_per_s_per_host / 1e9:.3g} GB/s per host to save"
+        f"{reliability.checkpoint_bytes_per_s_per_host / GB:.3g} GB/s per host to save"
         if reliability.checkpoint_s is None
         else f"{format_seconds(reliability.checkpoint_s)} for a checkpoint"
     )
@@ -138,7 +138,9 @@ def _range(row: WhatIfRow) -> str:
     if row.cost_usd_interval is None or row.cost_usd_interval[0] == row.cost_usd_interval[1]:
         return ""
     low, high = row.cost_usd_interval
-    unit, factor = next(((unit, factor) for unit, factor in (("M", 1e6), ("k", 1e3)) if low >= factor), ("", 1.0))
+    unit, factor = next(
+        ((unit, factor) for unit, factor in (("M", MILLION), ("k", THOUSAND)) if low >= factor), ("", 1)
+    )
     return f" ({low / factor:.3g} to {high / factor:.3g}{unit})"
 
 
