@@ -219,7 +219,7 @@ def whatif(
     model: str | Path,
     *,
     hw: Sequence[str] = (),
-    hosts: Sequence[int] = (1,),
+    hosts: Sequence[int] = (),
     n_samples: float | None = None,
     n_tokens: float | None = None,
     prices_usd_per_device_hour: Mapping[str, float] | None = None,
@@ -231,31 +231,44 @@ def whatif(
 ) -> tuple[WhatIfRow, ...]:
     """One row per cluster, batch, precision and link, each a search of its own; the model is traced once.
 
-    A MODEL that ends in .toml is a question in a file, which holds all the rest; see `what_if.question`. `asked` are
-    further fields of `what_if.question.Question` (global_batches, sweeps, network_scales, money, reliability, ...).
+    A MODEL that ends in .toml is a question in a file, see `what_if.question`; what else is given takes the place of
+    its values. `asked` are further fields of `what_if.question.Question` (global_batches, sweeps, network_scales,
+    money, reliability, ...). Without `hosts` it is one host.
     Without `global_batch` it is `DEFAULT_MICRO_BATCH_SIZE` per device of the largest cluster. A cluster that cannot
     train the model so (no such precision, or a fixed degree that it has no devices for) is a row that says why.
 
     `n_jobs` processes search at once; with more than one, a script that calls this needs `if __name__ == "__main__"`.
     """
     from autoplan.what_if.asking import ask
-    from autoplan.what_if.question import Question, read_question
+    from autoplan.what_if.flags import OPTIONS, keyword_tables
+    from autoplan.what_if.question import Question, read_question, with_fields
 
     if str(model).endswith(".toml"):
-        return ask(read_question(model), n_jobs=n_jobs, progress=progress).rows
-    chosen = Options(**options)
-    question = Question(
-        model=str(model),
-        hw=tuple(hw),
-        hosts=tuple(hosts),
-        overrides=tuple((overrides or {}).items()),
-        n_tokens=n_tokens,
-        n_samples=n_samples,
-        precisions=(chosen.precision,),
-        given_usd=tuple((prices_usd_per_device_hour or {}).items()),
-        options=chosen,
-    )
-    return ask(replace(question, **(asked or {})), n_jobs=n_jobs, progress=progress).rows
+        changes = keyword_tables(
+            hw=hw,
+            hosts=hosts,
+            overrides=overrides or {},
+            n_tokens=n_tokens,
+            n_samples=n_samples,
+            usd_per_device_hour=prices_usd_per_device_hour or {},
+            options=options,
+        )
+        others = Options(**{name: value for name, value in options.items() if name not in OPTIONS})
+        question = read_question(model, changes=changes, options=others)
+    else:
+        question = Question(
+            model=str(model),
+            hw=tuple(hw),
+            hosts=tuple(hosts) or (1,),
+            overrides=tuple((overrides or {}).items()),
+            n_tokens=n_tokens,
+            n_samples=n_samples,
+            given_usd=tuple((prices_usd_per_device_hour or {}).items()),
+            options=Options(**options),
+        )
+    if "time_limit_s" in options:
+        question = replace(question, time_limit_s=options["time_limit_s"])
+    return ask(with_fields(question, asked or {}), n_jobs=n_jobs, progress=progress).rows
 
 
 def solve(problem: Problem) -> Answer:

@@ -17,7 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -485,23 +486,30 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
 @hw_group.command("prices")
 @click.argument("catalogs", metavar="[VMS.CSV]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--date", "day", metavar="YYYY-MM-DD", help="When the catalogs were made. [today]")
-def hw_prices(catalogs: tuple[Path, ...], day: str | None) -> None:
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["toml", "json"]),
+    default="toml",
+    show_default=True,
+    help="toml: what --prices reads.",
+)
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -> None:
     """Print the prices that come with autoplan, or those of SkyPilot catalogs, as a file for --prices."""
-    from datetime import date
+    import tomllib
 
     from autoplan.hardware_file import shipped_prices
     from autoplan.output_folder import read_text_file
     from autoplan.what_if.prices import catalog_prices, read_prices
 
-    if not catalogs:
-        _print(shipped_prices())
-        return
     try:
         made = date.today() if day is None else date.fromisoformat(day)
     except ValueError:
         raise UsageError(f"--date: found {day!r}\n  expected: a day such as 2026-05-01") from None
     texts = {path.name: read_text_file(path) for path in catalogs}
-    _print(catalog_prices(texts, names=read_prices(), day=made))
+    found = catalog_prices(texts, names=read_prices(), day=made) if catalogs else shipped_prices()
+    _print(_json(tomllib.loads(found)) if output_format == "json" else found)
 
 
 # ------------------------------------------------------------------------------------------- purchase
@@ -553,7 +561,13 @@ _row_output = _options(
 )
 @click.option("--scaling", type=click.Choice(["strong", "weak"]), help="weak: the batch grows with the hosts. [strong]")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default=_DEFAULTS.objective, show_default=True)
-@click.option("--time-limit", "time_limit_s", type=float, metavar="SECONDS", help="Per point, of processor time.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=float,
+    metavar="SECONDS",
+    help="Per point, of processor time. [quick: 1, or 15 where that finds no plan; full: 15]",
+)
 @click.option("--module-level", is_flag=True, help="As for plan.")
 @click.option("--schema", "asks_schema", is_flag=True, help="Print the JSON Schema of --format json.")
 @_fix
@@ -591,10 +605,9 @@ def whatif_command(
         return
     if html is not None:
         check_page(html, force=force)
-    limit_s = _DEFAULTS.time_limit_s if time_limit_s is None else time_limit_s
-    options = Options(time_limit_s=limit_s, objective=objective, module_level=module_level, rules=rules)
+    options = Options(objective=objective, module_level=module_level, rules=rules)
     with _stdout_kept_clean():
-        question = _question(model, flags, options)
+        question = replace(_question(model, flags, options), time_limit_s=time_limit_s)
         answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=_progress_bar)
     if html is not None:
         notes = assumption_texts(answer.assumptions)
@@ -663,7 +676,7 @@ def recommend_command(
     if answer.is_interrupted:
         raise KeyboardInterrupt
     if answer.best is None:
-        raise InfeasibleError("no cluster among these meets it")
+        raise StoppedError("no cluster that was looked at meets it; that none does is not proved")
 
 
 @cli.command("advise")
@@ -697,6 +710,8 @@ def advise_command(
         )
     text = json.dumps(advice_to_dict(advice), indent=2, allow_nan=False)
     _print(text if output_format == "json" else advice_text(advice))
+    if advice.is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _question(model: str | None, flags: dict[str, Any], options: Options) -> Question:
@@ -789,7 +804,14 @@ def _print_answer(answer: Answer, render: Callable[[Answer], str], output_format
 
 
 def _json(values: dict[str, Any]) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2)
+    return json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2, default=_day_text)
+
+
+def _day_text(value: object) -> str:
+    """A date as JSON has none."""
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError(f"not a JSON value: {value!r}")
 
 
 def _print(text: str) -> None:

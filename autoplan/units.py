@@ -17,6 +17,7 @@ from collections.abc import Mapping
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 TFLOP = 10**12
+THOUSAND, MILLION, BILLION = 10**3, 10**6, 10**9  # of what has no unit of its own: tokens, dollars
 BITS_PER_BYTE = 8
 SECONDS_PER_HOUR = 3600
 

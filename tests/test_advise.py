@@ -11,6 +11,8 @@ from whatif_toys import toy_result, toy_row
 
 from autoplan import cli, load_profile
 from autoplan.units import GiB
+from autoplan.what_if import advising
+from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.advice_rules import RULES, Facts, leave_the_host, passes, speed_up, stop_at
 from autoplan.what_if.advising import fragment
 from autoplan.what_if.conditions import Loading
@@ -55,7 +57,6 @@ GOOD = Facts(
     layer_bytes=GiB,
     layer="blocks.0",
     deadline_s=None,
-    is_nvlink=True,
 )
 
 
@@ -111,6 +112,29 @@ def test_rules_never_fail_without_plans() -> None:
     nothing = replace(GOOD, one=NO_PLAN, half=NO_PLAN, host=NO_PLAN, split=NO_PLAN, hosts=(NO_PLAN, NO_PLAN))
     assert [rule(nothing).situation for rule in RULES]
     assert leave_the_host(nothing).applies
+
+
+@pytest.mark.parametrize(("n_done", "n_rows"), [(2, 2), (5, 5)])
+def test_an_interrupt_keeps_the_rows_found(
+    n_done: int, n_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    # one device, 4 and 2 x 4 of them, one and two hosts; then the host with larger batches, which the network starves
+    solve, solved = sweeping.solve_point, []
+
+    def interrupted(problem, **given):
+        if len(solved) == n_done:
+            raise KeyboardInterrupt
+        solved.append(problem)
+        return solve(problem, **given)
+
+    monkeypatch.setattr(sweeping, "solve_point", interrupted)
+    monkeypatch.setattr(sweeping, "cache_entry", lambda name, key: tmp_path / f"{key}.json")
+    monkeypatch.setattr(advising, "is_starved", lambda row: True)
+    arguments = ["advise", GPT, "--set", "size=char", "--hw", "a100_pcie_x8", "--max-hosts", "2", "--fix", "tp=1,pp=1"]
+    assert cli.run([*arguments, "--jobs", "1", "--format", "json"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_interrupted"] and found["rules"] == [] and len(found["rows"]) == n_rows
+    assert all(row["step_s"] for row in found["rows"])
 
 
 def test_advise_from_the_command_line(capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date
 from pathlib import Path
 
@@ -121,3 +122,6 @@ def test_hw_prices_prints_what_prices_reads(tmp_path: Path, capsys) -> None:
     assert cli.run(["hw", "prices", str(catalog), "--date", "2026-05-02"]) == 0
     own = parse_prices(capsys.readouterr().out, where="printed")
     assert [device.name for device in own.devices] == ["NVIDIA H100 80GB HBM3"]
+    assert cli.run(["hw", "prices", str(catalog), "--date", "2026-05-02", "--format", "json", "--debug"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["device"]
+    assert device["on_demand"]["date"] == "2026-05-02" and device["name"] == "NVIDIA H100 80GB HBM3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,14 +97,31 @@ def test_break_even_price_is_where_both_cost_the_same(toy_market) -> None:
     assert usd < USD["fast"]
 
 
-def test_infeasible_is_an_answer_with_the_nearest(toy_market) -> None:
+def test_none_found_is_an_answer_with_the_nearest_and_what_was_looked_at(toy_market) -> None:
     found = autoplan.recommend(QUESTION, deadline_s=60.0, max_hosts=8, today=TODAY)
     assert found.best is None and (found.nearest.hardware, found.nearest.n_hosts) == ("fast", 8)
     assert "would be met by 8 x fast (32 devices)" in found.changes[0]
-    assert recommendation_text(found).startswith("Infeasible: no cluster trains it within 60 s")
-    assert recommendation_to_dict(found)["status"] == "infeasible"
+    text = recommendation_text(found)
+    assert text.startswith("None found: no plan found trains it within 60 s (12 clusters looked at)")
+    assert "slow: 1, 2, 3, 4, 6, 8 hosts" in text and "one stage per rank" in text
+    assert recommendation_to_dict(found)["status"] == "none_found"
     poor = autoplan.recommend(QUESTION, budget_usd=1.0, max_hosts=8, today=TODAY)
     assert poor.best is None and poor.nearest.hardware == "slow" and poor.nearest.n_hosts == 1
+
+
+def test_an_interrupt_of_the_full_search_keeps_the_quick_rows(toy_market, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = recommending.ask
+
+    def interrupted_in_full(question, **given):
+        answer = quick(question, **given)
+        answer.sweep.is_interrupted = question.search == "full"
+        if question.search == "full":
+            answer.rows = tuple(replace(row, step_s=None, train_s=None, status="interrupted") for row in answer.rows)
+        return answer
+
+    monkeypatch.setattr(recommending, "ask", interrupted_in_full)
+    found = autoplan.recommend(replace(QUESTION, search="full"), deadline_s=6 * 3600, max_hosts=8, today=TODAY)
+    assert found.is_interrupted and (found.best.hardware, found.best.n_hosts) == ("slow", 1)
 
 
 def test_a_deadline_stops_the_search_soon_after_it_is_met(toy_market) -> None:
@@ -145,4 +163,6 @@ def test_recommend_from_the_command_line(capsys) -> None:
     question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, global_batches=(512,), options=FIXED)
     again = autoplan.recommend(question, deadline_s=86_400.0, max_hosts=2)
     assert json.loads(json.dumps(recommendation_to_dict(again))) == found
-    assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 5
+    assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 6
+    out, err = capsys.readouterr()
+    assert "dgx_h100_x8: not looked at: the peak rate of 1 host does not meet" in out and "not proved" in err

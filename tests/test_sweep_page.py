@@ -17,15 +17,15 @@ from test_report_html import HOSTILE, _Page
 
 from autoplan.cli import run
 from autoplan.html_report.svg import Chart, printable
-from autoplan.html_report.sweep_charts import rate, sweep_charts, varying
+from autoplan.html_report.sweep_charts import sweep_charts
 from autoplan.html_report.sweep_page import sweep_page
 from autoplan.units import GiB
 from autoplan.what_if import asking
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.prices import read_prices
-from autoplan.what_if.rows import SHARES, Assumptions, WhatIfRow
+from autoplan.what_if.rows import SHARES, Assumptions, WhatIfRow, fastest, pace, varying
 from autoplan.what_if.sweep import Sweep
-from autoplan.what_if.tables import assumption_texts
+from autoplan.what_if.tables import assumption_texts, whatif_table
 
 HOUR_S = 3600.0
 
@@ -84,11 +84,41 @@ def _told(chart: Chart, tag: str) -> list[str]:
     return [item.text or "" for item in found]
 
 
-def test_rate_is_that_of_wall_time() -> None:
+def test_pace_is_that_of_wall_time_and_unknown_without_it() -> None:
     # 1000 tokens/s while the plan's steps run, half of the time
-    assert rate(ROWS[0]) == 500.0
-    assert rate(replace(ROWS[0], goodput=None)) == 1000.0
-    assert rate(ROWS[4]) is None
+    assert pace(ROWS[0]) == 500.0
+    assert pace(replace(ROWS[0], goodput=None)) is None
+    assert pace(ROWS[4]) is None
+
+
+def test_page_and_table_name_the_same_fastest_point() -> None:
+    # no total is known of the point with the quickest steps; of equals the smallest is named
+    lost = _row("c", 1, tokens_per_s=9000.0, goodput=None, shares=(), train_s=None, cost_usd=None)
+    rows = (lost, *ROWS[:3], _row("b", 2, tokens_per_s=2399.0))
+    assert fastest(rows) is rows[4]
+    (line,) = (line for line in whatif_table(rows).splitlines() if "fastest" in line)
+    assert line.split()[:2] == ["b", "2"]
+    assert "1,200 tokens/sfastest computedb, 2 hosts" in " ".join(_Page(sweep_page(rows, title="toy")).text.split())
+
+
+def test_conditions_name_points_and_have_curves_of_their_own() -> None:
+    rows = [
+        _row("a", n_hosts, tokens_per_s=1000.0 * n_hosts, goodput=goodput, condition=f"device_mtbf {hours} h")
+        for hours, goodput in ((50_000, 0.8), (5000, 0.5))
+        for n_hosts in (1, 2)
+    ]
+    assert [text for text in _told(_chart(rows, "scaling"), "path") if re.search(r"\d devices", text)] == [
+        "device_mtbf 50000 h, 8 devices: 800 tokens/s",
+        "device_mtbf 50000 h, 16 devices: 1,600 tokens/s",
+        "device_mtbf 5000 h, 8 devices: 500 tokens/s",
+        "device_mtbf 5000 h, 16 devices: 1,000 tokens/s",
+    ]
+    # from 2 hosts that seldom fail, 1600: one host has half, more failures leave 1000
+    told = dict.fromkeys(_told(_chart(rows, "sensitivity"), "rect"))
+    assert list(told) == ["hosts: 1 host -50.0%", "condition: device_mtbf 5000 h -37.5%"]
+    text = " ".join(_Page(sweep_page(rows, title="toy")).text.split())
+    assert "fastest computed2 hosts, device_mtbf 50000 h" in text
+    assert all(f"device_mtbf {hours} h" in whatif_table(rows) for hours in (50_000, 5000))
 
 
 def test_page_says_which_point_is_fastest_and_which_is_cheapest() -> None:
@@ -135,10 +165,10 @@ def test_swings_change_one_thing_at_a_time() -> None:
 
 
 def test_only_what_varies_names_a_point() -> None:
-    assert varying(ROWS) == ("hardware", "n_hosts")
+    assert [axis.field for axis in varying(ROWS)] == ["hardware", "n_hosts"]
     assert varying(ROWS[:1]) == ()
     other = replace(ROWS[0], overrides=("size=8b",), network_scale=2.0)
-    assert varying((ROWS[0], other)) == ("overrides", "network_scale")
+    assert [axis.field for axis in varying((ROWS[0], other))] == ["overrides", "network_scale"]
 
 
 @pytest.mark.parametrize("rows", [(), ROWS[4:], ROWS[:1], (replace(ROWS[0], shares=(), cost_usd=None, train_s=None),)])

@@ -17,13 +17,16 @@ from whatif_toys import NEVER_FAILS, toy_assumptions, toy_result, toy_row
 import autoplan
 from autoplan import api, cli
 from autoplan.errors import InputError, UsageError
+from autoplan.options import Options
+from autoplan.what_if import asking
+from autoplan.what_if import points as whatif_points
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import WhatIf, ask
 from autoplan.what_if.conditions import Loading, Reliability
 from autoplan.what_if.flags import flag_tables
 from autoplan.what_if.money import Money, Own
-from autoplan.what_if.points import Point, changed, combinations, points
-from autoplan.what_if.question import Question, parse_question, read_question
+from autoplan.what_if.points import Point, changed, combinations, points, searched
+from autoplan.what_if.question import Question, checked_question, parse_question, read_question
 from autoplan.what_if.rows import SHARES
 from autoplan.what_if.tables import row_to_dict, whatif_csv, whatif_schema, whatif_table, whatif_to_dict
 
@@ -197,6 +200,33 @@ def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     assert found.money == Money("reserved", Own(25_000.0, utilisation=70 * 0.01), 0.12, 1.5)
     assert found.reliability == Reliability(device_mtbf_s=1.8e8, n_spare_hosts=2, restart_s=60.0)
     assert found.given_usd == (("dgx_a100_x8", 1.8),)
+
+
+def test_keywords_beat_the_file_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "whatif.toml", []
+    path.write_text(QUESTION.replace("spare_hosts = 2", "spare_hosts = [2, 3]"))
+
+    def ask_nothing(question, **_):
+        asked.append(question)
+        return _answer()
+
+    monkeypatch.setattr(asking, "ask", ask_nothing)
+    given = {"hw": ("dgx_h100_x8",), "hosts": (3, 5), "n_tokens": 7e9, "global_batch": 96, "precision": "fp32"}
+    given |= {"fix": (("tp", "2"),), "max_micro_batch_size": 4, "overrides": {"size": "big"}}
+    # the file has a price of a cluster that is no longer among the hardware
+    with pytest.raises(InputError, match="money.price.dgx_a100_x8"):
+        autoplan.whatif(path, **given)
+    path.write_text(path.read_text().replace("dgx_a100_x8 =", "dgx_h100_x8 ="))
+    autoplan.whatif(path, prices_usd_per_device_hour={"dgx_h100_x8": 2.5}, asked={"scaling": "weak"}, **given)
+    (found,) = asked
+    assert (found.hw, found.hosts, found.n_tokens, found.scaling) == (("dgx_h100_x8",), (3, 5), 7e9, "weak")
+    assert (found.global_batches, found.precisions, found.given_usd) == ((96,), ("fp32",), (("dgx_h100_x8", 2.5),))
+    assert dict(found.overrides)["size"] == "big" and found.sweeps == (("seq", (1024, 2048)),)
+    assert found.options == Options(fix=(("tp", "2"),), max_micro_batch_size=4)
+    autoplan.whatif(path, **{**given, "overrides": {"seq": 512}})
+    assert asked[-1].sweeps == () and dict(asked[-1].overrides) == {"size": "8b", "seq": 512}
+    with pytest.raises(UsageError, match="asked: money: found 2 conditions"):
+        autoplan.whatif(path, asked={"money": Money()}, **given)
 
 
 def test_the_example_asks_of_an_example_and_of_shipped_hardware() -> None:
@@ -395,14 +425,24 @@ def test_processes_and_the_command_line_give_the_same_rows(tmp_path: Path, monke
     assert library == alone.rows
 
 
+def test_batch_and_precision_of_the_options_are_those_of_the_question() -> None:
+    given = replace(_question(), global_batches=(), options=Options(global_batch=32, precision="fp32"))
+    folded = checked_question(given, where="q")
+    assert (folded.global_batches, folded.precisions) == ((32,), ("fp32",))
+    assert folded.options == Options() and checked_question(folded, where="q") == folded
+    for changes in ({"global_batches": (64,)}, {"precisions": ("fp16", "bf16")}):
+        with pytest.raises(InputError, match="expected: one of the two"):
+            checked_question(replace(given, **changes), where="q")
+
+
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     solve, n_done = sweeping.solve_point, []
 
-    def interrupted_at_the_second(problem):
+    def interrupted_at_the_second(problem, **given):
         if n_done:
             raise KeyboardInterrupt
         n_done.append(1)
-        return solve(problem)
+        return solve(problem, **given)
 
     monkeypatch.setattr(sweeping, "solve_point", interrupted_at_the_second)
     arguments = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1,2", "--global-batch", "64"]
@@ -435,12 +475,34 @@ def test_absurd_sizes_are_answered_without_infinities(capsys) -> None:
 
 
 def test_quick_searches_are_of_one_stage_per_rank_unless_a_schedule_is_fixed() -> None:
-    from autoplan.options import Options
-    from autoplan.what_if.points import searched
-
     assert dict(searched(Options(), search="quick").fix)["schedule"] == "1f1b"
     fixed = Options(fix=(("schedule", "gpipe"),))
     assert searched(fixed, search="quick").fix == fixed.fix and searched(Options(), search="full").fix == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limits_s"),
+    [([], [1.0, 15.0]), (["--time-limit", "1"], [1.0]), (["--time-limit", "7"], [7.0]), (["--search", "full"], [15.0])],
+)
+def test_a_time_limit_that_is_given_is_that_of_each_search(
+    monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], limits_s: list[float]
+) -> None:
+    asked: list[float | None] = []
+    decide = whatif_points.decide
+
+    def find_nothing(problem, *, clock):
+        asked.append(problem.options.time_limit_s)
+        answer = decide(problem, clock=clock)
+        return replace(answer, result=replace(answer.result, status="unknown", best=None))
+
+    monkeypatch.setattr(whatif_points, "decide", find_nothing)
+    command = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--fix", "dp=8,tp=1,pp=1,recompute=none"]
+    assert cli.run([*command, "--global-batch", "64", "--jobs", "1", *arguments]) == 0
+    assert asked == limits_s
+    library = {"hw": ("dgx_a100_x8",), "overrides": dict(CHAR), "global_batch": 64, "fix": (("dp", "8"),)}
+    if arguments[:1] == ["--time-limit"]:
+        autoplan.whatif(GPT, time_limit_s=float(arguments[1]), **library)
+        assert asked == 2 * limits_s
 
 
 def test_a_question_names_no_more_points_than_can_be_answered() -> None:

@@ -45,11 +45,9 @@ def toy_result(**changes: Any) -> PointResult:
     seconds = {"compute": 1.5, "exposed_dp": 0.5}
     result = PointResult(
         status="optimal",
-        hardware="toy_x4",
         device="Toy",
         n_hosts=1,
         n_devices=4,
-        n_parameters=10**9,
         model_state_bytes=12 * 10**9,
         tokens_per_sample=100,
         price_usd_per_device_hour=None,

@@ -14,7 +14,7 @@ from autoplan.parallel_plan import Estimate
 from autoplan.questions import SensitivityRow
 from autoplan.report import BREAKDOWN_LABELS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
-from autoplan.units import GB, GiB, format_seconds, format_usd
+from autoplan.units import BILLION, MILLION, GiB, format_seconds, format_usd
 
 MAX_BREAKDOWNS = 12
 MAX_RANKS = 16  # whose memory is drawn by parts
@@ -35,7 +35,7 @@ def cost_usd(answer: Answer, candidate: Candidate) -> tuple[float, str] | None:
     if workload.price_usd_per_device_hour is None or not candidate.estimate.fits:
         return None
     n_tokens = workload.tokens_per_sample
-    n_samples, unit = (1e6, "a million samples") if n_tokens is None else (GB / n_tokens, "a billion tokens")
+    n_samples, unit = (MILLION, "a million samples") if n_tokens is None else (BILLION / n_tokens, "a billion tokens")
     return device_hours(workload, candidate, n_samples=n_samples) * workload.price_usd_per_device_hour, unit
 
 

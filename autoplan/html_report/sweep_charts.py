@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autoplan.html_report.charts import (
     Bar,
@@ -19,20 +19,10 @@ from autoplan.html_report.scales import time_unit_s
 from autoplan.html_report.svg import Chart
 from autoplan.report import BREAKDOWN_LABELS, rate_text
 from autoplan.units import format_seconds, format_usd
-from autoplan.what_if.rows import SHARES, WhatIfRow
+from autoplan.what_if.rows import AXES, SHARES, WhatIfRow, fastest, pace, point_name, varying
 
 MAX_CURVES = 8
 MAX_BARS = 24
-# What tells points apart: (field, its name, the value as text)
-AXES: tuple[tuple[str, str, Callable[[WhatIfRow], str]], ...] = (
-    ("hardware", "hardware", lambda row: row.hardware),
-    ("n_hosts", "hosts", lambda row: f"{row.n_hosts} host{'s' if row.n_hosts > 1 else ''}"),
-    ("global_batch", "global batch", lambda row: f"batch {row.global_batch}"),
-    ("precision", "precision", lambda row: row.precision),
-    ("overrides", "model", lambda row: " ".join(row.overrides)),
-    ("network_scale", "network", lambda row: f"network x{row.network_scale:g}"),
-    ("host_link", "links in a host", lambda row: row.host_link or "own links"),
-)
 _SCALED = frozenset({"n_hosts", "global_batch"})  # change along a curve
 _LABELS = {
     **{name.removesuffix("_s"): label for name, label in BREAKDOWN_LABELS},
@@ -46,54 +36,34 @@ _AROUND = 7  # the colour of all that is lost around the step
 _SERIES = {name: BREAKDOWN_SERIES.get(f"{name}_s", _AROUND) for name in SHARES} | {"optimizer": 6}
 
 
-def rate(row: WhatIfRow) -> float | None:
-    """Tokens or samples a second, of wall time where that is known."""
-    per_s = row.tokens_per_s if row.tokens_per_s is not None else row.samples_per_s
-    return per_s if per_s is None or row.goodput is None else per_s * row.goodput
-
-
 def rate_unit(rows: Sequence[WhatIfRow]) -> str:
-    """What `rate` counts."""
+    """What `pace` counts."""
     return "tokens/s" if any(row.tokens_per_s is not None for row in rows) else "samples/s"
-
-
-def varying(rows: Sequence[WhatIfRow]) -> tuple[str, ...]:
-    """The fields in which the points of a sweep differ."""
-    return tuple(field for field, _, _ in AXES if len({getattr(row, field) for row in rows}) > 1)
-
-
-def point_name(row: WhatIfRow, fields: Sequence[str]) -> str:
-    """What a point is called by the fields that vary: `dgx_a100_x8, 4 hosts`."""
-    return ", ".join(text(row) for field, _, text in AXES if field in fields) or row.hardware
 
 
 def sweep_charts(rows: Sequence[WhatIfRow]) -> tuple[Chart, ...]:
     """Every chart there are figures for."""
-    planned = [row for row in rows if rate(row) is not None]
-    if not planned:
+    known = [row for row in rows if pace(row) is not None]
+    if not known:
         return ()
-    charts = [_scaling_chart(planned)] if len({row.n_devices for row in planned}) > 1 else []
-    charts += [_losses_chart(planned)] if any(row.shares for row in planned) else []
-    priced = [row for row in planned if row.train_s is not None and row.cost_usd is not None]
+    charts = [_scaling_chart(known)] if len({row.n_devices for row in known}) > 1 else []
+    charts += [_losses_chart(known)] if any(row.shares for row in known) else []
+    priced = [row for row in known if row.train_s is not None and row.cost_usd is not None]
     charts += [_cost_chart(priced)] if len(priced) > 1 else []
-    swings = _swings(planned)
-    if swings:
-        text = f"Speed, one thing changed at a time from {point_name(fastest(planned), varying(planned))}"
+    base = fastest(known)
+    swings = [] if base is None else _swings(known, base)
+    if base is not None and swings:
+        text = f"Speed, one thing changed at a time from {point_name(base, varying(known))}"
         charts.append(tornado_chart(swings, name="sensitivity", title_text=text, text=lambda gain: f"{gain:+.0%}"))
     return tuple(charts)
 
 
-def fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow:
-    """The point of the highest rate."""
-    return max(rows, key=lambda row: rate(row) or 0.0)
-
-
 def _scaling_chart(rows: Sequence[WhatIfRow]) -> Chart:
-    fields = [field for field in varying(rows) if field not in _SCALED]
+    axes = [axis for axis in varying(rows) if axis.field not in _SCALED] or AXES[:1]
     by_name: dict[str, list[WhatIfRow]] = {}
     for row in sorted(rows, key=lambda row: (row.n_devices, row.global_batch)):
-        by_name.setdefault(point_name(row, fields), []).append(row)
-    shown = sorted(by_name, key=lambda name: -(rate(fastest(by_name[name])) or 0.0))[:MAX_CURVES]
+        by_name.setdefault(point_name(row, axes), []).append(row)
+    shown = sorted(by_name, key=lambda name: -max(pace(row) or 0.0 for row in by_name[name]))[:MAX_CURVES]
     curves = [_curve(name, by_name[name], unit=rate_unit(rows)) for name in shown]
     first = curves[0].points[0]
     most = max(row.n_devices for row in rows)
@@ -116,7 +86,7 @@ def _scaling_chart(rows: Sequence[WhatIfRow]) -> Chart:
 def _curve(name: str, rows: Sequence[WhatIfRow], *, unit: str) -> Curve:
     points, bounds = [], []
     for row in rows:
-        per_s = rate(row)
+        per_s = pace(row)
         assert per_s is not None
         points.append((float(row.n_devices), per_s, f"{name}, {row.n_devices} devices: {rate_text(per_s)} {unit}"))
         if row.step_s is not None and row.step_s_interval is not None:
@@ -127,14 +97,14 @@ def _curve(name: str, rows: Sequence[WhatIfRow], *, unit: str) -> Curve:
 
 def _losses_chart(rows: Sequence[WhatIfRow]) -> Chart:
     known = [row for row in rows if row.shares]
-    fields = varying(rows)
+    axes = varying(rows) or AXES[:1]
     bars, used = [], set()
     for row in known[:MAX_BARS]:
         parts = [(_SERIES[name], share, f"{_LABELS[name]}: {share:.1%}") for name, share in row.shares if share > 0]
         used |= {name for name, share in row.shares if share > 0}
-        per_s = rate(row)
+        per_s = pace(row)
         total = "" if per_s is None else f"{rate_text(per_s)}/s"
-        bars.append(Bar(point_name(row, fields), tuple(sorted(parts, key=_order)), total))
+        bars.append(Bar(point_name(row, axes), tuple(sorted(parts, key=_order)), total))
     names: dict[int, list[str]] = {}
     for name in SHARES:
         if name in used:
@@ -155,12 +125,13 @@ def _order(part: tuple[int, float, str]) -> int:
 
 
 def _cost_chart(rows: Sequence[WhatIfRow]) -> Chart:
-    fields = varying(rows)
+    axes = varying(rows) or AXES[:1]
     points = []
     for row in rows:
         assert row.train_s is not None and row.cost_usd is not None
-        told = f"{point_name(row, fields)}: {format_seconds(row.train_s)}, {format_usd(row.cost_usd)}; {row.plan}"
-        points.append(Point(point_name(row, fields), row.train_s, row.cost_usd, told))
+        name = point_name(row, axes)
+        told = f"{name}: {format_seconds(row.train_s)}, {format_usd(row.cost_usd)}; {row.plan}"
+        points.append(Point(name, row.train_s, row.cost_usd, told))
     return pareto_chart(
         points,
         name="cost",
@@ -173,19 +144,19 @@ def _cost_chart(rows: Sequence[WhatIfRow]) -> Chart:
     )
 
 
-def _swings(rows: Sequence[WhatIfRow]) -> list[Swing]:
+def _swings(rows: Sequence[WhatIfRow], base: WhatIfRow) -> list[Swing]:
     """How far the speed moves from the fastest point when one field alone takes its other values."""
-    base, fields = fastest(rows), varying(rows)
-    base_rate = rate(base)
-    assert base_rate is not None
+    axes, base_pace = varying(rows), pace(base)
+    assert base_pace is not None
     found = []
-    for field, name, text in AXES:
-        same = [other for other in fields if other != field]
-        alike = [row for row in rows if all(getattr(row, other) == getattr(base, other) for other in same)]
-        changed = [(rate(row) or 0.0, row) for row in alike if getattr(row, field) != getattr(base, field)]
-        if field not in fields or not changed:
+    for axis in axes:
+        same = [other.field for other in axes if other is not axis]
+        alike = [row for row in rows if all(getattr(row, field) == getattr(base, field) for field in same)]
+        changed = [row for row in alike if getattr(row, axis.field) != getattr(base, axis.field)]
+        if not changed:
             continue
-        rates = [per_s / base_rate - 1.0 for per_s, _ in changed]
-        told = ", ".join(f"{text(row)} {per_s / base_rate - 1.0:+.1%}" for per_s, row in changed)
-        found.append(Swing(f"{name} ({text(base)})", min(0.0, *rates), max(0.0, *rates), f"{name}: {told}"))
+        gains = [(pace(row) or 0.0) / base_pace - 1.0 for row in changed]
+        told = ", ".join(f"{axis.text(row)} {gain:+.1%}" for row, gain in zip(changed, gains, strict=True))
+        name = f"{axis.name} ({axis.text(base)})"
+        found.append(Swing(name, min(0.0, *gains), max(0.0, *gains), f"{axis.name}: {told}"))
     return found

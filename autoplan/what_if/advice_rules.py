@@ -49,7 +49,6 @@ class Facts:
     layer_bytes: int
     layer: str
     deadline_s: float | None
-    is_nvlink: bool
 
 
 @dataclass(frozen=True, slots=True)

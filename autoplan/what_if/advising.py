@@ -12,28 +12,33 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
+from autoplan.api import default_global_batch
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import load_hardware
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, Advice, Facts, is_starved
 from autoplan.what_if.asking import Progress, ask, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
+from autoplan.what_if.sweep import INTERRUPTED
 from autoplan.what_if.tables import row_to_dict, whatif_table
 
 
 @dataclass(frozen=True, slots=True)
 class AdviceAnswer:
-    """All rules in order, and the rows behind them; `verdict` is the advice of those that apply, in order."""
+    """All rules in order, and the rows behind them; `verdict` is the advice of those that apply, in order.
+
+    After an interrupt there are the rows found until then, and no rules, which need them all.
+    """
 
     verdict: str
     rules: tuple[Advice, ...]
     rows: tuple[WhatIfRow, ...]
+    is_interrupted: bool = False
 
 
 def advise(
@@ -52,12 +57,15 @@ def advise(
     question = checked_question(question, where="advise")
     check_single(question, where="advise")
     facts = look(question, max_hosts=max_hosts, deadline_s=deadline_s, n_jobs=n_jobs, today=today, progress=progress)
+    if not isinstance(facts, Facts):
+        return AdviceAnswer(STOPPED, (), facts, is_interrupted=True)
     rules = tuple(rule(facts) for rule in RULES)
     applying = [item.advice for item in rules if item.applies]
     rows = {repr(row): row for row in (facts.one, facts.half, facts.split, *facts.hosts)}
     return AdviceAnswer("; ".join(applying) or NO_RULE, rules, tuple(rows.values()))
 
 
+STOPPED = "none yet: interrupted before all clusters were searched"
 NO_RULE = "no rule applies: a host without much communication; compare more hosts with autoplan whatif"
 
 
@@ -69,14 +77,14 @@ def look(
     n_jobs: int,
     today: date | None,
     progress: Progress,
-) -> Facts:
-    """Search everything that the rules need."""
+) -> Facts | tuple[WhatIfRow, ...]:
+    """Search everything that the rules need; after an interrupt, the rows found until then."""
     name = question.hw[0]
     profile = load_hardware(name)
     if not isinstance(profile, HardwareProfile) or len(question.hw) > 1:
         raise InputError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
     n_devices = profile.n_devices_per_host
-    batch = (question.global_batches or (DEFAULT_MICRO_BATCH_SIZE * n_devices,))[0]
+    batch = (question.global_batches or (default_global_batch(n_devices),))[0]
     counts = [2**k for k in range(21) if 2**k <= max_hosts]
     wanted = [
         (fragment(name, 1), (1,)),
@@ -88,14 +96,16 @@ def look(
     for hw, hosts in wanted:
         asked = replace(question, hw=(hw,), hosts=hosts, global_batches=(batch,))
         answer = ask(asked, n_jobs=n_jobs, today=today)
+        found.update({(hw, row.n_hosts): row for row in answer.rows if row.status != INTERRUPTED})
         if answer.sweep.is_interrupted:
-            raise KeyboardInterrupt
-        found.update({(hw, row.n_hosts): row for row in answer.rows})
+            return tuple(found.values())
         progress(len(found), n_all)
     half = fragment(name, max(1, n_devices // 2))
+    batches, is_interrupted = _larger_batches(question, found[name, 1], n_jobs=n_jobs, today=today)
+    if is_interrupted:
+        return (*found.values(), *(row for _, row in batches))
     graph = next(iter(trace_all(question, combinations(question.sweeps, fixed=question.overrides)[:1]).values()))
     layer, layer_bytes = _largest_segment(graph, question.precisions[0])
-    host_link = profile.host_link
     return Facts(
         profile=profile,
         one=found[wanted[0][0], 1],
@@ -103,12 +113,11 @@ def look(
         host=found[name, 1],
         split=found[half, 2],
         hosts=tuple(found[name, count] for count in counts),
-        batches=_larger_batches(question, found[name, 1], n_jobs=n_jobs, today=today),
+        batches=batches,
         state_bytes=graph.n_parameters() * _element_bytes(question.precisions[0]),
         layer_bytes=layer_bytes,
         layer=layer,
         deadline_s=deadline_s,
-        is_nvlink=host_link is not None and host_link.name.startswith("nvlink"),
     )
 
 
@@ -122,18 +131,20 @@ def fragment(name: str, n_devices: int) -> str:
 
 def _larger_batches(
     question: Question, host: WhatIfRow, *, n_jobs: int, today: date | None
-) -> tuple[tuple[int, WhatIfRow], ...]:
-    """Whole host with 2, 4, ... times the batch, until it feeds all devices; none where it does already."""
+) -> tuple[tuple[tuple[int, WhatIfRow], ...], bool]:
+    """Whole host with 2, 4, ... times the batch, until it feeds all devices, and whether an interrupt ended that."""
     found: list[tuple[int, WhatIfRow]] = []
     row, factor = host, 2
     while row.exposed_share is not None and is_starved(row) and factor <= MAX_BATCH_FACTOR:
         batch = factor * host.global_batch
-        row = ask(
-            replace(question, hw=(host.hardware,), hosts=(1,), global_batches=(batch,)), n_jobs=n_jobs, today=today
-        ).rows[0]
+        asked = replace(question, hw=(host.hardware,), hosts=(1,), global_batches=(batch,))
+        answer = ask(asked, n_jobs=n_jobs, today=today)
+        if answer.sweep.is_interrupted:
+            return tuple(found), True
+        row = answer.rows[0]
         found.append((batch, row))
         factor *= 2
-    return tuple(found)
+    return tuple(found), False
 
 
 def _element_bytes(precision: str) -> int:
@@ -161,7 +172,8 @@ def advice_text(answer: AdviceAnswer) -> str:
     ]
     shown = sorted(cells, key=lambda cell: cell[0] == "no")
     lines = [f"{mark:>3}  {situation}\n       {text}" for mark, situation, text in shown]
-    return "\n\n".join([f"Advice: {answer.verdict}.", "\n".join(lines), whatif_table(answer.rows).rstrip()]) + "\n"
+    table = whatif_table(answer.rows).rstrip() if answer.rows else ""
+    return "\n\n".join(filter(None, [f"Advice: {answer.verdict}.", "\n".join(lines), table])) + "\n"
 
 
 def advice_to_dict(answer: AdviceAnswer) -> dict[str, Any]:
@@ -171,4 +183,5 @@ def advice_to_dict(answer: AdviceAnswer) -> dict[str, Any]:
         "verdict": answer.verdict,
         "rules": [asdict(item) for item in answer.rules],
         "rows": [row_to_dict(row) for row in answer.rows],
+        "is_interrupted": answer.is_interrupted,
     }

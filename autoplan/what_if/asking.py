@@ -12,6 +12,7 @@ from autoplan.cluster_space import check_mixed_options
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
+from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.what_if.points import Overrides, Point, changed, combinations, points, searched
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question
@@ -123,7 +124,7 @@ def trace_all(question: Question, models: Sequence[Overrides]) -> dict[str, OpGr
 def task_of(point: Point, profile: Hardware, question: Question, *, graph: str) -> Task:
     """The search of a point."""
     options = replace(question.options, global_batch=point.global_batch, precision=point.precision)
-    options = checked(searched(options, search=question.search))
+    options = checked(searched(options, search=question.search, time_limit_s=question.time_limit_s))
     refused = ""
     try:
         profile = changed(profile, point)
@@ -133,11 +134,12 @@ def task_of(point: Point, profile: Hardware, question: Question, *, graph: str) 
         raise
     except InputError as error:
         refused = str(error)
-    return Task(graph, profile, options, point.hw, refused)
+    is_brief = question.search == "quick" and question.time_limit_s is None
+    return Task(graph, profile, options, point.hw, refused, DEFAULT_TIME_LIMIT_S if is_brief else None)
 
 
 def _default_batch(question: Question, profiles: Iterable[Hardware]) -> int:
     """`DEFAULT_MICRO_BATCH_SIZE` samples per device of the largest cluster; of the smallest where batches grow."""
     sizes = [profile.n_devices for profile in profiles]
     n_devices = min(sizes) if question.scaling == "weak" else max(sizes)
-    return question.options.global_batch or default_global_batch(n_devices)
+    return default_global_batch(n_devices)

@@ -1,9 +1,9 @@
-"""Flags of the command line as the tables of a whatif.toml, so that both are checked in one place."""
+"""Flags of the command line, and keywords, as the tables of a whatif.toml, so that all are checked in one place."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoplan.errors import UsageError
@@ -11,6 +11,7 @@ from autoplan.hardware_fields import Table
 from autoplan.option_checks import parse_overrides, parse_prices
 
 OWN_LINK = "own"  # how --host-link calls the links of the profile
+OPTIONS = ("global_batch", "precision", "fix")  # fields of `Options` that a whatif.toml names, too
 
 
 def flag_tables(
@@ -68,6 +69,35 @@ def flag_tables(
     for text in given:
         _put(found, text)
     return found
+
+
+def keyword_tables(
+    *,
+    hw: Sequence[str],
+    hosts: Sequence[int],
+    overrides: Mapping[str, Any],
+    n_tokens: float | None,
+    n_samples: float | None,
+    usd_per_device_hour: Mapping[str, float],
+    options: Mapping[str, Any],
+) -> Table:
+    """The tables that keywords stand for, with those of `options` that are among `OPTIONS`; empty ones are absent."""
+    return {
+        "workload": _present(
+            {
+                "set": dict(overrides) or None,
+                "tokens": n_tokens,
+                "samples": n_samples,
+                "global_batch": options.get("global_batch"),
+                "precision": options.get("precision"),
+                "fix": ",".join(f"{name}={value}" for name, value in options.get("fix", ())) or None,
+            }
+        ),
+        "clusters": _present({"hw": list(hw) or None, "hosts": list(hosts) or None}),
+        "money": _present(
+            {"price": {name: f"{usd!r} USD/h" for name, usd in usd_per_device_hour.items()} or None},
+        ),
+    }
 
 
 def _present(table: Table) -> Table:

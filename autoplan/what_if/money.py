@@ -80,5 +80,7 @@ def own_usd_per_device_hour(own: Own, *, watts: float, usd_per_kwh: float) -> fl
 def break_even_utilisation(own: Own, *, watts: float, usd_per_kwh: float, rent_usd_per_hour: float) -> float | None:
     """The share of hours above which owning is cheaper than renting; None where it never is."""
     saved = rent_usd_per_hour - watts / WATTS_PER_KW * usd_per_kwh
-    share = fixed_usd_per_year(own) / (HOURS_PER_YEAR * saved) if saved > 0.0 else 2.0
+    if saved <= 0.0:
+        return None
+    share = fixed_usd_per_year(own) / (HOURS_PER_YEAR * saved)
     return share if share <= 1.0 else None

@@ -5,8 +5,9 @@
     solve_point    Problem -> PointResult
 
 A search is "quick" or "full". A quick one looks at one stage per rank only (schedule 1f1b), for which bounds are
-arithmetic: a tenth of the time, and the proof is of that space. Its limit is processor time, so that what else the
-machine does changes no answer but near the limit.
+arithmetic: a tenth of the time, and the proof is of that space. Limits are of processor time, so that what else the
+machine does changes no answer but near the limit: the user's, or `QUICK_TIME_LIMIT_S` and, where that finds no plan,
+`DEFAULT_TIME_LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
 from autoplan.api import Problem, decide
 from autoplan.cost.parameters import element_bytes
-from autoplan.errors import AutoplanError, InputError, UsageError
+from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hardware_file import generic_host_link
-from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
+from autoplan.options import Options
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 
@@ -69,11 +70,9 @@ class PointResult:
     """
 
     status: str
-    hardware: str
     device: str
     n_hosts: int
     n_devices: int
-    n_parameters: int
     model_state_bytes: int
     tokens_per_sample: int | None
     price_usd_per_device_hour: float | None
@@ -144,27 +143,27 @@ def scaled(tier: LinkTier, factor: float) -> LinkTier:
     return replace(tier, bytes_per_s=tier.bytes_per_s * factor, half_rate_bytes=half_rate_bytes)
 
 
-def searched(options: Options, *, search: str) -> Options:
-    """The options of a search of this kind; what the user has fixed stays."""
-    options = replace(options, top=1)
+def searched(options: Options, *, search: str, time_limit_s: float | None = None) -> Options:
+    """The options of a search of this kind; what the user has fixed stays, as does a time limit that is given."""
+    options = replace(options, top=1, time_limit_s=options.time_limit_s if time_limit_s is None else time_limit_s)
     if search == "full":
         return options
     names = {name for name, _ in options.fix}
     fix = options.fix if names & {"schedule"} else (*options.fix, QUICK_SCHEDULE)
-    return replace(options, fix=fix, time_limit_s=min(options.time_limit_s or QUICK_TIME_LIMIT_S, QUICK_TIME_LIMIT_S))
+    return replace(options, fix=fix, time_limit_s=QUICK_TIME_LIMIT_S if time_limit_s is None else time_limit_s)
 
 
-def solve_point(problem: Problem) -> PointResult:
+def solve_point(problem: Problem, *, patience_s: float | None = None) -> PointResult:
     """A whole search; a cluster that cannot train the model so is a result that says why.
 
-    A quick search that ends without any plan goes on until `DEFAULT_TIME_LIMIT_S`.
+    A search that ends without any plan goes on for as long as `patience_s`.
 
     Raises: KeyboardInterrupt when the search was interrupted.
     """
     try:
         answer = decide(problem, clock=time.process_time)
-        if answer.result.status == "unknown" and problem.options.time_limit_s == QUICK_TIME_LIMIT_S:
-            patient = replace(problem.options, time_limit_s=DEFAULT_TIME_LIMIT_S)
+        if answer.result.status == "unknown" and patience_s is not None:
+            patient = replace(problem.options, time_limit_s=patience_s)
             answer = decide(replace(problem, options=patient), clock=time.process_time)
     except UsageError:
         raise
@@ -188,11 +187,9 @@ def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
     size = element_bytes(precision)
     return PointResult(
         status=result.status,
-        hardware=profile.name,
         device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
         n_hosts=profile.n_hosts,
         n_devices=profile.n_devices,
-        n_parameters=problem.graph.n_parameters(),
         model_state_bytes=problem.graph.n_parameters() * (size.master + size.optimizer),
         tokens_per_sample=tokens_per_sample(problem.graph),
         price_usd_per_device_hour=profile.price_usd_per_device_hour if isinstance(profile, HardwareProfile) else None,
@@ -234,8 +231,3 @@ def fix_of(best: Candidate) -> str:
     parts += [f"micro_batch={mesh.micro_batch_size}", f"recompute={best.plan.recompute}"]
     parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
     return ",".join(parts)
-
-
-def failure_text(error: AutoplanError) -> str:
-    """The first line of an error, for a cell of a table."""
-    return str(error).partition("\n")[0]

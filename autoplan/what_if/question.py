@@ -125,7 +125,8 @@ class Condition:
 class Question:
     """What to compare; the fields are those of the module docstring.
 
-    `conditions` take the place of money, reliability and loading where there are any.
+    `conditions` take the place of money, reliability and loading where there are any. `time_limit_s` is processor time
+    of one search; see `what_if.points` for what it is without.
     """
 
     model: str
@@ -141,6 +142,7 @@ class Question:
     network_scales: tuple[float, ...] = (1.0,)
     host_links: tuple[str, ...] = ("",)
     search: str = "quick"
+    time_limit_s: float | None = None
     money: Money = Money()
     reliability: Reliability = Reliability()
     loading: Loading = Loading()
@@ -151,14 +153,24 @@ class Question:
 
 
 def read_question(path: str | Path, *, changes: Table | None = None, options: Options | None = None) -> Question:
-    """The question of a whatif.toml; `changes` are tables whose keys take the place of the file's.
+    """The question of a whatif.toml; `changes` are tables whose keys, sweeps too, take the place of the file's.
 
     Raises: InputError naming the field that cannot be used.
     """
     _, where, text = read_path(Path(path))
-    return parse_question(
-        merged(parse_toml(text, where=where), changes or {}), where=where, folder=Path(path).parent, options=options
-    )
+    tables = _without_set(parse_toml(text, where=where), changes or {})
+    return parse_question(merged(tables, changes or {}), where=where, folder=Path(path).parent, options=options)
+
+
+def _without_set(tables: Table, changes: Table) -> Table:
+    """The tables without sweeps of arguments that the changes set."""
+    workload = tables.get("workload")
+    sweep = workload.get("sweep") if isinstance(workload, dict) else None
+    if not isinstance(workload, dict) or not isinstance(sweep, dict):
+        return tables
+    given = changes.get("workload", {}).get("set", {})
+    kept = {name: values for name, values in sweep.items() if name not in given}
+    return {**tables, "workload": {**workload, "sweep": kept}}
 
 
 def merged(below: Table, above: Table) -> Table:
@@ -219,11 +231,27 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
     )
 
 
+def with_fields(question: Question, fields: Mapping[str, Any]) -> Question:
+    """The question with other fields.
+
+    Raises: UsageError for money, reliability or loading in a question that has several of them in its file.
+    """
+    for name in LISTED:
+        if name in fields and question.conditions and "conditions" not in fields:
+            raise UsageError(
+                f"asked: {name}: found {len(question.conditions)} conditions in the file\n"
+                f"  expected: a file without lists in [{', ['.join(f'{item}]' for item in LISTED)}\n"
+                '  fix: change the file, or give "conditions"'
+            )
+    return replace(question, **fields)
+
+
 def checked_question(question: Question, *, where: str) -> Question:
-    """The question, unchanged, once it is known to be possible.
+    """The question once it is known to be possible; batch, precision and time limit move from its options.
 
     Raises: InputError naming the field.
     """
+    question = _folded(question, where)
     for name, word, words in (
         ("workload.scaling", question.scaling, SCALINGS),
         ("workload.search", question.search, SEARCHES),
@@ -258,6 +286,31 @@ def checked_question(question: Question, *, where: str) -> Question:
     if n_points > MAX_POINTS:
         raise InputError.of(where, found=f"{n_points} points", expected=f"at most {MAX_POINTS}", fix="compare fewer")
     return question
+
+
+def _folded(question: Question, where: str) -> Question:
+    """The question whose options name no batch, precision or time limit of their own: each is in one place."""
+    options, unset, limit_s = question.options, Options(), question.time_limit_s
+    batches, precisions = question.global_batches, question.precisions
+    if options.global_batch is not None:
+        _check_same(batches or (options.global_batch,), options.global_batch, f"{where}: workload.global_batch")
+        batches = (options.global_batch,)
+    if options.precision != unset.precision:
+        given = (options.precision,) if precisions == (unset.precision,) else precisions
+        _check_same(given, options.precision, f"{where}: workload.precision")
+        precisions = (options.precision,)
+    if options.time_limit_s is not None and options.time_limit_s != unset.time_limit_s:
+        limit_s = options.time_limit_s if limit_s is None else limit_s
+        _check_same((limit_s,), options.time_limit_s, f"{where}: time limit")
+        options = replace(options, time_limit_s=unset.time_limit_s)
+    options = replace(options, global_batch=unset.global_batch, precision=unset.precision)
+    return replace(question, options=options, global_batches=batches, precisions=precisions, time_limit_s=limit_s)
+
+
+def _check_same(values: tuple[Any, ...], option: Any, label: str) -> None:
+    if values != (option,):
+        found = f"{', '.join(map(str, values))}, and {option} in the options"
+        raise InputError.of(label, found=found, expected="one of the two", fix="leave it out of the options")
 
 
 def check_single(question: Question, *, where: str) -> None:

@@ -5,6 +5,8 @@
     best        min cost among those that meet the deadline; min time among those within the budget
     searched    quickly; under search "full" the most promising again in full
 
+That no cluster looked at meets what was asked is no proof that none does: the answer says what was looked at.
+
 What would change the answer follows without another search: the price at which an alternative would be as good, the
 deadline or budget at which the best one no longer meets it, and whether it still does at the worse end of its interval.
 """
@@ -16,10 +18,12 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
+from autoplan.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
 from autoplan.hardware_cluster import load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.report import count
 from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, format_seconds, format_usd, parse_quantity
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
@@ -27,6 +31,7 @@ from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
+from autoplan.what_if.sweep import INTERRUPTED
 from autoplan.what_if.tables import assumption_texts, row_to_dict, whatif_table
 
 DEFAULT_GLOBAL_BATCH = 512
@@ -44,6 +49,7 @@ class Recommendation:
         alternatives: the next best that meet it, of other hardware or another number of hosts.
         nearest: when nothing meets it, the cluster that misses it by least.
         n_looked_at: clusters.
+        looked_at: which these are and how they were searched, one sentence each.
         changes: what would change the answer, one sentence each.
         assumptions: with their dates.
     """
@@ -53,6 +59,7 @@ class Recommendation:
     alternatives: tuple[WhatIfRow, ...]
     nearest: WhatIfRow | None
     n_looked_at: int
+    looked_at: tuple[str, ...]
     changes: tuple[str, ...]
     assumptions: tuple[str, ...]
     is_interrupted: bool = False
@@ -113,7 +120,9 @@ def recommend(
     )
     _check_prices(question, today)
     quick, is_interrupted = _look(question, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
-    rows = quick if is_interrupted else _again(question, quick, limit, n_jobs=n_jobs, today=today)
+    rows = quick
+    if question.search == "full" and not is_interrupted:
+        rows, is_interrupted = _again(question, quick, limit, n_jobs=n_jobs, today=today)
     met = sorted((row for row in rows if limit.is_met(row)), key=limit.score)
     priced = [row for row in rows if limit.excess(row) is not None]
     nearest = None if met else min(priced, key=lambda row: limit.excess(row) or 0.0, default=None)
@@ -124,6 +133,7 @@ def recommend(
         alternatives=_alternatives(met),
         nearest=nearest,
         n_looked_at=len(quick),
+        looked_at=_looked_at(question, quick, limit, max_hosts=max_hosts, is_interrupted=is_interrupted),
         changes=_changes(best, _alternatives(met), nearest, limit),
         assumptions=(
             f"global batch {', '.join(map(str, question.global_batches))}, at most {max_hosts} hosts of each kind",
@@ -256,8 +266,9 @@ def _counts(question: Question, name: str, limit: Limit, max_hosts: int) -> tupl
     model = combinations(question.sweeps, fixed=question.overrides)[0]
     graph = next(iter(trace_all(question, [model]).values()))
     n_samples = question.n_samples
-    if question.n_tokens is not None:
-        n_samples = question.n_tokens / graph.inputs[0].spec.n_elements(1)
+    n_tokens_per_sample = tokens_per_sample(graph)
+    if question.n_tokens is not None and n_tokens_per_sample is not None:
+        n_samples = question.n_tokens / n_tokens_per_sample
     assert n_samples is not None
     n_flops = n_samples * flops_per_sample(graph, rule_files=question.options.rules)
     precision = question.precisions[0]
@@ -278,21 +289,40 @@ def _is_enough(rows: Sequence[WhatIfRow], limit: Limit) -> bool:
 
 def _again(
     question: Question, rows: tuple[WhatIfRow, ...], limit: Limit, *, n_jobs: int, today: date
-) -> tuple[WhatIfRow, ...]:
-    """The most promising rows searched in full, the others as they were."""
+) -> tuple[tuple[WhatIfRow, ...], bool]:
+    """The most promising rows searched in full, the others as they were, as are those that an interrupt left out."""
     priced = [row for row in rows if limit.excess(row) is not None]
     met = sorted((row for row in priced if limit.is_met(row)), key=limit.score)
     missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
     promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
-    if question.search != "full":
-        return rows
-    found = {
-        (row.hardware, row.n_hosts): ask(
-            replace(question, hw=(row.hardware,), hosts=(row.n_hosts,)), n_jobs=n_jobs, today=today
-        ).rows[0]
-        for row in promising
-    }
-    return tuple(found.get((row.hardware, row.n_hosts), row) for row in rows)
+    found: dict[tuple[str, int], WhatIfRow] = {}
+    is_interrupted = False
+    for row in promising:
+        one = replace(question, hw=(row.hardware,), hosts=(row.n_hosts,))
+        answer = ask(one, n_jobs=n_jobs, today=today)
+        is_interrupted = answer.sweep.is_interrupted
+        if is_interrupted:
+            break
+        found[row.hardware, row.n_hosts] = answer.rows[0]
+    return tuple(found.get((row.hardware, row.n_hosts), row) for row in rows), is_interrupted
+
+
+def _looked_at(
+    question: Question, rows: Sequence[WhatIfRow], limit: Limit, *, max_hosts: int, is_interrupted: bool
+) -> tuple[str, ...]:
+    """The host counts of each hardware, why some has none, and what was searched."""
+    texts = []
+    for name in question.hw:
+        counts = [str(row.n_hosts) for row in rows if row.hardware == name and row.status != INTERRUPTED]
+        none = "not looked at"
+        if limit.deadline_s is not None and not is_interrupted:
+            none += f": the peak rate of {count(max_hosts, 'host')} does not meet the deadline"
+        texts.append(
+            f"{name}: {', '.join(counts)} {'host' if counts == ['1'] else 'hosts'}" if counts else f"{name}: {none}"
+        )
+    how = "plans of one stage per rank (1f1b), each for a short time"
+    again = "; the most promising again, of all plans" if question.search == "full" else "; --search full looks at more"
+    return (*texts, how + again)
 
 
 def _alternatives(met: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
@@ -356,21 +386,25 @@ def recommendation_text(answer: Recommendation) -> str:
     shown = [row for row in (answer.best, answer.nearest, *answer.alternatives) if row is not None]
     if shown:
         parts.append(whatif_table(shown).rstrip())
-    for title, texts in (("What would change it", answer.changes), ("It rests on", answer.assumptions)):
+    for title, texts in (
+        ("What would change it", answer.changes),
+        ("Looked at", answer.looked_at if answer.best is None else ()),
+        ("It rests on", answer.assumptions),
+    ):
         if texts:
             parts.append("\n".join([title, *(f"- {text}" for text in texts)]))
     return "\n\n".join(parts) + "\n"
 
 
 def _sentence(answer: Recommendation) -> str:
-    looked = f"{answer.n_looked_at} clusters looked at"
+    looked = f"{count(answer.n_looked_at, 'cluster')} looked at"
     row = answer.best or answer.nearest
     if row is None:
         return f"Nothing that was looked at trains it {answer.wanted}, nor at all ({looked})."
     assert row.train_s is not None and row.cost_usd is not None
     figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)}"
     if answer.best is None:
-        return f"Infeasible: no cluster trains it {answer.wanted} ({looked}). Nearest: {_name(row)}: {figures}."
+        return f"None found: no plan found trains it {answer.wanted} ({looked}). Nearest: {_name(row)}: {figures}."
     verb = "Rent" if answer.wanted.startswith("within") else "Take"
     return f"{verb} {_name(row)}: it trains the model {answer.wanted}: {figures} ({looked})."
 
@@ -380,11 +414,12 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "wanted": answer.wanted,
-        "status": "feasible" if answer.best is not None else "infeasible",
+        "status": "feasible" if answer.best is not None else "none_found",
         "best": None if answer.best is None else row_to_dict(answer.best),
         "alternatives": [row_to_dict(row) for row in answer.alternatives],
         "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
         "n_looked_at": answer.n_looked_at,
+        "looked_at": list(answer.looked_at),
         "changes": list(answer.changes),
         "assumptions": list(answer.assumptions),
         "is_interrupted": answer.is_interrupted,

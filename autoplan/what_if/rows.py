@@ -7,11 +7,14 @@ cost         = device-hours x price of an hour;  energy = wall hours x power of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from autoplan.units import SECONDS_PER_HOUR
+from autoplan.report import count
+from autoplan.search import GOOD_ENOUGH
+from autoplan.units import BILLION, SECONDS_PER_HOUR
 from autoplan.what_if.conditions import Loading, Reliability, WallTime, wall_time
 from autoplan.what_if.money import WATTS_PER_KW, Money, break_even_utilisation, own_usd_per_device_hour, power_w
 from autoplan.what_if.points import Point, PointResult
@@ -33,7 +36,6 @@ SHARES = (
     "no_spare",
 )
 COMMUNICATION = ("exposed_tp", "exposed_dp", "exposed_pp")
-TOKENS_PER_BILLION = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,58 @@ class WhatIfRow:
         if self.peak_bytes is None or self.memory_limit_bytes is None:
             return None
         return self.memory_limit_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What tells rows apart: a field of theirs, what it is called, and its value in words."""
+
+    field: str
+    name: str
+    text: Callable[[WhatIfRow], str]
+
+
+AXES = (
+    Axis("hardware", "hardware", lambda row: row.hardware),
+    Axis("n_hosts", "hosts", lambda row: count(row.n_hosts, "host")),
+    Axis("global_batch", "global batch", lambda row: f"batch {row.global_batch}"),
+    Axis("precision", "precision", lambda row: row.precision),
+    Axis("overrides", "model", lambda row: ", ".join(row.overrides)),
+    Axis("network_scale", "network", lambda row: f"network x{row.network_scale:g}"),
+    Axis("host_link", "links in a host", lambda row: row.host_link or "own links"),
+    Axis("condition", "condition", lambda row: row.condition),
+)
+
+
+def varying(rows: Sequence[WhatIfRow]) -> tuple[Axis, ...]:
+    """The axes along which rows differ; of model arguments, only those that some lack are told."""
+    common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
+    model = Axis("overrides", "model", lambda row: ", ".join(text for text in row.overrides if text not in common))
+    axes = (model if axis.field == "overrides" else axis for axis in AXES)
+    return tuple(axis for axis in axes if len({getattr(row, axis.field) for row in rows}) > 1)
+
+
+def point_name(row: WhatIfRow, axes: Sequence[Axis]) -> str:
+    """What a row is called by the axes that tell it apart: `dgx_a100_x8, 4 hosts`; empty without any."""
+    return ", ".join(text for axis in axes if (text := axis.text(row)))
+
+
+def pace(row: WhatIfRow) -> float | None:
+    """Tokens, or samples where there are none, per second on the wall; None where no total is given."""
+    per_s = row.samples_per_s if row.tokens_per_s is None else row.tokens_per_s
+    return None if per_s is None or row.goodput is None else per_s * row.goodput
+
+
+def as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """The rows than which none is faster, by more than a search leaves open."""
+    known = [(per_s, row) for row in rows if (per_s := pace(row)) is not None]
+    most = max((per_s for per_s, _ in known), default=0.0)
+    return tuple(row for per_s, row in known if per_s >= (1.0 - GOOD_ENOUGH) * most)
+
+
+def fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
+    """Of the rows that are as fast as any, the one with the fewest devices."""
+    return min(as_fast(rows), key=lambda row: row.n_devices, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +309,7 @@ def _with_cost(
     if price is None:
         return row
     cost_usd = device_hours * price.usd
-    billions = None if result.tokens_per_sample is None else n_samples * result.tokens_per_sample / TOKENS_PER_BILLION
+    billions = None if result.tokens_per_sample is None else n_samples * result.tokens_per_sample / BILLION
     return replace(
         row,
         cost_usd=cost_usd,

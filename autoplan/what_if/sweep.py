@@ -37,13 +37,20 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One search: `graph` is the hash of a graph of the sweep."""
+    """One search.
+
+    Attributes:
+        graph: hash of a graph of the sweep.
+        refused: why this cannot be searched at all.
+        patience_s: how long to go on where `options.time_limit_s` finds no plan; None ends there.
+    """
 
     graph: str
     profile: Hardware
     options: Options
     hw: str
-    refused: str = ""  # why this cannot be searched at all
+    refused: str = ""
+    patience_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ def _solve_all(
 ) -> Iterator[tuple[str, Solved]]:
     if n_jobs <= 1 or len(waiting) <= 1:
         for key, task in waiting.items():
-            yield key, _solve(_problem(task, graphs))
+            yield key, _solve(task, graphs)
         return
     context = multiprocessing.get_context("spawn")
     n_jobs = min(n_jobs, len(waiting))
@@ -147,7 +154,7 @@ def _leave_interrupts() -> None:
 
 
 def _solve_in_worker(task: Task, packed: bytes) -> Solved:
-    return _solve(_problem(task, {task.graph: _unpacked(packed)}))
+    return _solve(task, {task.graph: _unpacked(packed)})
 
 
 @lru_cache(maxsize=8)
@@ -157,9 +164,9 @@ def _unpacked(packed: bytes) -> OpGraph:
     return graph
 
 
-def _solve(problem: Problem) -> Solved:
+def _solve(task: Task, graphs: Mapping[str, OpGraph]) -> Solved:
     started_s = time.process_time()
-    return solve_point(problem), time.process_time() - started_s
+    return solve_point(_problem(task, graphs), patience_s=task.patience_s), time.process_time() - started_s
 
 
 def _problem(task: Task, graphs: Mapping[str, OpGraph]) -> Problem:
@@ -176,6 +183,7 @@ def _key(task: Task) -> str:
         "profile": asdict(task.profile),
         "options": asdict(task.options),
         "refused": task.refused,
+        "patience_s": task.patience_s,
         "rules": rule_hashes(task.options.rules),
         "autoplan": own_hash(),
         "solver": package_version("ortools"),

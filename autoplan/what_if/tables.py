@@ -13,10 +13,19 @@ from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import WIDTH, count, rate_text, text_table
-from autoplan.search import GOOD_ENOUGH
-from autoplan.units import SECONDS_PER_HOUR, format_seconds, format_usd
+from autoplan.units import GB, MILLION, SECONDS_PER_HOUR, THOUSAND, format_seconds, format_usd
 from autoplan.what_if.asking import WhatIf
-from autoplan.what_if.rows import COMMUNICATION, SHARES, Assumptions, WhatIfRow
+from autoplan.what_if.rows import (
+    COMMUNICATION,
+    SHARES,
+    Assumptions,
+    Axis,
+    WhatIfRow,
+    as_fast,
+    fastest,
+    point_name,
+    varying,
+)
 
 N_EXPLAINED = 24  # rows whose plans are printed; of more, the plans are in CSV and JSON
 LOSS_COLUMNS = (
@@ -69,7 +78,7 @@ def assumption_texts(given: Assumptions) -> tuple[str, ...]:
     reliability, money = given.reliability, given.money
     spares = f", {count(reliability.n_spare_hosts, 'spare host')}" if reliability.n_spare_hosts else ""
     checkpoint = (
-        f"{reliability.checkpoint_bytes_per_s_per_host / 1e9:.3g} GB/s per host to save"
+        f"{reliability.checkpoint_bytes_per_s_per_host / GB:.3g} GB/s per host to save"
         if reliability.checkpoint_s is None
         else f"{format_seconds(reliability.checkpoint_s)} for a checkpoint"
     )
@@ -91,20 +100,19 @@ def assumption_texts(given: Assumptions) -> tuple[str, ...]:
 
 def _main_table(rows: Sequence[WhatIfRow]) -> str:
     cheapest = min((row.cost_usd for row in rows if row.cost_usd is not None), default=None)
-    fastest, as_fast = _fastest(rows), _as_fast(rows)
-    has_case = any(_case(row, rows) for row in rows)
+    first, equal, axes = fastest(rows), as_fast(rows), _case_axes(rows)
     right = frozenset(range(1, 9))
     header = ["hardware", "hosts", "step", "samples/s", "MFU", "goodput", "time to train", "cost USD", ""]
     cells = []
     for row in rows:
-        marks = ["fastest" if row is fastest else "as fast"] if row in as_fast else []
+        marks = ["fastest" if row is first else "as fast"] if row in equal else []
         marks += ["cheapest"] if row.cost_usd is not None and row.cost_usd == cheapest else []
         cells.append([row.hardware, str(row.n_hosts), *_figures(row), ", ".join(marks)])
-    if has_case:
+    if axes:
         right = frozenset({1, *range(3, 10)})
         header.insert(2, "case")
         for row, line in zip(rows, cells, strict=True):
-            line.insert(2, _case(row, rows))
+            line.insert(2, point_name(row, axes))
     return text_table(header, cells, right=right - {len(header) - 1})
 
 
@@ -130,14 +138,17 @@ def _range(row: WhatIfRow) -> str:
     if row.cost_usd_interval is None or row.cost_usd_interval[0] == row.cost_usd_interval[1]:
         return ""
     low, high = row.cost_usd_interval
-    unit, factor = next(((unit, factor) for unit, factor in (("M", 1e6), ("k", 1e3)) if low >= factor), ("", 1.0))
+    unit, factor = next(
+        ((unit, factor) for unit, factor in (("M", MILLION), ("k", THOUSAND)) if low >= factor), ("", 1)
+    )
     return f" ({low / factor:.3g} to {high / factor:.3g}{unit})"
 
 
 def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
     """Shares of wall time; columns that are nothing everywhere are left out."""
     shown = [(name, parts) for name, parts in LOSS_COLUMNS if any(_share(row, parts) >= 5e-4 for row in planned)]
-    cells = [(_label(row, rows), *(f"{_share(row, parts):.1%}" for _, parts in shown)) for row in planned]
+    axes = _case_axes(rows)
+    cells = [(_label(row, axes), *(f"{_share(row, parts):.1%}" for _, parts in shown)) for row in planned]
     right = frozenset(range(1, len(shown) + 1))
     return text_table(("share of wall time", *(name for name, _ in shown)), cells, right=right)
 
@@ -145,9 +156,10 @@ def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
 def _money_table(rows: Sequence[WhatIfRow]) -> str:
     """What a token costs, what the cluster draws, and owning beside renting."""
     header = ["to pay", "USD per 1e9 tokens", "kW", "MWh", "break-even use", "own USD"]
+    axes = _case_axes(rows)
     cells = [
         [
-            _label(row, rows),
+            _label(row, axes),
             _usd(row.usd_per_billion_tokens),
             ABSENT if row.power_kw is None else f"{row.power_kw:,.3g}",
             ABSENT if row.energy_kwh is None else f"{row.energy_kwh / KWH_PER_MWH:,.3g}",
@@ -165,32 +177,21 @@ def _share(row: WhatIfRow, parts: Sequence[str]) -> float:
     return sum(dict(row.shares)[part] for part in parts)
 
 
-def _case(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
-    """What else sets a row apart from others."""
-    parts = []
-    if len({other.global_batch for other in rows}) > 1:
-        parts.append(f"batch {row.global_batch}")
-    if len({other.precision for other in rows}) > 1:
-        parts.append(row.precision)
-    if len({other.network_scale for other in rows}) > 1:
-        parts.append(f"network x{row.network_scale:g}")
-    if len({other.host_link for other in rows}) > 1:
-        parts.append(row.host_link or "own links")
-    parts += [row.condition] if row.condition else []
-    common = set.intersection(*(set(other.overrides) for other in rows))
-    parts += [text for text in row.overrides if text not in common]
-    return ", ".join(parts)
+def _case_axes(rows: Sequence[WhatIfRow]) -> tuple[Axis, ...]:
+    """What else sets rows apart, beside hardware and hosts, which every line names."""
+    return tuple(axis for axis in varying(rows) if axis.field not in ("hardware", "n_hosts"))
 
 
-def _label(row: WhatIfRow, rows: Sequence[WhatIfRow]) -> str:
-    case = _case(row, rows)
+def _label(row: WhatIfRow, axes: Sequence[Axis]) -> str:
+    case = point_name(row, axes)
     return f"{row.hardware} x {row.n_hosts}" + (f" ({case})" if case else "")
 
 
 def _plans_text(rows: Sequence[WhatIfRow]) -> str:
     """The plan of each point, or why it has none; conditions change no plan."""
     bare = [replace(row, condition="") for row in rows]
-    lines = [f"{_label(row, bare)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in bare]
+    axes = _case_axes(bare)
+    lines = [f"{_label(row, axes)}: {row.plan or row.detail or row.status}{_idle(row)}" for row in bare]
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -205,22 +206,6 @@ def _idle(row: WhatIfRow) -> str:
 
 def _warnings_text(rows: Sequence[WhatIfRow]) -> str:
     return "\n".join(f"! {text}" for text in dict.fromkeys(text for row in rows for text in row.warnings))
-
-
-def _fastest(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
-    """Of the rows that are as fast as any, the one with the fewest devices."""
-    return min(_as_fast(rows), key=lambda row: row.n_devices, default=None)
-
-
-def _as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
-    """The rows than which none is faster, by more than a search leaves open."""
-    most = max(map(_pace, rows), default=0.0)
-    return tuple(row for row in rows if _pace(row) and _pace(row) >= (1.0 - GOOD_ENOUGH) * most)
-
-
-def _pace(row: WhatIfRow) -> float:
-    """Samples per second on the wall; nothing where no total is given."""
-    return (row.samples_per_s or 0.0) * (row.goodput or 0.0)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON and CSV
