@@ -68,7 +68,7 @@ def fastest_s(toy: Toy, table: CostTable, *, recompute: str | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """Of one mesh, the bound, that under a limit, and the fastest plan; and what all stages together add to the bound."""
+    """Of one mesh, the bound, that under a limit, the fastest plan, and by how much `joint_bound` raises the bound."""
 
     bound_s: float
     limited_s: float

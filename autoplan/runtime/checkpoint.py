@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .checkpoint_folder import (
+    SCHEMA_VERSION,
     check_complete,
     newest_complete,
     publish,
@@ -58,7 +59,7 @@ _MESH_FIELDS = ("pp", "dp", "zero_shard_degree", "tp")
 
 
 class Stateful(Protocol):
-    """Something else that a run must remember, such as a learning-rate scheduler; its state must be JSON."""
+    """Something else that a run must remember, such as the place in a dataset; its state must be JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -170,7 +171,7 @@ class Checkpoints:
 
         def complete() -> Path:
             optimizer = {"groups": _all_groups(ranks), "values": merged(rank.values for rank in ranks)}
-            state = {"schema_version": 1, **run_state, "optimizer": optimizer}
+            state = {"schema_version": SCHEMA_VERSION, **run_state, "optimizer": optimizer}
             target = publish(part, state=state, sizes=sizes)
             remove_old(self.folder, keep=self._keep)
             return target

@@ -55,8 +55,6 @@ class Run:
             check_export_name(options.export)
         self._model, self._options = model, options
         self._extra: dict[str, Stateful] = {} if data is None else {"data": _DataPosition(data)}
-        if model.scheduler is not None:
-            self._extra["scheduler"] = model.scheduler
         self._saved_step = -1
         self.was_stopped = False
         self._checkpoints: Checkpoints | None = None
