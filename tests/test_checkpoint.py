@@ -55,10 +55,15 @@ def differences(root, models, chain):
     return largest_difference(root, parts, n_steps_each=2)
 
 
-@pytest.mark.slow
-def test_a_run_under_four_plans_in_turn_trains_as_one_process(tmp_path):
+FOUR_PLANS = ["tp2_fsdp2", "fsdp4", "pp2_dp2", "one"]
+
+
+@pytest.mark.parametrize(
+    "chain", [["tp2", "pp2_zero1"], pytest.param(FOUR_PLANS, marks=pytest.mark.nightly)], ids=["two", "four"]
+)
+def test_a_run_under_several_plans_in_turn_trains_as_one_process(tmp_path, chain):
     # tied head and a vocabulary that 2 does not divide; fused QKV, in blocks
-    found = differences(tmp_path, ["gpt_odd"], ["tp2_fsdp2", "fsdp4", "pp2_dp2", "one"])
+    found = differences(tmp_path, ["gpt_odd"], chain)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -68,7 +73,7 @@ MATRIX = ["gpt", "gpt_odd", "llama", "mixture", "shared_layers", "two_tower"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", MATRIX)
 def test_every_plan_goes_on_from_every_other(tmp_path, model):
-    # every ordered pair of the four plans of the first chain, and the others once
+    # every ordered pair of four plans, and the others once
     chain = [
         "tp2_fsdp2", "fsdp4", "pp2_dp2", "one", "tp2_fsdp2", "pp2_dp2", "fsdp4", "tp2_fsdp2", "one", "pp2_dp2",
         "tp2_fsdp2", "fsdp4", "one", "fsdp4", "tp2", "pp2_zero1", "tp4", "hybrid", "one",

@@ -66,7 +66,12 @@ def checked_and_watched(root, rows):
     return differences, orders
 
 
-def test_programs_with_images_in_channels_last_equal_one_process(tmp_path):
+FEW = ("resnet_ddp", "resnet_pp2", "unet_tp2")
+MORE = ("resnet_zero3", "resnet_tp2", "unet_pp2")
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["few", "more"])
+def test_programs_with_images_in_channels_last_equal_one_process(tmp_path, names):
     cases = {
         "resnet_zero3": in_channels_last("resnet", dp=2, zero_stage=3, zero_shard_degree=2, micro_batch_size=2),
         "resnet_ddp": in_channels_last("resnet", dp=2, recompute="full", n_micro_batches=2),
@@ -75,7 +80,7 @@ def test_programs_with_images_in_channels_last_equal_one_process(tmp_path):
         "unet_pp2": in_channels_last("unet", pp=2, n_micro_batches=2),
         "unet_tp2": in_channels_last("unet", tp=2, sharding="R"),
     }
-    rows = write_programs(tmp_path, cases)
+    rows = write_programs(tmp_path, {name: cases[name] for name in names})
     assert all(fields["memory_format"] == "channels_last" for _, _, fields, _ in rows)
     for differences, orders in run_ranks(checked_and_watched, 2, str(tmp_path), rows, timeout_s=400.0):
         for name, steps in differences.items():
