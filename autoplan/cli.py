@@ -27,6 +27,7 @@ import click
 
 from autoplan import __version__
 from autoplan.errors import AutoplanError, InfeasibleError, InputError, StoppedError, ToleranceError, UsageError
+from autoplan.option_checks import FIX_VALUES
 from autoplan.options import MEMORY_FORMATS, OBJECTIVES, PRECISIONS, Options
 from autoplan.parallel_plan import SCHEMA_VERSION
 
@@ -129,8 +130,7 @@ _workload = _options(
         "--fix",
         multiple=True,
         metavar="NAME=VALUE,...",
-        help="What the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute, loss, compile, "
-        "memory_format.",
+        help=f"What the plan must have: {', '.join(FIX_VALUES)}.",
     ),
     click.option(
         "--time-limit",
@@ -419,7 +419,7 @@ def profile_command(
 
 @cli.group("hw")
 def hw_group() -> None:
-    """List, show and validate hardware profiles."""
+    """List, show, validate, measure and price hardware profiles."""
 
 
 @hw_group.command("list")

@@ -45,39 +45,14 @@ _AMBIGUOUS = {
 _QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)")
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of a text such as "80 GiB", rounded to a whole number."""
-    return round(parse_quantity(text, BYTE_UNITS))
-
-
 def parse_bytes_per_s(text: str) -> float:
     """Bytes per second of a text such as "2039 GB/s" or, in bits, "400 Gbit/s" (50 GB/s)."""
     return parse_quantity(text, {**BYTE_RATE_UNITS, **BIT_RATE_UNITS})
 
 
-def parse_nic_bytes_per_s(text: str) -> float:
-    """Bytes per second of a network port, which is sold in bits: "400 Gbit/s" is accepted, "400 GB/s" is not."""
-    return parse_quantity(text, BIT_RATE_UNITS)
-
-
-def parse_flops_per_s(text: str) -> float:
-    """FLOPs per second of a text such as "312 TFLOP/s"; a multiply-add is 2 FLOPs."""
-    return parse_quantity(text, FLOP_RATE_UNITS)
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds of a text such as "5 us"."""
-    return parse_quantity(text, SECOND_UNITS)
-
-
 def parse_usd_per_hour(text: str) -> float:
     """US dollars per hour of a text such as "1.5 USD/h"."""
     return parse_quantity(text, USD_PER_HOUR_UNITS)
-
-
-def parse_ratio(text: str) -> float:
-    """A ratio of a text such as "86.9 %" (0.869)."""
-    return parse_quantity(text, RATIO_UNITS)
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float:

@@ -15,12 +15,14 @@ from distributed.resumed import largest_difference
 from distributed.tiny_parallel import parallel_model
 
 from autoplan.runtime import (
+    Checkpoints,
     Config,
     LearningRate,
     ParallelModel,
     Run,
     add_checkpoint_options,
     build_rank_mesh,
+    load_checkpoint,
     train_steps,
     training_data,
 )
@@ -53,10 +55,15 @@ def differences(root, models, chain):
     return largest_difference(root, parts, n_steps_each=2)
 
 
-@pytest.mark.slow
-def test_a_run_under_four_plans_in_turn_trains_as_one_process(tmp_path):
+FOUR_PLANS = ["tp2_fsdp2", "fsdp4", "pp2_dp2", "one"]
+
+
+@pytest.mark.parametrize(
+    "chain", [["tp2", "pp2_zero1"], pytest.param(FOUR_PLANS, marks=pytest.mark.nightly)], ids=["two", "four"]
+)
+def test_a_run_under_several_plans_in_turn_trains_as_one_process(tmp_path, chain):
     # tied head and a vocabulary that 2 does not divide; fused QKV, in blocks
-    found = differences(tmp_path, ["gpt_odd"], ["tp2_fsdp2", "fsdp4", "pp2_dp2", "one"])
+    found = differences(tmp_path, ["gpt_odd"], chain)
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -66,7 +73,7 @@ MATRIX = ["gpt", "gpt_odd", "llama", "mixture", "shared_layers", "two_tower"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", MATRIX)
 def test_every_plan_goes_on_from_every_other(tmp_path, model):
-    # every ordered pair of the four plans of the first chain, and the others once
+    # every ordered pair of four plans, and the others once
     chain = [
         "tp2_fsdp2", "fsdp4", "pp2_dp2", "one", "tp2_fsdp2", "pp2_dp2", "fsdp4", "tp2_fsdp2", "one", "pp2_dp2",
         "tp2_fsdp2", "fsdp4", "one", "fsdp4", "tp2", "pp2_zero1", "tp4", "hybrid", "one",
@@ -162,6 +169,38 @@ def test_a_users_optimizer_its_schedule_and_the_place_in_the_dataset_go_on(tmp_p
             assert [len(part) for part in (whole, first, second)] == [10, 7, 3]
             pairs = zip(whole, first + second, strict=True)
             assert max(abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True)) <= TOLERANCE
+
+
+def scheduled_rates(folder):
+    """In one process: the learning rates of a run, and of one that `load_checkpoint` alone goes on after 3 steps."""
+    config = Config(precision="fp64")
+    mesh = build_rank_mesh(config, "cpu")
+
+    def start():
+        return ParallelModel(config, tiny_gpt, mesh=mesh, learning_rates=LearningRate("cosine", 6, 2))
+
+    def rates_of(model, n_steps):
+        found = []
+        for _ in range(n_steps):
+            found.append(model.learning_rate)
+            model.step(tiny_gpt.make_batch(1))
+        return found
+
+    first = start()
+    before = rates_of(first, 3)
+    checkpoints = Checkpoints(first, folder)
+    checkpoints.save()
+    path = checkpoints.wait()
+    checkpoints.close()
+    second = start()
+    load_checkpoint(second, path)
+    return before + rates_of(first, 3), before + rates_of(second, 3)
+
+
+def test_a_schedule_goes_on_from_a_checkpoint_that_is_loaded_without_more(tmp_path):
+    ((whole, resumed),) = run_ranks(scheduled_rates, 1, str(tmp_path))
+    assert len(set(whole)) == 4  # 1/2, 1, 1, and down: cos(pi/4), cos(pi/2) = 0 (a half again), cos(3 pi/4)
+    assert resumed == whole
 
 
 def initial_and_exported(folder):

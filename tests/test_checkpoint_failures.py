@@ -307,7 +307,7 @@ def refusals(folder):
         ("--checkpoint-dir", f"{folder}/file/saved"): "cannot be written: Not a directory",
         ("--checkpoint-dir", folder, "--keep", "0"): "keep: found 0, expected 1 or more",
         ("--checkpoint-every", "0"): "--checkpoint-every: found 0, expected 1 or more",
-        ("--resume", f"{folder}/nowhere"): "--resume: found no complete checkpoint in",
+        ("--resume", f"{folder}/nowhere"): "/nowhere: found no complete checkpoint",
         (
             "--checkpoint-dir",
             f"{folder}/saved",

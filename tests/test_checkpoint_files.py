@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autoplan.runtime import CheckpointError, Shard, take_shard
 from autoplan.runtime.checkpoint_folder import (
     MANIFEST,
+    SCHEMA_VERSION,
     STATE,
     check_complete,
     newest_complete,
@@ -35,7 +36,7 @@ def write(folder, step, **state):
     tensor = torch.arange(6.0).view(2, 3) + step
     write_pieces(part, pieces_of("model.weight", tensor, whole_shape=(2, 3)), group=None)
     sizes = {path.name: path.stat().st_size for path in part.iterdir()}
-    return publish(part, state={"schema_version": 1, **state}, sizes=sizes)
+    return publish(part, state={"schema_version": SCHEMA_VERSION, **state}, sizes=sizes)
 
 
 def steps(folder):
@@ -157,7 +158,7 @@ def test_damaged_manifest_or_state_is_refused_by_name(tmp_path, name, text, mess
 
 
 def test_state_of_another_version_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="schema_version: found 7, expected 1"):
+    with pytest.raises(CheckpointError, match="schema_version: found 7, expected 2"):
         read_state(write(tmp_path, 1, **{"schema_version": 7}))
 
 

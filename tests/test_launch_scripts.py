@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed import tiny_gpt
 from test_runtime_program import emit
+from yaml import safe_load
 
 from autoplan.launch_scripts import LaunchGroup, mixed_torchrun_script, slurm_script, torchrun_script, train_job
 from autoplan.runtime import Config, PlainTraining, global_batch
@@ -96,8 +97,7 @@ def test_slurm_tells_the_programs_to_stop_before_the_time_limit_and_queues_the_j
 def test_train_job_saves_to_a_volume_and_restarts():
     text = train_job(HOSTILE, n_hosts=2, n_devices_per_host=8)
     assert 'command: ["torchrun", "train.py", "--checkpoint-dir", "/checkpoints"]' in text
-    yaml = pytest.importorskip("yaml")
-    spec = yaml.safe_load(text)["spec"]
+    spec = safe_load(text)["spec"]
     assert {"name": "PET_MAX_RESTARTS", "value": "3"} in spec["trainer"]["env"]
     (override,) = spec["podTemplateOverrides"]
     assert override["targetJobs"] == [{"name": "node"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from distributed.launch import run_ranks
 from distributed.programs import EXAMPLES, check_programs, graph_of, make_plan, write_programs
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan import api
 from autoplan.cost.measured import execution_of, image_kinds
@@ -34,7 +36,42 @@ def in_channels_last(model, **fields):
     return model, make_plan(model, memory_format="channels_last", **fields)
 
 
-def test_programs_with_images_in_channels_last_equal_one_process(tmp_path):
+class ConvolutionInputs(TorchDispatchMode):
+    """Whether the input of each convolution lies in channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution.default:
+            self.found.append(args[0].is_contiguous(memory_format=torch.channels_last))
+        return func(*args, **(kwargs or {}))
+
+
+def checked_and_watched(root, rows):
+    """On one rank: differences from one process, and the order of what each convolution of a step reads."""
+    differences = check_programs(root, rows, 2)
+    runtime, orders = importlib.import_module("runtime"), {}
+    for name, overrides, fields, is_rewritten in rows:
+        config = runtime.Config(**fields)
+        model_file = importlib.import_module(f"model_{name}")
+        parallel = importlib.import_module(f"parallel_{name}") if is_rewritten else None
+        mesh = runtime.build_rank_mesh(config, "cpu")
+        model = runtime.ParallelModel(config, model_file, parallel, mesh=mesh, overrides=overrides)
+        batch = model_file.make_batch(config.local_batch_size)
+        with ConvolutionInputs() as inputs:
+            model.step(batch)
+        orders[name] = inputs.found
+    return differences, orders
+
+
+FEW = ("resnet_ddp", "resnet_pp2", "unet_tp2")
+MORE = ("resnet_zero3", "resnet_tp2", "unet_pp2")
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["few", "more"])
+def test_programs_with_images_in_channels_last_equal_one_process(tmp_path, names):
     cases = {
         "resnet_zero3": in_channels_last("resnet", dp=2, zero_stage=3, zero_shard_degree=2, micro_batch_size=2),
         "resnet_ddp": in_channels_last("resnet", dp=2, recompute="full", n_micro_batches=2),
@@ -43,11 +80,12 @@ def test_programs_with_images_in_channels_last_equal_one_process(tmp_path):
         "unet_pp2": in_channels_last("unet", pp=2, n_micro_batches=2),
         "unet_tp2": in_channels_last("unet", tp=2, sharding="R"),
     }
-    rows = write_programs(tmp_path, cases)
+    rows = write_programs(tmp_path, {name: cases[name] for name in names})
     assert all(fields["memory_format"] == "channels_last" for _, _, fields, _ in rows)
-    for differences in run_ranks(check_programs, 2, str(tmp_path), rows, 2, timeout_s=400.0):
+    for differences, orders in run_ranks(checked_and_watched, 2, str(tmp_path), rows, timeout_s=400.0):
         for name, steps in differences.items():
             assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
+            assert orders[name][0], name  # numbers are as exact in either order
 
 
 def test_convolutions_behind_converted_images_hand_the_order_on():

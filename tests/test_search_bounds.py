@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from brute_force import Toy, all_stages, random_toy, with_space
@@ -66,10 +66,22 @@ def fastest_s(toy: Toy, table: CostTable, *, recompute: str | None) -> float:
     return min((estimate.step_s for estimate in estimates if estimate.fits), default=INFINITY)
 
 
-def whole_pieces(
-    toy: Toy, rng: random.Random, *, share: float, n_stages: int | None = None
-) -> Iterator[tuple[float, float, float]]:
-    """(bound, bound under a limit, fastest plan) of a share of the meshes of a toy (with so many stages)."""
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Of one mesh, the bound, that under a limit, the fastest plan, and by how much `joint_bound` raises the bound."""
+
+    bound_s: float
+    limited_s: float
+    best_s: float
+    raised_s: float = 0.0
+
+    def check(self) -> None:
+        assert self.bound_s <= self.best_s * (1 + 1e-9)
+        assert self.limited_s <= self.best_s * (1 + 1e-9)
+
+
+def whole_pieces(toy: Toy, rng: random.Random, *, share: float, n_stages: int | None = None) -> Iterator[Bounded]:
+    """The bounds of a share of the meshes of a toy (with so many stages), and the fastest plan by trying all."""
     toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
     if rng.random() < 0.5:  # so that every segment is gathered
         toy = replace(toy, kind_costs=tuple(replace(cost, gather_s=max(cost.gather_s, 0.1)) for cost in toy.kind_costs))
@@ -80,6 +92,7 @@ def whole_pieces(
         recompute = None if len(table.recompute_choices) == 1 else rng.choice(RECOMPUTE)
         best_s = fastest_s(toy, table, recompute=recompute)
         limit_s = rng.uniform(0.8, 1.3) * (best_s if best_s < INFINITY else 5.0)
+        raised_s = 0.0
         if mesh.n_chunks > 1:
             shape = shape_of(mesh)
             bounds = [shared_bound_s(table, shape, recompute=recompute, limit_s=x) for x in (INFINITY, limit_s)]
@@ -91,33 +104,40 @@ def whole_pieces(
                     shares, recompute=recompute, bound_s=narrowed_s, limit_s=high_s, is_late=lambda: False
                 )
                 assert bounds[0] <= narrowed_s <= joint.bound_s
+                raised_s = joint.bound_s - narrowed_s
                 bounds[1] = max(bounds[1], joint.bound_s)
                 if joint.best is not None and obeys_recompute(table, joint.best.stages, recompute=recompute):
                     assert joint.best.estimate.fits
                     assert joint.best.estimate.step_s >= best_s * (1 - 1e-9)
         else:
             bounds = [best_partition(table, recompute=recompute, limit_s=x).bound_s for x in (INFINITY, limit_s)]
-        yield bounds[0], bounds[1], best_s
+        yield Bounded(bounds[0], bounds[1], best_s, raised_s)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [0, *range(2, 17)])  # no plan of toy 1 fits
 def test_the_bound_by_whole_pieces_never_exceeds_the_fastest_plan(seed: int) -> None:
     rng = random.Random(seed)
     toy = random_toy(seed, n_segments=rng.choice([4, 5, 6]))
-    for bound_s, limited_s, best_s in whole_pieces(toy, rng, share=0.5):
-        assert bound_s <= best_s * (1 + 1e-9)
-        assert limited_s <= best_s * (1 + 1e-9)
+    found = list(whole_pieces(toy, rng, share=0.5))
+    assert any(bounded.best_s < INFINITY for bounded in found)
+    for bounded in found:
+        bounded.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+SLOW_TOYS = [pytest.param(seed, marks=pytest.mark.nightly) for seed in (0, 3, 6, 7, 9)]
+
+
+@pytest.mark.parametrize("seed", [1, 4, *SLOW_TOYS])
 def test_the_bound_of_eight_stages_on_four_ranks_never_exceeds_the_fastest_plan(seed: int) -> None:
     rng = random.Random(seed)
     toy = random_toy(seed, n_segments=9, n_devices=4, global_batch=4)
     toy = with_space(toy, cuts=(True,) * 8, zero_stages=(0,), shardings=((1, ("",)),))
     toy = replace(toy, kind_costs=tuple(replace(cost, saved_bytes=cost.saved_bytes // 4) for cost in toy.kind_costs))
     found = list(whole_pieces(toy, rng, share=1.0, n_stages=8))
-    assert found
-    assert all(bound_s <= best_s * (1 + 1e-9) for bound_s, _, best_s in found)
+    assert found and all(bounded.best_s < INFINITY for bounded in found)
+    for bounded in found:
+        bounded.check()
+    assert any(bounded.raised_s > 1e-3 * bounded.best_s for bounded in found)
 
 
 @pytest.mark.parametrize(("schedule", "n_chunks"), [("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)])

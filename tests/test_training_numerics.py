@@ -98,7 +98,7 @@ def test_rates_follow_their_formula():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"curve": "exotic"}, "--schedule: found 'exotic', expected one of constant, cosine, linear"),
+        ({"curve": "exotic"}, "--lr-schedule: found 'exotic', expected one of constant, cosine, linear"),
         ({"warmup_steps": 9, "n_steps": 5}, "--warmup-steps: found 9, expected 0 to --steps = 5"),
         ({"smallest": -1.0}, "--min-lr: found -1, expected 0 or more"),
     ],

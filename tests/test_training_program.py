@@ -41,7 +41,7 @@ def test_a_text_is_learned_on_two_ranks_with_workers_evaluation_and_a_log_that_a
         "40",
         "--device",
         "cpu",
-        "--schedule",
+        "--lr-schedule",
         "cosine",
         "--warmup-steps",
         "5",

@@ -44,7 +44,7 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
-    parser.add_argument("--schedule", choices=("constant", "cosine", "linear"), default="constant")
+    parser.add_argument("--lr-schedule", choices=("constant", "cosine", "linear"), default="constant")
     parser.add_argument("--warmup-steps", type=int, default=0, help="in which the learning rate rises to its value")
     parser.add_argument("--min-lr", type=float, default=0.0, help="at the end of a cosine or linear schedule")
     parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
@@ -79,7 +79,7 @@ def main():
         "learning_rate": arguments.lr,
         "max_grad_norm": arguments.clip,
         "learning_rates": LearningRate(
-            arguments.schedule, arguments.steps, arguments.warmup_steps, smallest=arguments.min_lr
+            arguments.lr_schedule, arguments.steps, arguments.warmup_steps, smallest=arguments.min_lr
         ),
     }}
     model = ParallelModel(config, model_file, {parallel_model}, mesh=mesh, **options)

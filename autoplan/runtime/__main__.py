@@ -7,9 +7,8 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from .checkpoint import newest_of
-from .checkpoint_folder import MANIFEST, check_complete
-from .checkpoint_planner import CheckpointError
+from .checkpoint import checkpoint_at
+from .checkpoint_folder import check_complete
 from .checkpoint_weights import export_checkpoint
 
 
@@ -23,9 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     export.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a folder that holds some")
     export.add_argument("file", type=Path, metavar="FILE.safetensors")
     given = parser.parse_args(arguments)
-    path = given.folder if (given.folder / MANIFEST).is_file() else newest_of(given.folder)
-    if path is None:
-        raise CheckpointError(f"{given.folder}: found no complete checkpoint\n  fix: give a folder that holds step-...")
+    path = checkpoint_at(given.folder)
     check_complete(path)
     export_checkpoint(path, given.file)
     print(f"{given.file}: the weights of {path}", file=sys.stderr)

@@ -10,7 +10,7 @@ next save. See checkpoint_folder.py for what is on disk, checkpoint_state.py for
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -23,6 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .checkpoint_folder import (
+    MANIFEST,
+    SCHEMA_VERSION,
     check_complete,
     newest_complete,
     publish,
@@ -58,7 +60,7 @@ _MESH_FIELDS = ("pp", "dp", "zero_shard_degree", "tp")
 
 
 class Stateful(Protocol):
-    """Something else that a run must remember, such as a learning-rate scheduler; its state must be JSON."""
+    """Something else that a run must remember, such as the place in a dataset; its state must be JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -89,11 +91,10 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._model, self._keep, self._extra = model, keep, dict(extra or {})
         self._group = host_group(model.config)
-        self._is_first = model.mesh.rank == 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
         self._staged: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        _prepare_folder(self.folder, self._group, is_first=self._is_first)
+        _prepare_folder(self.folder, self._group, is_first=model.mesh.rank == 0)
 
     def save(self) -> None:
         """Start to save the run as it is now; returns as soon as it is copied to host memory.
@@ -163,19 +164,23 @@ class Checkpoints:
     def _write(self, pieces: Sequence[Piece], own: _RankState, run_state: Mapping[str, Any]) -> Path:
         """Write a checkpoint; runs on the thread, on all ranks together."""
         step = run_state["run"]["n_steps"]
-        part = _from_first_of(self._group, lambda: start_writing(self.folder, step), is_first=self._is_first)
+        part: Path = self._from_first(lambda: start_writing(self.folder, step))
         write_pieces(part, pieces, group=self._group)
         ranks = gathered(own, self._group)
         sizes = merged(gathered(_own_sizes(part, self._model.mesh.rank), self._group))
 
         def complete() -> Path:
             optimizer = {"groups": _all_groups(ranks), "values": merged(rank.values for rank in ranks)}
-            state = {"schema_version": 1, **run_state, "optimizer": optimizer}
+            state = {"schema_version": SCHEMA_VERSION, **run_state, "optimizer": optimizer}
             target = publish(part, state=state, sizes=sizes)
             remove_old(self.folder, keep=self._keep)
             return target
 
-        return _from_first_of(self._group, complete, is_first=self._is_first)
+        written: Path = self._from_first(complete)
+        return written
+
+    def _from_first(self, make: Callable[[], Any]) -> Any:
+        return from_first_rank(make, group=self._group, failure=CheckpointError)
 
 
 def newest_of(folder: Path) -> Path | None:
@@ -184,6 +189,17 @@ def newest_of(folder: Path) -> Path | None:
     for line in found.passed_over:
         print(f"passed over {line}", file=sys.stderr)
     return found.path
+
+
+def checkpoint_at(path: Path) -> Path:
+    """A checkpoint itself, or the newest complete one of a folder.
+
+    Raises: CheckpointError when there is none.
+    """
+    found = path if (path / MANIFEST).is_file() else newest_of(path)
+    if found is None:
+        raise CheckpointError(f"{path}: found no complete checkpoint\n  fix: give a folder that holds step-...")
+    return found
 
 
 def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[str, Stateful] | None = None) -> None:
@@ -279,7 +295,7 @@ def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error.strerror}\n  fix: choose another") from error
 
-    _from_first_of(group, prepare, is_first=is_first)
+    from_first_rank(prepare, group=group, failure=CheckpointError)
     is_seen = all(gathered(mark.exists(), group))
     if is_first:
         mark.unlink(missing_ok=True)
@@ -288,20 +304,6 @@ def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool)
             f"{folder}: found on some hosts only, expected one folder that all ranks see\n"
             "  fix: choose one on a shared file system"
         )
-
-
-def _from_first_of(group: ProcessGroup | None, make: Any, *, is_first: bool) -> Any:
-    """What `make` returns on rank 0, on every rank of a group; CheckpointError on all of them where it fails."""
-    value: Any = None
-    if is_first:
-        try:
-            value = make()
-        except (OSError, CheckpointError) as error:
-            value = CheckpointError(str(error))
-    value = gathered(value, group)[0]
-    if isinstance(value, CheckpointError):
-        raise value
-    return value
 
 
 def _own_sizes(part: Path, rank: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from .checkpoint_planner import CheckpointError
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_JSON_BYTES = 2**30
 _PART = ".part"
 _COMPLETE = re.compile(r"step-(\d{8,})")

@@ -42,7 +42,7 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         if self.curve not in CURVES:
-            raise ValueError(f"--schedule: found {self.curve!r}, expected one of {', '.join(CURVES)}")
+            raise ValueError(f"--lr-schedule: found {self.curve!r}, expected one of {', '.join(CURVES)}")
         if not 0 <= self.warmup_steps <= self.n_steps:
             raise ValueError(f"--warmup-steps: found {self.warmup_steps}, expected 0 to --steps = {self.n_steps}")
         if self.smallest < 0.0:

@@ -90,21 +90,29 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def from_first_rank(make: Callable[[], Any]) -> Any:
+def from_first_rank(
+    make: Callable[[], Any],
+    *,
+    group: ProcessGroup | None = None,
+    failure: Callable[[str], BaseException] = RuntimeError,
+) -> Any:
     """What `make` returns on rank 0, on every rank; the process group must have been started.
 
-    Raises: what `make` raises, on rank 0; RuntimeError with its message on the others, so that none waits for ever.
+    `group` holds all ranks; None is the one that trains.
+    Raises: what `make` raises, on rank 0; `failure` with its message on the others, so that none waits for ever.
     """
+    if dist.get_world_size(group) == 1:
+        return make()
     values: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
             values[0] = make()
         except BaseException as error:
-            dist.broadcast_object_list([None, f"rank 0: {error}"], src=0)
+            dist.broadcast_object_list([None, f"rank 0: {error}"], src=0, group=group)
             raise
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     if values[1]:
-        raise RuntimeError(values[1])
+        raise failure(values[1])
     return values[0]
 
 

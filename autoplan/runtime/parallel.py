@@ -181,14 +181,23 @@ class ParallelModel(nn.Module):
         return bool(self._n_told.item())
 
     def run_state(self) -> dict[str, Any]:
-        """Numbers of the run that a checkpoint holds."""
-        return {"n_steps": self.n_steps, "loss_scale": None if self.loss_scale is None else self.loss_scale.state()}
+        """Numbers of the run that a checkpoint holds; they must be JSON, those of a user's scheduler too."""
+        return {
+            "n_steps": self.n_steps,
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the numbers of `run_state`; a run in another precision has no loss scale, or a new one."""
+        """Go on from the numbers of `run_state`.
+
+        A run in another precision has no loss scale, or a new one; one without a schedule before has a new one.
+        """
         self.n_steps = int(state["n_steps"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.restore(state["loss_scale"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
 
     @property
     def learning_rate(self) -> float:

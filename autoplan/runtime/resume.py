@@ -17,15 +17,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import KEEP, Checkpoints, Stateful, load_checkpoint, newest_of
-from .checkpoint_folder import MANIFEST
+from .checkpoint import KEEP, Checkpoints, Stateful, checkpoint_at, load_checkpoint, newest_of
 from .checkpoint_planner import CheckpointError
 from .checkpoint_weights import check_export_name, export_model, load_initial_weights
 from .loading import TrainingData
 from .mesh import from_first_rank
 from .parallel import ParallelModel
 
-EVERY = 100
+STEPS_PER_SAVE = 100
 EXIT_STOPPED = 143  # 128 + SIGTERM
 
 
@@ -33,7 +32,9 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
     """The options of `train.py` that this module reads."""
     group = parser.add_argument_group("checkpoints", f"SIGTERM: finish the step, save, exit with {EXIT_STOPPED}")
     group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save here; all hosts must see it")
-    group.add_argument("--checkpoint-every", type=int, default=EVERY, metavar="N", help="steps between two checkpoints")
+    group.add_argument(
+        "--checkpoint-every", type=int, default=STEPS_PER_SAVE, metavar="N", help="steps between two checkpoints"
+    )
     group.add_argument("--keep", type=int, default=KEEP, metavar="K", help="remove all but the newest K checkpoints")
     group.add_argument(
         "--resume", default="auto", metavar="auto|none|PATH", help="auto: the newest of --checkpoint-dir"
@@ -55,8 +56,6 @@ class Run:
             check_export_name(options.export)
         self._model, self._options = model, options
         self._extra: dict[str, Stateful] = {} if data is None else {"data": _DataPosition(data)}
-        if model.scheduler is not None:
-            self._extra["scheduler"] = model.scheduler
         self._saved_step = -1
         self.was_stopped = False
         self._checkpoints: Checkpoints | None = None
@@ -109,13 +108,7 @@ class Run:
                     "  fix: choose another --checkpoint-dir, or --resume auto to go on"
                 )
             return None
-        given = Path(choice)
-        found = given if (given / MANIFEST).is_file() else newest_of(given)
-        if found is None:
-            raise CheckpointError(
-                f"--resume: found no complete checkpoint in {given}\n  fix: give a folder that holds step-...\n"
-            )
-        return found
+        return checkpoint_at(Path(choice))
 
     def _save(self) -> None:
         assert self._checkpoints is not None

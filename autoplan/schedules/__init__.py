@@ -3,7 +3,7 @@
 An action prints as `2F0`: stage 2, forward, micro-batch 0. `B` is the backward pass; a schedule that splits it in two
 has `I`, the gradients of the stage's inputs, and `W`, those of its weights, instead. A schedule file ends with
 `SCHEDULES = {"name": ScheduleKind(build)}`, where `build(n_ranks, n_chunks, n_micro_batches)` returns one tuple of
-actions per rank. All actions of a stage are on one rank, and each rank has `n_chunks` stages (`stage_layout`).
+actions per rank. All actions of a stage are on one rank, and each rank has `n_chunks` stages (`stage_ranks`).
 
 What an action waits for (`dependency`):
 
@@ -48,11 +48,6 @@ GRADIENT_KINDS = "BW"  # of these, the ones that make gradients of weights and e
 IN_TEXT = re.compile(r"(\d+)([FBIW])(\d+)", flags=re.ASCII)
 
 
-def in_turn(stage: int, n_ranks: int) -> int:
-    """The rank of a stage when the stages go round the ranks: 0, 1, ..., 0, 1, ... ."""
-    return stage % n_ranks
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
     """How a schedule is built.
@@ -60,12 +55,10 @@ class ScheduleKind:
     Attributes:
         build: (n_ranks, n_chunks, n_micro_batches) -> one tuple of actions per rank.
         splits_backward: it has I and W actions instead of B.
-        rank_of_stage: (stage, n_ranks) -> the rank that runs the stage.
     """
 
     build: Callable[[int, int, int], Schedule]
     splits_backward: bool = False
-    rank_of_stage: Callable[[int, int], int] = in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +117,6 @@ def splits_backward(name: str) -> bool:
     return _kind(name).splits_backward
 
 
-def stage_layout(name: str, *, n_ranks: int, n_chunks: int) -> tuple[int, ...]:
-    """On which rank each stage lives under the schedule called `name`; builds no schedule.
-
-    Raises: UsageError if no schedule has this name.
-    """
-    rank_of_stage = _kind(name).rank_of_stage
-    return tuple(rank_of_stage(stage, n_ranks) for stage in range(n_ranks * n_chunks))
-
-
 def stage_ranks(schedule: Schedule) -> tuple[int, ...]:
     """On which rank each stage of a schedule lives, read off its actions; no stage is on two ranks."""
     found = {stage: rank for rank, actions in enumerate(schedule) for stage in {action.stage for action in actions}}
@@ -159,14 +143,6 @@ def dependency(action: Action, n_stages: int) -> Action | None:
     if action.stage == n_stages - 1:
         return Action(action.stage, "F", action.micro_batch)
     return Action(action.stage + 1, action.kind, action.micro_batch)
-
-
-def replay_order(schedule: Schedule, *, n_stages: int) -> tuple[Action, ...]:
-    """All actions, each rank's in its own order and every action after the one it waits for.
-
-    Assumes no action appears twice. Raises: InputError if some rank would wait for ever.
-    """
-    return _ordered(schedule, n_stages=n_stages).actions
 
 
 def _ordered(schedule: Schedule, *, n_stages: int) -> OrderedSchedule:
@@ -260,41 +236,6 @@ def _check_places(schedule: Schedule, *, n_stages: int, kinds: str) -> None:
 def _refuse(schedule: Schedule, rank: int, position: int, *, expected: str, fix: str) -> NoReturn:
     where, found = f"schedule: rank {rank}, action {position}", str(schedule[rank][position])
     raise InputError.of(where, found=found, expected=expected, fix=fix)
-
-
-def schedule_to_text(schedule: Schedule) -> str:
-    """One line per rank: `rank 0: 0F0 0F1 0B0 0B1`; `schedule_from_text` reads it back."""
-    return "".join(f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(schedule))
-
-
-def schedule_from_text(text: str) -> Schedule:
-    """The schedule that `schedule_to_text` wrote; empty lines and lines that begin with `#` are skipped."""
-    rows: list[tuple[Action, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        head, _, tail = line.partition(":")
-        if head.split() != ["rank", str(len(rows))]:
-            raise InputError.of(
-                f"schedule: line {number}",
-                found=line,
-                expected=f"rank {len(rows)}: ...",
-                fix="one line per rank, in order",
-            )
-        rows.append(tuple(_action_from_text(token, line_number=number) for token in tail.split()))
-    return tuple(rows)
-
-
-def _action_from_text(token: str, *, line_number: int) -> Action:
-    action = read_action(token)
-    if action is None:
-        raise InputError.of(
-            f"schedule: line {line_number}",
-            found=token,
-            expected="stage, F or B or I or W, micro-batch: 2F0",
-            fix="correct it",
-        )
-    return action
 
 
 def read_action(text: str) -> Action | None:

@@ -76,9 +76,4 @@ class _Row:
             self._n_done[name] += 1
 
 
-def rank_of_stage(stage: int, n_ranks: int) -> int:
-    """Down the V and up again: 0, 1, ..., 1, 0."""
-    return min(stage, 2 * n_ranks - 1 - stage)
-
-
-SCHEDULES = {"zero_bubble_v": ScheduleKind(zero_bubble_v, splits_backward=True, rank_of_stage=rank_of_stage)}
+SCHEDULES = {"zero_bubble_v": ScheduleKind(zero_bubble_v, splits_backward=True)}
