@@ -1,6 +1,6 @@
 """Link fit: timed collectives -> the figures of a host link, as `cost.collectives` uses them.
 
-Latency and half-rate size are what makes the formulas of `cost_models/` agree best with all the times:
+Latency and half-rate size are what makes the formulas of `cost_models/` agree best with the times of rings:
 
     (latency_fit, half_rate_fit) = argmin  sum over times of  log(formula / measured)^2
 
@@ -115,7 +115,10 @@ def _around(grid: tuple[float, ...], best: float) -> tuple[float, ...]:
 
 
 def _squared_error(fit: LinkFit) -> float:
-    return sum(math.log(ratio) ** 2 for _, ratio in fit.errors)
+    """Of rings of a MiB and more, where there are any: smaller ones follow another protocol, and hardly count."""
+    rings = [(time, ratio) for time, ratio in fit.errors if time.kind in ("all_reduce", *GATHERS)]
+    counted = [ratio for time, ratio in rings if time.size_bytes >= MiB] or [ratio for _, ratio in rings]
+    return sum(math.log(ratio) ** 2 for ratio in counted)
 
 
 def _rated(

@@ -214,9 +214,10 @@ def test_every_kind_has_an_algorithm_for_every_group(kind):
 
 # All-reduce bus bandwidth in GB/s by payload in MiB. A100 and V100: nccl-tests, fp32, VIA-Research/vTrain @f8dda84
 # trace/{a100,v100}/AR_GPU*_LUT. B200: stas00/ml-engineering @744d01e network/README.md; "4 x 8" over EFA v4.
-# H200: NCCL through torch 2.11, multicast off, 2026-11-20. H100: NVIDIA GTC24 S62129 slide (one host in the switch,
-# 480; 4 hosts with 8x 400 Gbit/s, 380). The rates in the profiles come from the largest payloads of the same sweeps,
-# so this table checks the shape of the curve, the group sizes and the two-level path rather than the rates themselves.
+# H200: torch 2.11, multicast off, 2026-11-21, benchmarks/results/links_h200_2026-11-21/nvlink.json. H100: NVIDIA GTC24
+# S62129 slide (one host in the switch, 480; 4 hosts with 8x 400 Gbit/s, 380). The rates in the profiles come from large
+# payloads of the same sweeps, so this table checks the shape of the curve, the group sizes and the two-level path
+# rather than the rates themselves.
 SWEEPS = {
     ("dgx_a100_x8", 1, 2): {1: 23.7, 8: 96.5, 16: 127.2, 64: 165.8, 256: 184.4, 1000: 196.7},
     ("dgx_a100_x8", 1, 4): {1: 30.6, 8: 107.7, 16: 140.1, 64: 185.1, 256: 208.7, 1000: 221.1},
@@ -224,19 +225,19 @@ SWEEPS = {
     ("v100_x8", 1, 2): {1: 15.0, 8: 21.4, 16: 22.0, 64: 22.4, 256: 22.5, 1000: 22.6},
     ("v100_x8", 1, 4): {1: 23.4, 8: 70.8, 16: 77.6, 64: 83.7, 256: 85.4, 1000: 85.2},
     ("v100_x8", 1, 8): {1: 23.0, 8: 61.7, 16: 107.2, 64: 128.9, 256: 133.2, 1000: 134.5},
-    ("h200_x4", 1, 2): {1: 55.0, 4: 97.8, 8: 180.2, 16: 227.4, 64: 269.7, 256: 299.4, 1024: 328.6},
-    ("h200_x4", 1, 4): {1: 60.2, 4: 149.4, 8: 197.5, 64: 312.9, 256: 340.9, 1024: 353.7},
+    ("h200_x4", 1, 2): {1: 65.9, 4: 125.7, 16: 218.9, 64: 268.7, 256: 300.2},
+    ("h200_x4", 1, 4): {1: 81.9, 4: 158.0, 16: 266.0, 64: 308.2, 256: 340.1, 1024: 355.0},
     ("dgx_b200_x8", 1, 8): {4: 76, 16: 255, 64: 401, 256: 646, 1024: 723, 16384: 846},
     ("dgx_b200_x8+efa_400g", 4, 8): {1: 5.4, 4: 18.9, 16: 64, 64: 157, 256: 229, 1024: 362, 16384: 382},
     ("dgx_h100_x8", 1, 8): {16384: 480},
     ("dgx_h100_x8", 4, 8): {16384: 380},
 }
 # Left out, because the model misses them: 8x B200 up to 1 MiB (measured 48 to 51 us, predicted 80 us: NCCL changes
-# protocol), 4x H200 at 16 MiB (one reading of 165 us between 64 us at 8 MiB and 322 us at 64 MiB) and 4 x 8 B200 at
-# 32 KiB (6.3 ms, slower than 1 MiB). Tolerances are on the time, at 64 MiB and above and below that.
+# protocol), 2x H200 at 1 GiB (10 % faster than the rate that tensors of usual size reach) and 4 x 8 B200 at 32 KiB
+# (6.3 ms, slower than 1 MiB). Tolerances are on the time, at 64 MiB and above and below that.
 LARGE_TOLERANCE = {"dgx_a100_x8": 0.08, "v100_x8": 0.05, "h200_x4": 0.10, "dgx_b200_x8": 0.23}
 LARGE_TOLERANCE |= {"dgx_b200_x8+efa_400g": 0.17, "dgx_h100_x8": 0.05}
-SMALL_TOLERANCE = 0.32
+SMALL_TOLERANCE = 0.30
 
 
 @pytest.mark.parametrize(("hw", "n_hosts", "n_per_host"), sorted(SWEEPS))
