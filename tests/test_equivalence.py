@@ -110,7 +110,7 @@ def test_pipeline_tensor_zero_and_recompute_together_on_eight_ranks_equal_one_pr
     assert_equal_to_one_process(tmp_path, cases, n_ranks=8)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+@pytest.mark.parametrize("n_ranks", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n_ranks):
     cases = {
         f"{model}_{boundary[0]}_{seed}": (
@@ -133,7 +133,7 @@ def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n
     assert_equal_to_one_process(tmp_path, cases, n_ranks=n_ranks)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_whatever_assignment_the_solver_may_pick_equals_one_process(tmp_path, n_ranks):
     cases = {
         f"{model}_{name}_{seed}": (model, make_plan(model, seed=seed, tp=n_ranks, sharding=boundary))

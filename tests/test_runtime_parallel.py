@@ -156,6 +156,7 @@ def test_clipping_on_a_three_axis_mesh_equals_clipping_in_one_process():
     _assert_exact(EIGHT_RANKS, max_grad_norm=0.05)
 
 
+@pytest.mark.nightly
 def test_eight_ranks_train_as_one_process_with_all_axes_at_once():
     _assert_exact(EIGHT_RANKS)
 

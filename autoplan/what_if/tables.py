@@ -141,7 +141,7 @@ def _range(row: WhatIfRow) -> str:
     unit, factor = next(
         ((unit, factor) for unit, factor in (("M", MILLION), ("k", THOUSAND)) if low >= factor), ("", 1)
     )
-    return f" ({low / factor:.3g} to {high / factor:.3g}{unit})"
+    return f" ({low / factor:.3g}{unit} to {high / factor:.3g}{unit})"
 
 
 def _loss_table(planned: Sequence[WhatIfRow], rows: Sequence[WhatIfRow]) -> str:
