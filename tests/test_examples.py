@@ -28,6 +28,7 @@ def test_example_is_planned_and_never_slower_than_a_plain_recipe(path: Path) -> 
             assert result.best.estimate.step_s <= recipe.estimate.step_s
 
 
+@pytest.mark.nightly
 def test_large_gpt_is_planned_faster_than_the_text_book_layout() -> None:
     gpt, options = CHECKOUT / "examples" / "gpt.py", {"global_batch": 512, "time_limit_s": 5.0}
     fix = (("pp", "4"), ("tp", "2"), ("dp", "8"))

@@ -68,6 +68,7 @@ def test_a_data_parallel_rank_that_raises_ends_the_job_with_its_traceback(tmp_pa
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["0", "1"]  # two steps were done
 
 
+@pytest.mark.nightly
 def test_a_pipeline_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     emit(tmp_path, config=PIPELINE, has_parallel_model=True)
     break_rank(tmp_path / "tiny_parallel.py", rank=3, failure=RAISE)
@@ -76,7 +77,7 @@ def test_a_pipeline_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     assert not re.search(r"\[rank[012]\]: \w*Error", done.stderr)  # only the rank whose fault it is
 
 
-@pytest.mark.parametrize(("failure", "code"), [(KILL, -9), (LEAVE, 3)])
+@pytest.mark.parametrize(("failure", "code"), [(KILL, -9), pytest.param(LEAVE, 3, marks=pytest.mark.nightly)])
 def test_a_pipeline_rank_that_dies_without_a_word_ends_the_job_and_is_named(tmp_path, failure, code):
     emit(tmp_path, config=PIPELINE, has_parallel_model=True)
     break_rank(tmp_path / "tiny_parallel.py", rank=2, failure=failure)

@@ -22,7 +22,12 @@ def assert_exact(folder, model, features, *, seed=None):
     return plans
 
 
-@pytest.mark.parametrize("model", MODELS)
+LIKE_LLAMA = ("mistral_hf", "qwen_hf")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.nightly) if name in LIKE_LLAMA else name for name in MODELS]
+)
 def test_family_equals_one_process_on_two_ranks(model, tmp_path):
     plans = assert_exact(tmp_path, model, ("recompute", "TP 2", "PP 2"))
     assert sharded_fraction(model, plans["TP 2"]) >= SHARDED_LESS.get(model, 0.9)

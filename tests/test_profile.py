@@ -486,7 +486,9 @@ def file_problem(model, hw, out):
     return api.make_problem(model, hw=hw, overrides={}, options=options)
 
 
-@pytest.mark.parametrize("family", ["vit_hf", "resnet", "gpt2_hf", "t5_hf"])
+@pytest.mark.parametrize(
+    "family", ["vit_hf", "t5_hf", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resnet", "gpt2_hf"))]
+)
 def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, hw, tmp_path) -> None:
     out = tmp_path / "m.json"
     rows = measure_at_degree_1(FAMILIES / f"{family}.py", hw, out)

@@ -151,6 +151,7 @@ def test_four_ranks_train_as_one_process_under_hybrid_meshes():
     _assert_exact(FOUR_RANKS)
 
 
+@pytest.mark.nightly
 def test_clipping_on_a_three_axis_mesh_equals_clipping_in_one_process():
     # The norms are between 0.5 and 3, so a bound of 0.05 clips every step; `_norm_error` checks that it does.
     _assert_exact(EIGHT_RANKS, max_grad_norm=0.05)

@@ -30,7 +30,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 PLAN = Config(
 {config}
 )
-WORKLOAD = Workload({workload})
+WORKLOAD = Workload(
+{workload}
+)
 MODEL_OVERRIDES = {overrides}
 PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}}
 
@@ -147,11 +149,16 @@ def train_script(
     return _TEMPLATE.format(
         header=header.replace("\\", "\\\\").replace('"""', r"\"\"\"").strip(),
         imports=imports,
-        config="\n".join(f"    {name}={_value(value)}," for name, value in config.items()),
-        workload=", ".join(f"{name}={_value(value)}" for name, value in (workload or {}).items()),
+        config=_fields(config),
+        workload=_fields(workload or {}),
         overrides=_value(dict(overrides or {})),
         parallel_model="parallel_model" if has_parallel_model else "None",
     )
+
+
+def _fields(values: Mapping[str, Any]) -> str:
+    """Keyword arguments, one to a line."""
+    return "\n".join(f"    {name}={_value(value)}," for name, value in values.items())
 
 
 def _value(value: Any) -> str:
