@@ -241,6 +241,7 @@ class _Memory:
     running_bytes: Array
     last_bytes: Array
     spared_bytes: Array
+    easy_bytes: Array
     n_micro_batches: int
     room_bytes: float
     known: dict[int, tuple[Array, Array]]
@@ -260,6 +261,7 @@ class _Memory:
             running_bytes=ranges.largest_moment(saved_bytes=segments.saved_bytes, alone_bytes=segments.alone_bytes),
             last_bytes=ranges.last(segments.least_alone_bytes),
             spared_bytes=ranges.total(segments.spared_bytes),
+            easy_bytes=ranges.total(segments.easy_bytes),
             n_micro_batches=n,
             room_bytes=memory_room_bytes(table) + ONE_BYTE,
             known={},
@@ -281,15 +283,16 @@ class _Memory:
         needed_bytes = held_bytes + n_in_flight * self.saved_bytes + self.last_bytes
         missing_bytes = np.where(fits, 0.0, np.maximum(needed_bytes - self.room_bytes, ONE_BYTE))
         again_s = np.where(fits, 0.0, INFINITY)
-        can = segments.spared_bytes > 0.0
-        if not can.any():
-            return missing_bytes, np.where(can_end, again_s, INFINITY)
-        per_segment_bytes = n_in_flight * segments.spared_bytes[can]
-        n_segments = np.ceil(missing_bytes / per_segment_bytes.max())
-        least_s = np.maximum(
-            n_segments * segments.again_s[can].min(),
-            missing_bytes * (segments.again_s[can] / per_segment_bytes).min(),
-        )
+        can = segments.spared_bytes > segments.easy_bytes
+        least_s = np.zeros(missing_bytes.shape)
+        if can.any():
+            per_segment_bytes = n_in_flight * segments.spared_bytes[can]
+            hard_bytes = np.maximum(0.0, missing_bytes - n_in_flight * self.easy_bytes)
+            n_segments = np.ceil(hard_bytes / per_segment_bytes.max())
+            least_s = np.maximum(
+                n_segments * segments.again_s[can].min(),
+                hard_bytes * (segments.again_s[can] / per_segment_bytes).min(),
+            )
         is_enough = missing_bytes <= n_in_flight * self.spared_bytes
         return missing_bytes, np.where(can_end, np.where(is_enough, least_s, again_s), INFINITY)
 

@@ -36,7 +36,8 @@ class Segments:
         forward_extra_s, backward_extra_s: what communication adds while the segment computes, between all neighbours.
         opening_extra_s: likewise for the segment that opens a backward pass; `closing_extra_s`: that closes it.
         again_s: what recomputing adds to a backward pass; INFINITY where it spares nothing.
-        spared_bytes: what it spares per micro-batch in flight.
+        spared_bytes: what it spares per micro-batch in flight; easy_bytes: the same of the segment that spares most for
+            its time, if it is the only one of its kind (a loss in slices); bounds on recomputation take it for free.
         resident_bytes: what it holds all step; gradient_bytes: after its first backward pass.
         alone_bytes: what it needs while it runs; least_alone_bytes: of either choice.
         is_again: whether the faster choice is to recompute, or the only one.
@@ -59,6 +60,7 @@ class Segments:
     least_alone_bytes: Array
     again_s: Array
     spared_bytes: Array
+    easy_bytes: Array
     pending_bytes: Array
     is_again: tuple[bool, ...]
 
@@ -87,6 +89,9 @@ class Segments:
         spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
         longer = column(backward_s, other) - backward
         added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
+        per_byte = np.where(spared > 0.0, added / np.maximum(spared, ONE_BYTE), INFINITY)
+        easy = int(per_byte.argmin())
+        is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (kinds.count(kinds[easy]) == 1)
         alone, other_alone = column(partial(alone_bytes, table)), column(partial(alone_bytes, table), other)
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
         return cls(
@@ -107,6 +112,7 @@ class Segments:
             least_alone_bytes=np.minimum(alone, other_alone),
             again_s=np.where(spared > 0.0, added, INFINITY),
             spared_bytes=np.maximum(spared, 0.0),
+            easy_bytes=np.where(is_easy, spared, 0.0),
             pending_bytes=column(lambda cost: cost.pending_bytes),
             is_again=tuple(is_again[kind] for kind in kinds),
         )

@@ -310,7 +310,7 @@ class Shares:
 
     def _recomputing_s(self, rank: int) -> Array:
         """Per way, the least that a rank must recompute per micro-batch; INFINITY where that does not help."""
-        able = self.segments.spared_bytes > 0.0
+        able = self.segments.spared_bytes > self.segments.easy_bytes
         again_s = float(self.segments.again_s[able].min()) if able.any() else 0.0
         worst = self._n_recomputed(rank).max(axis=1)
         return np.where(np.isfinite(worst), np.where(np.isfinite(worst), worst, 0.0) * again_s, INFINITY)
@@ -329,9 +329,12 @@ class Shares:
         used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
         used = used + self._chosen(needs.alone_bytes, rank)[:, moments.running]
         room_bytes = memory_room_bytes(self.table, stages=self.shape.stages_of[rank])
-        missing_bytes = np.maximum(0.0, used - room_bytes - ONE_BYTE)
+        n_easy = moments.in_flight.max(axis=1)  # micro-batches that spare it at the most, whichever stage has it
+        easy_bytes = float(self.segments.easy_bytes.sum())
+        missing_bytes = np.maximum(0.0, used - room_bytes - ONE_BYTE - n_easy * easy_bytes)
         n_spared = self._chosen(needs.n_spared, rank)
-        largest_bytes, chosen = float(self.segments.spared_bytes.max()), np.zeros(missing_bytes.shape)
+        hard_bytes = np.where(self.segments.easy_bytes > 0.0, 0.0, self.segments.spared_bytes)
+        largest_bytes, chosen = float(hard_bytes.max()), np.zeros(missing_bytes.shape)
         most_first = np.argsort(-moments.in_flight, axis=1, kind="stable")
         for place in range(self.table.mesh.n_chunks):
             stage = most_first[:, place]

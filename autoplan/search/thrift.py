@@ -90,11 +90,12 @@ def thrifty_plan(
 
 
 def _candidates(segments: Segments, spans: list[tuple[int, int]], shape: Shape, rank: int) -> list[int]:
-    """The segments of a rank that can spare memory, those of the stages with most micro-batches in flight first."""
+    """The segments of a rank that can spare memory: the easy one first, then those of stages with most in flight."""
     most = shape.counts[rank].in_flight.max(axis=0)
     places = np.argsort(-most, kind="stable")
     own = (range(*spans[shape.stages_of[rank][place]]) for place in places)
-    return [index for span in own for index in span if segments.spared_bytes[index] > 0.0]
+    able = [index for span in own for index in span if segments.spared_bytes[index] > 0.0]
+    return sorted(able, key=lambda index: segments.easy_bytes[index] == 0.0)
 
 
 def _short_bytes(estimate: Estimate) -> list[int]:
