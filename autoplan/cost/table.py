@@ -121,6 +121,11 @@ class CostTable:
         return self.rank_tables[rank] if self.rank_tables else self
 
     @property
+    def overlap_extra(self) -> float:
+        """What a second of overlap adds at the least to either stream, as bounds take it: at most a second."""
+        return min(self.overlap_slowdown, 2.0) - 1.0
+
+    @property
     def accumulates(self) -> bool:
         """Whether whole gradients are kept from one micro-batch to the next."""
         return not self.reduces_per_micro_batch and self.mesh.n_micro_batches > 1

@@ -51,7 +51,7 @@ def step_bound_s(table: CostTable) -> float:
 
 def _whole_bound_s(table: CostTable, *, communication_s: float) -> float:
     """One rank does everything: all compute and all communication, beside each other at the slowdown."""
-    extra = min(table.overlap_slowdown, 2.0) - 1.0
+    extra = table.overlap_extra
     compute_s = table.mesh.n_micro_batches * (_total(table, forward_s) + _total(table, backward_s))
     longer_s, shorter_s = max(compute_s, communication_s), min(compute_s, communication_s)
     return longer_s + extra * shorter_s + _total(table, _optimizer_s)

@@ -119,7 +119,7 @@ def _add_totals(form: Formulation) -> None:
     table = form.table
     if form.n_stages > 1:
         return
-    n, extra = table.mesh.n_micro_batches, min(table.overlap_slowdown, 2.0) - 1.0
+    n, extra = table.mesh.n_micro_batches, table.overlap_extra
     n_gathers = 2 * n if table.gathers_per_micro_batch else 1
     n_reduces = n if table.reduces_per_micro_batch else 1
 

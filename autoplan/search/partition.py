@@ -217,7 +217,7 @@ def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
     optimizer_s, last_s = ranges.total(segments.optimizer_s), ranges.first(segments.reduce_s)
     if table.gathers_per_micro_batch:
         return optimizer_s + last_s
-    slower = min(table.overlap_slowdown, 2.0) - 1.0
+    slower = table.overlap_extra
     all_s = ranges.total(segments.reduce_s)
     left_s = np.maximum(last_s, all_s - backward_s + ranges.last(segments.backward_s))
     counted_s = last_s if table.reduces_per_micro_batch else all_s  # the rest is in every backward pass

@@ -112,7 +112,7 @@ def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
 
     pass + (slowdown - 1) left >= compute + (slowdown - 1) (gathers + reductions) + (2 - slowdown) first gather
     """
-    extra = min(form.table.overlap_slowdown, 2.0) - 1.0
+    extra = form.table.overlap_extra
 
     def per_segment(cost: SegmentCost) -> float:
         gather_s = cost.gather_s if kind.gathers else 0.0
@@ -242,7 +242,7 @@ def _carried_s(table: CostTable, cost: SegmentCost) -> float:
     if splits_backward(table.mesh.schedule):
         return 0.0  # the pass of the first stage for inputs does nothing
     shortest_s = min(min(forward_s(cost), backward_s(cost)) for cost in everything)
-    return (min(table.overlap_slowdown, 2.0) - 1.0) * min(cost.reduce_s, shortest_s)
+    return table.overlap_extra * min(cost.reduce_s, shortest_s)
 
 
 def _add_queue_rows(form: Formulation, kind: _Pass, stage: int, column: int) -> None:

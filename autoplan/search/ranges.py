@@ -75,7 +75,7 @@ class Segments:
 
         forward, backward = column(forward_s), column(backward_s)
         gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
-        slower = min(table.overlap_slowdown, 2.0) - 1.0
+        slower = table.overlap_extra
         nothing = np.zeros(len(kinds))
         before, after = np.append(nothing[:1], gather[:-1]), np.append(gather[1:], nothing[:1])
         gathers_back = before if table.gathers_per_micro_batch else nothing
@@ -236,7 +236,7 @@ def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Arr
 
 def reducing_pass_s(table: CostTable, segments: Segments, ranges: Ranges, *, compute_s: Array) -> Array:
     """Time of a pass that computes so long per segment, from the last one on, and reduces; nothing is gathered."""
-    slower = min(table.overlap_slowdown, 2.0) - 1.0
+    slower = table.overlap_extra
     extra = slower * np.minimum(compute_s, np.append(segments.reduce_s[1:], 0.0))
     return ranges.total(compute_s + extra) - ranges.last(extra)
 

@@ -128,7 +128,7 @@ class Shares:
         ways = tuple(_ways(n_pieces, sizes, own) for own in shape.stages_of)
         return cls(
             table, shape, rank_paths(table.mesh), Needs.of(table, segments), segments, n_pieces, ways,
-            slower=min(table.overlap_slowdown, 2.0) - 1.0, parts={},
+            slower=table.overlap_extra, parts={},
         )  # fmt: skip
 
     def times_s(self, rank: int, *, recomputes: bool) -> Array:
