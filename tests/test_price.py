@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from distributed.programs import graph_of, shardings_of
 
-from autoplan.cost.local_segment import local_op, strided_values
+from autoplan.cost.boundaries import legal_cuts
+from autoplan.cost.local_segment import local_op, strided_values, work_contexts
 from autoplan.cost.op_time import host_s, op_time
-from autoplan.cost.price import legal_cuts, make_pricer, work_contexts
+from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_profile
