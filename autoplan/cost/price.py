@@ -4,8 +4,9 @@
     parameter_cost(tp, layouts, placement)  --+--> SegmentCost of each kind --+
     send_s(tp, layouts, micro-batch, stages) ---------------------------------+--> CostTable of one mesh
 
-`cost.launch` says what waiting for the host adds to a segment. Meshes by the ten thousand share these parts, so each
-part is computed once for all that have the same arguments, and meshes with equal costs hold the same objects.
+`cost.launch` says what waiting for the host adds to a segment, `cost.batch` what bringing batches to the device takes.
+Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and
+meshes with equal costs hold the same objects.
 
 Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
 shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from autoplan.chunked_loss import is_in_compiled
+from autoplan.cost.batch import make_batch_pricer
 from autoplan.cost.boundaries import (
     Cuts,
     legal_cuts,
@@ -115,6 +117,7 @@ def make_part_pricer(
     of_parameters = ParameterContext(profile.device, precision, collective, element_s)
     costs = _costs_pricer(graph, of_parameters, local, works)
     cuts = make_cuts_pricer(graph, profile, precision)
+    batch = make_batch_pricer(graph, profile.device, precision)
     groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
@@ -128,6 +131,7 @@ def make_part_pricer(
         work = (*layout, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
+        copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(*layout, groups.stages)
         found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
         lead_s = sum(found[segment.kind][0].lead_s for segment in graph.segments if segment.is_block)
@@ -147,6 +151,8 @@ def make_part_pricer(
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
             action_s=_action_s(mesh, profile.device, lead_s=lead_s),
+            batch_copy_s=copy_s,
+            batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
