@@ -362,9 +362,8 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
     help="How images lie in memory, for models with convolutions.",
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Append results there; go on where it ends."
-)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Append results; go on where it ends.")
+@click.option("--fresh", is_flag=True, help="Measure again what earlier runs of this machine, of any model, measured.")
 @click.option("--emit", type=click.Path(path_type=Path), metavar="DIR", help="Only write the folder that measures.")
 @click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
 @_rules
@@ -377,6 +376,7 @@ def profile_command(
     sizes: str,
     device: str,
     out: Path | None,
+    fresh: bool,
     emit: Path | None,
     force: bool,
     output_format: str,
@@ -409,7 +409,7 @@ def profile_command(
         run = f"python {emit}/measure.py --out measured.json"
         _print(_json({"folder": str(emit), "command": run}) if output_format == "json" else run)
     if out is not None:
-        rows = profiling.run_measurements(files, out=out, device=device)
+        rows = profiling.run_measurements(files, out=out, device=device, cache=profiling.cache_file(fresh))
         found = {"out": str(out), **profiling.count_results(rows)}
         _print(_json(found) if output_format == "json" else profiling.results_table(rows))
 

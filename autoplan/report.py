@@ -40,6 +40,7 @@ BREAKDOWN_LABELS = (
     ("bubble_s", "bubble"),
     ("optimizer_s", "optimizer"),
     ("launch_s", "launch"),
+    ("exposed_batch_copy_s", "exposed batch copy"),
 )
 _STATUS = {
     "optimal": "optimal: no other plan {of_these} is {better} (gap 0, proved)",

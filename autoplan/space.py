@@ -11,9 +11,10 @@ from functools import partial
 from typing import TypeVar
 
 from autoplan.chunked_loss import can_chunk, why_whole
+from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.measured import execution_of
-from autoplan.cost.price import Shardings, legal_cuts, make_pricer
+from autoplan.cost.price import Shardings, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
@@ -174,9 +175,10 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
     """Why there is no price for modules that run so, at this degree or any; "" when there is one."""
     plain, kinds = Execution(), graph.first_of_kind()
-    needed = {execution_of(graph, kind, way) for kind in kinds} - {plain}
+    used = {execution_of(graph, kind, way) for kind in kinds}
+    needed = used - {plain}
     name = "compiled" if way.compile else f"in {way.memory_format}"
-    if way != plain and not needed:
+    if way.memory_format not in {item.memory_format for item in used}:
         return "no segment that reads images, [sample, channel, height, width]"
     if needed and (measured is None or not needed <= measured.executions):
         return f"no segment that was measured {name}"

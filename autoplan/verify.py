@@ -37,7 +37,7 @@ STEP, PROFILED_STEP, ALLOCATED, RESERVED = "step", "profiled step", "allocated",
 # component: (fields of the predicted `Breakdown`, what the profiled step says: a field, or an axis of `exposed_s`)
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "compute and recompute": (("compute_s", "recompute_s"), "compute_s"),
-    "launch (device idle)": (("launch_s",), "idle_s"),
+    "launch (device idle)": (("launch_s", "exposed_batch_copy_s"), "idle_s"),
     "exposed tp": (("exposed_tp_s",), "tp"),
     "exposed dp": (("exposed_dp_s",), "dp"),
     "exposed pp and bubble": (("exposed_pp_s", "bubble_s"), "pp"),

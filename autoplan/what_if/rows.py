@@ -29,6 +29,7 @@ SHARES = (
     "bubble",
     "optimizer",
     "launch",
+    "exposed_batch_copy",
     "stragglers",
     "loading",
     "checkpoints",
