@@ -13,7 +13,7 @@ from autoplan import api, cli
 from autoplan.errors import InputError
 from autoplan.hugging_face import model_file_text, write_model_file
 from autoplan.options import Options
-from autoplan.runtime.parallel import call_model
+from autoplan.runtime.model_calls import call_model
 from autoplan.trace import load_model_file
 
 DECODER = {

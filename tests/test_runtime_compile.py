@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from autoplan.runtime.parallel import _compile_blocks  # noqa: E402
+from autoplan.runtime.compiled import compile_blocks  # noqa: E402
 
 WIDTHS = range(2, 12)  # more kinds than the 8 variants of one piece of code after which torch compiles no more
 
@@ -43,7 +43,7 @@ def compiled_graphs(monkeypatch):
 
 def test_every_kind_of_block_is_compiled_once_for_its_own_sizes(compiled_graphs) -> None:
     blocks = nn.ModuleList(Block(width) for width in WIDTHS for _ in range(2))
-    _compile_blocks(blocks, [str(index) for index in range(len(blocks))])
+    compile_blocks(blocks, [str(index) for index in range(len(blocks))])
     for _ in range(2):
         for block in blocks:
             width = block.convolution.in_channels

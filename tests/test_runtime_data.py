@@ -16,7 +16,7 @@ from autoplan.runtime.data import (
 )
 from autoplan.runtime.loading import Position, synthetic_batches
 from autoplan.runtime.mesh import WorldSizeError, check_world_size
-from autoplan.runtime.parallel import loss_of
+from autoplan.runtime.model_calls import loss_of
 from autoplan.runtime.pipeline import Boundary, PerSample
 from autoplan.runtime.recompute import apply_recompute
 

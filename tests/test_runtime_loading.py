@@ -94,7 +94,7 @@ def test_a_restored_position_goes_on_at_the_next_sample(dataset, n_steps):
     data, undisturbed = _data(dataset, rank=1), _data(dataset, rank=1)
     _samples(data, n_steps)
     resumed = _data(dataset, rank=1)
-    resumed.restore(data.state())
+    resumed.load_state_dict(data.state_dict())
     assert _samples(resumed, 2) == _samples(undisturbed, n_steps + 2)[n_steps:]
 
 
@@ -104,7 +104,7 @@ def test_a_position_holds_under_another_number_of_ranks_and_batch_size(dataset):
     for data in ranks:
         next(data)
     alone = _data(dataset, config=Config(micro_batch_size=6))
-    alone.restore(ranks[0].state())
+    alone.load_state_dict(ranks[0].state_dict())
     # two steps of 6 samples are the next step of 2 x 6
     assert _samples(alone, 2) == [_samples(data, 1)[0] for data in ranks]
 
@@ -112,14 +112,14 @@ def test_a_position_holds_under_another_number_of_ranks_and_batch_size(dataset):
 def test_the_position_is_that_of_the_batch_handed_out_not_of_those_read_ahead():
     data = _data(Numbers(40), n_workers=2)
     next(data)
-    assert data.state() == {"epoch": 0, "n_samples": 12}
+    assert data.state_dict() == {"epoch": 0, "n_samples": 12}
     data.close()
     synthetic = training_data(
         SimpleNamespace(make_batch=lambda n: (torch.rand(n), torch.rand(n))),
         config=CONFIG, dp_rank=1, device=CPU, seed=3,
     )  # fmt: skip
     _, second = next(synthetic), next(synthetic)
-    synthetic.restore({"epoch": 0, "n_samples": 12})
+    synthetic.load_state_dict({"epoch": 0, "n_samples": 12})
     assert torch.equal(next(synthetic)[0], second[0])
 
 

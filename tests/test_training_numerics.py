@@ -127,7 +127,7 @@ def test_loss_scale_halves_doubles_and_stops_where_it_cannot_help():
     assert scale.value == 8.0 and scale.n_good_steps == 0
     scale.grow()
     again = LossScale()
-    again.restore(scale.state())
+    again.load_state_dict(scale.state_dict())
     assert again == scale
     for _ in range(3):
         scale.back_off()

@@ -1,6 +1,6 @@
 """Calls of generated segments, eager or compiled.
 
-What is measured compiled is compiled as `runtime.parallel` does it: the forward pass of a block, of whose copies all
+What is measured compiled is compiled as `runtime.compiled` does it: the forward pass of a block, of whose copies all
 run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
 """
 
@@ -57,14 +57,14 @@ def _loss(
     if not region["has_loss"]:
         return None
     generated: Any = importlib.import_module(region["module"])
-    parallel: Any = importlib.import_module("runtime.parallel")
+    calls: Any = importlib.import_module("runtime.model_calls")
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
     targets = _structure([(d["path"], _input(d, batch_size, dtype, device)) for d in region["targets"]])
 
     def loss_fn(outputs: Any, targets: Any) -> Any:
         return generated.loss_fn(outputs, targets, tp)
 
-    loss_of = functools.partial(parallel.loss_of, loss_fn)
+    loss_of = functools.partial(calls.loss_of, loss_fn)
     loss_of = loss_of if compiled is None else compiled(loss_of)
     return lambda outputs: loss_of(outputs, targets)
 

@@ -52,6 +52,7 @@ from .checkpoint_state import (
 from .config import Config
 from .mesh import from_first_rank
 from .parallel import ParallelModel
+from .seeds import resumed_seed
 
 KEEP = 3
 WRITE_TIMEOUT_S = 3600.0
@@ -232,7 +233,7 @@ def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[st
     if has_random:
         restore_random(model, generators)
     else:
-        torch.manual_seed((torch.initial_seed() + 1_000_003 * model.n_steps) % 2**63)
+        torch.manual_seed(resumed_seed(torch.initial_seed(), n_steps=model.n_steps))
 
 
 def read_together(reader: IndexReader, pieces: Sequence[Piece], config: Config) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .seeds import batch_seed
 
 Batch = tuple[Any, Any]
 
@@ -44,7 +45,7 @@ def global_batch(make_batch: Callable[[int], Batch], *, batch_size: int, seed: i
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if on_cuda else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed * 1_000_003 + step)
+        torch.manual_seed(batch_seed(seed, step=step))
         inputs, targets = make_batch(batch_size)
     return inputs, targets
 

@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .config import Config
 from .data import Batch, flatten_tensors, global_batch, local_batch, map_tensors
+from .seeds import mixed_seed
 
 Collate = Callable[[list[Any]], Any]
-_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbours become far apart
-_N_SEEDS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Reading:
             num_workers=self.n_workers,
             collate_fn=self.collate,
             pin_memory=self.pins,
-            generator=torch.Generator().manual_seed(_mixed(self.seed, epoch)),
+            generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)),
             **options,
         )
 
@@ -102,14 +101,14 @@ class TrainingData:
         batch, self._position = next(self._batches)
         return batch
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: where the next batch begins."""
         return asdict(self._position)
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Go on from what `state` returned, under this plan or another."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go on from what `state_dict` returned, under this plan or another."""
         self.close()
-        self._position = Position(epoch=int(state["epoch"]), n_samples=int(state["n_samples"]))
+        self._position = Position(epoch=int(state_dict["epoch"]), n_samples=int(state_dict["n_samples"]))
 
     def close(self) -> None:
         """End the worker processes; the next batch starts new ones."""
@@ -191,8 +190,8 @@ def map_style_batches(dataset: Dataset[Any], reading: Reading, start: Position =
     for epoch in count(start.epoch):
         order = torch.arange(n_samples)
         if reading.shuffles:
-            order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(_mixed(reading.seed, epoch)))
-        samples = _SeededSamples(dataset, seed=_mixed(reading.seed, epoch))
+            order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(mixed_seed(reading.seed, epoch)))
+        samples = _SeededSamples(dataset, seed=mixed_seed(reading.seed, epoch))
         taken = start.n_samples if epoch == start.epoch else 0
         loader = reading.loader(samples, epoch, batch_sampler=_RankBatches(order, reading, taken))
         for batch in loader:
@@ -235,7 +234,7 @@ class _SeededSamples(Dataset[Any]):
             return [self._with_seed(index, self._dataset.__getitem__, index) for index in indices]
 
     def _with_seed(self, index: int, function: Callable[[Any], Any], argument: Any) -> Any:
-        torch.default_generator.manual_seed(_mixed(self._seed, index))  # of the CPU only
+        torch.default_generator.manual_seed(mixed_seed(self._seed, index))  # of the CPU only
         return function(argument)
 
 
@@ -302,10 +301,6 @@ def _handed_over(batch: Batch, position: Position, copied: torch.cuda.Event) -> 
     for tensor in flatten_tensors(batch):
         tensor.record_stream(current)
     return batch, position
-
-
-def _mixed(seed: int, number: int) -> int:
-    return (seed + (number + 1) * _SEED_STEP) % _N_SEEDS
 
 
 def _too_small(found: str, size: int) -> ValueError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 FIRST_SCALE = 2.0**16
 SMALLEST_SCALE = 1.0
@@ -45,10 +46,10 @@ class LossScale:
             )
         self.value, self.n_good_steps = self.value / 2.0, 0
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return asdict(self)
 
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` returned."""
-        self.value, self.n_good_steps = float(state["value"]), int(state["n_good_steps"])
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go on from what `state_dict` returned."""
+        self.value, self.n_good_steps = float(state_dict["value"]), int(state_dict["n_good_steps"])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,33 +17,29 @@ from .batch_norm import data_parallel_groups, synchronize_batch_norm
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
+from .compiled import compile_blocks
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
 from .finite import check_finite
-from .gradients import (
-    NamedParameter,
-    TiedWeight,
-    clip_gradients,
-    scale_gradients,
-    squared_norm_share,
-    sum_tied_gradients,
-)
+from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_tied_gradients
 from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import mean_count, weigh
 from .loss_scale import LossScale
 from .memory_format import take_images
-from .mesh import RankMesh, failing_after_others, group_over_pipeline_ranks
+from .mesh import RankMesh, failing_after_others
+from .model_calls import call_model, loss_function
+from .named_parameters import name_parameters
 from .pipeline import Pipeline
 from .recompute import apply_recompute, unchanged_buffers
+from .seeds import training_seed
 from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
 from .weights import Shard, join_shards
 from .zero import apply_zero, finish_weights, free_gathered_parameters, free_reduced_gradients, prepare_backward, whole
 
 LEARNING_RATE = 3e-4
-VARIANTS_OF_BLOCK = 4  # compiled: in training and evaluation, with and without gradients
 
 
 class ParallelModel(nn.Module):
@@ -94,7 +90,7 @@ class ParallelModel(nn.Module):
         self.n_steps = 0
         self.is_told_to_stop, self._n_told = False, torch.zeros(())
         self._max_grad_norm = max_grad_norm
-        self._loss_fn = _loss_function(model_file, parallel_model, mesh)
+        self._loss_fn = loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
 
         # stages -> tensor-parallel weights, with ties -> compile -> chunked loss -> BatchNorm -> recompute -> ZeRO
@@ -105,7 +101,7 @@ class ParallelModel(nn.Module):
             for stage in stages:
                 blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
                 if config.compile:
-                    _compile_blocks(stage, blocks)
+                    compile_blocks(stage, blocks)
                 if config.chunked_head and parallel_model is None:
                     head = stage.get_submodule(config.chunked_head)
                     defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
@@ -118,7 +114,7 @@ class ParallelModel(nn.Module):
         if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
-        self._parameters_of_rank, self._tied = self._name_parameters()
+        self._parameters_of_rank, self._tied = name_parameters(stages, parallel_model, config=config, mesh=mesh)
         self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)
         self.scheduler = build_scheduler_of(model_file, self.optimizer, learning_rates)
         self._pipeline = self._build_pipeline() if config.pp > 1 else None
@@ -129,7 +125,7 @@ class ParallelModel(nn.Module):
         self._mean_count = torch.ones((), device=mesh.device)
         self.grad_norm = torch.zeros((), device=mesh.device)
         # Dropout draws differently on each data-parallel rank and stage, and alike on tensor-parallel ranks.
-        torch.manual_seed(seed + 1 + mesh.dp_rank * config.pp + mesh.pp_rank)
+        torch.manual_seed(training_seed(seed, config=config, mesh=mesh))
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The model's outputs for this rank's inputs; without pipeline parallelism only.
@@ -184,7 +180,7 @@ class ParallelModel(nn.Module):
         """Numbers of the run that a checkpoint holds; they must be JSON, those of a user's scheduler too."""
         return {
             "n_steps": self.n_steps,
-            "loss_scale": None if self.loss_scale is None else self.loss_scale.state(),
+            "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 
@@ -195,7 +191,7 @@ class ParallelModel(nn.Module):
         """
         self.n_steps = int(state["n_steps"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
-            self.loss_scale.restore(state["loss_scale"])
+            self.loss_scale.load_state_dict(state["loss_scale"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
@@ -256,45 +252,6 @@ class ParallelModel(nn.Module):
         full = build_whole_model(build_model, seed=seed, dtype=self.config.parameter_dtype, device=device)
         self.whole = whole_tensors(full)
         return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
-
-    def _name_parameters(self) -> tuple[list[NamedParameter], list[TiedWeight]]:
-        """The trainable parameters of this rank, and which of them other stages hold copies of."""
-        first_stage_of, tied = self._find_ties()
-        named = []
-        for index, stage in zip(self._stage_indices(), self.stages, strict=True):
-            for name, parameter in stage.named_parameters():
-                if parameter.requires_grad:
-                    n_holders = self.mesh.n_replicas * (1 if name in self.shards else self.config.tp)
-                    share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
-                    named.append(NamedParameter(name, parameter, share))
-        return named, tied
-
-    def _find_ties(self) -> tuple[dict[str, int], list[TiedWeight]]:
-        """For weights tied across stages: the first stage of each of their names, and this rank's copies."""
-        groups = self._parallel_model.TIED if self._parallel_model is not None and self.config.n_stages > 1 else ()
-        first_stage_of: dict[str, int] = {}
-        tied = []
-        names = _names_per_stage(self._parallel_model, self.mesh) if groups else []
-        for group in groups:
-            owners = [index for index, stage_names in enumerate(names) if stage_names.intersection(group)]
-            if len(owners) < 2:
-                continue
-            first_stage_of.update(dict.fromkeys(group, owners[0]))
-            pp_ranks = {self.config.rank_of_stage(index) for index in owners}
-            process_group = group_over_pipeline_ranks(self.config, pp_ranks) if len(pp_ranks) > 1 else None
-            copies = tuple(self._copies_of(group))
-            if copies and copies[0].requires_grad:
-                tied.append(TiedWeight(copies, process_group))
-        return first_stage_of, tied
-
-    def _copies_of(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
-        for stage in self.stages:
-            parameters = dict(stage.named_parameters(remove_duplicate=False))
-            found = [parameters[name] for name in names if name in parameters]
-            yield from found[:1]
-
-    def _stage_indices(self) -> tuple[int, ...]:
-        return self.config.stages_of(self.mesh.pp_rank)
 
     def _build_pipeline(self) -> Pipeline:
         assert self.mesh.pp_group is not None and self._parallel_model is not None
@@ -412,55 +369,6 @@ class ParallelModel(nn.Module):
         return join_shards(parts, shard)
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call the user's model with its inputs: a tensor, a tuple of arguments, or a dict of named ones."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-def loss_of(loss_fn: Callable[..., torch.Tensor] | None, outputs: Any, targets: Any) -> torch.Tensor:
-    """The loss of a model's outputs, computed in float32 or better; the outputs hold it when there is no `loss_fn`."""
-    if loss_fn is not None:
-        return loss_fn(map_tensors(_at_least_float32, outputs), targets)
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return loss
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def _loss_function(model_file: Any, parallel_model: Any | None, mesh: RankMesh) -> Callable[[Any, Any], torch.Tensor]:
-    """(outputs, targets) -> loss, of the generated program if there is one."""
-    generated = getattr(parallel_model, "loss_fn", None)
-    if generated is not None:
-        return functools.partial(loss_of, functools.partial(_call_generated_loss, generated, mesh.tp_group))
-    return functools.partial(loss_of, getattr(model_file, "loss_fn", None))
-
-
-def _call_generated_loss(loss_fn: Callable[..., torch.Tensor], tp: Any, outputs: Any, targets: Any) -> torch.Tensor:
-    return loss_fn(outputs, targets, tp)
-
-
-def _compile_blocks(root: nn.Module, blocks: Iterable[str]) -> None:
-    """Compile each block, or all of `root` when it has none; only `forward` is replaced, so names stay.
-
-    Blocks of one class share its compiled variants, one per kind of block: none is made for sizes that change, as
-    another kind of block would seem to ask for, and torch must allow for as many as there may be.
-    """
-    from torch._dynamo import config
-
-    modules = [root.get_submodule(name) for name in blocks] or [root]
-    most = VARIANTS_OF_BLOCK * len(modules)
-    config.recompile_limit = max(config.recompile_limit, most)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
-    for module in modules:
-        module.forward = torch.compile(module.forward, dynamic=False)
-
-
 def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
     """The user's optimizer, or AdamW, in one kernel on an accelerator (it would loop over sharded parameters)."""
     build_optimizer = getattr(model_file, "build_optimizer", None)
@@ -469,13 +377,3 @@ def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning
         return optimizer
     is_fused = any(parameter.is_cuda for parameter in parameters)
     return torch.optim.AdamW(parameters, lr=learning_rate, fused=is_fused or None)
-
-
-def _names_per_stage(parallel_model: Any, mesh: RankMesh) -> list[set[str]]:
-    """The parameter names of every stage of the pipeline, read from stages without memory."""
-    names = []
-    for stage_class in parallel_model.STAGES:
-        with torch.device("meta"):
-            stage = stage_class(mesh.tp_group)
-        names.append({name for name, _ in stage.named_parameters(remove_duplicate=False)})
-    return names

@@ -25,7 +25,8 @@ from .construction import build_whole_model
 from .data import Batch, batch_slice, map_tensors
 from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import mean_count, weigh
-from .parallel import LEARNING_RATE, ParallelModel, build_optimizer_of, call_model, loss_of
+from .model_calls import call_model, loss_of
+from .parallel import LEARNING_RATE, ParallelModel, build_optimizer_of
 from .recompute import unchanged_buffers
 
 # Largest accepted difference of the loss (relative, above 1) and of gradients (relative to the largest gradient). In

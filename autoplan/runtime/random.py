@@ -18,9 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-# 2**64 / golden ratio: far from the neighbouring seeds that data-parallel ranks and stages have.
-_SEED_STEP = 0x9E3779B97F4A7C15
-_N_SEEDS = 2**63
+from .seeds import N_SEEDS, mixed_seed
 
 
 def rank_dropout(x: torch.Tensor, p: float, training: bool, tp: ProcessGroup | None) -> torch.Tensor:
@@ -88,7 +86,7 @@ def _cuda_numbers(device: torch.device, rank: int) -> Iterator[None]:
     """The numbers of another seed at the same offset, which equal shapes advance alike; nothing waits for the GPU."""
     generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.manual_seed(_seed_of_rank(seed, rank))
+    generator.manual_seed(mixed_seed(seed, rank))
     generator.set_offset(offset)
     try:
         yield
@@ -102,14 +100,10 @@ def _cuda_numbers(device: torch.device, rank: int) -> Iterator[None]:
 def _cpu_numbers(device: torch.device, rank: int) -> Iterator[None]:
     """The numbers of a seed that is drawn from the generator, which goes on after that one number."""
     generator = torch.default_generator
-    seed = int(torch.randint(_N_SEEDS - 1, (), generator=generator))
+    seed = int(torch.randint(N_SEEDS - 1, (), generator=generator))
     state = generator.get_state()
-    generator.manual_seed(_seed_of_rank(seed, rank))
+    generator.manual_seed(mixed_seed(seed, rank))
     try:
         yield
     finally:
         generator.set_state(state)
-
-
-def _seed_of_rank(seed: int, rank: int) -> int:
-    return (seed + (rank + 1) * _SEED_STEP) % _N_SEEDS

@@ -55,7 +55,7 @@ class Run:
         if options.export is not None:
             check_export_name(options.export)
         self._model, self._options = model, options
-        self._extra: dict[str, Stateful] = {} if data is None else {"data": _DataPosition(data)}
+        self._extra: dict[str, Stateful] = {} if data is None else {"data": data}
         self._saved_step = -1
         self.was_stopped = False
         self._checkpoints: Checkpoints | None = None
@@ -122,16 +122,3 @@ class Run:
     def _say(self, text: str) -> None:
         if self._model.mesh.rank == 0:
             print(text, file=sys.stderr, flush=True)
-
-
-class _DataPosition:
-    """Where the next batch begins."""
-
-    def __init__(self, data: TrainingData) -> None:
-        self._data = data
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._data.state())
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self._data.restore(state_dict)

@@ -127,7 +127,7 @@ class Evaluation:
     def run(self, step: int) -> EvaluationRecord:
         """Evaluate now; training goes on as if it had not been."""
         start_s = time.perf_counter()
-        self._data.restore(asdict(Position()))
+        self._data.load_state_dict(asdict(Position()))
         found = [self._model.evaluate(batch) for batch in islice(self._data, self._n_batches)]
         self._data.close()
         losses, weights = (torch.stack(column).double() for column in zip(*found, strict=True))

@@ -1,0 +1,26 @@
+"""torch.compile, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+VARIANTS_OF_BLOCK = 4  # compiled: in training and evaluation, with and without gradients
+
+
+def compile_blocks(root: nn.Module, blocks: Iterable[str]) -> None:
+    """Compile each block, or all of `root` when it has none; only `forward` is replaced, so names stay.
+
+    Blocks of one class share its compiled variants, one per kind of block: none is made for sizes that change, as
+    another kind of block would seem to ask for, and torch must allow for as many as there may be.
+    """
+    from torch._dynamo import config
+
+    modules = [root.get_submodule(name) for name in blocks] or [root]
+    most = VARIANTS_OF_BLOCK * len(modules)
+    config.recompile_limit = max(config.recompile_limit, most)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
+    for module in modules:
+        module.forward = torch.compile(module.forward, dynamic=False)
