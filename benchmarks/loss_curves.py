@@ -55,23 +55,29 @@ def emit(folder: Path) -> None:
     model.write_text((ROOT / "examples" / "llama.py").read_text() + DATASET)
     for name, (n_devices, fix) in CASES.items():
         hardware = folder / f"h200_x{n_devices}.toml"
-        text = HARDWARE.read_text()
-        if n_devices < 4:
-            text = text.partition("[host_link.all_reduce_bus_rate_of_group]")[0]
-        hardware.write_text(text.replace("n_devices = 4", f"n_devices = {n_devices}"))
+        hardware.write_text(hardware_text(n_devices))
         command = [
             sys.executable, "-m", "autoplan", "plan", str(model), "--hw", str(hardware),
             "--set", "size=1b", "--global-batch", str(GLOBAL_BATCH), "--fix", fix,
-            "--out", str(folder / _file_name(name)), "--force", "--top", "1",
+            "--out", str(folder / file_name(name)), "--force", "--top", "1",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if "compiled" in name:
-            script = folder / _file_name(name) / "train.py"
+            script = folder / file_name(name) / "train.py"
             script.write_text(script.read_text().replace("compile=False", "compile=True"))
         print(f"{name}: {'ok' if done.returncode == 0 else done.stderr.strip()[-300:]}", flush=True)
 
 
-def _file_name(case: str) -> str:
+def hardware_text(n_devices: int) -> str:
+    """The profile of the machine, with at most 4 of its devices."""
+    text = HARDWARE.read_text()
+    if n_devices < 4:
+        text = text.partition("[host_link.all_reduce_bus_rate_of_group]")[0]
+    return text.replace("n_devices = 4", f"n_devices = {n_devices}")
+
+
+def file_name(case: str) -> str:
+    """Of the folder of a case."""
     return case.replace(",", "").replace(" ", "_")
 
 
@@ -86,7 +92,7 @@ def run(folder: Path, results: Path) -> None:
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_devices),
                 "train.py", "--steps", str(N_STEPS), "--clip", "1.0", "--out-json", "measured.json",
             ]  # fmt: skip
-            path = folder / _file_name(name)
+            path = folder / file_name(name)
             done = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=300, check=False)
             row = {"case": name, "fix": fix, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
             if done.returncode == 0:
