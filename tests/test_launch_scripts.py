@@ -1,4 +1,4 @@
-"""Launch scripts: what they pass on, whatever the names; signals of Slurm; two hosts, played by two agents."""
+"""Launch scripts: what they pass on, whatever the names; signals of Slurm; two hosts with networks of their own."""
 
 import json
 import os
@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
 from distributed import tiny_gpt
+from distributed.hosts import ADDRESSES, two_hosts
 from test_runtime_program import emit
 from yaml import safe_load
 
@@ -131,8 +133,19 @@ def loss_fn(outputs, targets):
 """
 
 
+@pytest.fixture
+def hosts(tmp_path):
+    """What runs a command on the first of two hosts, and on the second; each has a network of its own."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(two_hosts(tmp_path))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no namespaces of the kernel, made by unshare, nsenter and ip: {error}")
+        yield found
+
+
 @pytest.mark.nightly
-def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path):
+def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path, hosts):
     config = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "precision": "fp64"}
     emit(tmp_path, config=config, has_parallel_model=False)
     with (tmp_path / "model.py").open("a") as file:
@@ -140,17 +153,17 @@ def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "torchrun.sh").write_text(torchrun_script(n_hosts=2, n_devices_per_host=1))
     stub(tmp_path / "bin", "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    variables = {"MASTER_ADDR": "127.0.0.1", "CHECKPOINT_DIR": "saved", "OMP_NUM_THREADS": "1"}
+    variables = {"MASTER_ADDR": next(iter(ADDRESSES)), "CHECKPOINT_DIR": "saved", "OMP_NUM_THREADS": "1"}
     options = ("--steps", "6", "--device", "cpu", "--lr", "1e-2", "--checkpoint-every", "2")
     agents = [
         subprocess.Popen(
-            ["bash", str(tmp_path / "launch" / "torchrun.sh"), *options],
+            [*on_host, "bash", str(tmp_path / "launch" / "torchrun.sh"), *options],
             env={**environment(tmp_path, **variables), "PYTHONPATH": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(2)
+        for on_host in hosts
     ]
     done = [agent.communicate(timeout=240) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], done

@@ -114,7 +114,7 @@ class ParallelModel(nn.Module):
                 apply_recompute(stage, config.recompute)
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
-                take_images(stage, config.memory_format)
+                take_images(stage, config.memory_format, blocks=blocks)
         if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
