@@ -28,7 +28,7 @@ from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.intervals import is_inside
 from autoplan.output_folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
-from autoplan.report import WIDTH, text_table
+from autoplan.plain_text import WIDTH, text_table
 from autoplan.units import format_bytes, format_seconds
 
 Start = Callable[[Sequence[str], Path], int]
