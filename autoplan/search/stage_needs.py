@@ -74,17 +74,8 @@ class Needs:
         n_pieces = len(piece_edges(table)) - 1
         sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
         ranges = Ranges.of(table, max(own[-1] for own in sizes))
-        owners, counts, stops, offsets = places_of(n_pieces, sizes)
-        columns = np.repeat(counts, np.diff(offsets, append=len(stops))) - 1
-
-        def stage_values(values: Array, *, largest: bool = False) -> Array:
-            choose = np.maximum if largest else np.minimum
-            found = np.zeros((n_stages, ranges.width + 1))
-            found[owners, counts] = choose.reduceat(
-                np.broadcast_to(values, ranges.start.shape)[stops, columns], offsets
-            )
-            return found
-
+        owners, counts, _, _ = places_of(n_pieces, sizes)
+        stage_values = partial(per_stage, ranges, sizes)
         possible = np.zeros((n_stages, ranges.width + 1), dtype=bool)
         possible[owners, counts] = True
         passes_s = np.zeros((len(SYMBOLS), n_stages, ranges.width + 1))
@@ -124,6 +115,16 @@ class Needs:
             alone_bytes=stage_values(ranges.last(segments.least_alone_bytes)),
             n_spared=stage_values(ranges.total(1.0 * (segments.spared_bytes > 0.0)), largest=True),
         )
+
+
+def per_stage(ranges: Ranges, sizes: tuple[range, ...], values: Array, *, largest: bool = False) -> Array:
+    """(stage, pieces): the least value of a range, or the largest, over the places where the stage may begin."""
+    owners, counts, stops, offsets = places_of(ranges.n_pieces, sizes)
+    columns = np.repeat(counts, np.diff(offsets, append=len(stops))) - 1
+    choose = np.maximum if largest else np.minimum
+    found = np.zeros((len(sizes), ranges.width + 1))
+    found[owners, counts] = choose.reduceat(np.broadcast_to(values, ranges.start.shape)[stops, columns], offsets)
+    return found
 
 
 def _passes_s(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, Array]:
