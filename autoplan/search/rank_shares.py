@@ -38,12 +38,17 @@ MAX_RECOMPUTED = 100_000  # ways to recompute on one rank that are listed
 def shared_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, limit_s: float = INFINITY) -> float:
     """No plan of the mesh that fits is faster; INFINITY when none fits.
 
-    `shape` is of the mesh's schedule; `recompute` is what the user fixed. A bound that passes `limit_s` without memory
-    is not raised further.
+    `shape` is of the mesh's schedule; `recompute` is what the user fixed. A bound that passes `limit_s` for one rank
+    alone is not raised further.
     """
     shares = Shares.of(table, shape, recompute)
-    bound_s = _least_s(shares, recomputes=False)
-    return bound_s if bound_s >= limit_s else _least_s(shares, recomputes=True)
+    times_s = []
+    for rank in range(table.mesh.pp):
+        times_s.append(shares.times_s(rank))
+        alone_s = float(times_s[-1].min()) + table.per_step_s
+        if alone_s >= limit_s:
+            return alone_s
+    return _least_s(shares, times_s)
 
 
 def narrowed_bound_s(shares: Shares, *, bound_s: float, limit_s: float) -> float:
@@ -57,9 +62,8 @@ def narrowed_bound_s(shares: Shares, *, bound_s: float, limit_s: float) -> float
     return bound_s
 
 
-def _least_s(shares: Shares, *, recomputes: bool) -> float:
-    """The least time within which the ranks can hold all pieces."""
-    times_s = [shares.times_s(rank, recomputes=recomputes) for rank in range(shares.table.mesh.pp)]
+def _least_s(shares: Shares, times_s: list[Array]) -> float:
+    """The least time within which the ranks, each with its `Shares.times_s`, can hold all pieces."""
     fastest_s = max(float(times.min()) for times in times_s)
     candidates = np.unique(np.concatenate(times_s))
     candidates = candidates[(candidates >= fastest_s) & (candidates < INFINITY)]
@@ -132,15 +136,12 @@ class Shares:
             slower=table.overlap_extra, parts={},
         )  # fmt: skip
 
-    def times_s(self, rank: int, *, recomputes: bool) -> Array:
-        """Per number of pieces, the least time of this rank's part of the step; INFINITY where it cannot be.
-
-        Without `recomputes` memory is left out.
-        """
-        ways = self.ways[rank]
-        again_s = self._recomputing_s(rank) if recomputes else np.zeros(len(ways))
+    def times_s(self, rank: int) -> Array:
+        """Per number of pieces, the least time of this rank's part of the step; INFINITY where it cannot be."""
+        ways, again_s = self.ways[rank], self._recomputing_s(rank)
         least = np.full(self.n_pieces + 1, INFINITY)
-        np.minimum.at(least, ways.sum(axis=1), self._way_s(rank, again_s, allowed=None))
+        if np.isfinite(again_s).any():
+            np.minimum.at(least, ways.sum(axis=1), self._way_s(rank, again_s, allowed=None))
         return least
 
     def _way_s(self, rank: int, again_s: Array, *, allowed: Array | None) -> Array:
