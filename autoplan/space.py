@@ -33,6 +33,9 @@ Value = TypeVar("Value")
 
 # Micro-batch sizes for which layouts are solved: starting a collective counts for small ones, bytes for large ones.
 LAYOUT_SIZES = (1, 8)
+# Parts of its price that communication has, one after the other until something is split: two ranks save half of the
+# compute, four of them three quarters, while the launches of small collectives cost both the same.
+PRICES_OF_COMMUNICATION = (1.0, 0.25, 0.0625, 0.0)
 CHANNELS_LAST = MEMORY_FORMATS[1]
 BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
 
@@ -247,7 +250,8 @@ def all_shardings(
     """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
 
     They are the best for micro-batches of `batch_size`. `rules` are those that `options` name; what was solved before
-    is read from the user's cache.
+    is read from the user's cache. Where the degree that is fixed is slower than none, its assignments are the best ones
+    under the highest price of communication, of `PRICES_OF_COMMUNICATION`, at which something is split.
     """
     wanted = fixed_int(options, "tp")
     degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
@@ -258,8 +262,12 @@ def all_shardings(
     for degree in degrees:
         if degree == 1 or degree > profile.n_devices:
             continue
-        best = _layouts(graph, profile, options, rules, degree=degree, batch_size=batch_size, graph_hash=graph_hash)
-        found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
+        for part in PRICES_OF_COMMUNICATION[: 1 if wanted is None else None]:
+            best = _layouts(graph, profile, options, rules, (degree, batch_size, part), graph_hash=graph_hash)
+            split = {(degree, key): value for key, value in best.items() if _splits_something(value)}
+            found.update(split)
+            if split:
+                break
     if wanted not in (None, 1) and not found:
         free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
         legal = sorted(
@@ -267,7 +275,7 @@ def all_shardings(
         )
         raise UsageError.of(
             f"--fix tp={wanted}",
-            found=f"nothing in the model that gains by being split over {wanted} devices",
+            found=f"nothing in the model that can be split over {wanted} devices",
             expected=f"one of {', '.join(map(str, legal))}",
             fix="use one of these, or leave tp out",
         )
@@ -279,21 +287,27 @@ def _layouts(
     profile: HardwareProfile,
     options: Options,
     rules: Mapping[str, OpRule],
+    case: tuple[int, int, float],
     *,
-    degree: int,
-    batch_size: int,
     graph_hash: str,
 ) -> Layouts:
-    """What `shard_graph` finds at one degree, now or in an earlier run."""
+    """What `shard_graph` finds now or in an earlier run for a degree, a micro-batch, and a price of communication."""
+    degree, batch_size, part = case
 
     def solve_now() -> Layouts:
         prices = sharding_prices(
-            graph, profile=profile, precision=options.precision, rules=rules, degree=degree, batch_size=batch_size
+            graph,
+            profile=profile,
+            precision=options.precision,
+            rules=rules,
+            degree=degree,
+            batch_size=batch_size,
+            communication=part,
         )
         return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
 
     figures = sharding_figures(profile, degree=degree)
-    named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}", figures)
+    named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}, price {part}", figures)
     return cached_layouts(named, options.rules, solve_now)
 
 
