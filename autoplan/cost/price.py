@@ -14,13 +14,12 @@ shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from autoplan.chunked_loss import is_in_compiled
 from autoplan.cost.chunked import with_chunked_loss
-from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
-from autoplan.cost.launch import PassSeconds, launch, lead_s
+from autoplan.cost.collectives import Group, MeshGroups, collective_s, send_s
+from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
 from autoplan.cost.measured import Correction, execution_of
 from autoplan.cost.parameters import (
@@ -30,10 +29,11 @@ from autoplan.cost.parameters import (
     element_bytes,
     parameter_cost,
 )
+from autoplan.cost.segment_cost import action_s, fixed_bytes, segment_costs
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
-from autoplan.hardware import Device, HardwareProfile
+from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
@@ -45,9 +45,6 @@ from autoplan.units import MiB
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
 
-# Assumed until measured on the target: device context and communication buffers of one process.
-CONTEXT_BYTES = 1024 * MiB
-COMMUNICATOR_BYTES = 256 * MiB
 # cuBLAS takes 32 MiB per handle on compute capability 9.0 (8 MiB before), and the threads of forward and of backward
 # have one each. The rest of 14 runs on 4 H200 once all else was counted
 # (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl) was 64 to 68 MiB.
@@ -59,11 +56,6 @@ RESERVED_RATIO = 1.15
 
 
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
-
-# Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
-# 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core; taken for all hosts.
-WEIGHT_OP_HOST_S = 6e-5
-
 
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
@@ -81,14 +73,23 @@ def make_pricer(
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
-    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed".
+    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
+    compressed on meshes on which they can be.
     """
     price = make_part_pricer(
-        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured, loss=loss
+        graph,
+        profile=profile,
+        precision=precision,
+        shardings=shardings,
+        rules=rules,
+        measured=measured,
+        loss=loss,
+        compression=compression,
     )
     return lambda mesh: price(mesh, mesh.pp)
 
@@ -102,6 +103,7 @@ def make_part_pricer(
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> PartPricer:
     """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
 
@@ -112,10 +114,10 @@ def make_part_pricer(
     works = _works_pricer(graph, contexts, shardings, measured, local)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
     element_s = None if measured is None else measured.optimizer_element_s
-    of_parameters = ParameterContext(profile.device, precision, collective, element_s)
+    of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
     costs = _costs_pricer(graph, of_parameters, local, works)
     cuts = _cuts_pricer(graph, profile, precision)
-    groups_of = cache(partial(_Groups.of, profile))
+    groups_of = cache(partial(MeshGroups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
@@ -143,10 +145,10 @@ def make_part_pricer(
             overlap_slowdown=profile.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
-            reserved_fixed_bytes=_fixed_bytes(mesh),
+            reserved_fixed_bytes=fixed_bytes(mesh),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
-            action_s=_action_s(mesh, profile.device, lead_s=lead_s),
+            action_s=action_s(mesh, profile.device, lead_s=lead_s),
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
@@ -237,13 +239,9 @@ def _costs_pricer(
 
     @cache
     def parameters(tp: int, sharding: str, placement: Placement, is_cut: bool) -> tuple[ParameterCost, ...]:
-        counts = {
-            kind: [count for name, count in found.weights if name in owned[is_cut][kind]]
-            for kind, found in local(tp, sharding).items()
-        }
         return tuple(
-            parameter_cost(context, sum(count), len(count), placement, is_block=first[kind].is_block)
-            for kind, count in counts.items()
+            parameter_cost(context, _matrices(found, owned[is_cut][kind]), placement, is_block=first[kind].is_block)
+            for kind, found in local(tp, sharding).items()
         )
 
     @cache
@@ -266,7 +264,7 @@ def _costs_pricer(
             strict=True,
         )
         found = tuple(
-            _segment_costs(
+            segment_costs(
                 work,
                 cost,
                 fixed_bytes=here.fixed_bytes,
@@ -341,126 +339,10 @@ def _correction(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Where the axes of a mesh lie on the cluster."""
-
-    shard: Group
-    replicate: Group
-    whole_step: Group
-    stages: Group
-
-    @classmethod
-    def of(cls, profile: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
-        """Those of a mesh with these degrees."""
-        group = partial(axis_group, profile, n_devices=n_devices)
-        return cls(
-            shard=group(size=shard_degree, stride=tp),
-            replicate=group(size=dp // shard_degree, stride=tp * shard_degree),
-            whole_step=group(size=n_devices, stride=1),
-            stages=pair_group(profile, n_devices=n_devices),
-        )
-
-
-def _segment_costs(
-    work: SegmentWork,
-    parameters: ParameterCost,
-    *,
-    fixed_bytes: int,
-    is_block: bool,
-    splits: bool,
-    repeats: bool,
-    loss: str | None,
-) -> tuple[SegmentCost, ...]:
-    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
-
-    The last segment has its loss whole and in slices instead, or twice the one that is asked for.
-    """
-    cost_of = partial(_plain_cost, parameters=parameters, fixed_bytes=fixed_bytes, splits=splits, repeats=repeats)
-    plain = cost_of(work)
-    chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
-    if loss == "chunked":
-        plain = chunked
-    elif chunked.saved_bytes >= plain.saved_bytes:  # the search looks for choices that keep less
-        chunked = plain
-    if splits:
-        return (plain,)
-    if not is_block:
-        return plain, chunked
-    input_bytes = min(work.input_bytes, work.saved_bytes)
-    again_s, host_again_s = work.forward_s + work.tp_forward_s, work.host_forward_s + work.collectives_forward_s
-    full = replace(
-        plain,
-        recompute_s=max(again_s, host_again_s),
-        saved_bytes=input_bytes,
-        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
-    )
-    return plain, full
-
-
-def _plain_cost(
-    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool
-) -> SegmentCost:
-    """Nothing recomputed."""
-    forward_s = work.forward_s + parameters.unpack_s
-    backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
-    host = PassSeconds(
-        work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
-        work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
-    )
-    device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
-    added = launch(
-        host,
-        device,
-        first_s=parameters.host_first_s,
-        last_s=parameters.host_last_s,
-        repeats=repeats,
-    )
-    launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
-    return SegmentCost(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        recompute_s=0.0,
-        launch_forward_s=added.forward_s,
-        launch_backward_s=added.backward_s + launch_weights_s,
-        tp_forward_s=work.tp_forward_s,
-        tp_backward_s=work.tp_backward_s,
-        gather_s=parameters.gather_s,
-        reduce_s=parameters.reduce_s,
-        optimizer_s=parameters.optimizer_s + added.once_s,
-        state_bytes=parameters.state_bytes + fixed_bytes,
-        gathered_bytes=parameters.gathered_bytes,
-        gradient_bytes=parameters.gradient_bytes,
-        saved_bytes=work.saved_bytes,
-        working_bytes=work.working_bytes,
-        weight_backward_s=work.weight_backward_s + launch_weights_s,
-        pending_bytes=work.pending_bytes,
-        launch_once_s=added.once_s,
-        reduced_bytes=parameters.reduced_bytes,
-        reducing_bytes=parameters.reducing_bytes,
-        late_gradient_bytes=parameters.late_gradient_bytes,
-        lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
-    )
-
-
-def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
-    """What an action waits for the host beside its segments, where the lead that this wins in the blocks is too short.
-
-    `lead_s` is that of all blocks in one micro-batch; stages are taken to have equal shares of it. A stage in the
-    middle receives and sends in each of two actions, one at an end does one of both.
-    """
-    if mesh.pp == 1:
-        return 0.0
-    n_actions = 3 if splits_backward(mesh.schedule) else 2
-    n_transfers = 2 * (1 if mesh.n_stages == 2 else 2)
-    host_s = n_actions * device.pipeline_action_s + n_transfers * device.pipeline_transfer_s
-    return max(0.0, host_s - lead_s / mesh.n_stages) / n_actions
-
-
-def _fixed_bytes(mesh: Mesh) -> int:
-    """Context and communicators."""
-    n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
+def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:
+    """(first dim, elements behind it) of its parameters that are among `owned`."""
+    pairs = zip(segment.weights, segment.first_dims, strict=True)
+    return tuple((first_dim, count // first_dim) for (name, count), first_dim in pairs if name in owned)
 
 
 def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[str]]:

@@ -143,7 +143,8 @@ class _PowerSGD:
             if gradients.numel() != n_elements:
                 raise RuntimeError(
                     f"grad_compression: found gradients of {gradients.numel()} elements\n"
-                    f"  expected: {n_elements}, of all parameters of the block\n  fix: give every trainable parameter a gradient, or plan without it"
+                    f"  expected: {n_elements}, of all parameters of the block\n"
+                    "  fix: give every trainable parameter a gradient, or plan without it"
                 )
             powerSGD_hook(self.state, _Bucket(index, gradients, shapes)).wait()
             self.n_reduced = (self.n_reduced + 1) % self.n_groups
