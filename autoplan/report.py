@@ -21,7 +21,8 @@ from autoplan.answer import (
     trust,
 )
 from autoplan.hardware import HardwareProfile
-from autoplan.parallel_plan import Breakdown, Estimate, Execution, Mesh, Plan
+from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
+from autoplan.plan_words import choice_rows, choice_words, execution_words
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
@@ -108,7 +109,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
         ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
-        *([("loss", "chunked: in slices of its rows")] if plan.loss == "chunked" else []),
+        *choice_rows(plan),
         *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
     ]
 
@@ -160,12 +161,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else f"{share:.0%}",
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join(
-            [note] * bool(note)
-            + list(execution_words(mesh))
-            + ["chunked"] * (plan.loss == "chunked")
-            + ["(too big)"] * (not estimate.fits)
-        ),
+        " ".join([note] * bool(note) + list(choice_words(plan)) + ["(too big)"] * (not estimate.fits)),
     )
 
 
@@ -227,12 +223,6 @@ def describe_mesh(mesh: Mesh) -> str:
         text += f", {mesh.schedule}"
     text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
     return ", ".join((text, *execution_words(mesh)))
-
-
-def execution_words(mesh: Mesh) -> tuple[str, ...]:
-    """What is not plain about how modules run."""
-    is_plain = mesh.memory_format == Execution().memory_format
-    return (*(["compiled"] * mesh.compile), *([] if is_plain else [mesh.memory_format]))
 
 
 def recompute_text(plan: Plan) -> str:

@@ -10,23 +10,32 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from autoplan.chunked_loss import can_chunk, why_whole
+from autoplan.chunked_loss import can_chunk
+from autoplan.cost.grad_compression import Compression
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.measured import execution_of
 from autoplan.cost.price import Shardings, legal_cuts, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
+from autoplan.fix_checks import check_fixed
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.layout_cache import Layouts, cached_layouts
 from autoplan.measured_profile import MeasuredProfile
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, Options
+from autoplan.options import (
+    BATCH_NORMS,
+    DEFAULT_POWERSGD_RANK,
+    GRAD_COMPRESSIONS,
+    LOSS_AVERAGES,
+    LOSSES,
+    MEMORY_FORMATS,
+    Options,
+)
 from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
 from autoplan.search.solve import solve
-from autoplan.semantics import check_batch_norm, check_loss_average
 from autoplan.sharding import shard_graph
 
 Value = TypeVar("Value")
@@ -76,10 +85,7 @@ def priced_space(
 
     With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
     """
-    check_loss_average(graph, fixed(options, "loss_average"))
-    check_batch_norm(graph, fixed(options, "batch_norm"))
-    _check_recompute(graph, fixed(options, "recompute"))
-    _check_loss(graph, fixed(options, "loss"))
+    check_fixed(graph, options)
     rules = load_rules(options.rules)
     by_size = shardings_by_size(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
@@ -104,6 +110,7 @@ def priced_space(
             rules=rules,
             measured=measured,
             loss=loss_choice(options),
+            compression=compression_choice(options),
         )
         for size, shardings in by_size.items()
     }
@@ -143,6 +150,7 @@ def price_plan(
         rules=rules,
         measured=measured,
         loss=plan.loss,
+        compression=Compression(plan.grad_compression, plan.powersgd_rank),
     )
     return pricer(plan.mesh)
 
@@ -153,6 +161,13 @@ def loss_choice(options: Options) -> str | None:
     It chooses as it does of what is recomputed; so recomputation of some blocks, when fixed, says nothing of the loss.
     """
     return fixed(options, "loss") or (LOSSES[0] if fixed(options, "recompute") == "selective" else None)
+
+
+def compression_choice(options: Options) -> Compression:
+    """How gradients are compressed, which only the user decides."""
+    name = fixed(options, "grad_compression") or GRAD_COMPRESSIONS[0]
+    rank = fixed_int(options, "powersgd_rank") or DEFAULT_POWERSGD_RANK
+    return Compression(name, rank if name == "powersgd" else None)
 
 
 def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
@@ -312,29 +327,6 @@ def _layouts(
     return cached_layouts(named, options.rules, solve_now)
 
 
-def _check_loss(graph: OpGraph, loss: str | None) -> None:
-    """Refuse to chunk a loss that is no pattern the runtime knows."""
-    why = why_whole(graph) if loss == "chunked" else ""
-    if why:
-        raise UsageError.of(
-            "--fix loss=chunked",
-            found=why,
-            expected="a model that ends in an nn.Linear, then F.cross_entropy of its rows",
-            fix="leave loss out, or write the end of the model so",
-        )
-
-
-def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
-    """Refuse to fix what a model without blocks cannot do."""
-    if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
-        raise UsageError.of(
-            f"--fix recompute={recompute}",
-            found="no block",
-            expected="a model with blocks (modules in a ModuleList or Sequential), which are recomputed one by one",
-            fix="put the layers into an nn.ModuleList, or leave recompute out",
-        )
-
-
 def _check_degree(degree: int, profile: HardwareProfile) -> None:
     """Refuse a degree that the cluster has no place for, and name the nearest that it has."""
     host = profile.n_devices_per_host
@@ -372,6 +364,7 @@ def _make_plan(
     kept = tuple(
         StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
     )
+    compression = compression_choice(options).under(mesh)
     return Plan(
         mesh=mesh,
         stages=kept,
@@ -384,6 +377,8 @@ def _make_plan(
         loss=loss,
         batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
         loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
+        grad_compression=compression.name,
+        powersgd_rank=compression.rank,
     )
 
 

@@ -1,6 +1,7 @@
 """Compressed reductions of gradients: against reductions by hand, torch's own DDP with its hook, and in training."""
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import autoplan
+from autoplan.cost.grad_compression import Compression, n_launches, narrow_reduction, power_sgd_reduction
+from autoplan.errors import UsageError
+from autoplan.hardware import NO_SHARDING, Device
+from autoplan.option_checks import check_options
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh, global_batch, local_batch
 from autoplan.runtime.construction import build_whole_model
 
@@ -108,6 +116,12 @@ def _differences_from_ddp():
     model, _ = _run(MLP, 6, **POWER_SGD, **sizes)
     expected, state = _with_ddp(6, model.config)
     assert state.compression_stats()[0] > 1.5 and state.iter == 6  # it did compress
+    kept = sum(
+        t.numel() for kind in (state.error_dict, state.p_memory_dict, state.q_memory_dict) for t in kind.values()
+    )
+    matrices = [(p.shape[0], p[0].numel()) for p in expected.values()]
+    priced = power_sgd_reduction(matrices, item_bytes=8, rank=model.config.powersgd_rank, device=TOY)
+    assert 8 * kept == priced.state_bytes
     exact, _ = _run(MLP, 6, **sizes)
     found, whole = dict(model.full_parameters()), dict(exact.full_parameters())
     pairs = [(found[name], other.detach(), whole[name]) for name, other in expected.items()]
@@ -165,6 +179,74 @@ def _pipeline_on_four_ranks():
 def test_stages_of_a_pipeline_compress_by_themselves():
     for losses in run_ranks(_pipeline_on_four_ranks, 4):
         assert losses[-1] < 0.3 * losses[0]
+
+
+# ---------------------------------------------------------------- the price, by pencil
+
+TOY = Device("toy", (("fp32", 1e12),), 10**12, 1e9, 1.0, 1.0, 0.0, 1.0, 0.0, NO_SHARDING)  # 1 GB/s, a second per kernel
+
+
+def test_bf16_halves_what_is_sent_and_takes_two_casts():
+    # 1,000 float32 elements over 4 shards: 6,000 bytes to round, 250 x 6 to widen, each at half the rate; 3 kernels
+    found = narrow_reduction(1000, item_bytes=4, n_shards=4, device=TOY, mixed_fraction=0.5)
+    assert found.wire_bytes == (2000,) and found.state_bytes == 0
+    assert found.kernels_s == pytest.approx((6000 + 1500) / 0.5 / 1e9 + 3.0)
+    assert found.reducing_bytes == 2000 + 500
+    # whole on every rank: all are widened, and divided in bf16 (read and written)
+    whole = narrow_reduction(1000, item_bytes=4, n_shards=1, device=TOY, mixed_fraction=0.5)
+    assert whole.kernels_s == pytest.approx((12000 / 0.5 + 4000) / 1e9 + 3.0)
+    assert whole.reducing_bytes == 2000
+
+
+def test_power_sgd_sends_p_and_q_of_what_they_are_smaller_than():
+    # 100 x 50 and rank 2: 300 numbers instead of 5,000; a bias of 100 and a matrix of 4 x 6 (40 against 24) are whole
+    found = power_sgd_reduction([(100, 50), (100, 1), (4, 6)], item_bytes=4, rank=2, device=TOY)
+    assert found.wire_bytes == (4 * 124, 4 * 200, 4 * 100)
+    assert found.state_bytes == 4 * (5124 + 300)
+    assert found.reducing_bytes == 4 * (2 * 5124 + 124)
+    # 6 kernels, 3 products, twice Gram-Schmidt of two columns: 3 each, 4 between them
+    launches = 6 + 3 + 2 * (3 * 2 + 4)
+    assert n_launches([2]) == launches
+    moved_bytes = 4 * (8 * 5124 + 6 * 124 + 3 * 5000)
+    assert found.kernels_s == pytest.approx(moved_bytes / 1e9 + launches)
+
+
+def test_compression_is_left_out_where_gradients_cannot_be_compressed():
+    bf16, power_sgd = Compression("bf16"), Compression("powersgd", 2)
+    sharded, hybrid = Mesh(dp=4, zero_stage=2, zero_shard_degree=4), Mesh(dp=4, zero_stage=2, zero_shard_degree=2)
+    assert [bf16.under(mesh).name for mesh in (Mesh(), Mesh(dp=4), sharded, hybrid)] == ["none", "bf16", "bf16", "none"]
+    found = [power_sgd.under(mesh).name for mesh in (Mesh(), Mesh(dp=4), sharded)]
+    assert found == ["none", "powersgd", "none"]
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_a_plan_compresses_only_where_that_is_asked_for(tmp_path):
+    graph_file = Path(__file__).parent.parent / "examples" / "mlp.py"
+    asked = {"grad_compression": "powersgd", "powersgd_rank": "2", "dp": "8"}
+    results = [
+        autoplan.plan(graph_file, hw="dgx_a100_x8", global_batch=64, fix=tuple(fix.items()))
+        for fix in ({"dp": "8"}, {"dp": "8", "grad_compression": "bf16"}, asked)
+    ]
+    plans = [result.best.plan for result in results]
+    assert [plan.grad_compression for plan in plans] == ["none", "bf16", "powersgd"]
+    assert (plans[2].powersgd_rank, plans[2].mesh.zero_stage) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("fix", "options", "message"),
+    [
+        ({"grad_compression": "bf8"}, {}, "expected: one of none, bf16, powersgd"),
+        ({"grad_compression": "bf16", "dp": "1"}, {}, "one rank reduces nothing"),
+        ({"grad_compression": "powersgd", "zero": "2"}, {}, "expected: zero=0"),
+        ({"grad_compression": "powersgd"}, {"precision": "fp16"}, "gradients that overflow"),
+        ({"grad_compression": "bf16", "powersgd_rank": "2"}, {}, "grad_compression=powersgd beside it"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(fix, options, message):
+    with pytest.raises(UsageError, match=message):
+        check_options(Options(fix=tuple(fix.items()), **options))
 
 
 @pytest.mark.parametrize(

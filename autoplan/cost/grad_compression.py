@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from autoplan.cost.op_time import host_s, peak_flops_per_s
 from autoplan.hardware import Device
+from autoplan.parallel_plan import Mesh
 
 WIRE_BYTES = 2  # of an element in bfloat16
 MIN_RATE = 2  # torch compresses a matrix when that makes it smaller by more than this
@@ -46,11 +47,17 @@ class Compression:
     name: str = "none"
     rank: int | None = None
 
-    def under(self, *, n_shards: int, n_replicas: int, zero_stage: int) -> str:
-        """Which compression there is where gradients are reduced over so many ranks."""
-        is_whole = n_shards == 1 or n_replicas == 1
-        is_possible = is_whole if self.name == "bf16" else zero_stage == 0
-        return self.name if n_shards * n_replicas > 1 and is_possible else "none"
+    def over(self, *, n_shards: int, n_replicas: int) -> Compression:
+        """What is left of it where gradients are reduced over so many ranks.
+
+        PowerSGD needs all gradients on all of them, bf16 all ranks in one collective.
+        """
+        is_possible = n_shards == 1 or (self.name == "bf16" and n_replicas == 1)
+        return self if n_shards * n_replicas > 1 and is_possible else NO_COMPRESSION
+
+    def under(self, mesh: Mesh) -> Compression:
+        """Likewise on a mesh."""
+        return self.over(n_shards=mesh.zero_shard_degree, n_replicas=mesh.dp // mesh.zero_shard_degree)
 
 
 NO_COMPRESSION = Compression()

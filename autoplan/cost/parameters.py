@@ -240,11 +240,10 @@ def _reduction(context: ParameterContext, matrices: Sequence[Matrix], placement:
     """Reduce-scatter inside the shard group, and all-reduce of the shards between replicas; compressed or not."""
     n_elements, item_bytes = sum(n * m for n, m in matrices), element_bytes(context.precision).reduced
     n_shards, n_replicas = placement.shard.n_devices, placement.replicate.n_devices
-    compression = context.compression
-    name = compression.under(n_shards=n_shards, n_replicas=n_replicas, zero_stage=placement.zero_stage)
-    if name == "none" or n_elements == 0:
+    compression = context.compression.over(n_shards=n_shards, n_replicas=n_replicas)
+    if compression.name == "none" or n_elements == 0:
         return _Reduction(*_reduce_s(context, item_bytes * n_elements, placement))
-    if name == "bf16":
+    if compression.name == "bf16":
         narrow = narrow_reduction(
             n_elements,
             item_bytes=item_bytes,
