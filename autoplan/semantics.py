@@ -132,8 +132,8 @@ def _grad_compression(graph: OpGraph, plan: Plan) -> str:
         return (
             f"Gradients of matrices are summed over {plan.mesh.dp} data-parallel ranks as products of rank"
             f" {plan.powersgd_rank} from step {POWERSGD_START_STEP} on, and what a step loses is added to the next, but"
-            " not kept in checkpoints: another training than that of one process, whose losses only a trial run can tell;"
-            " its time is counted with the optimizer, since torch's hook waits for the device."
+            " not kept in checkpoints: another training than that of one process, whose losses only a trial run can"
+            " tell; its time is counted with the optimizer, since torch's hook waits for the device."
         )
     return ""
 

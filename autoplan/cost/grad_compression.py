@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoplan.cost.op_time import host_s, peak_flops_per_s
+from autoplan.cost.op_time import peak_flops_per_s
 from autoplan.hardware import Device
 from autoplan.parallel_plan import Mesh
 
@@ -70,7 +70,7 @@ class CompressedReduction:
     Attributes:
         wire_bytes: of the tensors that are reduced, in order.
         kernels_s: on the device.
-        host_s: to launch kernels.
+        host_s: to launch kernels, outside of modules and of autograd.
         state_bytes: all the time.
         reducing_bytes: while gradients are reduced.
     """
@@ -93,7 +93,7 @@ def narrow_reduction(
     return CompressedReduction(
         wire_bytes=(WIRE_BYTES * n_elements,),
         kernels_s=moved_s + N_NARROW_LAUNCHES * device.kernel_s,
-        host_s=host_s(device, N_NARROW_LAUNCHES),
+        host_s=device.launch_s * N_NARROW_LAUNCHES,
         state_bytes=0,
         reducing_bytes=WIRE_BYTES * (n_elements + (n_kept if n_shards > 1 else 0)),
     )
@@ -117,7 +117,7 @@ def power_sgd_reduction(
     return CompressedReduction(
         wire_bytes=tuple(item_bytes * count for count in (n_whole, p_elements, q_elements)),
         kernels_s=passes_s + products_s + launches * device.kernel_s,
-        host_s=host_s(device, launches) + N_COLLECTIVES * device.collective_launch_s,
+        host_s=device.launch_s * launches + N_COLLECTIVES * device.collective_launch_s,
         state_bytes=item_bytes * (n_elements + p_elements + q_elements),
         reducing_bytes=item_bytes * (2 * n_elements + n_whole),
     )
