@@ -8,8 +8,8 @@ what a bucket is to DDP. Where all ranks keep all parameters (stage 0), groups a
 their reduction to the hook; else the hook takes the place of the reduce-scatter.
 
 PowerSGD reduces the first `powersgd_start_step` steps whole. From then on what a step loses, M - P Q^T, is added to the
-gradient of the next one. These errors are a rank's own and not in checkpoints: a run that goes on has none, and counts its
-steps from 0 again.
+gradient of the next one. These errors are a rank's own and not in checkpoints: a run that goes on has none, and
+counts its steps from 0 again.
 """
 
 from __future__ import annotations
