@@ -30,7 +30,7 @@ class Options:
             compressed only where that is fixed, since it changes what is trained.
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.
-        max_micro_batch_size: largest micro-batch considered.
+        max_micro_batch_size: largest micro-batch considered; None considers all that divide a rank's part of the batch.
         top: how many alternatives the result keeps.
         rules: files with op rules of one's own, in addition to those of `cost_models/`.
         profile: file of measurements of `autoplan profile`; None prices by the hardware profile alone.
@@ -43,7 +43,7 @@ class Options:
     fix: tuple[tuple[str, str], ...] = ()
     time_limit_s: float | None = DEFAULT_TIME_LIMIT_S
     require_optimal: bool = False
-    max_micro_batch_size: int = 64
+    max_micro_batch_size: int | None = None
     top: int = 5
     strict: bool = False
     rules: tuple[str, ...] = ()

@@ -153,7 +153,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where the step time of the slowest rank goes; the terms sum to the step time."""
+    """Where the step time of the slowest rank goes; the terms sum to the step time.
+
+    `exposed_batch_copy_s` is by how much copying the next batch to the device outlasts all else.
+    """
 
     compute_s: float
     recompute_s: float
@@ -163,6 +166,7 @@ class Breakdown:
     bubble_s: float
     optimizer_s: float
     launch_s: float
+    exposed_batch_copy_s: float = 0.0
 
     @property
     def total_s(self) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from autoplan.chunked_loss import can_chunk, why_whole
+from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
-from autoplan.cost.price import legal_cuts
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile

@@ -11,10 +11,11 @@ from functools import partial
 from typing import TypeVar
 
 from autoplan.chunked_loss import can_chunk
+from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.measured import execution_of
-from autoplan.cost.price import Shardings, legal_cuts, make_pricer
+from autoplan.cost.price import Shardings, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
 from autoplan.fix_checks import check_fixed

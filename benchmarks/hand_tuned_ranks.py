@@ -318,7 +318,8 @@ def train(folder: Path, job: Job) -> None:
     os.chdir(folder)
     sys.path[0] = str(folder)
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[job.precision]
-    options = {"steps": N_WARM_UP + N_TIMED, "out-json": "measured.json", "device": job.device, "dtype": dtype}
+    options = {"steps": N_WARM_UP + N_TIMED, "repeat-batches": N_BATCHES, "out-json": "measured.json"}
+    options |= {"device": job.device, "dtype": dtype}
     sys.argv = ["train.py", *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     runpy.run_path("train.py", run_name="__main__")
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -300,24 +300,3 @@ def _algorithms() -> dict[str, tuple[Algorithm, ...]]:
     """The algorithms of each kind, read once from `cost_models/`."""
     table = load_table("autoplan.cost_models", "COLLECTIVES")
     return {kind: tuple(f for (of_kind, _), f in table.items() if of_kind == kind) for kind in KINDS}
-
-
-@dataclass(frozen=True, slots=True)
-class MeshGroups:
-    """Where the axes of a mesh lie on the cluster."""
-
-    shard: Group
-    replicate: Group
-    whole_step: Group
-    stages: Group
-
-    @classmethod
-    def of(cls, profile: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> MeshGroups:
-        """Those of a mesh with these degrees."""
-        group = partial(axis_group, profile, n_devices=n_devices)
-        return cls(
-            shard=group(size=shard_degree, stride=tp),
-            replicate=group(size=dp // shard_degree, stride=tp * shard_degree),
-            whole_step=group(size=n_devices, stride=1),
-            stages=pair_group(profile, n_devices=n_devices),
-        )

@@ -15,17 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from autoplan.cost.boundaries import Cuts, make_boundary_sizer, tied_elements, tied_weight_bytes
 from autoplan.cost.collectives import Group, send_s
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression
-from autoplan.cost.price import (
-    GRADIENT_NORM_BYTES,
-    Cuts,
-    Shardings,
-    make_boundary_sizer,
-    make_part_pricer,
-    tied_elements,
-    tied_weight_bytes,
-)
+from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_part_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile

@@ -4,8 +4,9 @@
     parameter_cost(tp, layouts, placement)  --+--> SegmentCost of each kind --+
     send_s(tp, layouts, micro-batch, stages) ---------------------------------+--> CostTable of one mesh
 
-`cost.launch` says what waiting for the host adds to a segment. Meshes by the ten thousand share these parts, so each
-part is computed once for all that have the same arguments, and meshes with equal costs hold the same objects.
+`cost.launch` says what waiting for the host adds to a segment, `cost.batch` what bringing batches to the device takes.
+Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and
+meshes with equal costs hold the same objects.
 
 Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
 shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
@@ -14,11 +15,20 @@ shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 
 from autoplan.chunked_loss import is_in_compiled
+from autoplan.cost.batch import make_batch_pricer
+from autoplan.cost.boundaries import (
+    Cuts,
+    legal_cuts,
+    make_cuts_pricer,
+    tied_elements,
+    tied_weight_bytes,
+)
 from autoplan.cost.chunked import with_chunked_loss
-from autoplan.cost.collectives import Group, MeshGroups, collective_s, send_s
+from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
 from autoplan.cost.measured import Correction, execution_of
@@ -26,15 +36,13 @@ from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
     Placement,
-    element_bytes,
     parameter_cost,
 )
-from autoplan.cost.segment_cost import action_s, fixed_bytes, segment_costs
+from autoplan.cost.segment_cost import segment_costs
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
-from autoplan.hardware import HardwareProfile
-from autoplan.layout import Layout, can_shard, local_spec, parse_layout
+from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph
+from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 from autoplan.rules import OpRule, Strategy
@@ -45,6 +53,9 @@ from autoplan.units import MiB
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
 
+# Assumed until measured on the target: device context and communication buffers of one process.
+CONTEXT_BYTES = 1024 * MiB
+COMMUNICATOR_BYTES = 256 * MiB
 # cuBLAS takes 32 MiB per handle on compute capability 9.0 (8 MiB before), and the threads of forward and of backward
 # have one each. The rest of 14 runs on 4 H200 once all else was counted
 # (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl) was 64 to 68 MiB.
@@ -57,9 +68,9 @@ RESERVED_RATIO = 1.15
 
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
 
+
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
-Cuts = tuple[float | None, ...]  # likewise
 Pricer = Callable[[Mesh], CostTable]
 PartPricer = Callable[[Mesh, int], CostTable]  # with so many of the mesh's pipeline ranks on this cluster
 
@@ -116,8 +127,9 @@ def make_part_pricer(
     element_s = None if measured is None else measured.optimizer_element_s
     of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
     costs = _costs_pricer(graph, of_parameters, local, works)
-    cuts = _cuts_pricer(graph, profile, precision)
-    groups_of = cache(partial(MeshGroups.of, profile))
+    cuts = make_cuts_pricer(graph, profile, precision)
+    batch = make_batch_pricer(graph, profile.device, precision)
+    groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
@@ -130,6 +142,7 @@ def make_part_pricer(
         work = (*layout, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
+        copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(*layout, groups.stages)
         found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
         lead_s = sum(found[segment.kind][0].lead_s for segment in graph.segments if segment.is_block)
@@ -145,10 +158,12 @@ def make_part_pricer(
             overlap_slowdown=profile.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
-            reserved_fixed_bytes=fixed_bytes(mesh),
+            reserved_fixed_bytes=_fixed_bytes(mesh),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
-            action_s=action_s(mesh, profile.device, lead_s=lead_s),
+            action_s=_action_s(mesh, profile.device, lead_s=lead_s),
+            batch_copy_s=copy_s,
+            batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
@@ -280,41 +295,6 @@ def _costs_pricer(
     return costs
 
 
-def _cuts_pricer(
-    graph: OpGraph, profile: HardwareProfile, precision: str
-) -> Callable[[int, str, int, Group], tuple[Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and bytes; 0 where none may."""
-    boundary_bytes = make_boundary_sizer(graph, precision)
-
-    @cache
-    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
-        sizes = boundary_bytes(tp, sharding, micro_batch_size)
-        allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
-        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in allowed}
-        return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
-
-    return cuts
-
-
-def make_boundary_sizer(graph: OpGraph, precision: str) -> Callable[[int, str, int], tuple[int | None, ...]]:
-    """(tp, sharding, micro-batch size) -> bytes a rank sends over each boundary; None where the model is not cut."""
-    crossing, legal = _crossing_specs(graph), legal_cuts(graph)
-
-    @cache
-    def of_specs(specs: tuple[TensorSpec, ...], tp: int, sharding: str, micro_batch_size: int) -> int:
-        layout = parse_layout(sharding or "R")
-        return sum(_boundary_spec(spec, layout, tp).n_bytes(micro_batch_size, precision) for spec in specs)
-
-    @cache
-    def sizes(tp: int, sharding: str, micro_batch_size: int) -> tuple[int | None, ...]:
-        return tuple(
-            of_specs(specs, tp, sharding, micro_batch_size) if is_legal else None
-            for specs, is_legal in zip(crossing, legal, strict=True)
-        )
-
-    return sizes
-
-
 def _correction(
     graph: OpGraph,
     shardings: Shardings,
@@ -339,6 +319,47 @@ def _correction(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Where the axes of a mesh lie on the cluster."""
+
+    shard: Group
+    replicate: Group
+    whole_step: Group
+    stages: Group
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
+        """Those of a mesh with these degrees."""
+        group = partial(axis_group, profile, n_devices=n_devices)
+        return cls(
+            shard=group(size=shard_degree, stride=tp),
+            replicate=group(size=dp // shard_degree, stride=tp * shard_degree),
+            whole_step=group(size=n_devices, stride=1),
+            stages=pair_group(profile, n_devices=n_devices),
+        )
+
+
+def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
+    """What an action waits for the host beside its segments, where the lead that this wins in the blocks is too short.
+
+    `lead_s` is that of all blocks in one micro-batch; stages are taken to have equal shares of it. A stage in the
+    middle receives and sends in each of two actions, one at an end does one of both.
+    """
+    if mesh.pp == 1:
+        return 0.0
+    n_actions = 3 if splits_backward(mesh.schedule) else 2
+    n_transfers = 2 * (1 if mesh.n_stages == 2 else 2)
+    host_s = n_actions * device.pipeline_action_s + n_transfers * device.pipeline_transfer_s
+    return max(0.0, host_s - lead_s / mesh.n_stages) / n_actions
+
+
+def _fixed_bytes(mesh: Mesh) -> int:
+    """Context and communicators."""
+    n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
+
+
 def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:
     """(first dim, elements behind it) of its parameters that are among `owned`."""
     pairs = zip(segment.weights, segment.first_dims, strict=True)
@@ -356,46 +377,3 @@ def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[
         found[kind] = frozenset(segment.parameters) - (frozenset() if is_cut else seen)
         seen.update(segment.parameters)
     return found
-
-
-def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Per boundary: the values that cross it."""
-    specs, invariant = graph.specs(), invariant_values(graph)
-    return tuple(
-        tuple(specs[name] for name in crossing_values(graph, index, invariant=invariant))
-        for index in range(1, len(graph.segments))
-    )
-
-
-def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
-    """Per boundary between neighbouring segments, whether the pipeline may be cut there.
-
-    The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
-    passes between them was not traced.
-    """
-    own_outputs = set(graph.model_outputs) or {graph.loss}
-    first_made = next((i for i, op in enumerate(graph.ops) if op.name in own_outputs), len(graph.ops))
-    is_cuttable = not graph.is_module_level
-    return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
-
-
-def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
-    """What a rank sends of a value."""
-    return local_spec(spec, layout, degree) if can_shard(spec, layout, degree) and spec.is_float else spec
-
-
-def tied_elements(graph: OpGraph) -> tuple[int, ...]:
-    """Of each weight that segments of several kinds read: its elements."""
-    readers: dict[str, int] = {}
-    for segment in graph.first_of_kind().values():
-        for name in segment.parameters:
-            readers[name] = readers.get(name, 0) + 1
-    return tuple(p.spec.n_elements(1) for p in graph.parameters if p.is_trainable and readers.get(p.name, 0) > 1)
-
-
-def tied_weight_bytes(tied: tuple[int, ...], mesh: Mesh, precision: str) -> int:
-    """Gradients of weights of so many elements, as a rank sums them between the first and the last stage."""
-    if mesh.pp == 1:
-        return 0
-    master_bytes = element_bytes(precision).master
-    return sum(n * master_bytes // (mesh.tp * mesh.zero_shard_degree) for n in tied)

@@ -1,4 +1,4 @@
-"""The cost of one segment, its work and its parameters put together, and of what a rank has beside its segments."""
+"""SegmentCost from the work of a segment and its parameters: plain, recomputed, with its loss in slices."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from autoplan.cost.launch import PassSeconds, launch, lead_s
 from autoplan.cost.parameters import ParameterCost
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import SegmentCost
-from autoplan.hardware import Device
-from autoplan.parallel_plan import Mesh
-from autoplan.schedules import splits_backward
-from autoplan.units import MiB
 
-# Assumed until measured on the target: device context and communication buffers of one process.
-CONTEXT_BYTES = 1024 * MiB
-COMMUNICATOR_BYTES = 256 * MiB
 # Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
 # 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core; taken for all hosts.
 WEIGHT_OP_HOST_S = 6e-5
@@ -101,23 +94,3 @@ def _plain_cost(
         late_gradient_bytes=parameters.late_gradient_bytes,
         lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
     )
-
-
-def action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
-    """What an action waits for the host beside its segments, where the lead that this wins in the blocks is too short.
-
-    `lead_s` is that of all blocks in one micro-batch; stages are taken to have equal shares of it. A stage in the
-    middle receives and sends in each of two actions, one at an end does one of both.
-    """
-    if mesh.pp == 1:
-        return 0.0
-    n_actions = 3 if splits_backward(mesh.schedule) else 2
-    n_transfers = 2 * (1 if mesh.n_stages == 2 else 2)
-    host_s = n_actions * device.pipeline_action_s + n_transfers * device.pipeline_transfer_s
-    return max(0.0, host_s - lead_s / mesh.n_stages) / n_actions
-
-
-def fixed_bytes(mesh: Mesh) -> int:
-    """Context and communicators."""
-    n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators

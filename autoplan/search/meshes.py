@@ -193,9 +193,11 @@ def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compil
 
 def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:
     """Divisors of one rank's share of the batch, up to the largest allowed; exactly the fixed one if it is fixed."""
-    wanted = fixed_int(options, "micro_batch")
-    largest = options.max_micro_batch_size if wanted is None else wanted
-    return tuple(size for size in divisors(space.global_batch // dp) if size <= largest and wanted in (None, size))
+    sizes = divisors(space.global_batch // dp)
+    wanted, largest = fixed_int(options, "micro_batch"), options.max_micro_batch_size
+    if wanted is not None:
+        return tuple(size for size in sizes if size == wanted)
+    return tuple(size for size in sizes if largest is None or size <= largest)
 
 
 def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
@@ -249,13 +251,14 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
     legal_tp = legal_tensor_degrees(space, replace(options, fix=()))
     tp_line = f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
+    largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
         + "".join(f"  {line}\n" for line in _near_lines(space, options))
         + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
         + (tp_line if fixed(options, "tp") is None else "")
         + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
-        f"  legal micro-batch: divisors of global batch / dp up to {options.max_micro_batch_size}\n"
+        f"  legal micro-batch: divisors of global batch / dp{largest}\n"
         "  legal zero: 0 when dp = 1\n"
         f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     )
