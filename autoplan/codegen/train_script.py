@@ -72,7 +72,7 @@ def parse_arguments():
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
-    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
+{check_plainly}    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
     start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
     log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
@@ -124,6 +124,10 @@ def main():
 if __name__ == "__main__":
     sys.exit(main())
 '''
+_CHECK_PLAINLY = """\
+    if arguments.check:  # one process loses nothing of its gradients
+        config = dataclasses.replace(config, grad_compression="none")
+"""
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "Run", "StepTrace",
     "Workload", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
@@ -154,6 +158,7 @@ def train_script(
         config=_fields(config),
         workload=_fields(workload or {}),
         overrides=_value(dict(overrides or {})),
+        check_plainly=_CHECK_PLAINLY if "grad_compression" in config else "",
         parallel_model="parallel_model" if has_parallel_model else "None",
     )
 
