@@ -427,7 +427,7 @@ def hw_group() -> None:
 def hw_list(output_format: str) -> None:
     """Every profile that comes with autoplan."""
     from autoplan.hardware import load_profile, profile_names
-    from autoplan.report import profile_list
+    from autoplan.report_hardware import profile_list
 
     profiles = [load_profile(name) for name in profile_names()]
     if output_format == "json":
@@ -444,7 +444,7 @@ def hw_list(output_format: str) -> None:
 def hw_show(name: str, hosts: int, output_format: str) -> None:
     """Every figure of a profile, with its source."""
     from autoplan.hardware import load_profile
-    from autoplan.report import profile_sheet
+    from autoplan.report_hardware import profile_sheet
 
     profile = load_profile(name, n_hosts=hosts)
     _print(_json(asdict(profile)) if output_format == "json" else profile_sheet(profile))
@@ -474,7 +474,7 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
     One device by itself; all of a host under: torchrun --standalone --nproc-per-node N -m autoplan hw measure ...
     """
     from autoplan.measure_hardware import measure_host
-    from autoplan.report import profile_sheet
+    from autoplan.report_hardware import profile_sheet
 
     with _stdout_kept_clean():
         profile = measure_host(out, **options, progress=_progress)
@@ -749,7 +749,7 @@ def _progress_bar(n_done: int, n_all: int) -> None:
 def doctor_command(output_format: str) -> None:
     """Versions, devices, links, and what is missing."""
     from autoplan.doctor import diagnose
-    from autoplan.report import text_table
+    from autoplan.plain_text import text_table
 
     findings = diagnose()
     if output_format == "json":

@@ -698,6 +698,15 @@ def test_emit_writes_a_folder_and_says_how_to_run_it(hw, tmp_path, capsys) -> No
     assert [region["micro_batch_sizes"] for region in regions] == [[1, 2]] * len(regions)
 
 
+@pytest.mark.parametrize(("fresh", "name"), [([], "measurements.sqlite"), (["--fresh"], None)])
+def test_results_of_earlier_runs_are_taken_unless_fresh_ones_are_asked_for(hw, tmp_path, monkeypatch, fresh, name):
+    asked = []
+    monkeypatch.setattr("autoplan.profiling.run_measurements", lambda files, **given: asked.append(given) or [])
+    arguments = ["profile", str(MLP), "--set", "width=8", "--hw", hw, "--tp", "1", "--out", str(tmp_path / "m.json")]
+    assert cli.run([*arguments, *fresh]) == 0
+    assert [given["cache"] and given["cache"].name for given in asked] == [name]
+
+
 def test_a_wrong_profile_on_the_command_line_exits_3(hw, measured, capsys) -> None:
     arguments = ["plan", str(MLP), "--hw", hw, "--precision", "fp32", "--profile", str(measured.out)]
     assert cli.run(arguments) == 3
