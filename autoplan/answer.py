@@ -282,7 +282,7 @@ _SUMMARY_KEYS = (
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The decision in short: degrees, batch, schedule, recomputation and stages."""
     decision: dict[str, Any] = encode(plan.mesh)
-    names = ("recompute", "loss", "precision", "batch_norm", "loss_average")
+    names = ("recompute", "loss", "precision", "batch_norm", "loss_average", "grad_compression", "powersgd_rank")
     decision.update({name: getattr(plan, name) for name in names})
     decision["stages"] = encode(plan.stages)
     decision["groups"] = encode(plan.groups)

@@ -130,6 +130,8 @@ class Plan:
         batch_norm: "local" or "synchronized" over the data-parallel ranks.
         loss_average: over which targets a loss that leaves some out is averaged: those of each "micro_batch", and then
             over micro-batches, or all those of the "global_batch".
+        grad_compression: how gradients are made smaller to be reduced over data-parallel ranks: "none", "bf16", or
+            "powersgd" with matrices of rank `powersgd_rank`; see `cost.grad_compression`.
         groups: where the pipeline ranks are on a mixed cluster, in their order; empty with one kind of host.
     """
 
@@ -144,6 +146,8 @@ class Plan:
     loss: str = "whole"
     batch_norm: str = "local"
     loss_average: str = "micro_batch"
+    grad_compression: str = "none"
+    powersgd_rank: int | None = None
     groups: tuple[GroupRanks, ...] = ()
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
-from autoplan.parallel_plan import Breakdown, Estimate, Execution, Mesh, Plan
+from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
+from autoplan.plan_words import choice_rows, choice_words, execution_words
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
 from autoplan.units import GiB, format_seconds
@@ -98,7 +99,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
         ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
-        *([("loss", "chunked: in slices of its rows")] if plan.loss == "chunked" else []),
+        *choice_rows(plan),
         *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
     ]
 
@@ -150,12 +151,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else f"{share:.0%}",
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join(
-            [note] * bool(note)
-            + list(execution_words(mesh))
-            + ["chunked"] * (plan.loss == "chunked")
-            + ["(too big)"] * (not estimate.fits)
-        ),
+        " ".join([note] * bool(note) + list(choice_words(plan)) + ["(too big)"] * (not estimate.fits)),
     )
 
 
@@ -217,12 +213,6 @@ def describe_mesh(mesh: Mesh) -> str:
         text += f", {mesh.schedule}"
     text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
     return ", ".join((text, *execution_words(mesh)))
-
-
-def execution_words(mesh: Mesh) -> tuple[str, ...]:
-    """What is not plain about how modules run."""
-    is_plain = mesh.memory_format == Execution().memory_format
-    return (*(["compiled"] * mesh.compile), *([] if is_plain else [mesh.memory_format]))
 
 
 def recompute_text(plan: Plan) -> str:

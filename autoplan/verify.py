@@ -45,6 +45,7 @@ _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "optimizer": (("optimizer_s",), "optimizer_s"),
 }
 _OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
+N_BATCHES = 4  # different ones, drawn before the first step
 COMPONENTS_NOTE = (
     "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
     "communication is predicted as exposed and measured as compute. Idle beyond launch is any wait for the host."
@@ -147,7 +148,7 @@ def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[
         return [*launcher, "--steps", str(n_steps), "--dtype", "float64", "--check"]
     # the step before the traced one is slow, too: it warms the profiler up
     traced = ["--profile-steps", f"{n_steps + 1}:{n_steps + 2}", "--profile-dir", str(report.parent / "profile")]
-    return [*launcher, "--steps", str(n_steps + 2), *traced]
+    return [*launcher, "--steps", str(n_steps + 2), "--repeat-batches", str(N_BATCHES), *traced]
 
 
 def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verification:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 N_STEPS, N_WARM_UP = 12, 4
+N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150
 HARDWARE = "h200_x4"
 FIRST_PORT = 29600
@@ -166,6 +167,8 @@ class Run:
                 "train.py",
                 "--steps",
                 str(N_STEPS),
+                "--repeat-batches",
+                str(N_BATCHES),
                 "--out-json",
                 "measured.json",
                 *os.environ.get("TRAIN_OPTIONS", "").split(),

@@ -29,6 +29,7 @@ from autoplan.cost.boundaries import (
 )
 from autoplan.cost.chunked import with_chunked_loss
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group
+from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
 from autoplan.cost.measured import Correction, execution_of
 from autoplan.cost.parameters import (
@@ -83,14 +84,23 @@ def make_pricer(
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
-    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed".
+    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
+    compressed on meshes on which they can be.
     """
     price = make_part_pricer(
-        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured, loss=loss
+        graph,
+        profile=profile,
+        precision=precision,
+        shardings=shardings,
+        rules=rules,
+        measured=measured,
+        loss=loss,
+        compression=compression,
     )
     return lambda mesh: price(mesh, mesh.pp)
 
@@ -104,6 +114,7 @@ def make_part_pricer(
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> PartPricer:
     """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
 
@@ -114,7 +125,7 @@ def make_part_pricer(
     works = _works_pricer(graph, contexts, shardings, measured, local)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
     element_s = None if measured is None else measured.optimizer_element_s
-    of_parameters = ParameterContext(profile.device, precision, collective, element_s)
+    of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
     costs = _costs_pricer(graph, of_parameters, local, works)
     cuts = make_cuts_pricer(graph, profile, precision)
     batch = make_batch_pricer(graph, profile.device, precision)
@@ -243,13 +254,9 @@ def _costs_pricer(
 
     @cache
     def parameters(tp: int, sharding: str, placement: Placement, is_cut: bool) -> tuple[ParameterCost, ...]:
-        counts = {
-            kind: [count for name, count in found.weights if name in owned[is_cut][kind]]
-            for kind, found in local(tp, sharding).items()
-        }
         return tuple(
-            parameter_cost(context, sum(count), len(count), placement, is_block=first[kind].is_block)
-            for kind, count in counts.items()
+            parameter_cost(context, _matrices(found, owned[is_cut][kind]), placement, is_block=first[kind].is_block)
+            for kind, found in local(tp, sharding).items()
         )
 
     @cache
@@ -351,6 +358,12 @@ def _fixed_bytes(mesh: Mesh) -> int:
     """Context and communicators."""
     n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
+
+
+def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:
+    """(first dim, elements behind it) of its parameters that are among `owned`."""
+    pairs = zip(segment.weights, segment.first_dims, strict=True)
+    return tuple((first_dim, count // first_dim) for (name, count), first_dim in pairs if name in owned)
 
 
 def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[str]]:
