@@ -152,7 +152,12 @@ def _least_buffer_bytes(table: CostTable, stage: int) -> int:
 
 def least_message_bytes(table: CostTable) -> int:
     """The least that is sent over a boundary at which the pipeline can be cut."""
-    sizes = (n_bytes for n_bytes, cut_s in zip(table.message_bytes, table.cut_s, strict=False) if cut_s is not None)
+    return _least_message_bytes(table.message_bytes, table.cut_s)
+
+
+@lru_cache(maxsize=64)
+def _least_message_bytes(message_bytes: tuple[int, ...], cut_s: tuple[float | None, ...]) -> int:
+    sizes = (n_bytes for n_bytes, own_s in zip(message_bytes, cut_s, strict=False) if own_s is not None)
     return min(sizes, default=0)
 
 
