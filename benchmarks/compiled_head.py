@@ -11,8 +11,8 @@ Forward and backward, with the norms of the module and of Hugging Face (float32 
 ways in turn, so that what else the machine does meets all of them; on a CPU time is that of the process, not the clock.
 A line has the median of the rounds, and of each round's ratio to the first way with its quartiles.
 
-On 2 CPU cores that other work shared (results/compiled_head_2cores_2026-11-22.jsonl) the other three ways took 1.00 to
-1.01, 0.99 to 1.00 and 0.98 to 0.99 of the time of the first, with quartiles up to 7 % from 1: no gain that could be
+On 2 CPU cores that other work shared (results/compiled_head_2cores_2026-11-22.jsonl) the other three ways took 0.99 to
+1.01, 0.99 to 1.00 and 0.98 to 0.99 of the time of the first, with quartiles up to 5 % from 1: no gain that could be
 told there. Not yet run on a GPU.
 """
 
