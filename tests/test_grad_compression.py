@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import tiny_gpt
-from distributed.launch import run_ranks
+from distributed.launch import run_folder, run_ranks
 from distributed.programs import graph_of, make_plan
 from distributed.tiny_parallel import parallel_model
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autoplan
+from autoplan import cli
 from autoplan.codegen import generate
 from autoplan.cost.grad_compression import Compression, n_launches, narrow_reduction, power_sgd_reduction
 from autoplan.errors import InputError, UsageError
@@ -263,6 +264,20 @@ def test_a_program_says_how_gradients_are_reduced_and_is_checked_without():
     )
     assert 'grad_compression="powersgd"' in text and "powersgd_rank=2" in text and "powersgd_start_step=100" in text
     assert "if arguments.check:  # one process" in text and "grad_compression" not in other
+
+
+@pytest.mark.nightly
+def test_an_emitted_program_trains_and_is_exact_when_it_is_checked(tmp_path):
+    file, folder = Path(__file__).parent.parent / "examples" / "mlp.py", tmp_path / "program"
+    fix = "dp=2,grad_compression=powersgd,powersgd_rank=2"
+    options = ["--hw", "dgx_a100_x8/2", "--global-batch", "16", "--set", "width=64", "--fix", fix, "--out", str(folder)]
+    assert cli.run(["plan", str(file), *options]) == 0
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("powersgd_start_step=100", "powersgd_start_step=2"))
+    trained = run_folder(folder, 2, "--device", "cpu", "--steps", "5")
+    assert trained.returncode == 0, trained.stderr
+    checked = run_folder(folder, 2, "--device", "cpu", "--steps", "2", "--check", "--dtype", "float64")
+    assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize(
