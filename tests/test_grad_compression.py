@@ -1,13 +1,15 @@
 """Compressed reductions of gradients: against reductions by hand, torch's own DDP with its hook, and in training."""
 
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import tiny_gpt
-from distributed.launch import run_ranks
+from distributed.launch import run_folder, run_ranks
+from distributed.programs import graph_of, make_plan
 from distributed.tiny_parallel import parallel_model
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -15,14 +17,18 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autoplan
+from autoplan import cli
+from autoplan.codegen import generate
 from autoplan.cost.grad_compression import Compression, n_launches, narrow_reduction, power_sgd_reduction
-from autoplan.errors import UsageError
-from autoplan.hardware import NO_SHARDING, Device
+from autoplan.errors import InputError, UsageError
+from autoplan.hardware import NO_SHARDING, Device, load_profile
 from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
+from autoplan.plan_checks import check_plan
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh, global_batch, local_batch
 from autoplan.runtime.construction import build_whole_model
+from autoplan.space import load_rules
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 N_MICRO_BATCHES, WIDTH, N_CLASSES = 3, 12, 5
@@ -222,7 +228,7 @@ def test_compression_is_left_out_where_gradients_cannot_be_compressed():
 # ---------------------------------------------------------------- plans
 
 
-def test_a_plan_compresses_only_where_that_is_asked_for(tmp_path):
+def test_a_plan_compresses_only_where_that_is_asked_for():
     graph_file = Path(__file__).parent.parent / "examples" / "mlp.py"
     asked = {"grad_compression": "powersgd", "powersgd_rank": "2", "dp": "8"}
     results = [
@@ -232,6 +238,46 @@ def test_a_plan_compresses_only_where_that_is_asked_for(tmp_path):
     plans = [result.best.plan for result in results]
     assert [plan.grad_compression for plan in plans] == ["none", "bf16", "powersgd"]
     assert (plans[2].powersgd_rank, plans[2].mesh.zero_stage) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"grad_compression": "int8"}, "grad_compression: found 'int8'\n  expected: one of none, bf16, powersgd"),
+        ({"grad_compression": "powersgd"}, "powersgd_rank: found None\n  expected: 1 or more"),
+        ({"grad_compression": "bf16", "powersgd_rank": 4}, "powersgd_rank: found 4"),
+        ({"grad_compression": "powersgd", "powersgd_rank": 4, "precision": "fp16"}, "precision: found 'fp16'"),
+    ],
+)
+def test_a_plan_that_was_edited_into_what_cannot_be_is_refused(fields, message):
+    plan = make_plan("mlp", dp=2)
+    with pytest.raises(InputError, match=message):
+        check_plan(replace(plan, **fields), graph_of("mlp"), load_profile("dgx_a100_x8"))
+
+
+def test_a_program_says_how_gradients_are_reduced_and_is_checked_without():
+    plain = make_plan("mlp", dp=2)
+    chosen = replace(plain, grad_compression="powersgd", powersgd_rank=2)
+    text, other = (
+        generate(graph_of("mlp"), plan, rules=load_rules(), header="", model_text="", overrides={}).files[0][1]
+        for plan in (chosen, plain)
+    )
+    assert 'grad_compression="powersgd"' in text and "powersgd_rank=2" in text and "powersgd_start_step=100" in text
+    assert "if arguments.check:  # one process" in text and "grad_compression" not in other
+
+
+@pytest.mark.nightly
+def test_an_emitted_program_trains_and_is_exact_when_it_is_checked(tmp_path):
+    file, folder = Path(__file__).parent.parent / "examples" / "mlp.py", tmp_path / "program"
+    fix = "dp=2,grad_compression=powersgd,powersgd_rank=2"
+    options = ["--hw", "dgx_a100_x8/2", "--global-batch", "16", "--set", "width=64", "--fix", fix, "--out", str(folder)]
+    assert cli.run(["plan", str(file), *options]) == 0
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("powersgd_start_step=100", "powersgd_start_step=2"))
+    trained = run_folder(folder, 2, "--device", "cpu", "--steps", "5")
+    assert trained.returncode == 0, trained.stderr
+    checked = run_folder(folder, 2, "--device", "cpu", "--steps", "2", "--check", "--dtype", "float64")
+    assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize(

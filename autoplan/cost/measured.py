@@ -114,7 +114,10 @@ class Correction:
 
 
 def compiled_kinds(graph: OpGraph) -> frozenset[int]:
-    """The kinds of segments that a compiled program compiles: blocks, all of a model without any, and the loss."""
+    """The kinds of segments that a compiled program compiles: blocks, all of a model without any, and the loss.
+
+    Of the last segment only the loss is: what norm and head would gain, benchmarks/compiled_head.py could not tell.
+    """
     first, has_blocks = graph.first_of_kind(), any(segment.is_block for segment in graph.segments)
     with_loss = {
         kind for kind, found in first.items() if any(op.module_path == LOSS_PATH for op in graph.ops_of(found))
