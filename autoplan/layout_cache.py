@@ -42,8 +42,11 @@ def cached_layouts(named: Sequence[str], rule_files: Sequence[str], solve: Calla
 
 @cache
 def own_hash() -> str:
-    """Of every module of autoplan: whoever changes one pays a second."""
-    folders = [Path(path) for name in ("autoplan", "autoplan.cost_models") for path in import_module(name).__path__]
+    """Of every module of autoplan: whoever changes one pays a second.
+
+    `__path__` says too much: of an editable install it names the whole checkout.
+    """
+    folders = [Path(str(import_module(name).__file__)).parent for name in ("autoplan", "autoplan.cost_models")]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
 
