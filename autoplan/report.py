@@ -24,7 +24,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.parallel_plan import Breakdown, Estimate, Execution, Mesh, Plan
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
-from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
+from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds, format_share
 
 WIDTH = 80
 MIN_LAST_WIDTH = 8
@@ -158,7 +158,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         mesh.schedule if mesh.pp > 1 else "-",
         plan.recompute,
         format_seconds(estimate.step_s) if estimate.fits else "-",
-        "-" if share is None or not estimate.fits else f"{share:.0%}",
+        "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
         " ".join(
             [note] * bool(note)

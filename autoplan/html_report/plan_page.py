@@ -36,7 +36,7 @@ from autoplan.intervals import COVERAGE
 from autoplan.questions import SensitivityRow
 from autoplan.report import describe_mesh, fix_text, plan_rows, rate_text, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
-from autoplan.units import GiB, format_seconds, format_usd
+from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 FOLDER = "report"
 
@@ -89,7 +89,12 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
     cards = [
         Card(format_seconds(estimate.step_s), "a step", kind, interval_text),
         Card(rate[0], rate[1], kind, rate[2]),
-        Card("unknown" if share is None else f"{share:.1%}", "MFU", kind, "of the dense peak of the devices used"),
+        Card(
+            "unknown" if share is None else format_share(share, n_decimals=1),
+            "MFU",
+            kind,
+            "of the dense peak of the devices used",
+        ),
         Card(f"{peak_bytes / GiB:.1f} GiB", "memory", kind, f"pipeline rank {estimate.tightest_rank}; {left}"),
         Card(str(mesh.n_devices), "devices", "computed", f"of {workload.n_devices}; {describe_mesh(mesh)}"),
     ]

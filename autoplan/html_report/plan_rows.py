@@ -16,7 +16,7 @@ from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.questions import SensitivityRow
 from autoplan.report import BREAKDOWN_LABELS, REASONS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
-from autoplan.units import GiB, format_seconds, format_usd
+from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 MAX_REJECTIONS = 200
 MOMENTS = "memory_over_time"
@@ -45,7 +45,7 @@ def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: boo
         row += cells(
             (format_seconds(estimate.step_s), estimate.step_s),
             (f"{slower:+.1%}", slower),
-            ("-", None) if share is None else (f"{share:.1%}", share),
+            ("-", None) if share is None else (format_share(share, n_decimals=1), share),
         )
     else:
         row += cells("does not fit", "-", "-")
