@@ -174,9 +174,10 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
     """Why there is no price for modules that run so, at this degree or any; "" when there is one."""
     plain, kinds = Execution(), graph.first_of_kind()
-    needed = {execution_of(graph, kind, way) for kind in kinds} - {plain}
+    used = {execution_of(graph, kind, way) for kind in kinds}
+    needed = used - {plain}
     name = "compiled" if way.compile else f"in {way.memory_format}"
-    if way != plain and not needed:
+    if way.memory_format not in {item.memory_format for item in used}:
         return "no segment that reads images, [sample, channel, height, width]"
     if needed and (measured is None or not needed <= measured.executions):
         return f"no segment that was measured {name}"

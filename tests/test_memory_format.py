@@ -181,6 +181,13 @@ def test_a_model_without_images_has_no_memory_format_to_choose():
         executions(graph, Options(fix=(("memory_format", "channels_last"),)), None)
 
 
+def test_a_compiled_model_without_images_has_none_either(problem):
+    graph = graph_of("gpt")
+    row = problem.measured.segments[0]
+    measured = replace(problem.measured, segments=(row, replace(row, execution=Execution(compile=True))))
+    assert executions(graph, Options(), measured) == (Execution(), Execution(compile=True))
+
+
 def test_a_block_that_needs_contiguous_images_leaves_a_line_and_only_contiguous_plans(problem, measured):
     row = next(row for row in measured.rows if row["memory_format"] == "channels_last" and row["module"] == "own")
     names = ("forward_s", "backward_s", "saved_bytes")
