@@ -559,6 +559,8 @@ _row_output = _options(
 @click.option(
     "--host-link", "links", metavar="own,pcie4,...", help="Links inside a host, in place of the profile's own."
 )
+@click.option("--nics", metavar="1,4,...", help="Network ports of each host. [those of the profile]")
+@click.option("--nvlink", metavar="on,off", help="off: PCI Express in its place.")
 @click.option("--scaling", type=click.Choice(["strong", "weak"]), help="weak: the batch grows with the hosts. [strong]")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default=_DEFAULTS.objective, show_default=True)
 @click.option(
