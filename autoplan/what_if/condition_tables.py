@@ -12,7 +12,7 @@ from autoplan.errors import InputError
 from autoplan.hardware_fields import Quantity, Table
 from autoplan.what_if.conditions import Loading, Reliability
 from autoplan.what_if.money import Money, Own
-from autoplan.what_if.table_values import read_fields, read_table, read_text
+from autoplan.what_if.table_values import fields_at, table_at, text_at
 
 LISTED = ("money", "reliability", "loading")  # tables whose values may be lists
 MAX_HOSTS = 10**6
@@ -71,13 +71,13 @@ class Condition:
 
 def read_condition(words: str, table: Table, where: str) -> Condition:
     """What these tables say, called `words`."""
-    money, reliability, loading = (read_table(table, where, name) for name in LISTED)
-    own = read_table(money, f"{where}: money", "own") if "own" in money else None
+    money, reliability, loading = (table_at(table, where, name) for name in LISTED)
+    own = table_at(money, f"{where}: money", "own") if "own" in money else None
     return Condition(
         words,
         _money(money, f"{where}: money", own),
-        Reliability(**read_fields(reliability, f"{where}: reliability", _RELIABILITY, _RELIABILITY_NUMBERS)),
-        Loading(**read_fields(loading, f"{where}: loading", _LOADING, _LOADING_NUMBERS)),
+        Reliability(**fields_at(reliability, f"{where}: reliability", _RELIABILITY, _RELIABILITY_NUMBERS)),
+        Loading(**fields_at(loading, f"{where}: loading", _LOADING, _LOADING_NUMBERS)),
     )
 
 
@@ -104,11 +104,11 @@ def _leaves(table: Table, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 
 def _money(table: Table, label: str, own: Table | None) -> Money:
-    fields = read_fields(table, label, _MONEY, _MONEY_NUMBERS, others=("rent", "prices", "price", "own"))
+    fields = fields_at(table, label, _MONEY, _MONEY_NUMBERS, others=("rent", "prices", "price", "own"))
     if "rent" in table:
-        fields["rent"] = read_text(table, label, "rent")
+        fields["rent"] = text_at(table, label, "rent")
     if own is not None:
-        owned = read_fields(own, f"{label}.own", _OWN, _OWN_NUMBERS)
+        owned = fields_at(own, f"{label}.own", _OWN, _OWN_NUMBERS)
         if "capex_usd" not in owned:
             raise InputError.of(f"{label}.own.capex", found=None, expected='"30000 USD"', fix="give it per device")
         fields["own"] = Own(**owned)

@@ -65,13 +65,13 @@ from autoplan.what_if.money import RENTS, Money
 from autoplan.what_if.points import SCALINGS, SEARCHES, Overrides
 from autoplan.what_if.prices import PRICE
 from autoplan.what_if.table_values import (
-    read_amount,
-    read_counts,
-    read_scales,
-    read_table,
-    read_text,
-    read_texts,
-    read_values,
+    amount_at,
+    counts_at,
+    scales_at,
+    table_at,
+    text_at,
+    texts_at,
+    values_at,
 )
 
 MAX_POINTS = 10_000
@@ -136,7 +136,7 @@ def _without_set(tables: Table, changes: Table) -> Table:
 def parse_question(table: Table, *, where: str, folder: Path | None = None, options: Options | None = None) -> Question:
     """The question that these tables ask; files are named from `folder`, or from the current one."""
     check_keys(table, where, ("workload", "clusters", "money", "reliability", "loading"))
-    workload, clusters, money = (read_table(table, where, name) for name in ("workload", "clusters", "money"))
+    workload, clusters, money = (table_at(table, where, name) for name in ("workload", "clusters", "money"))
     label = f"{where}: workload"
     check_keys(
         workload,
@@ -146,29 +146,28 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
     check_keys(clusters, f"{where}: clusters", ("hw", "hosts", "nics", "network_scale", "host_link", "nvlink"))
     options = options or Options()
     if "fix" in workload:
-        options = replace(options, fix=parse_fix([read_text(workload, label, "fix")]))
-    listed = {name: read_table(table, where, name) for name in LISTED}
+        options = replace(options, fix=parse_fix([text_at(workload, label, "fix")]))
+    listed = {name: table_at(table, where, name) for name in LISTED}
     conditions = tuple(read_condition(words, changed, where) for words, changed in variants(listed))
     first = conditions[0]
     return checked_question(
         Question(
-            model=_model(read_text(workload, label, "model"), folder),
-            hw=tuple(_hardware(name, folder) for name in read_texts(clusters, f"{where}: clusters", "hw")),
-            hosts=read_counts(clusters, f"{where}: clusters", "hosts", MAX_HOSTS) or (1,),
-            overrides=tuple(read_table(workload, label, "set").items()),
+            model=_model(text_at(workload, label, "model"), folder),
+            hw=tuple(_hardware(name, folder) for name in texts_at(clusters, f"{where}: clusters", "hw")),
+            hosts=counts_at(clusters, f"{where}: clusters", "hosts", MAX_HOSTS) or (1,),
+            overrides=tuple(table_at(workload, label, "set").items()),
             sweeps=tuple(
-                (name, read_values(values, label, name))
-                for name, values in read_table(workload, label, "sweep").items()
+                (name, values_at(values, label, name)) for name, values in table_at(workload, label, "sweep").items()
             ),
-            n_tokens=read_amount(workload, label, "tokens"),
-            n_samples=read_amount(workload, label, "samples"),
-            global_batches=read_counts(workload, label, "global_batch", MAX_BATCH),
-            precisions=read_texts(workload, label, "precision", default=("bf16",)),
-            scaling=read_text(workload, label, "scaling", default="strong"),
-            network_scales=read_scales(clusters, f"{where}: clusters"),
+            n_tokens=amount_at(workload, label, "tokens"),
+            n_samples=amount_at(workload, label, "samples"),
+            global_batches=counts_at(workload, label, "global_batch", MAX_BATCH),
+            precisions=texts_at(workload, label, "precision", default=("bf16",)),
+            scaling=text_at(workload, label, "scaling", default="strong"),
+            network_scales=scales_at(clusters, f"{where}: clusters"),
             host_links=_host_links(clusters, f"{where}: clusters"),
-            nics=read_counts(clusters, f"{where}: clusters", "nics", MAX_NICS),
-            search=read_text(workload, label, "search", default="quick"),
+            nics=counts_at(clusters, f"{where}: clusters", "nics", MAX_NICS),
+            search=text_at(workload, label, "search", default="quick"),
             money=first.money,
             reliability=first.reliability,
             loading=first.loading,
@@ -176,7 +175,7 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
             prices_file=_prices_file(money, f"{where}: money", folder),
             given_usd=tuple(
                 (name, number(str(text), f"{where}: money.price.{name}", PRICE))
-                for name, text in read_table(money, f"{where}: money", "price").items()
+                for name, text in table_at(money, f"{where}: money", "price").items()
             ),
             options=options,
         ),
@@ -290,17 +289,17 @@ def check_single(question: Question, *, where: str) -> None:
 
 def _host_links(table: Table, label: str) -> tuple[str, ...]:
     if "nvlink" not in table:
-        return read_texts(table, label, "host_link", default=("",))
+        return texts_at(table, label, "host_link", default=("",))
     if "host_link" in table:
         raise InputError.of(f"{label}.nvlink", found="host_link, too", expected="one of them", fix="delete the other")
-    words = read_texts(table, label, "nvlink")
+    words = texts_at(table, label, "nvlink")
     for word in words:
         check_choice(word, NVLINK, f"{label}.nvlink")
     return tuple(NVLINK[word] for word in words)
 
 
 def _prices_file(table: Table, label: str, folder: Path | None) -> str | None:
-    return str((folder or Path()) / read_text(table, label, "prices")) if "prices" in table else None
+    return str((folder or Path()) / text_at(table, label, "prices")) if "prices" in table else None
 
 
 def _model(name: str, folder: Path | None) -> str:

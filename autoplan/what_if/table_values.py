@@ -11,7 +11,7 @@ from autoplan.hardware_fields import Quantity, Table, check_keys, number
 MAX_AMOUNT = 1e20  # of tokens or samples
 
 
-def read_fields(
+def fields_at(
     table: Table,
     label: str,
     quantities: Mapping[str, tuple[str, Quantity]],
@@ -35,11 +35,11 @@ def read_fields(
             found[field] = number(value, f"{label}.{key}", quantity)
         elif key in numbers:
             field, low, high = numbers[key]
-            found[field] = read_number(value, f"{label}.{key}", low, high, cls=int if isinstance(low, int) else float)
+            found[field] = number_at(value, f"{label}.{key}", low, high, cls=int if isinstance(low, int) else float)
     return found
 
 
-def read_number(value: Any, label: str, low: float, high: float, *, cls: type = float) -> Any:
+def number_at(value: Any, label: str, low: float, high: float, *, cls: type = float) -> Any:
     """The number, once it is one in this range."""
     kinds = (int,) if cls is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
@@ -48,7 +48,7 @@ def read_number(value: Any, label: str, low: float, high: float, *, cls: type = 
     return cls(value)
 
 
-def read_table(table: Table, label: str, key: str) -> Table:
+def table_at(table: Table, label: str, key: str) -> Table:
     """The table inside of this one; empty where it is absent."""
     inner = table.get(key, {})
     if not isinstance(inner, dict):
@@ -56,7 +56,7 @@ def read_table(table: Table, label: str, key: str) -> Table:
     return inner
 
 
-def read_text(table: Table, label: str, key: str, *, default: str | None = None) -> str:
+def text_at(table: Table, label: str, key: str, *, default: str | None = None) -> str:
     """The text, which must be there unless there is a default."""
     value = table.get(key, default)
     if not isinstance(value, str) or not value:
@@ -64,7 +64,7 @@ def read_text(table: Table, label: str, key: str, *, default: str | None = None)
     return value
 
 
-def read_texts(table: Table, label: str, key: str, *, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+def texts_at(table: Table, label: str, key: str, *, default: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The texts of a list, or the only one, each once."""
     values = table.get(key, list(default))
     values = [values] if isinstance(values, str) else values
@@ -73,32 +73,32 @@ def read_texts(table: Table, label: str, key: str, *, default: tuple[str, ...] =
     return tuple(dict.fromkeys(values))
 
 
-def read_values(values: Any, label: str, name: str) -> tuple[Any, ...]:
+def values_at(values: Any, label: str, name: str) -> tuple[Any, ...]:
     """What a model argument is swept over."""
     if not isinstance(values, list) or not values:
         raise InputError.of(f"{label}.sweep.{name}", found=values, expected="a list", fix=f"write {name} = [1, 2]")
     return tuple(values)
 
 
-def read_counts(table: Table, label: str, key: str, most: int) -> tuple[int, ...]:
+def counts_at(table: Table, label: str, key: str, most: int) -> tuple[int, ...]:
     """Whole numbers from 1 to `most`, each once; none where the key is absent."""
     values = table.get(key, [])
     values = values if isinstance(values, list) else [values]
-    return tuple(dict.fromkeys(read_number(value, field_path(label, key), 1, most, cls=int) for value in values))
+    return tuple(dict.fromkeys(number_at(value, field_path(label, key), 1, most, cls=int) for value in values))
 
 
-def read_scales(table: Table, label: str) -> tuple[float, ...]:
+def scales_at(table: Table, label: str) -> tuple[float, ...]:
     """Factors on a bandwidth; 1 where none is given."""
     values = table.get("network_scale", [1.0])
     values = values if isinstance(values, list) else [values]
     return tuple(
-        dict.fromkeys(read_number(value, field_path(label, "network_scale"), 0.001, 1000.0) for value in values)
+        dict.fromkeys(number_at(value, field_path(label, "network_scale"), 0.001, 1000.0) for value in values)
     ) or (1.0,)
 
 
-def read_amount(table: Table, label: str, key: str) -> float | None:
+def amount_at(table: Table, label: str, key: str) -> float | None:
     """How many tokens or samples; None where it is absent."""
-    return None if key not in table else read_number(table[key], field_path(label, key), 1.0, MAX_AMOUNT)
+    return None if key not in table else number_at(table[key], field_path(label, key), 1.0, MAX_AMOUNT)
 
 
 def field_path(label: str, key: str) -> str:
