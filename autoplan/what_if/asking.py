@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import product
@@ -43,10 +44,11 @@ def ask(
     question: Question,
     *,
     n_jobs: int = 1,
+    executor: Executor | None = None,
     today: date | None = None,
     progress: Progress = lambda done, total: None,
 ) -> WhatIf:
-    """Search every point of a question and make its rows.
+    """Search every point of a question and make its rows; for `executor` see `api.whatif`.
 
     Raises: InputError or UsageError for what cannot be asked; a cluster that cannot train the model is a row that says
         why.
@@ -76,7 +78,7 @@ def ask(
         for point in asked
     ]
     graphs = {hashes[model]: graph for model, graph in traced.items()}
-    sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, progress=progress)
+    sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
     rows = tuple(
         row_of(point, result, condition, n_samples=question.n_samples, n_tokens=question.n_tokens)
         for point, result in zip(asked, sweep.results, strict=True)

@@ -85,7 +85,7 @@ class Question:
     """What to compare; the fields are those of the module docstring.
 
     `conditions` take the place of money, reliability and loading where there are any. `time_limit_s` is processor time
-    of one search; see `what_if.points` for what it is without.
+    of one search; see `what_if.points` for what it is without. Without `precisions` it is that of the options.
     """
 
     model: str
@@ -96,7 +96,7 @@ class Question:
     n_tokens: float | None = None
     n_samples: float | None = None
     global_batches: tuple[int, ...] = ()
-    precisions: tuple[str, ...] = ("bf16",)
+    precisions: tuple[str, ...] = ()
     scaling: str = "strong"
     network_scales: tuple[float, ...] = (1.0,)
     host_links: tuple[str, ...] = ("",)
@@ -162,7 +162,7 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
             n_tokens=amount_at(workload, label, "tokens"),
             n_samples=amount_at(workload, label, "samples"),
             global_batches=counts_at(workload, label, "global_batch", MAX_BATCH),
-            precisions=texts_at(workload, label, "precision", default=("bf16",)),
+            precisions=texts_at(workload, label, "precision", default=(options.precision,)),
             scaling=text_at(workload, label, "scaling", default="strong"),
             network_scales=scales_at(clusters, f"{where}: clusters"),
             host_links=_host_links(clusters, f"{where}: clusters"),
@@ -249,9 +249,8 @@ def _folded(question: Question, where: str) -> Question:
         _check_same(batches or (options.global_batch,), options.global_batch, f"{where}: workload.global_batch")
         batches = (options.global_batch,)
     if options.precision != unset.precision:
-        given = (options.precision,) if precisions == (unset.precision,) else precisions
-        _check_same(given, options.precision, f"{where}: workload.precision")
-        precisions = (options.precision,)
+        _check_same(precisions or (options.precision,), options.precision, f"{where}: workload.precision")
+    precisions = precisions or (options.precision,)
     if options.time_limit_s is not None and options.time_limit_s != unset.time_limit_s:
         limit_s = options.time_limit_s if limit_s is None else limit_s
         _check_same((limit_s,), options.time_limit_s, f"{where}: time limit")
