@@ -653,14 +653,8 @@ def recommend_command(
     **flags: Any,
 ) -> None:
     """The cheapest cluster that meets a deadline, or the fastest within a budget, and what would change that."""
-    from autoplan.what_if.recommending import (
-        candidates,
-        parse_budget,
-        parse_deadline,
-        recommend,
-        recommendation_text,
-        recommendation_to_dict,
-    )
+    from autoplan.what_if.recommendation_text import recommendation_text, recommendation_to_dict
+    from autoplan.what_if.recommending import candidates, parse_budget, parse_deadline, recommend
     from autoplan.what_if.sweep import default_n_jobs
 
     with _stdout_kept_clean():
