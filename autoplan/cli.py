@@ -34,6 +34,7 @@ from autoplan.parallel_plan import SCHEMA_VERSION
 if TYPE_CHECKING:
     from autoplan.answer import Answer
     from autoplan.api import Problem
+    from autoplan.betterments import SensitivityRow
     from autoplan.what_if.question import Question
 
 INTERRUPTED = 130
@@ -302,7 +303,7 @@ def explain_command(
         _print_answer(answer, explain_report, output_format)
         return
     found, texts = answer_to_dict(answer), []
-    rows: tuple[questions.SensitivityRow, ...] = ()
+    rows: tuple[SensitivityRow, ...] = ()
     with _stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
-from autoplan.questions import SensitivityRow, WhyNot
+from autoplan.betterments import SensitivityRow
+from autoplan.questions import WhyNot
 from autoplan.report import (
     BREAKDOWN_LABELS,
     breakdown_table,

@@ -15,14 +15,17 @@ from autoplan.answer import (
     tokens_per_s,
     trust,
 )
+from autoplan.betterments import SensitivityRow
 from autoplan.html_report.page import render
 from autoplan.html_report.plan_charts import cost_usd, plan_charts
 from autoplan.html_report.plan_rows import (
+    COMPUTED,
     MAX_REJECTIONS,
     breakdown_table,
     candidates_table,
     memory_table,
     plan_records,
+    price_source,
     record_files,
     rejections_table,
     sensitivity_table,
@@ -33,7 +36,6 @@ from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
-from autoplan.questions import SensitivityRow
 from autoplan.report import describe_mesh, fix_text, plan_rows, rate_text, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
@@ -101,7 +103,7 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
     cost = cost_usd(answer, best)
     if cost is not None:
         price = f"{format_usd(workload.price_usd_per_device_hour or 0.0)} per device-hour"
-        cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(_price_source(answer)), price))
+        cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(price_source(answer)), price))
     return tuple(cards)
 
 
@@ -122,11 +124,6 @@ def _kinds_text(answer: Answer) -> str:
     return ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
 
 
-def _price_source(answer: Answer) -> str:
-    sources = (source for name, source in answer.workload.provenance if name.endswith("price_per_device_hour"))
-    return next(sources, "")
-
-
 def _remedies_table(answer: Answer) -> Table:
     rows = [
         cells(
@@ -137,4 +134,4 @@ def _remedies_table(answer: Answer) -> Table:
         )
         for item in answer.result.remedies
     ]
-    return Table(("change", "plan", "step", "peak memory"), tuple(rows), frozenset({2, 3}))
+    return Table(("change", "plan", "step", "peak memory"), tuple(rows), frozenset({2, 3}), COMPUTED)
