@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
+from autoplan.plain_text import text_table
 from autoplan.questions import WhyNot
 from autoplan.report import (
     BREAKDOWN_LABELS,
@@ -24,7 +25,6 @@ from autoplan.report import (
     rejections_text,
     shortage_text,
     status_text,
-    text_table,
     tightest_bytes,
 )
 from autoplan.search.result import Candidate

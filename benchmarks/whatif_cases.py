@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autoplan.option_checks import parse_fix
 from autoplan.options import Options
-from autoplan.report import text_table
+from autoplan.plain_text import text_table
 from autoplan.what_if.asking import ask
 from autoplan.what_if.question import Question
 from autoplan.what_if.rows import WhatIfRow
@@ -93,7 +93,15 @@ def _gpt(size: str, n_hosts: int, batch: int, fix: str) -> Run:
 
 
 def _megatron(n_hosts: int) -> Run:
-    return Run("dgx_h100_x8", n_hosts, 1152, "tp=8", GPT, (("size", "175b"), ("context", 4096), ("vocabulary", 131072)), search="full")
+    return Run(
+        "dgx_h100_x8",
+        n_hosts,
+        1152,
+        "tp=8",
+        GPT,
+        (("size", "175b"), ("context", 4096), ("vocabulary", 131072)),
+        search="full",
+    )
 
 
 SMALL = (

@@ -7,11 +7,11 @@
                        `refine`
 
 Meshes wait in a queue, ordered by the best lower bound known of each. The first one's bound is raised by one more step,
-as far as arithmetic goes (`_cut_all`); then those left are solved, the easy ones first (`_prove_tier`). When no bound
-in the queue is below the best plan, no mesh left can hold a better one; that is the proof. Most meshes are never
-priced, and few reach a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once; several
-are bounded rank by rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds
-are taken in the order of the enumeration, so the same input gives the same answer.
+as far as arithmetic goes; then those left are solved, the easy ones first (`_prove`). When no bound in the queue is
+below the best plan, no mesh left can hold a better one; that is the proof. Most meshes are never priced, and few reach
+a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once; several are bounded rank by
+rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds are taken in the order
+of the enumeration, so the same input gives the same answer.
 
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
@@ -62,11 +62,9 @@ __all__ = ["SearchSpace", "search"]
 Price = Callable[[Mesh], CostTable]
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
-UNPRICED, PRICED, CUT, RELAXED = 0, 1, 2, 3  # how far a mesh in the queue has been examined
+UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
 N_CLOSEST = 16  # meshes that are asked for the plan that lacks the least memory, when nothing fits
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
-
-EASY_STAGES = 16  # the integer program of more, several on each rank, takes about a second
 
 STOPS = {"interrupted": "interrupted", "time limit": "not examined in time"}  # why a mesh was not examined
 
@@ -88,6 +86,7 @@ class _Search:
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
+    agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `_agree_on_sizes`, per index
     stopped: str = ""
     first_plan_s: float | None = None  # when the first plan that fits was known
     ranked: list[int] | None = None  # `ranking`, while no plan has been added
@@ -221,52 +220,33 @@ def _start(state: _Search, found: tuple[Baseline, ...], warm_start: Plan | None,
 def _prove(state: _Search) -> None:
     """Examine meshes in order of their bounds until none can beat the best plan.
 
-    First all are taken as far as arithmetic goes; its plans spare most meshes the solver. Of the others those that are
-    easy to solve come first, tier by tier.
+    First all are taken as far as arithmetic goes; its plans spare most meshes the solver. Those with one stage per rank
+    come first: they are quick, and their plans spare many of the others.
     """
-    _cut_all(state)
-    tiers: tuple[list[tuple[float, int, int]], ...] = ([], [], [])
-    for entry in state.queue:
-        tiers[_difficulty(state.meshes[entry[1]])].append(entry)
-    state.queue = []
-    done: list[tuple[float, int, int]] = []
-    for number, tier in enumerate(tiers):
-        state.queue = tier
-        heapq.heapify(state.queue)
-        try:
-            _prove_tier(state)
-        finally:  # also when interrupted, no mesh may be lost
-            done += state.queue
-            state.queue = done + [entry for later in tiers[number + 1 :] for entry in later]
-    heapq.heapify(state.queue)
+    for up_to, with_chunks in ((CUT, False), (CUT, True), (SOLVED, False), (RELAXED, True), (SOLVED, True)):
+        _advance(state, up_to=up_to, with_chunks=with_chunks)
 
 
-def _cut_all(state: _Search) -> None:
-    """Take every mesh that may beat the best plan as far as arithmetic goes."""
+def _advance(state: _Search, *, up_to: int, with_chunks: bool) -> None:
+    """Examine meshes that may beat the best plan up to a step: those with several stages per rank, or the others."""
+    is_meant = [(state.meshes[index].n_chunks > 1) == with_chunks for _, index, _ in state.queue]
+    waiting = [entry for entry, meant in zip(state.queue, is_meant, strict=True) if not meant]
+    state.queue = [entry for entry, meant in zip(state.queue, is_meant, strict=True) if meant]
     heapq.heapify(state.queue)
-    waiting: list[tuple[float, int, int]] = []  # for the solver
     try:
         while _may_hold_better(state) and not _is_late(state):
-            if state.queue[0][2] >= CUT:
+            if state.queue[0][2] >= up_to:
                 waiting.append(heapq.heappop(state.queue))
             else:
                 _examine(state, to_beat=state.score_to_beat())
     finally:  # also when interrupted, no mesh may be lost
         state.queue += waiting
+        heapq.heapify(state.queue)
 
 
 def _may_hold_better(state: _Search) -> bool:
     """Whether the first mesh of the queue may beat the best plan."""
     return bool(state.queue) and state.queue[0][0] < faster_than(state.score_to_beat(), gap=state.gap)
-
-
-def _difficulty(mesh: Mesh) -> int:
-    return 0 if mesh.n_chunks == 1 else 1 if mesh.n_stages <= EASY_STAGES else 2
-
-
-def _prove_tier(state: _Search) -> None:
-    while _may_hold_better(state) and not _is_late(state):
-        _examine(state, to_beat=state.score_to_beat())
 
 
 def _fill_alternatives(state: _Search) -> None:
@@ -323,12 +303,14 @@ def _price(state: _Search, index: int) -> float:
 def _cut(state: _Search, index: int) -> float:
     """The bound by whole pieces; with one stage per rank the plan behind it is judged too."""
     mesh, weight = state.meshes[index], state.weight(state.meshes[index])
-    table, limit_s = state.table(mesh), state.score_to_beat(state.options.top) / weight
+    table = state.table(mesh)
     if mesh.n_chunks > 1:
+        limit_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
         bound_s = shared_bound_s(table, shape_of(mesh), recompute=state.recompute, limit_s=limit_s)
-        if bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap):
+        if bound_s < limit_s:
             _share_out(state, index)
     else:
+        limit_s = state.score_to_beat(state.options.top) / weight
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
         bound_s = partition.bound_s
         if partition.stages:
@@ -381,7 +363,7 @@ def _agree_on_sizes(state: _Search, index: int, bound_s: float) -> float:
     mesh, recompute = state.meshes[index], state.recompute
     weight = state.weight(mesh)
     shares = Shares.of(state.table(mesh), shape_of(mesh), recompute)
-    limit_s = faster_than(state.score_to_beat() / weight, gap=state.gap)
+    limit_s = state.agreed_s[index] = faster_than(state.score_to_beat() / weight, gap=state.gap)
     bound_s = narrowed_bound_s(shares, bound_s=bound_s, limit_s=limit_s)
     if bound_s >= limit_s:
         return bound_s
@@ -398,13 +380,22 @@ def _solve(state: _Search, index: int, *, to_beat: float) -> None:
     """Find the best plan of a mesh, or why it has none worth having."""
     mesh = state.meshes[index]
     weight = state.weight(mesh)
+    bound_s = state.queue[0][0] / weight
+    limit_s = faster_than(to_beat / weight, gap=state.gap)
+    if 0.0 < limit_s < state.agreed_s.get(index, 0.0):  # a better plan was found since: fewer choices are left
+        bound_s = _agree_on_sizes(state, index, bound_s)
+        if bound_s >= limit_s:
+            state.bounds_s[index] = bound_s
+            if index not in state.plans:
+                state.rejections[index] = _slow(mesh, bound_s)
+            return
     effort = Effort(
         interesting_s=state.score_to_beat(state.options.top) / weight,
         to_beat_s=to_beat / weight,
         gap=state.gap,
         remaining_s=state.remaining_s,
     )
-    program = state.program(index, bound_s=state.queue[0][0] / weight)
+    program = state.program(index, bound_s=bound_s)
     outcome = refine(program, known=state.plans.get(index), effort=effort)
     if outcome.best is not None:
         state.keep(index, outcome.best)

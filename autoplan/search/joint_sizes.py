@@ -1,9 +1,13 @@
-"""Several stages per rank: every choice of sizes for all stages, each with a bound. The last step of arithmetic.
+"""Several stages per rank: every choice of sizes and of recomputation that may be fast enough. The last arithmetic.
 
-`rank_shares` lets each rank choose its sizes by itself. Where at most `MAX_CHOICES` choices for all stages together are
-left, each is bounded by all chains of all ranks at once. The choice with the least bound is simulated: nothing that
-has these sizes is faster than that without recomputation, and its critical paths bound all other choices, too. So they
-are ruled out many at a time, until none is below the limit or `MAX_ROUNDS` are over.
+`rank_shares` lets each rank choose by itself. Here all choose together, and each choice is bounded by the whole step,
+replayed (`relaxed_step`), in two rounds:
+
+    sizes        from the least that every stage may have, piece by piece (`_grow_sizes`)
+    recompute    rank by rank, what memory asks for at the least, in every way that is enough (`_recompute`)
+
+A choice whose bound is not below the limit is left out with all that grow from it. What remains is simulated in order
+of the bounds. Where there are more choices than `MAX_TURNS` allows, the least bound of those at hand holds for all.
 """
 
 from __future__ import annotations
@@ -14,18 +18,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoplan.parallel_plan import StagePlan
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import Judged
-from autoplan.search.paths import Path, critical_paths
 from autoplan.search.plans import piece_edges
 from autoplan.search.ranges import Array
-from autoplan.search.rank_paths import SYMBOLS
 from autoplan.search.rank_shares import Shares
-from autoplan.search.thrift import fastest_stages, thrifty_plan
+from autoplan.search.relaxed_step import RelaxedStep
+from autoplan.search.thrift import recomputing_stages, thrifty_plan
 from autoplan.simulate import simulate
 
-MAX_CHOICES = 200_000
+MAX_TURNS = 50_000_000  # actions x choices that are replayed for one mesh; a count, so that the machine decides nothing
+MAX_AT_ONCE = 1024  # choices
 MAX_ROUNDS = 12  # choices simulated
 
 
@@ -40,6 +43,43 @@ class JointBound:
     best: Judged | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """Choices with their bounds: `sizes` and `again` are (choice, stage), pieces and segments recomputed at least."""
+
+    sizes: Array
+    again: Array
+    least_s: Array
+
+    def __len__(self) -> int:
+        return len(self.least_s)
+
+    def take(self, rows: Array) -> _Choices:
+        """These rows, or those that are True."""
+        return _Choices(self.sizes[rows], self.again[rows], self.least_s[rows])
+
+
+@dataclass(slots=True)
+class _Replays:
+    """Choices that may take less than `limit_s` are kept, as long as no more than `n_left` have to be replayed."""
+
+    step: RelaxedStep
+    n_left: int
+    limit_s: float
+    is_late: Callable[[], bool]
+
+    def below(self, sizes: Array, again: Array, at_least_s: Array) -> tuple[_Choices, Array] | None:
+        """The choices kept, and which these are; None when there are too many. Their bounds are `at_least_s`."""
+        self.n_left -= len(sizes)
+        if self.n_left < 0 or self.is_late():
+            return None
+        parts = [slice(start, start + MAX_AT_ONCE) for start in range(0, len(sizes), MAX_AT_ONCE)]
+        found = [self.step.least_s(sizes[part], again[part]) for part in parts]
+        least_s = np.maximum(at_least_s, np.concatenate(found)) if found else at_least_s
+        is_kept = least_s < self.limit_s
+        return _Choices(sizes, again, least_s).take(is_kept), is_kept
+
+
 def joint_bound(
     shares: Shares, *, recompute: str | None, bound_s: float, limit_s: float, is_late: Callable[[], bool]
 ) -> JointBound:
@@ -47,71 +87,123 @@ def joint_bound(
     allowed = shares.allowed_below(limit_s)
     if allowed is None:
         return JointBound(limit_s, None)
-    choices = _choices(allowed, shares.n_pieces)
-    if choices is None:
-        return JointBound(bound_s, None)
-    table, best = shares.table, None
-    least_s = _bounds_s(shares, choices, limit_s=limit_s)
-    for _ in range(MAX_ROUNDS):
-        is_open = least_s < limit_s
-        choices, least_s = choices[is_open], least_s[is_open]
-        if not len(choices) or is_late():
+    mesh = shares.table.mesh
+    n_choices = MAX_TURNS // (2 * mesh.n_stages * mesh.n_micro_batches)
+    replays = _Replays(RelaxedStep.of(shares.table, shares.segments), n_choices, limit_s, is_late)
+    choices, has_all_sizes = _grow_sizes(replays, allowed, shares.n_pieces)
+    best = None
+    if has_all_sizes:
+        choices = _recompute(replays, shares, _within_chains(shares, choices, limit_s=limit_s))
+        best = _best_of(shares, choices, recompute=recompute, limit_s=limit_s, is_late=is_late)
+    limit_s = limit_s if best is None else min(limit_s, best.estimate.step_s)
+    return JointBound(max(bound_s, min(limit_s, float(choices.least_s.min(initial=INFINITY)))), best)
+
+
+def _grow_sizes(replays: _Replays, allowed: Array, n_pieces: int) -> tuple[_Choices, bool]:
+    """Every choice of allowed sizes that makes up the model and may be fast enough, and True.
+
+    False when there are too many: then some have fewer pieces, and every other plan grows from one of them.
+    """
+    n_stages = len(allowed)
+    most = allowed.shape[1] - 1 - allowed[:, ::-1].argmax(axis=1)
+    following = _following(allowed)
+    whole = [_Choices(*(np.zeros((0, n_stages), dtype=int),) * 2, np.zeros(0))]
+    sizes = allowed.argmax(axis=1)[None, :]
+    last = np.zeros(1, dtype=int)  # the stage that grew last: none before it will
+    growing = _Choices(sizes, np.zeros(sizes.shape, dtype=int), np.zeros(1))
+    found = replays.below(growing.sizes, growing.again, growing.least_s)
+    while found is not None:
+        growing, is_kept = found
+        last = last[is_kept]
+        n_missing = n_pieces - growing.sizes.sum(axis=1)
+        whole.append(growing.take(n_missing == 0))
+        can_grow = (most - growing.sizes) * (np.arange(n_stages) >= last[:, None])
+        keep = (n_missing > 0) & (can_grow.sum(axis=1) >= n_missing)
+        growing = growing.take(keep)
+        if not len(growing):
+            return _joined(whole), True
+        rows, stages = np.nonzero(can_grow[keep])
+        sizes = growing.sizes[rows]
+        places = np.arange(len(rows)), stages
+        sizes[places] = following[stages, sizes[places]]
+        fits = sizes.sum(axis=1) <= n_pieces
+        last = stages[fits]
+        found = replays.below(sizes[fits], growing.again[rows[fits]], growing.least_s[rows[fits]])
+    return _joined([*whole, growing]), False
+
+
+def _following(allowed: Array) -> Array:
+    """(stage, pieces): the next larger size that is allowed; where there is none, as many pieces as there may be."""
+    width = allowed.shape[1]
+    following = np.full(allowed.shape, width - 1)
+    for size in reversed(range(width - 1)):
+        following[:, size] = np.where(allowed[:, size + 1], size + 1, following[:, size + 1])
+    return following
+
+
+def _joined(parts: list[_Choices]) -> _Choices:
+    return _Choices(
+        *(np.concatenate([getattr(part, name) for part in parts]) for name in ("sizes", "again", "least_s"))
+    )
+
+
+def _within_chains(shares: Shares, choices: _Choices, *, limit_s: float) -> _Choices:
+    """The choices without those that the chains of some rank, with what it must recompute, rule out."""
+    for rank in range(shares.table.mesh.pp):
+        least_s = np.maximum(choices.least_s, shares.choices_s(rank, choices.sizes) + shares.table.per_step_s)
+        choices = _Choices(choices.sizes, choices.again, least_s).take(least_s < limit_s)
+    return choices
+
+
+def _recompute(replays: _Replays, shares: Shares, choices: _Choices) -> _Choices:
+    """Each choice of sizes with every way to recompute that may be enough and fast enough.
+
+    Where these are too many, on some ranks nothing is recomputed.
+    """
+    for rank, own in enumerate(shares.shape.stages_of):
+        ways, way_of = np.unique(shares.way_of(rank, choices.sizes), return_inverse=True)
+        options = [shares.least_recomputed(rank, int(way)) for way in ways]
+        if not any(len(found) != 1 or found.any() for found in options):
+            continue
+        rows = np.repeat(np.arange(len(choices)), [len(options[way]) for way in way_of])
+        again = choices.again[rows]
+        again[:, list(own)] = np.concatenate([options[way] for way in way_of])
+        found = replays.below(choices.sizes[rows], again, choices.least_s[rows])
+        if found is None:
             break
-        place = int(least_s.argmin())
-        stages = _stages(shares, choices[place], recompute)
-        estimate = simulate(table, stages, with_timeline=True)
-        plan = thrifty_plan(table, shares.shape, stages, recompute=recompute, is_late=is_late)
+        choices = found[0]
+    return choices
+
+
+def _best_of(
+    shares: Shares, choices: _Choices, *, recompute: str | None, limit_s: float, is_late: Callable[[], bool]
+) -> Judged | None:
+    """The fastest plan that fits of those behind the first choices, in the order of their bounds."""
+    best = None
+    edges = np.array(piece_edges(shares.table))
+    for row in np.argsort(choices.least_s, kind="stable")[:MAX_ROUNDS]:
+        if is_late() or choices.least_s[row] >= limit_s:
+            break
+        spans = list(pairwise(edges[np.append(0, np.cumsum(choices.sizes[row]))].tolist()))
+        plan = _plan_of(shares, spans, choices.again[row], recompute=recompute, is_late=is_late)
         if plan is not None and (best is None or plan.estimate.step_s < best.estimate.step_s):
             best = plan
             limit_s = min(limit_s, plan.estimate.step_s)
-        for path in critical_paths(table.mesh, estimate.timeline):
-            least_s = np.maximum(least_s, _path_s(shares, path, choices) + table.per_step_s)
-        least_s[place] = max(least_s[place], estimate.step_s)
-    least = float(least_s.min()) if len(least_s) else INFINITY
-    return JointBound(max(bound_s, min(limit_s, least)), best)
+    return best
 
 
-def _choices(allowed: Array, n_pieces: int) -> Array | None:
-    """(choice, stage): every choice of allowed sizes that makes up the model; None if there are too many."""
-    sizes = [np.flatnonzero(own) for own in allowed]
-    least = np.append(np.cumsum([own[0] for own in reversed(sizes)])[::-1], 0)
-    most = np.append(np.cumsum([own[-1] for own in reversed(sizes)])[::-1], 0)
-    found, totals = np.zeros((1, 0), dtype=np.int16), np.zeros(1, dtype=int)
-    for stage, own in enumerate(sizes):
-        totals = (totals[:, None] + own[None, :]).ravel()
-        left = n_pieces - totals
-        is_possible = (left >= least[stage + 1]) & (left <= most[stage + 1])
-        if is_possible.sum() > MAX_CHOICES:
-            return None
-        rows = np.repeat(found, len(own), axis=0)[is_possible]
-        column = np.tile(own, len(found))[is_possible]
-        found, totals = np.column_stack([rows, column]), totals[is_possible]
-    return found
-
-
-def _bounds_s(shares: Shares, choices: Array, *, limit_s: float) -> Array:
-    """Per choice, its longest chain of any rank; those that pass the limit are not looked at further."""
-    least_s = np.zeros(len(choices))
-    for rank in range(shares.table.mesh.pp):
-        rows = np.flatnonzero(least_s < limit_s)
-        least_s[rows] = np.maximum(least_s[rows], shares.choices_s(rank, choices[rows]) + shares.table.per_step_s)
-    return least_s
-
-
-def _path_s(shares: Shares, path: Path, choices: Array) -> Array:
-    """Per choice, the least time of a path, and what recomputation adds to it."""
-    needs, mesh = shares.needs, shares.table.mesh
-    counts = np.zeros((len(SYMBOLS), mesh.n_stages))
-    for (symbol, stage), n_times in path.counts:
-        counts[SYMBOLS.index(symbol), stage] = n_times
-    values = np.einsum("ys,ysw->sw", counts, needs.passes_s)
-    owner = shares.shape.ranks[path.last_stage]
-    values[list(shares.shape.stages_of[owner])] += needs.optimizer_s[list(shares.shape.stages_of[owner])]
-    values[path.last_stage] += needs.last_reduce_s[path.last_stage]
-    return values[np.arange(mesh.n_stages), choices].sum(axis=1) + shares.again_on_path_s(counts, choices)
-
-
-def _stages(shares: Shares, sizes: Array, recompute: str | None) -> tuple[StagePlan, ...]:
-    """The stages of these sizes, with the faster choice of each segment."""
-    edges = np.array(piece_edges(shares.table))[np.append(0, np.cumsum(sizes))].tolist()
-    return fastest_stages(shares.table, pairwise(edges), recompute=recompute)
+def _plan_of(
+    shares: Shares,
+    spans: list[tuple[int, int]],
+    again: Array,
+    *,
+    recompute: str | None,
+    is_late: Callable[[], bool],
+) -> Judged | None:
+    """The plan with so many segments recomputed in each stage, or if that does not fit, a thrifty one."""
+    for with_easy in (False, True):
+        stages = recomputing_stages(shares.segments, spans, again.tolist(), with_easy=with_easy)
+        estimate = simulate(shares.table, stages)
+        if estimate.fits:
+            return Judged(stages, estimate)
+    return thrifty_plan(shares.table, shares.shape, stages, recompute=recompute, is_late=is_late)

@@ -16,7 +16,6 @@ less than the best plan takes.
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,11 +36,13 @@ from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MixedSpace,
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
 from autoplan.search.partition import best_partition, partitions_below
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, piece_edges, runs_of
+from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.simulate import simulate
 from autoplan.units import GiB
 
 MAX_REPAIRS = 4  # of one plan that lacks memory
+MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to be improved piece by piece
 
 
@@ -57,7 +58,7 @@ def search_mixed(
     state = _Search(space, options, clock, clock())
     try:
         state.families = tuple(families(space, options))
-        state.queue = _queue(state.families)
+        state.queue = _Queue(state.families)
         _examine_until(state, share=0.5)
         _search_groups(state)
         _examine_until(state, share=1.0)
@@ -67,6 +68,29 @@ def search_mixed(
 
 
 # ---------------------------------------------------------------------------------------------------- the search so far
+
+
+class _Queue:
+    """The pipelines that may fit, in order of their bounds; there are millions, so they are arrays."""
+
+    def __init__(self, own: tuple[Family, ...]) -> None:
+        bounds_s = np.concatenate([np.zeros(0), *(family.bounds_s for family in own)])
+        numbers = np.repeat(np.arange(len(own)), [len(family.bounds_s) for family in own])
+        rows = np.concatenate([np.zeros(0, dtype=int), *(np.arange(len(family.bounds_s)) for family in own)])
+        order = np.argsort(bounds_s, kind="stable")[: np.isfinite(bounds_s).sum()]
+        self._bounds_s, self._numbers, self._rows = bounds_s[order], numbers[order], rows[order]
+        self._n_done = 0
+
+    def first(self) -> tuple[float, int, int] | None:
+        """(bound, family, row) of the first one left; None when none is."""
+        if self._n_done == len(self._rows):
+            return None
+        place = self._n_done
+        return float(self._bounds_s[place]), int(self._numbers[place]), int(self._rows[place])
+
+    def drop_first(self) -> None:
+        """The first one is done."""
+        self._n_done += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +105,14 @@ class _Found:
 
 @dataclass(slots=True)
 class _Search:
-    """A search under way; `queue` holds (bound, family, row) of the pipelines left."""
+    """A search under way."""
 
     space: MixedSpace
     options: Options
     clock: Callable[[], float]
     started_s: float
     families: tuple[Family, ...] = ()
-    queue: list[tuple[float, int, int]] = field(default_factory=list)
+    queue: _Queue = field(default_factory=lambda: _Queue(()))
     found: list[_Found] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     results: dict[int, SearchResult] = field(default_factory=dict)  # of groups alone
@@ -128,28 +152,18 @@ class _Search:
 # ------------------------------------------------------------------------------------------------------- examining them
 
 
-def _queue(own: tuple[Family, ...]) -> list[tuple[float, int, int]]:
-    """Every mesh that may fit, as a heap."""
-    queue = []
-    for number, family in enumerate(own):
-        rows = np.flatnonzero(np.isfinite(family.bounds_s))
-        queue += [(float(family.bounds_s[row]), number, int(row)) for row in rows]
-    heapq.heapify(queue)
-    return queue
-
-
 def _examine_until(state: _Search, *, share: float) -> None:
     """Examine pipelines in order of their bounds until none can be better, or this share of the time is over."""
     limit_s = state.options.time_limit_s
     kept_s = 0.0 if limit_s is None else (1.0 - share) * limit_s
-    while state.queue and state.queue[0][0] < state.to_beat_s:
+    while (first := state.queue.first()) is not None and first[0] < state.to_beat_s:
         if state.remaining_s() <= kept_s:
             state.stopped = "time limit" if share == 1.0 else ""
             return
-        bound_s, number, row = state.queue[0]
+        bound_s, number, row = first
         _examine(state, *state.families[number].member(row), bound_s=bound_s)
         state.note_plan()
-        heapq.heappop(state.queue)
+        state.queue.drop_first()
 
 
 def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> None:
@@ -214,17 +228,23 @@ def _recomputing_more(table: CostTable, rank: int, stage: StagePlan, short_bytes
 def _settled(
     state: _Search, table: CostTable, best: Judged | None, *, bound_s: float, known_s: float
 ) -> tuple[Judged | None, float]:
-    """Plan and bound after simulating every way to cut that may be faster; unchanged where these are too many."""
+    """Plan and bound after replaying every way to cut that may be faster; unchanged where these are too many."""
     recompute, limit_s = fixed(state.options, "recompute"), faster_than(known_s, gap=state.gap)
-    n_most = MAX_TRIED_PASSES // (table.mesh.pp * table.mesh.n_micro_batches)
-    pairs = partitions_below(table, recompute=recompute, limit_s=limit_s, n_most=n_most)
-    if pairs is None:
+    n_most = MAX_REPLAYED_PASSES // (table.mesh.pp * table.mesh.n_micro_batches)
+    cuts = partitions_below(table, recompute=recompute, limit_s=limit_s, n_most=n_most)
+    if cuts is None:
         return best, bound_s
+    if not cuts:
+        return best, max(bound_s, limit_s)
+    step = RelaxedStep.of_cuts(table, recompute=recompute)
+    relaxed_s = step.least_s(np.array([cut.sizes for cut in cuts]), np.array([cut.again for cut in cuts]))
     least_s = limit_s
-    for stages, fastest in pairs:
-        fastest_s = simulate(table, fastest).step_s
-        least_s = min(least_s, fastest_s)
-        better = _fitting(table, [stages], recompute=recompute) if fastest_s < known_s else None
+    for place in np.argsort(relaxed_s, kind="stable"):
+        if relaxed_s[place] >= least_s:
+            break
+        cut_s = max(float(relaxed_s[place]), simulate(table, cuts[place].fastest).step_s)
+        least_s = min(least_s, cut_s)
+        better = _fitting(table, [cuts[place].stages], recompute=recompute) if cut_s < known_s else None
         if better is not None and (best is None or better.estimate.step_s < best.estimate.step_s):
             best = better
     return best, max(bound_s, least_s)
@@ -379,7 +399,8 @@ def _candidates(state: _Search) -> list[Candidate]:
 
 def _proved_s(state: _Search) -> float:
     """No plan of the space that fits is faster; 0 when that is not known of some."""
-    bounds_s = [state.least_bound_s, *(bound_s for bound_s, _, _ in state.queue[:1])]
+    first = state.queue.first()
+    bounds_s = [state.least_bound_s, *(() if first is None else (first[0],))]
     for index in range(len(state.space.groups)):
         result = state.results.get(index)
         if index in state.left_bounds_s:

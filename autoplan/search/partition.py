@@ -21,8 +21,9 @@ the path is the same. Everything is an array over ranges of pieces (see `ranges`
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from autoplan.search.ranges import (
     Segments,
     backward_pass_s,
     carries,
+    figures_of,
     forward_pass_s,
     stage_edges,
 )
@@ -77,16 +79,27 @@ def best_partition(table: CostTable, *, recompute: str | None, limit_s: float = 
     return Partition(bound_s, _decode(ranges, stages, stops=stops))
 
 
-def partitions_below(
-    table: CostTable, *, recompute: str | None, limit_s: float, n_most: int
-) -> list[tuple[tuple[StagePlan, ...], tuple[StagePlan, ...]]] | None:
-    """Every way to cut the model whose bound is below `limit_s`; None if there are more than `n_most`, or nearly.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way to cut the model.
 
-    Each as two plans: the one that recomputes as little as will do, and the one with the fastest choice of every
-    segment, which may not fit and than which no other of this cut is faster.
+    Attributes:
+        stages: the plan that recomputes as little as will do.
+        fastest: that with the fastest choice of every segment; it may not fit, and no other of this cut is faster.
+        sizes: of each stage, in pieces.
+        again: of each stage, the segments that it must recompute at the least.
     """
+
+    stages: tuple[StagePlan, ...]
+    fastest: tuple[StagePlan, ...]
+    sizes: tuple[int, ...]
+    again: tuple[int, ...]
+
+
+def partitions_below(table: CostTable, *, recompute: str | None, limit_s: float, n_most: int) -> list[Cut] | None:
+    """Every way to cut the model whose bound is below `limit_s`; None if there are more than `n_most`, or nearly."""
     ranges, stages = _prepared(table, recompute=recompute, limit_s=limit_s)
-    rest_s = _least_rests(ranges, stages)
+    rest_s, worst_s = _least_rests(ranges, stages)
     found: list[tuple[int, ...]] = []
     waiting: list[tuple[tuple[int, ...], float, float]] = [((), table.per_step_s, 0.0)]  # stops, sum of A, most of G
     for n_visited in count():
@@ -102,22 +115,34 @@ def partitions_below(
         stop = np.arange(start + 1, min(start + ranges.width, ranges.n_pieces) + 1)
         sums_s = sum_s + own.sum_s[stop, stop - start - 1]
         mosts_s = np.maximum(most_s, own.bottleneck_s[stop, stop - start - 1])
-        for place in np.flatnonzero(sums_s + mosts_s + rest_s[len(stops) + 1][stop] < limit_s):
+        least_s = sums_s + rest_s[len(stops) + 1][stop] + np.maximum(mosts_s, worst_s[len(stops) + 1][stop])
+        for place in np.flatnonzero(least_s < limit_s):
             waiting.append(((*stops, int(stop[place])), float(sums_s[place]), float(mosts_s[place])))
-    cuts = [list(stops) for stops in found]
-    return [
-        (_decode(ranges, stages, stops=stops), _decode(ranges, stages, stops=stops, spares=False)) for stops in cuts
-    ]
+    return [_cut(ranges, stages, stops=list(stops)) for stops in found]
+
+
+def _cut(ranges: Ranges, stages: list[_Stage], *, stops: list[int]) -> Cut:
+    spans = list(pairwise([0, *stops]))
+    again = tuple(
+        stage.n_recomputed(float(stage.missing_bytes[stop, stop - start - 1]), slice(*ranges.edges[[start, stop]]))
+        for (start, stop), stage in zip(spans, stages, strict=True)
+    )
+    return Cut(
+        _decode(ranges, stages, stops=stops),
+        _decode(ranges, stages, stops=stops, spares=False),
+        tuple(stop - start for start, stop in spans),
+        again,
+    )
 
 
 def _prepared(table: CostTable, *, recompute: str | None, limit_s: float) -> tuple[Ranges, list[_Stage]]:
     """The ranges that may be stages, and what each is as each stage."""
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
-    kinds = {id(own): (own, Segments.of(own, recompute)) for own in {id(own): own for own in own_tables}.values()}
-    segments = tuple(found for _, found in kinds.values())
-    ranges = Ranges.of(table, _widest(table, segments, limit_s=limit_s - table.per_step_s))
-    passes = {number: _Passes.of(own, found, ranges) for number, (own, found) in kinds.items()}
-    return ranges, _stages(table.mesh, tuple(passes[id(own)] for own in own_tables), ranges)
+    kinds = {figures_of(own): own for own in own_tables}
+    segments = {kind: Segments.of(own, recompute) for kind, own in kinds.items()}
+    ranges = Ranges.of(table, _widest(table, tuple(segments.values()), limit_s=limit_s - table.per_step_s))
+    passes = {kind: _Passes.of(own, segments[kind], ranges) for kind, own in kinds.items()}
+    return ranges, _stages(table.mesh, own_tables, tuple(passes[figures_of(own)] for own in own_tables), ranges)
 
 
 def _widest(table: CostTable, segments: tuple[Segments, ...], *, limit_s: float) -> int:
@@ -152,6 +177,13 @@ class _Stage:
     missing_bytes: Array
     n_in_flight: int
 
+    def n_recomputed(self, missing_bytes: float, own: slice) -> int:
+        """How many of these segments must be recomputed at the least, the easy one left out."""
+        spared, easy = self.segments.spared_bytes[own], self.segments.easy_bytes[own]
+        largest_bytes = float(np.where(spared > easy, spared, 0.0).max())
+        hard_bytes = missing_bytes - self.n_in_flight * float(easy.sum())
+        return math.ceil(hard_bytes / (self.n_in_flight * largest_bytes)) if min(hard_bytes, largest_bytes) > 0 else 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
@@ -160,7 +192,6 @@ class _Passes:
     Attributes:
         backward_s: nothing recomputed for want of memory, and the action's wait for the host left out.
         carry_s: what a reduction leaves to the next pass.
-        first_cut_s: the transfer over its first boundary when the rank before it is of this kind.
     """
 
     table: CostTable
@@ -169,13 +200,11 @@ class _Passes:
     forward_s: Array
     backward_s: Array
     carry_s: Array
-    first_cut_s: Array
     memory: _Memory
 
     @classmethod
     def of(cls, table: CostTable, segments: Segments, ranges: Ranges) -> _Passes:
         """The passes of each range."""
-        inner_cuts_s = (table.cut_s[edge - 1] or 0.0 for edge in ranges.edges[1:-1])
         return cls(
             table=table,
             segments=segments,
@@ -183,21 +212,21 @@ class _Passes:
             forward_s=forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch) + table.action_s,
             backward_s=backward_pass_s(table, segments, ranges),
             carry_s=ranges.first(segments.reduce_s) if carries(table, segments) else 0.0,
-            first_cut_s=np.array([0.0, *inner_cuts_s, 0.0])[ranges.start],
             memory=_Memory.of(table, segments, ranges),
         )
 
 
-def _stages(mesh: Mesh, passes: tuple[_Passes, ...], ranges: Ranges) -> list[_Stage]:
-    """The stages of a mesh; `passes` are those of each rank."""
+def _stages(mesh: Mesh, tables: tuple[CostTable, ...], passes: tuple[_Passes, ...], ranges: Ranges) -> list[_Stage]:
+    """The stages of a mesh; `tables` and `passes` are those of each rank."""
     n, is_gpipe = mesh.n_micro_batches, mesh.schedule == "gpipe"
+    cuts_s = {own.cut_s: _first_cut_s(own, ranges) for own in tables}
     stages = []
     for stage, own in enumerate(passes):
         missing_bytes, again_s = own.memory.recomputing(in_flight(mesh, stage))
         whole_s = own.backward_s + again_s
         # Under gpipe the path reaches the stages after `s` with the last micro-batch.
         opening_s = own.forward_s if is_gpipe and stage > 0 else own.first_forward_s
-        edges_s = 2.0 * passes[stage - 1].first_cut_s if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
+        edges_s = 2.0 * cuts_s[tables[stage - 1].cut_s] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
         n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
         fits = np.isfinite(again_s) & ranges.exists
         action_s = own.table.action_s
@@ -206,6 +235,12 @@ def _stages(mesh: Mesh, passes: tuple[_Passes, ...], ranges: Ranges) -> list[_St
         sum_s = np.where(fits, opening_s + whole_s + action_s + edges_s, INFINITY)
         stages.append(_Stage(own.segments, sum_s, bottleneck_s, missing_bytes, in_flight(mesh, stage)))
     return stages
+
+
+def _first_cut_s(table: CostTable, ranges: Ranges) -> Array:
+    """The transfer over the first boundary of each range, from the rank before it, which has this table."""
+    inner_s = (table.cut_s[edge - 1] or 0.0 for edge in ranges.edges[1:-1])
+    return np.array([0.0, *inner_s, 0.0])[ranges.start]
 
 
 def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
@@ -325,14 +360,18 @@ def _least_sum(ranges: Ranges, stages: list[_Stage], threshold_s: float) -> tupl
     return float(least[-1]), stops[::-1]
 
 
-def _least_rests(ranges: Ranges, stages: list[_Stage]) -> list[Array]:
-    """Per stage, and at the end: the least sum of A from it on, by the piece it starts with."""
-    rests = [np.append(np.full(ranges.n_pieces, INFINITY), 0.0)]
+def _least_rests(ranges: Ranges, stages: list[_Stage]) -> tuple[list[Array], list[Array]]:
+    """Per stage, and at the end: the least sum of A from it on, and the least max of G, by the piece it starts with."""
+    at_end = np.append(np.full(ranges.n_pieces, INFINITY), 0.0)
+    sums, worst = [at_end], [at_end]
     for stage in reversed(stages):
-        least = np.full(ranges.n_pieces + 1, INFINITY)
-        np.minimum.at(least, ranges.start, np.where(ranges.exists, stage.sum_s + rests[-1][:, None], INFINITY))
-        rests.append(least)
-    return rests[::-1]
+        sum_s = stage.sum_s + sums[-1][:, None]
+        worst_s = np.maximum(stage.bottleneck_s, worst[-1][:, None])
+        for rests, values in ((sums, sum_s), (worst, worst_s)):
+            least = np.full(ranges.n_pieces + 1, INFINITY)
+            np.minimum.at(least, ranges.start, np.where(ranges.exists, values, INFINITY))
+            rests.append(least)
+    return sums[::-1], worst[::-1]
 
 
 def _best_threshold(

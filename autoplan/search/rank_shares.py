@@ -28,21 +28,27 @@ from autoplan.search.linear_model import INFINITY
 from autoplan.search.paths import BACKWARD, LAST_BACKWARD, LAST_WEIGHTS, WEIGHTS, Shape
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import ONE_BYTE, Array, Segments
-from autoplan.search.rank_paths import CARRY_FORWARD, SYMBOLS, RankPaths, rank_paths
+from autoplan.search.rank_paths import CARRY_FORWARD, RankPaths, rank_paths
 from autoplan.search.stage_needs import Needs, places_of
 
 N_HALVINGS = 5  # of the span in which a bound is raised
+MAX_RECOMPUTED = 100_000  # ways to recompute on one rank that are listed
 
 
 def shared_bound_s(table: CostTable, shape: Shape, *, recompute: str | None, limit_s: float = INFINITY) -> float:
     """No plan of the mesh that fits is faster; INFINITY when none fits.
 
-    `shape` is of the mesh's schedule; `recompute` is what the user fixed. A bound that passes `limit_s` without memory
-    is not raised further.
+    `shape` is of the mesh's schedule; `recompute` is what the user fixed. A bound that passes `limit_s` for one rank
+    alone is not raised further.
     """
     shares = Shares.of(table, shape, recompute)
-    bound_s = _least_s(shares, recomputes=False)
-    return bound_s if bound_s >= limit_s else _least_s(shares, recomputes=True)
+    times_s = []
+    for rank in range(table.mesh.pp):
+        times_s.append(shares.times_s(rank))
+        alone_s = float(times_s[-1].min()) + table.per_step_s
+        if alone_s >= limit_s:
+            return alone_s
+    return _least_s(shares, times_s)
 
 
 def narrowed_bound_s(shares: Shares, *, bound_s: float, limit_s: float) -> float:
@@ -56,9 +62,8 @@ def narrowed_bound_s(shares: Shares, *, bound_s: float, limit_s: float) -> float
     return bound_s
 
 
-def _least_s(shares: Shares, *, recomputes: bool) -> float:
-    """The least time within which the ranks can hold all pieces."""
-    times_s = [shares.times_s(rank, recomputes=recomputes) for rank in range(shares.table.mesh.pp)]
+def _least_s(shares: Shares, times_s: list[Array]) -> float:
+    """The least time within which the ranks, each with its `Shares.times_s`, can hold all pieces."""
     fastest_s = max(float(times.min()) for times in times_s)
     candidates = np.unique(np.concatenate(times_s))
     candidates = candidates[(candidates >= fastest_s) & (candidates < INFINITY)]
@@ -131,15 +136,12 @@ class Shares:
             slower=table.overlap_extra, parts={},
         )  # fmt: skip
 
-    def times_s(self, rank: int, *, recomputes: bool) -> Array:
-        """Per number of pieces, the least time of this rank's part of the step; INFINITY where it cannot be.
-
-        Without `recomputes` memory is left out.
-        """
-        ways = self.ways[rank]
-        again_s = self._recomputing_s(rank) if recomputes else np.zeros(len(ways))
+    def times_s(self, rank: int) -> Array:
+        """Per number of pieces, the least time of this rank's part of the step; INFINITY where it cannot be."""
+        ways, again_s = self.ways[rank], self._recomputing_s(rank)
         least = np.full(self.n_pieces + 1, INFINITY)
-        np.minimum.at(least, ways.sum(axis=1), self._way_s(rank, again_s, allowed=None))
+        if np.isfinite(again_s).any():
+            np.minimum.at(least, ways.sum(axis=1), self._way_s(rank, again_s, allowed=None))
         return least
 
     def _way_s(self, rank: int, again_s: Array, *, allowed: Array | None) -> Array:
@@ -167,7 +169,7 @@ class Shares:
     def choices_s(self, rank: int, choices: Array) -> Array:
         """Per choice of sizes for all stages (choice, stage), the longest path of the rank."""
         own_s, values_s = self._own_s(rank, self._recomputing_s(rank)), self._parts_of(rank).values_s
-        way_of, own = self._way_of(rank, choices), self.shape.stages_of[rank]
+        way_of, own = self.way_of(rank, choices), self.shape.stages_of[rank]
         others = [stage for stage in range(self.table.mesh.n_stages) if stage not in own]
         longest = np.zeros(len(choices))
         for number in range(len(own_s)):
@@ -177,17 +179,7 @@ class Shares:
             longest = np.maximum(longest, spent_s)
         return longest
 
-    def again_on_path_s(self, counts: Array, choices: Array) -> Array:
-        """Per choice, what recomputation adds to a path of these (symbol, stage) counts beyond what it hides."""
-        n_backwards = counts[SYMBOLS.index(BACKWARD)] + counts[SYMBOLS.index(LAST_BACKWARD)]
-        added = np.zeros(len(choices))
-        for rank, own in enumerate(self.shape.stages_of):
-            least = n_backwards[list(own)].min()
-            if least > 0.0:
-                added += least * self._recomputing_s(rank)[self._way_of(rank, choices)]
-        return added
-
-    def _way_of(self, rank: int, choices: Array) -> Array:
+    def way_of(self, rank: int, choices: Array) -> Array:
         """Per choice, the place of its sizes on this rank among the rank's ways."""
         own, width = list(self.shape.stages_of[rank]), self.needs.possible.shape[1]
         weights = width ** np.arange(len(own))
@@ -320,8 +312,8 @@ class Shares:
         sends = np.array([stage < self.table.mesh.n_stages - 1 for stage in self.shape.stages_of[rank]])
         return least_message_bytes(self.table) * (self.shape.counts[rank].in_flight @ sends)
 
-    def _n_recomputed(self, rank: int) -> Array:
-        """(way, moment): how many segments must be recomputed; INFINITY where that does not help."""
+    def _missing_bytes(self, rank: int) -> Array:
+        """(way, moment): what must be spared by recomputing, the easy segment left out."""
         needs, moments = self.needs, self.shape.counts[rank]
         used = self._sum(needs.resident_bytes, rank)[:, None] + self._sent_bytes(rank)
         used = used + self._chosen(needs.saved_bytes, rank) @ moments.in_flight.T
@@ -331,10 +323,17 @@ class Shares:
         room_bytes = memory_room_bytes(self.table, stages=self.shape.stages_of[rank])
         n_easy = moments.in_flight.max(axis=1)  # micro-batches that spare it at the most, whichever stage has it
         easy_bytes = float(self.segments.easy_bytes.sum())
-        missing_bytes = np.maximum(0.0, used - room_bytes - ONE_BYTE - n_easy * easy_bytes)
-        n_spared = self._chosen(needs.n_spared, rank)
-        hard_bytes = np.where(self.segments.easy_bytes > 0.0, 0.0, self.segments.spared_bytes)
-        largest_bytes, chosen = float(hard_bytes.max()), np.zeros(missing_bytes.shape)
+        return np.maximum(0.0, used - room_bytes - ONE_BYTE - n_easy * easy_bytes)
+
+    def _hard_bytes(self) -> float:
+        """The most that a segment spares per micro-batch in flight, but for the easy one."""
+        return float(np.where(self.segments.easy_bytes > 0.0, 0.0, self.segments.spared_bytes).max())
+
+    def _n_recomputed(self, rank: int) -> Array:
+        """(way, moment): how many segments must be recomputed; INFINITY where that does not help."""
+        moments, missing_bytes = self.shape.counts[rank], self._missing_bytes(rank)
+        n_spared = self._chosen(self.needs.n_spared, rank)
+        largest_bytes, chosen = self._hard_bytes(), np.zeros(missing_bytes.shape)
         most_first = np.argsort(-moments.in_flight, axis=1, kind="stable")
         for place in range(self.table.mesh.n_chunks):
             stage = most_first[:, place]
@@ -343,3 +342,22 @@ class Shares:
             n_segments = np.where(bytes_each > 0.0, np.minimum(n_spared[:, stage], wanted), 0.0)
             chosen, missing_bytes = chosen + n_segments, missing_bytes - n_segments * bytes_each
         return np.where(missing_bytes > 0.0, INFINITY, chosen)
+
+    def least_recomputed(self, rank: int, way: int) -> Array:
+        """(choice, stage of the rank): segments to recompute in one way of sizes, no more than is enough.
+
+        Every plan of these sizes that fits recomputes at least as many in every stage as one of the choices.
+        """
+        missing_bytes = self._missing_bytes(rank)[way]
+        n_spared = self._chosen(self.needs.n_spared, rank)[way].astype(int)
+        if missing_bytes.max() <= 0.0 or np.prod(n_spared + 1) > MAX_RECOMPUTED:
+            return np.zeros((1, len(n_spared)), dtype=int)
+        counts = np.moveaxis(np.indices(n_spared + 1), 0, -1)
+        spared_bytes = counts @ (self.shape.counts[rank].in_flight.T * self._hard_bytes())
+        is_enough = (spared_bytes >= missing_bytes).all(axis=-1)
+        is_least = is_enough.copy()
+        for place in range(len(n_spared)):
+            one_less = np.zeros(is_enough.shape, dtype=bool)
+            np.moveaxis(one_less, place, 0)[1:] = np.moveaxis(is_enough, place, 0)[:-1]
+            is_least &= ~one_less
+        return counts[is_least]

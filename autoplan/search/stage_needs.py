@@ -37,6 +37,8 @@ from autoplan.search.ranges import (
 )
 from autoplan.search.rank_paths import SYMBOLS
 
+NOT_AN_ACTION = (CARRY, LAST_CARRY, CUT)  # of the symbols of a path
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
@@ -74,56 +76,74 @@ class Needs:
         n_pieces = len(piece_edges(table)) - 1
         sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
         ranges = Ranges.of(table, max(own[-1] for own in sizes))
-        owners, counts, stops, offsets = places_of(n_pieces, sizes)
-        columns = np.repeat(counts, np.diff(offsets, append=len(stops))) - 1
-
-        def stage_values(values: Array, *, largest: bool = False) -> Array:
-            choose = np.maximum if largest else np.minimum
-            found = np.zeros((n_stages, ranges.width + 1))
-            found[owners, counts] = choose.reduceat(
-                np.broadcast_to(values, ranges.start.shape)[stops, columns], offsets
-            )
-            return found
-
+        owners, counts, _, _ = places_of(n_pieces, sizes)
         possible = np.zeros((n_stages, ranges.width + 1), dtype=bool)
         possible[owners, counts] = True
-        passes_s = np.zeros((len(SYMBOLS), n_stages, ranges.width + 1))
+        splits, shape = splits_backward(table.mesh.schedule), ranges.start.shape
+        passes = _passes_s(table, segments, ranges)
+        plain = _plain_s(segments, ranges)
+        totals = {
+            "reduce_s": segments.reduce_s,
+            "forward_s": segments.forward_s,
+            "optimizer_s": segments.optimizer_s,
+            "resident_bytes": segments.resident_bytes,
+            "gradient_bytes": segments.gradient_bytes,
+            "saved_bytes": segments.saved_bytes,
+            "pending_bytes": segments.pending_bytes,
+        }
+        fields = {name: ranges.total(values) for name, values in totals.items()}
+        fields["last_left_s"] = left_s(
+            segments, ranges, compute_s=segments.weights_s if splits else segments.backward_s
+        )
+        fields["last_reduce_s"] = ranges.first(segments.reduce_s)
+        fields["alone_bytes"] = ranges.last(segments.least_alone_bytes)
+        everything = [*passes.values(), *plain.values(), *fields.values()]
+        least = per_stage(ranges, sizes, np.stack([np.broadcast_to(values, shape) for values in everything]))
+        least_of = dict(zip(fields, least[len(passes) + len(plain) :], strict=True))
+        passes_s = _by_symbol(passes, least, action_s=table.action_s)
         plain_s = passes_s.copy()
-        of_passes = _passes_s(table, segments, ranges)
-        for found, times in ((passes_s, of_passes), (plain_s, of_passes | _plain_s(segments, ranges))):
-            for symbol, values in times.items():
-                action_s = 0.0 if symbol in (CARRY, LAST_CARRY, CUT) else table.action_s
-                found[SYMBOLS.index(symbol)] = stage_values(values + action_s)
-        if splits_backward(table.mesh.schedule):  # the first stage does all in the pass for weights
-            for passes in (passes_s, plain_s):
-                passes[SYMBOLS.index(WEIGHTS), 0] = passes[SYMBOLS.index(LAST_WEIGHTS), 0] = plain_s[
-                    SYMBOLS.index(BACKWARD), 0
-                ]
-                passes[SYMBOLS.index(INPUTS), 0] = 0.0
-        last_compute_s = segments.weights_s if splits_backward(table.mesh.schedule) else segments.backward_s
-        last_left = stage_values(left_s(segments, ranges, compute_s=last_compute_s))
-        last_reduce = stage_values(ranges.first(segments.reduce_s))
-        if splits_backward(table.mesh.schedule):
+        for symbol, values in zip(plain, least[len(passes) :], strict=False):
+            plain_s[SYMBOLS.index(symbol)] = values + (0.0 if symbol in NOT_AN_ACTION else table.action_s)
+        last_left, last_reduce = least_of["last_left_s"], least_of["last_reduce_s"]
+        if splits:  # the first stage does all in the pass for weights
+            for found in (passes_s, plain_s):
+                whole_s = plain_s[SYMBOLS.index(BACKWARD), 0]
+                found[SYMBOLS.index(WEIGHTS), 0] = found[SYMBOLS.index(LAST_WEIGHTS), 0] = whole_s
+                found[SYMBOLS.index(INPUTS), 0] = 0.0
             last_left[0] = last_reduce[0]
         if table.gathers_per_micro_batch:
-            last_left = last_reduce
+            last_left = least_of["last_left_s"] = last_reduce
+        n_spared = ranges.total(1.0 * (segments.spared_bytes > 0.0))
         return cls(
             possible=possible,
             passes_s=passes_s,
             plain_s=plain_s,
-            reduce_s=stage_values(ranges.total(segments.reduce_s)),
-            forward_s=stage_values(ranges.total(segments.forward_s)),
             left_s=last_left if table.reduces_per_micro_batch else np.zeros(last_left.shape),
-            last_left_s=last_left,
-            last_reduce_s=last_reduce,
-            optimizer_s=stage_values(ranges.total(segments.optimizer_s)),
-            resident_bytes=stage_values(ranges.total(segments.resident_bytes)),
-            gradient_bytes=stage_values(ranges.total(segments.gradient_bytes)),
-            saved_bytes=stage_values(ranges.total(segments.saved_bytes)),
-            pending_bytes=stage_values(ranges.total(segments.pending_bytes)),
-            alone_bytes=stage_values(ranges.last(segments.least_alone_bytes)),
-            n_spared=stage_values(ranges.total(1.0 * (segments.spared_bytes > 0.0)), largest=True),
+            n_spared=per_stage(ranges, sizes, n_spared, largest=True),
+            **least_of,
         )
+
+
+def _by_symbol(passes: dict[str, Array], least: Array, *, action_s: float) -> Array:
+    """(symbol, stage, pieces): the least times of these passes, which are the first rows of `least`."""
+    found = np.zeros((len(SYMBOLS), *least.shape[1:]))
+    for symbol, values in zip(passes, least, strict=False):
+        found[SYMBOLS.index(symbol)] = values + (0.0 if symbol in NOT_AN_ACTION else action_s)
+    return found
+
+
+def per_stage(ranges: Ranges, sizes: tuple[range, ...], values: Array, *, largest: bool = False) -> Array:
+    """(.., stage, pieces): the least value of a range, or the largest, over the places where the stage may begin.
+
+    `values` are (.., stop, count - 1), see `ranges`.
+    """
+    owners, counts, stops, offsets = places_of(ranges.n_pieces, sizes)
+    columns = np.repeat(counts, np.diff(offsets, append=len(stops))) - 1
+    choose = np.maximum if largest else np.minimum
+    found = np.zeros((*values.shape[:-2], len(sizes), ranges.width + 1))
+    places = np.broadcast_to(values, (*values.shape[:-2], *ranges.start.shape))[..., stops, columns]
+    found[..., owners, counts] = choose.reduceat(places, offsets, axis=-1)
+    return found
 
 
 def _passes_s(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, Array]:

@@ -9,7 +9,7 @@ they are in stages that run at about the same time, so that the ranks wait littl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -47,11 +47,16 @@ def balanced_stages(table: CostTable, *, recompute: str | None) -> tuple[StagePl
     return _recomputing(segments, list(pairwise(edges)), switched=set())
 
 
-def fastest_stages(
-    table: CostTable, spans: Iterable[tuple[int, int]], *, recompute: str | None
+def recomputing_stages(
+    segments: Segments, spans: Sequence[tuple[int, int]], counts: Sequence[int], *, with_easy: bool
 ) -> tuple[StagePlan, ...]:
-    """These stages with the faster choice of each segment."""
-    return _recomputing(Segments.of(table, recompute), list(spans), switched=set())
+    """These stages, each with so many segments recomputed, the first that can spare memory; the easy one or not."""
+    is_easy = segments.easy_bytes > 0.0
+    chosen = set(np.flatnonzero(is_easy).tolist()) if with_easy else set()
+    for span, count in zip(spans, counts, strict=True):
+        able = [index for index in range(*span) if segments.spared_bytes[index] > 0.0 and not is_easy[index]]
+        chosen |= set(able[:count])
+    return _recomputing(segments, list(spans), switched=chosen)
 
 
 def _recomputing(segments: Segments, spans: list[tuple[int, int]], *, switched: set[int]) -> tuple[StagePlan, ...]:

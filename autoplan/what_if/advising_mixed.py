@@ -13,7 +13,7 @@ from datetime import date
 from autoplan.api import default_global_batch
 from autoplan.errors import InputError
 from autoplan.hardware_cluster import groups_alone, load_cluster
-from autoplan.report import count
+from autoplan.plain_text import count
 from autoplan.units import format_seconds
 from autoplan.what_if.advice_rules import LITTLE, STOPPED, Advice, AdviceAnswer, speed_up
 from autoplan.what_if.asking import Progress, ask

@@ -1,0 +1,316 @@
+"""The whole step replayed with the least that stages of given sizes need. A bound, for many choices at once.
+
+`RelaxedStep.least_s` replays the schedule action by action, as `simulate` does, for many choices of sizes. Each rank
+is two times: when it is free, and when all that it has to communicate is done. A pass with compute C, reductions R
+and at least B of them left when it ends, beside L seconds left over from before, takes
+
+    C + slower x D,    D = min(C, L + R - B)           reduced beside it
+    left when it ends = max(L + R - C, B)
+
+and a pass that gathers takes what `ranges` says. Both times rise with both times before, with C and with the size of a
+stage, so sizes that are no more than those of a plan, each with the least C, R - C, R - B and B of any place where the
+stage may begin, give a step that is no longer. Likewise fewer segments recomputed than in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoplan.cost.table import CostTable
+from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, splits_backward, stage_ranks
+from autoplan.search.plans import piece_edges, stage_sizes
+from autoplan.search.ranges import Array, Ranges, Segments, backward_pass_s, carries, figures_of, forward_pass_s
+from autoplan.search.stage_needs import per_stage
+
+_Place = tuple[Any, Any]  # numbers or arrays of numbers: an index of arrays over places
+
+
+class _Turn(NamedTuple):
+    """An action of the schedule.
+
+    Attributes:
+        number: of its pass, see `_Script.passes`.
+        awaited: place of the action on another rank whose result it needs; -1 if there is none.
+        is_awaited: whether another rank needs its result.
+    """
+
+    rank: int
+    number: int
+    awaited: int
+    is_awaited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """A schedule in an order in which it can run.
+
+    Attributes:
+        ranks: of each stage.
+        passes: (stage, kind of action, whether it is at the edge of the step).
+    """
+
+    ranks: tuple[int, ...]
+    turns: tuple[_Turn, ...]
+    passes: tuple[tuple[int, str, bool], ...]
+
+
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Script:
+    ordered = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    ranks = stage_ranks(ordered.schedule)
+    numbers: dict[tuple[int, str, bool], int] = {}
+    rows = []
+    for (stage, kind, micro_batch), needed in zip(ordered.actions, ordered.awaited, strict=True):
+        is_edge = micro_batch == (0 if kind == "F" else n_micro_batches - 1)
+        number = numbers.setdefault((stage, kind, is_edge), len(numbers))
+        is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
+        rows.append((ranks[stage], number, needed if needed is not None and is_elsewhere else -1))
+    awaited = {place for _, _, place in rows}
+    return _Script(ranks, tuple(_Turn(*row, place in awaited) for place, row in enumerate(rows)), tuple(numbers))
+
+
+class _Needs(NamedTuple):
+    """What a pass needs at the least; arrays over places (`RelaxedStep`). `waits`: it gathers."""
+
+    compute_s: Array
+    reduce_s: Array
+    left_s: Array
+    closing_s: Array
+    waits: bool
+
+    def at(self, place: _Place, again: Array, again_s: tuple[float, float]) -> _Pass:
+        """At these places, with so many segments recomputed, each of which takes from .. to `again_s`.
+
+        What is recomputed hides reductions, but not that of the segment which closes the pass.
+        """
+        compute_s, reduce_s, left_s = (values[place] for values in self[:3])
+        behind_s, grown_s = reduce_s - left_s, reduce_s - compute_s - again * again_s[1]
+        compute_s = compute_s + again * again_s[0]
+        left_s = np.maximum(self.closing_s[place], left_s - again * again_s[1])
+        return _Pass(compute_s, behind_s, grown_s, left_s, self.waits, bool(left_s.any()))
+
+
+class _Pass(NamedTuple):
+    """A pass per choice: C, R - B, R - C and B of the module docstring."""
+
+    compute_s: Array
+    behind_s: Array
+    grown_s: Array
+    left_s: Array
+    waits: bool
+    reduces: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _RankNeeds:
+    """What the stages of a rank need; `passes` are by (kind of action, whether an edge, whether of the first stage)."""
+
+    passes: dict[tuple[str, bool, bool], _Needs]
+    optimizer_s: Array
+    again_s: tuple[float, float]
+    action_s: float
+    slower: float
+    carries: bool
+
+    @classmethod
+    def of(cls, table: CostTable, segments: Segments, ranges: Ranges, sizes: tuple[range, ...] | None) -> _RankNeeds:
+        """The least needs over the places where a stage of these `sizes` may begin, or of each range."""
+
+        def least(values: Array) -> Array:
+            return np.broadcast_to(values, ranges.start.shape) if sizes is None else per_stage(ranges, sizes, values)
+
+        is_able = np.isfinite(segments.again_s) & (segments.spared_bytes > segments.easy_bytes)
+        again_s = segments.again_s[is_able]
+        cases = product("FIW" if splits_backward(table.mesh.schedule) else "FB", (False, True), (False, True))
+        return cls(
+            passes={case: _needs(table, segments, ranges, least, *case) for case in cases},
+            optimizer_s=least(ranges.total(segments.optimizer_s)),
+            again_s=(float(again_s.min()), float(again_s.max())) if is_able.any() else (0.0, 0.0),
+            action_s=table.action_s,
+            slower=table.overlap_extra,
+            carries=carries(table, segments),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RelaxedStep:
+    """What `least_s` needs of a mesh.
+
+    With several stages per rank, arrays over places are (stage, pieces) and the least cut counts; with one, they are
+    (stop, count - 1) as in `ranges`, so that every figure is that of the very segments.
+    """
+
+    table: CostTable
+    ranks: tuple[_RankNeeds, ...]
+
+    @classmethod
+    def of(cls, table: CostTable, segments: Segments) -> RelaxedStep:
+        """For a mesh with several stages per rank."""
+        sizes = stage_sizes(table.mesh, n_pieces=len(piece_edges(table)) - 1)
+        needs = _RankNeeds.of(table, segments, Ranges.of(table, max(own[-1] for own in sizes)), sizes)
+        return cls(table, (needs,) * table.mesh.pp)
+
+    @classmethod
+    def of_cuts(cls, table: CostTable, *, recompute: str | None) -> RelaxedStep:
+        """For a mesh with one stage per rank; `recompute` is what the user fixed."""
+        ranges, tables = Ranges.of(table, len(piece_edges(table)) - 1), list(map(table.at_rank, range(table.mesh.pp)))
+        kinds = {figures_of(own): own for own in tables}
+        needs = {kind: _RankNeeds.of(own, Segments.of(own, recompute), ranges, None) for kind, own in kinds.items()}
+        return cls(table, tuple(needs[figures_of(own)] for own in tables))
+
+    def least_s(self, sizes: Array, again: Array) -> Array:
+        """Per choice of sizes and of segments recomputed, both (choice, stage), the least time of a step.
+
+        It is no more than that of any plan whose stages recompute as much, or more; and with several stages per rank,
+        have as many pieces, or more.
+        """
+        mesh = self.table.mesh
+        script = _script(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
+        places = self._places(sizes)
+        passes = []
+        for stage, kind, is_edge in script.passes:
+            needs = self.ranks[script.ranks[stage]]
+            own = needs.passes[kind, is_edge, stage == 0]
+            passes.append(own.at(places[stage], again[:, stage] * (kind == "B"), needs.again_s))
+        clocks = [_Clock(np.zeros(len(sizes))) for _ in range(mesh.pp)]
+        links = [_Link(clock.free_s, cut_s) for clock in clocks for cut_s in (0.0, 0.0)]
+        for (rank, is_forward), cut_s in self._cuts_s(sizes).items():
+            links[2 * rank + is_forward].cut_s = cut_s
+        arrived: dict[int, Array] = {}
+        for place, (rank, number, awaited, is_awaited) in enumerate(script.turns):
+            clock = clocks[rank]
+            if awaited >= 0:
+                clock.wait_until(arrived.pop(awaited))
+            clock.run(passes[number], self.ranks[rank])
+            if is_awaited:
+                arrived[place] = links[2 * rank + (script.passes[number][1] == "F")].send(clock.free_s)
+        ends_s = [clock.end_s for clock in clocks]
+        for stage, rank in enumerate(script.ranks):
+            ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]
+        return np.maximum.reduce(ends_s) + self.table.per_step_s
+
+    def _places(self, sizes: Array) -> list[_Place]:
+        """Per stage, where the arrays have its values."""
+        if self.table.mesh.n_chunks > 1:
+            return [(stage, own) for stage, own in enumerate(sizes.T)]
+        return [(stop, own - 1) for stop, own in zip(np.cumsum(sizes, axis=1).T, sizes.T, strict=True)]
+
+    def _cuts_s(self, sizes: Array) -> dict[tuple[int, bool], Array | float]:
+        """By rank and whether forward, the time of a transfer."""
+        mesh = self.table.mesh
+        if mesh.n_chunks > 1:
+            cut_s = min((s for s in self.table.cut_s if s is not None), default=0.0)
+            return dict.fromkeys(product(range(mesh.pp), (False, True)), cut_s)
+        edges = np.array(piece_edges(self.table))
+        found: dict[tuple[int, bool], Array | float] = {}
+        for rank in range(mesh.pp - 1):
+            own_s = np.array([s or 0.0 for s in self.table.at_rank(rank).cut_s])
+            stops = edges[sizes[:, : rank + 1].sum(axis=1)]
+            found[rank, True] = found[rank + 1, False] = own_s[stops - 1]
+        return found
+
+
+@dataclass(slots=True)
+class _Link:
+    """What a rank sends its activations over, or its gradients: one transfer after the other."""
+
+    free_s: Array
+    cut_s: Array | float
+
+    def send(self, done_s: Array) -> Array:
+        """When a result that is done has arrived."""
+        if isinstance(self.cut_s, float) and self.cut_s == 0.0:
+            return done_s
+        self.free_s = np.maximum(done_s, self.free_s) + self.cut_s
+        return self.free_s
+
+
+class _Clock:
+    """Where a rank stands, per choice: it is free at `free_s`, and its communication is done at `done_s`, if any."""
+
+    __slots__ = ("done_s", "free_s")
+
+    def __init__(self, free_s: Array) -> None:
+        self.free_s = free_s
+        self.done_s: Array | None = None
+
+    @property
+    def end_s(self) -> Array:
+        """When all is done."""
+        return self.free_s if self.done_s is None else self.done_s
+
+    def wait_until(self, arrived_s: Array) -> None:
+        """Be free when a result has arrived; communication goes on meanwhile."""
+        self.free_s = np.maximum(self.free_s, arrived_s)
+        if self.done_s is not None:
+            self.done_s = np.maximum(self.done_s, arrived_s)
+
+    def run(self, item: _Pass, rank: _RankNeeds) -> None:
+        """Do a pass."""
+        action_s = rank.action_s
+        if item.waits:
+            start_s = self.end_s if rank.carries else self.free_s
+            self.free_s = start_s + (item.compute_s + action_s)
+            self.done_s = self.free_s + item.left_s if item.reduces else None
+        elif self.done_s is None and not item.reduces:
+            self.free_s = self.free_s + (item.compute_s + action_s)
+        else:
+            left_s = 0.0 if self.done_s is None else self.done_s - self.free_s
+            beside_s = np.minimum(item.compute_s, left_s + item.behind_s)
+            self.free_s = self.free_s + (item.compute_s + action_s) + rank.slower * beside_s
+            left_s = np.maximum(left_s + item.grown_s, item.left_s)
+            self.done_s = self.free_s + left_s if item.reduces or left_s.any() else None
+
+
+def _needs(
+    table: CostTable,
+    segments: Segments,
+    ranges: Ranges,
+    least: Callable[[Array], Array],
+    kind: str,
+    is_edge: bool,
+    is_first: bool,
+) -> _Needs:
+    """The least that a pass needs. `is_first`: of the first stage, which does all of a split pass in that for weights.
+
+    The triple C, R, B has the least R - C and R - B, too.
+    """
+    gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
+    waits = gathers and kind in "FB" and bool(segments.gather_s.any())
+    reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
+    reduce_s = segments.reduce_s if reduces else np.zeros(len(segments.reduce_s))
+    closing_s = least(ranges.first(reduce_s))
+    if waits:
+        back_s = backward_pass_s(table, segments, ranges) if kind == "B" else None
+        whole_s = least(forward_pass_s(segments, ranges, gathers=True) if back_s is None else back_s)
+        return _Needs(whole_s, np.zeros(whole_s.shape), closing_s, closing_s, waits=True)
+    compute_s = _compute_s(segments, kind, is_first=is_first)
+    all_s, all_reduce_s = ranges.total(compute_s), ranges.total(reduce_s)
+    all_left_s = _left_s(ranges, compute_s=compute_s, reduce_s=reduce_s)
+    least_s, left_s = least(all_s), least(all_left_s)
+    behind_s, grown_s = least(all_reduce_s - all_left_s), least(all_reduce_s - all_s)
+    return _Needs(least_s, np.minimum(left_s + behind_s, least_s + grown_s), left_s, closing_s, waits=False)
+
+
+def _compute_s(segments: Segments, kind: str, *, is_first: bool) -> Array:
+    """What each segment computes in a pass."""
+    if kind in "FB":
+        return segments.forward_s if kind == "F" else segments.backward_s
+    weights_s = segments.backward_s if is_first else segments.weights_s
+    return weights_s if kind == "W" else segments.backward_s - weights_s
+
+
+def _left_s(ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
+    """What a pass without gathers, with nothing left from before, leaves to be reduced.
+
+    From the last time on that nothing was to be reduced: all reductions - compute of all segments but the first.
+    """
+    reduced, computed = (np.append(0.0, np.cumsum(values)) for values in (reduce_s, compute_s))
+    most = ranges.largest_segment(reduced[1:] - computed[:-1])
+    return np.where(ranges.exists, most, 0.0) - (reduced - computed)[ranges.edges[ranges.start]]
