@@ -25,7 +25,7 @@ from typing import Any
 
 from autoplan.api import Problem
 from autoplan.graph import OpGraph
-from autoplan.graph_cache import cache_entry, package_version, read_entry, write_entry
+from autoplan.graph_cache import cache_entry, package_version, read_checked, write_checked
 from autoplan.hardware_cluster import Hardware
 from autoplan.layout_cache import own_hash, rule_hashes
 from autoplan.options import Options
@@ -205,22 +205,17 @@ def _key(task: Task) -> str:
 
 
 def _keep(key: str, result: PointResult) -> None:
-    text = json.dumps(asdict(result))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_entry(cache_entry(FOLDER, key), {"key": key, "result_sha256": digest, "result": text})
+    write_checked(cache_entry(FOLDER, key), "result", json.dumps(asdict(result)), key=key)
 
 
 def _kept(key: str) -> PointResult | None:
     """What is known of a key; a damaged entry is searched again."""
-    record = read_entry(cache_entry(FOLDER, key))
+    found = read_checked(cache_entry(FOLDER, key), "result", key=key)
     try:
-        if record is None or record["key"] != key:
+        if found is None:
             return None
-        text = record["result"]
-        if hashlib.sha256(text.encode()).hexdigest() != record["result_sha256"]:
-            return None
-        return PointResult(**{name: _tuples(value) for name, value in json.loads(text).items()})
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return PointResult(**{name: _tuples(value) for name, value in json.loads(found[0]).items()})
+    except (TypeError, ValueError, AttributeError):
         return None
 
 
