@@ -30,7 +30,14 @@ def counted_flops(source) -> float:
     return counter.get_total_flops() / N_SAMPLES
 
 
-@pytest.mark.parametrize("family", ["resnet", "unet", "vit_hf", "diffusion_transformer"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "resnet",
+        "vit_hf",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("unet", "diffusion_transformer")),
+    ],
+)
 def test_model_flops_are_those_that_torch_counts(family: str) -> None:
     source = model_source(FAMILIES / f"{family}.py", {})
     assert flops_per_sample(trace_model(source)) == counted_flops(source)
