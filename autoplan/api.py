@@ -22,6 +22,8 @@ from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from autoplan.cost.table import CostTable
     from autoplan.graph import OpGraph
     from autoplan.hardware import HardwareProfile
@@ -226,6 +228,7 @@ def whatif(
     overrides: Overrides | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     n_jobs: int = 1,
+    executor: Executor | None = None,
     asked: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[WhatIfRow, ...]:
@@ -238,11 +241,15 @@ def whatif(
     train the model so (no such precision, or a fixed degree that it has no devices for) is a row that says why.
 
     `n_jobs` processes search at once; with more than one, a script that calls this needs `if __name__ == "__main__"`.
+    Larger sweeps run on any `executor` of concurrent.futures, on other machines too where these have autoplan, such as
+    `distributed.Client(...).get_executor()` of Dask: points are independent, and results are the same.
     """
     from autoplan.what_if.asking import ask
     from autoplan.what_if.flags import OPTIONS, keyword_tables
     from autoplan.what_if.question import Question, read_question, with_fields
 
+    if "precision" in options and "precisions" in (asked or {}):
+        raise UsageError('whatif: found precision and "precisions" among asked\n  fix: give one of them')
     if str(model).endswith(".toml"):
         changes = keyword_tables(
             hw=hw,
@@ -268,7 +275,7 @@ def whatif(
         )
     if "time_limit_s" in options:
         question = replace(question, time_limit_s=options["time_limit_s"])
-    return ask(with_fields(question, asked or {}), n_jobs=n_jobs, progress=progress).rows
+    return ask(with_fields(question, asked or {}), n_jobs=n_jobs, executor=executor, progress=progress).rows
 
 
 def solve(problem: Problem) -> Answer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, Ref, TensorSpec
@@ -50,6 +51,7 @@ class ChunkedHead:
         return frozenset(op.name for op in self.ops)
 
 
+@lru_cache(maxsize=4)
 def chunked_head(graph: OpGraph) -> ChunkedHead | None:
     """What may be sliced; None where `why_whole` gives a reason."""
     return None if why_whole(graph) else ChunkedHead(graph.segments[-1].kind, _head_ops(graph))

@@ -34,6 +34,7 @@ from autoplan.parallel_plan import SCHEMA_VERSION
 if TYPE_CHECKING:
     from autoplan.answer import Answer
     from autoplan.api import Problem
+    from autoplan.betterments import SensitivityRow
     from autoplan.what_if.question import Question
 
 INTERRUPTED = 130
@@ -302,7 +303,7 @@ def explain_command(
         _print_answer(answer, explain_report, output_format)
         return
     found, texts = answer_to_dict(answer), []
-    rows: tuple[questions.SensitivityRow, ...] = ()
+    rows: tuple[SensitivityRow, ...] = ()
     with _stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
@@ -559,6 +560,8 @@ _row_output = _options(
 @click.option(
     "--host-link", "links", metavar="own,pcie4,...", help="Links inside a host, in place of the profile's own."
 )
+@click.option("--nics", metavar="1,4,...", help="Network ports of each host. [those of the profile]")
+@click.option("--nvlink", metavar="on,off", help="off: PCI Express in its place.")
 @click.option("--scaling", type=click.Choice(["strong", "weak"]), help="weak: the batch grows with the hosts. [strong]")
 @click.option("--objective", type=click.Choice(OBJECTIVES), default=_DEFAULTS.objective, show_default=True)
 @click.option(
@@ -651,14 +654,8 @@ def recommend_command(
     **flags: Any,
 ) -> None:
     """The cheapest cluster that meets a deadline, or the fastest within a budget, and what would change that."""
-    from autoplan.what_if.recommending import (
-        candidates,
-        parse_budget,
-        parse_deadline,
-        recommend,
-        recommendation_text,
-        recommendation_to_dict,
-    )
+    from autoplan.what_if.recommendation_text import recommendation_text, recommendation_to_dict
+    from autoplan.what_if.recommending import candidates, parse_budget, parse_deadline, recommend
     from autoplan.what_if.sweep import default_n_jobs
 
     with _stdout_kept_clean():

@@ -50,9 +50,7 @@ def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], O
     if found is not None:
         return found
     graph = trace()
-    text = graph_to_json(graph)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_entry(entry, {"files": user_files(set(sys.modules)), "graph_sha256": digest, "graph": text})
+    write_checked(entry, "graph", graph_to_json(graph), files=user_files(set(sys.modules)))
     return graph
 
 
@@ -78,6 +76,24 @@ def read_entry(entry: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def write_checked(entry: Path, name: str, text: str, **others: Any) -> None:
+    """Write a text with its hash, and what else belongs to it."""
+    write_entry(entry, {**others, f"{name}_sha256": _sha256(text), name: text})
+
+
+def read_checked(entry: Path, name: str, **expected: Any) -> tuple[str, dict[str, Any]] | None:
+    """The text that `write_checked` wrote, and the record; None where it is damaged, or another one than expected."""
+    record = read_entry(entry) or {}
+    text = record.get(name)
+    if not isinstance(text, str) or record.get(f"{name}_sha256") != _sha256(text):
+        return None
+    return (text, record) if all(record.get(key) == value for key, value in expected.items()) else None
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -118,11 +134,12 @@ def _key(path: Path, overrides: Mapping[str, Any], way: str) -> str:
 
 
 def _read(entry: Path) -> OpGraph | None:
+    found = read_checked(entry, "graph")
+    if found is None:
+        return None
+    text, record = found
     try:
-        record = json.loads(entry.read_text())
-        text = record["graph"]
-        is_whole = hashlib.sha256(text.encode()).hexdigest() == record["graph_sha256"]
         is_fresh = all(file_sha256(Path(file)) == digest for file, digest in record["files"].items())
-        return graph_from_json(text) if is_whole and is_fresh else None
+        return graph_from_json(text) if is_fresh else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -105,13 +105,28 @@ def load_cluster(path: str | Path) -> Cluster:
 
     Raises: InputError for a file that cannot be used, UsageError for a profile that does not exist.
     """
-    (name, where, text), folder = read_path(Path(path)), Path(path).parent
+    name, where, text = read_path(Path(path))
 
     def load(profile: str, n_hosts: int) -> HardwareProfile:
-        is_shipped = ".toml" not in profile
-        return read_profile(profile if is_shipped else str(folder / profile), n_hosts=n_hosts, network=None)
+        return read_profile(_beside(path, profile), n_hosts=n_hosts, network=None)
 
     return build_cluster(text, name=name, where=where, load=load)
+
+
+def groups_alone(path: str | Path) -> tuple[tuple[str, int], ...]:
+    """(hardware, hosts) of each group of a cluster's file, as --hw and --hosts name it alone.
+
+    Raises: InputError for a file that cannot be used.
+    """
+    load_cluster(path)  # every error is found there
+    _, where, text = read_path(Path(path))
+    groups = parse_toml(text, where=where)["group"]
+    return tuple((_beside(path, group["profile"]), group["n_hosts"]) for group in groups)
+
+
+def _beside(path: str | Path, profile: str) -> str:
+    """The name of a shipped profile, or the path of a file beside the cluster's."""
+    return str(Path(path).parent / profile) if ".toml" in profile else profile
 
 
 def build_cluster(text: str, *, name: str, where: str, load: Callable[[str, int], HardwareProfile]) -> Cluster:

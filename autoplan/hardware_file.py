@@ -80,9 +80,15 @@ def validate(path: str | Path) -> HardwareProfile:
 
 
 def _split_network(name_or_path: str) -> tuple[str, str | None]:
-    """`dgx_a100_x8+ethernet_10g` -> name and network; a path that holds a "+" of its own stays whole."""
+    """`dgx_a100_x8+ethernet_10g:2` -> name, and network and ports; a path that holds a "+" of its own stays whole."""
     base, plus, tail = name_or_path.rpartition("+")
     return (base, tail) if plus and "/" not in tail and not tail.endswith(".toml") else (name_or_path, None)
+
+
+def with_ports(name_or_path: str, n_ports: int) -> str:
+    """The name of the same hosts with so many network ports each: `dgx_a100_x8` -> `dgx_a100_x8+:4`."""
+    base, network = _split_network(name_or_path)
+    return f"{base}+{(network or '').partition(':')[0]}:{n_ports}"
 
 
 def _split_fragment(base: str) -> tuple[str, int | None]:
@@ -179,7 +185,7 @@ def build_profile(
     if host.n_devices > 1:
         links.append(_host_link(inner_table(table, where, "host_link"), where, host.n_devices, host_sources))
     default_network = plain(table, where, "default_network", str, "network between hosts")
-    chosen = network or default_network
+    chosen = default_network + network if network and network.startswith(":") else network or default_network
     error = UsageError if network else InputError
     tiers = _network(table.get("network", {}), where, chosen, host, n_hosts, sources, error)
     price = host_figures.get("price_per_device_hour")
@@ -308,19 +314,23 @@ def _group_rates(table: Any, label: str, n_devices: int, sources: Sources) -> li
 def _network(
     own: Any, where: str, name: str, host: HostShape, n_hosts: int, sources: Sources, error: type[InputError]
 ) -> tuple[LinkTier, ...]:
-    """The tiers of the network called `name`; the file's own networks come before the shared ones of the same name.
+    """The tiers of the network called `name`, or `name:PORTS` of a host.
+
+    The file's own networks come before the shared ones of the same name.
 
     `error` is what an unknown name is: the user's (UsageError) or the file's.
     """
     if not isinstance(own, dict):
         raise InputError.of(f"{where}: network", found=own, expected="tables [network.NAME]", fix="see the schema")
     known = {**_shared()["network"], **own}
+    name, colon, n_ports = name.partition(":")
     check_choice(name, known, f"{where}: network", error)
     for other, table in own.items():
         if other != name:
             read_network(table, f"{where}: network.{other}", host=host, n_hosts=1, sources=[])
     home = where if name in own else SHARED_FILE
-    return read_network(known[name], f"{home}: network.{name}", host=host, n_hosts=n_hosts, sources=sources)
+    table = {**known[name], "ports": f"{n_ports} per host"} if colon else known[name]
+    return read_network(table, f"{home}: network.{name}", host=host, n_hosts=n_hosts, sources=sources)
 
 
 def link_kind_rate(kind: str) -> float | None:

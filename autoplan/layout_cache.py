@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from autoplan.graph_cache import cache_entry, file_sha256, package_version, user_files, write_entry
+from autoplan.graph_cache import cache_entry, file_sha256, package_version, read_checked, user_files, write_checked
 from autoplan.parallel_plan import SegmentSharding
 
 Layouts = dict[str, tuple[SegmentSharding, ...]]  # by boundary, as `shard_graph` gives them
@@ -34,16 +34,17 @@ def cached_layouts(named: Sequence[str], rule_files: Sequence[str], solve: Calla
     found = _read(entry, key)
     if found is None:
         found = solve()
-        text = _to_json(found)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        write_entry(entry, {"key": key, "layouts_sha256": digest, "layouts": text})
+        write_checked(entry, "layouts", _to_json(found), key=key)
     return found
 
 
 @cache
 def own_hash() -> str:
-    """Of every module of autoplan: whoever changes one pays a second."""
-    folders = [Path(path) for name in ("autoplan", "autoplan.cost_models") for path in import_module(name).__path__]
+    """Of every module of autoplan: whoever changes one pays a second.
+
+    `__path__` says too much: of an editable install it names the whole checkout.
+    """
+    folders = [Path(str(import_module(name).__file__)).parent for name in ("autoplan", "autoplan.cost_models")]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
 
@@ -61,12 +62,10 @@ def _to_json(layouts: Layouts) -> str:
 
 
 def _read(entry: Path, key: str) -> Layouts | None:
+    found = read_checked(entry, "layouts", key=key)
     try:
-        record = json.loads(entry.read_text())
-        text = record["layouts"]
-        is_whole = hashlib.sha256(text.encode()).hexdigest() == record["layouts_sha256"]
-        return _from_json(json.loads(text)) if is_whole and record["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None if found is None else _from_json(json.loads(found[0]))
+    except (ValueError, TypeError, AttributeError):
         return None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.answer import Answer
 from autoplan.api import Problem, checked, decide, judge, make_problem, score
+from autoplan.betterments import SensitivityRow
 from autoplan.errors import InputError
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hugging_face import PREFIX
@@ -46,22 +47,6 @@ class WhyNot:
     fix: Fix
     chosen: Candidate
     instead: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class SensitivityRow:
-    """What one betterment of the cluster is worth.
-
-    Attributes:
-        step_s: of the best plan then; None when there was no time left to look for it.
-        gain: share of what is minimized (the step time, or step time x devices) that it saves.
-        plan_changes: how that plan differs from the chosen one.
-    """
-
-    change: str
-    step_s: float | None
-    gain: float | None
-    plan_changes: str
 
 
 def asked_again(answer: Answer, *, folder: Path | None = None) -> Problem:

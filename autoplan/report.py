@@ -17,7 +17,7 @@ from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
 from autoplan.plan_words import choice_rows, choice_words, execution_words
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
-from autoplan.units import GiB, format_seconds
+from autoplan.units import GiB, format_seconds, format_share
 
 BAR_WIDTH = 24
 N_REJECTED_SHOWN = 8
@@ -149,7 +149,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         mesh.schedule if mesh.pp > 1 else "-",
         plan.recompute,
         format_seconds(estimate.step_s) if estimate.fits else "-",
-        "-" if share is None or not estimate.fits else f"{share:.0%}",
+        "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
         " ".join([note] * bool(note) + list(choice_words(plan)) + ["(too big)"] * (not estimate.fits)),
     )

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
+from autoplan.betterments import SensitivityRow
 from autoplan.plain_text import text_table
-from autoplan.questions import SensitivityRow, WhyNot
+from autoplan.questions import WhyNot
 from autoplan.report import (
     BREAKDOWN_LABELS,
     breakdown_table,

@@ -19,7 +19,7 @@ from autoplan.cost.price import Shardings, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
 from autoplan.fix_checks import check_fixed
-from autoplan.graph import OpGraph
+from autoplan.graph import OpGraph, gradient_values
 from autoplan.hardware import HardwareProfile
 from autoplan.layout_cache import Layouts, cached_layouts
 from autoplan.measured_profile import MeasuredProfile
@@ -47,7 +47,7 @@ LAYOUT_SIZES = (1, 8)
 # compute, four of them three quarters, while the launches of small collectives cost both the same.
 PRICES_OF_COMMUNICATION = (1.0, 0.25, 0.0625, 0.0)
 CHANNELS_LAST = MEMORY_FORMATS[1]
-BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
+N_FACTORS = 2  # of a product; the backward pass of attention counts twice, too, by the convention of "model FLOPs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +221,22 @@ def _check_execution(
 
 
 def flops_per_sample(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> int:
-    """Model FLOPs of one sample, forward and backward: matrix products and attention, nothing recomputed."""
-    rules, specs = load_rules(rule_files), graph.specs()
+    """Model FLOPs of one sample, forward and backward: products, convolutions, attention; nothing recomputed.
+
+    The gradient of one factor of a product takes as much as the product; images and frozen weights have none. Under a
+    causal mask half of attention counts.
+    """
+    rules, specs, gradients = load_rules(rule_files), graph.specs(), gradient_values(graph.ops, graph.parameters)
     total = 0
     for op in graph.ops:
         rule = rules.get(op.target)
         if rule is not None and rule.efficiency == "matmul":
-            operands = tuple(specs[name] for name in operand_names(op))
-            total += forward_flops(rule, op, operands=operands, batch_size=1)
-    return total * (1 + BACKWARD_OVER_FORWARD)
+            names = operand_names(op)
+            factors = rule.saves[:N_FACTORS] if rule.is_product else ()
+            n_without = sum(names[index] not in gradients for index in factors)
+            operands = tuple(specs[name] for name in names)
+            total += (1 + N_FACTORS - n_without) * forward_flops(rule, op, operands=operands, batch_size=1)
+    return total
 
 
 def ops_without_rule(graph: OpGraph, *, rule_files: Sequence[str] = ()) -> tuple[str, ...]:

@@ -97,6 +97,11 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
+def format_share(share: float, *, n_decimals: int = 0) -> str:
+    """`54%`; a share below 1 % in two digits, `0.018%`, so that little does not read as nothing."""
+    return f"{share:.{n_decimals}%}" if share >= 0.01 or share == 0.0 else f"{share / 0.01:.2g}%"
+
+
 def format_seconds(seconds: float) -> str:
     """Three significant digits in the largest unit that keeps the number at or above 1: "1.23 ms"."""
     for unit, factor in (("d", 24 * SECONDS_PER_HOUR), ("h", SECONDS_PER_HOUR), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

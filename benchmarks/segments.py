@@ -11,8 +11,9 @@ import statistics
 import sys
 from pathlib import Path
 
-from autoplan.cost.local_segment import local_segment, work_contexts
+from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import segment_work
+from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
 from autoplan.segment_key import content_key

@@ -10,11 +10,13 @@ import pytest
 from whatif_toys import toy_result, toy_row
 
 from autoplan import cli, load_profile
+from autoplan.hardware_cluster import groups_alone
 from autoplan.units import GiB
 from autoplan.what_if import advising
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.advice_rules import RULES, Facts, leave_the_host, passes, speed_up, stop_at
 from autoplan.what_if.advising import fragment
+from autoplan.what_if.advising_mixed import mixed_rules
 from autoplan.what_if.conditions import Loading
 from autoplan.what_if.points import Point
 from autoplan.what_if.rows import WhatIfRow
@@ -75,6 +77,7 @@ GOOD = Facts(
     [
         ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
         ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
+        ("mend_links", {"profile": load_profile("a100_pcie_x8")}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
         ("stay_on_one", {"deadline_s": 9000.0}),
@@ -157,3 +160,27 @@ def test_advise_from_the_command_line(capsys) -> None:
     text = capsys.readouterr().out
     assert text.startswith("Advice: ") and "8 devices over two hosts instead of 4 in one" in text
     assert "no  one layer does not fit" in text
+
+
+def test_groups_of_a_mixed_cluster_train_together_where_that_is_faster() -> None:
+    fast, slow = _row(8, 64, compute_s=1.0), _row(4, 32, compute_s=2.0)
+    rules = mixed_rules(_row(12, 96, compute_s=0.75), [fast, slow], deadline_s=None)
+    # 1 / 0.75 of the fast group; apart they train 1 + 1/2 in the time in which together they train 1 / 0.75
+    assert [rule.applies for rule in rules] == [True, True, False]
+    assert "1.33 times as fast as 8 x toy alone" in rules[0].advice and "1.13 times the samples" in rules[1].advice
+    held_back = mixed_rules(_row(12, 96, compute_s=0.75, comm_s=0.3), [fast, slow], deadline_s=10.0)
+    assert held_back[0].advice.startswith("train on 8 x toy alone") and held_back[2].applies
+    too_big = mixed_rules(fast, [NO_PLAN, NO_PLAN], deadline_s=None)
+    assert too_big[0].advice.endswith("no group alone holds it") and not too_big[1].applies
+    nothing = mixed_rules(NO_PLAN, [NO_PLAN], deadline_s=60.0)
+    assert "nothing fits" in nothing[0].advice and nothing[2].figures == "no plan"
+
+
+def test_advise_on_a_mixed_cluster_from_the_command_line(capsys) -> None:
+    file = str(Path(GPT).parent / "a100_v100.toml")
+    assert groups_alone(file) == (("dgx_a100_x8", 8), ("v100_x8", 4))
+    arguments = ["advise", GPT, "--set", "size=char", "--hw", file, "--precision", "fp16", "--fix", "tp=1,pp=1"]
+    assert cli.run([*arguments, "--jobs", "1", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["n_hosts"], row["n_devices"]) for row in found["rows"]] == [(12, 96), (8, 64), (4, 32)]
+    assert found["verdict"] and len(found["rules"]) == 3

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 from distributed.programs import graph_of
 
-from autoplan import graph_cache, space
+from autoplan import graph_cache, layout_cache, space
 from autoplan.cost.layout_prices import sharding_figures
 from autoplan.hardware import NO_SHARDING, ShardingHost, load_profile
 from autoplan.layout_cache import cached_layouts
@@ -151,3 +151,12 @@ def test_the_figures_hold_every_field_of_the_device_that_layouts_depend_on():
         other = NO_SHARDING if isinstance(value, ShardingHost) else other
         figures = sharding_figures(replace(profile, device=replace(profile.device, **{field.name: other})), degree=4)
         assert (figures == before) == (field.name in FREE_OF_LAYOUTS), field.name
+
+
+def test_only_the_text_of_autoplan_counts_and_no_other_file_of_a_checkout(monkeypatch):
+    read = []
+    monkeypatch.setattr(layout_cache, "file_sha256", lambda file: read.append(file) or "0")
+    layout_cache.own_hash.__wrapped__()
+    names = {file.parent.name for file in read}
+    assert {"autoplan", "what_if", "cost_models"} <= names and "tests" not in names
+    assert len(read) == len(set(read))

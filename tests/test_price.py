@@ -7,10 +7,11 @@ import pytest
 from distributed.programs import graph_of, shardings_of
 
 from autoplan.cost.boundaries import legal_cuts
-from autoplan.cost.local_segment import local_op, strided_values, work_contexts
+from autoplan.cost.local_segment import local_op, strided_values
 from autoplan.cost.op_time import host_s, op_time
 from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
+from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_profile
 from autoplan.options import Options
@@ -183,3 +184,23 @@ def test_scores_of_plain_attention_lie_in_memory_as_they_were_computed():
     core = [op for op in graph.ops_of(block) if op.module_path.endswith((".core", ".core.dropout"))]
     assert not strided & {op.name for op in core}
     assert {"aten.matmul.default", "aten.softmax.int", "aten.dropout.default"} < {op.target for op in core}
+
+
+def test_clusters_share_what_a_rank_computes_exactly_where_its_device_and_links_are_equal():
+    graph = graph_of("llama")
+
+    def context(profile, degree=4):
+        return work_contexts(graph, profile, "bf16", RULES)(degree)
+
+    one = context(load_profile("dgx_a100_x8"))
+    many = load_profile("dgx_a100_x8+ethernet_10g", n_hosts=4)
+    assert context(many) is one and context(replace(many, price_usd_per_device_hour=9.0)) is one
+    device = replace(PROFILE.device, memory_efficiency=0.5)
+    link = replace(many.host_link, latency_s=2 * many.host_link.latency_s)
+    others = [replace(many, device=device), replace(many, links=(link, *many.networks))]
+    assert all(context(other) is not one for other in others)
+    assert context(many, degree=8) is not one  # eight fill the host and may use multicast
+    over_hosts = [
+        context(load_profile(f"dgx_a100_x8+{name}", n_hosts=4), 16) for name in ("ethernet_10g", "infiniband_200g")
+    ]
+    assert over_hosts[0] is not over_hosts[1]

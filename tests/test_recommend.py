@@ -13,18 +13,12 @@ import autoplan
 from autoplan import cli, load_profile
 from autoplan.options import Options
 from autoplan.what_if import recommending
+from autoplan.what_if.answer_changes import FACTORS, Limit, swing_cells, swings, varied
+from autoplan.what_if.condition_tables import Condition
 from autoplan.what_if.points import Point
 from autoplan.what_if.question import Question
-from autoplan.what_if.recommending import (
-    Limit,
-    candidates,
-    host_counts,
-    least_hosts,
-    parse_budget,
-    parse_deadline,
-    recommendation_text,
-    recommendation_to_dict,
-)
+from autoplan.what_if.recommendation_text import recommendation_text, recommendation_to_dict
+from autoplan.what_if.recommending import candidates, host_counts, least_hosts, parse_budget, parse_deadline
 from autoplan.what_if.rows import SHARES
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
@@ -163,6 +157,44 @@ def test_recommend_from_the_command_line(capsys) -> None:
     question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, global_batches=(512,), options=FIXED)
     again = autoplan.recommend(question, deadline_s=86_400.0, max_hosts=2)
     assert json.loads(json.dumps(recommendation_to_dict(again))) == found
+    assert {"step on dgx_a100_x8", "price of dgx_a100_x8", "time to restart, / 3 and x 3"} <= {
+        swing["assumption"] for swing in found["swings"]
+    }
+    assert "one assumption at its" in recommendation_text(again)
     assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 6
     out, err = capsys.readouterr()
     assert "dgx_h100_x8: not looked at: the peak rate of 1 host does not meet" in out and "not proved" in err
+
+
+def _cluster(name: str, cost_usd: float, **fields):
+    return replace(toy_row(n_samples=72_000.0), hardware=name, cost_usd=cost_usd, cost_usd_interval=None, **fields)
+
+
+def test_a_swing_is_of_one_assumption_and_names_the_cluster_that_is_best_then() -> None:
+    hour, limit = 3600.0, Limit(10 * 3600.0, None)
+    best = _cluster("a", 20.0, train_s=8 * hour, train_s_interval=(6 * hour, 12 * hour))
+    best = replace(best, cost_usd_interval=(10.0, 60.0))
+    other = _cluster("b", 30.0, train_s=5 * hour, train_s_interval=(5 * hour, 5 * hour))
+    worse = [replace(best, cost_usd=22.0), other]
+    (name, *_), *_ = FACTORS.items()
+    found = swings(best, [best, other], {f"{name}: low": worse, f"{name}: high": [best, other]}, limit)
+    # the price from 10 to 60 USD, the step from 20 x 6/8 to 20 x 12/8 USD, failures from 22 to 20 USD
+    assert [(swing.low, swing.high) for swing in found] == [(10.0, 60.0), (15.0, 30.0), (22.0, 20.0)]
+    assert [swing_cells(swing, best, limit)[3] for swing in found] == [
+        "high: 1 x b (4 devices)",
+        "high: 1 x b (4 devices)",  # 12 h miss the deadline
+        "same answer",
+    ]
+    within = swings(best, [best, other], {}, Limit(None, 25.0))
+    assert [swing.assumption for swing in within] == ["step on a", "price of a"]
+    assert within[1].high_answer is None and within[1].low == within[1].high == 8 * hour
+
+
+def test_conditions_vary_one_thing_at_a_time() -> None:
+    base = Condition("", Question(GPT, ("a",)).money)
+    first, *others = varied(base)
+    assert first == base and len(others) == 2 * len(FACTORS)
+    for condition in others:
+        fields = base.reliability.__dataclass_fields__
+        changed = [name for name in fields if getattr(condition.reliability, name) != getattr(base.reliability, name)]
+        assert len(changed) == 1 and changed[0] in {field for _, field in FACTORS.values()}

@@ -20,6 +20,7 @@ from browser import CHROMIUM, Browser, open_browser
 from conftest import make_candidate, make_estimate
 
 from autoplan.answer import Answer, Request
+from autoplan.betterments import SensitivityRow
 from autoplan.cli import run
 from autoplan.html_report import chart_files, plan_page
 from autoplan.html_report.plan_charts import plan_charts
@@ -28,7 +29,6 @@ from autoplan.html_report.timeline import MemoryCurve
 from autoplan.options import Options
 from autoplan.output_folder import report_files, write_folder
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan, TimelineEvent
-from autoplan.questions import SensitivityRow
 from autoplan.search.result import Rejection
 from autoplan.units import GiB
 

@@ -25,7 +25,7 @@ from autoplan.what_if.asking import WhatIf, ask
 from autoplan.what_if.conditions import Loading, Reliability
 from autoplan.what_if.flags import flag_tables
 from autoplan.what_if.money import Money, Own
-from autoplan.what_if.points import Point, changed, combinations, points, searched
+from autoplan.what_if.points import Point, combinations, points, searched
 from autoplan.what_if.question import Question, checked_question, parse_question, read_question
 from autoplan.what_if.rows import SHARES
 from autoplan.what_if.tables import row_to_dict, whatif_csv, whatif_schema, whatif_table, whatif_to_dict
@@ -148,14 +148,6 @@ def test_swept_arguments_take_the_place_of_fixed_ones() -> None:
         (("size", "s"), ("seq", 1)),
         (("size", "s"), ("seq", 2)),
     )
-
-
-def test_other_links_are_other_hardware() -> None:
-    profile = autoplan.load_profile("dgx_a100_x8", n_hosts=2)
-    half = changed(profile, Point("dgx_a100_x8", 2, 8, "bf16", network_scale=0.5))
-    assert half.networks[0].bytes_per_s == profile.networks[0].bytes_per_s / 2 and half.links[0] == profile.links[0]
-    pcie = changed(profile, Point("dgx_a100_x8", 2, 8, "bf16", host_link="pcie4"))
-    assert pcie.links[0].bytes_per_s == 31e9 and pcie.networks == profile.networks
 
 
 # ----------------------------------------------------------------------------------------------------------- questions

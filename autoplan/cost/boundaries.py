@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 from autoplan.cost.collectives import Group, send_s
 from autoplan.cost.parameters import element_bytes
+from autoplan.cost.work_context import N_GRAPHS
 from autoplan.graph import OpGraph, TensorSpec, crossing_values, invariant_values
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
@@ -50,6 +51,7 @@ def make_boundary_sizer(graph: OpGraph, precision: str) -> Callable[[int, str, i
     return sizes
 
 
+@lru_cache(maxsize=N_GRAPHS)
 def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
     """Per boundary: the values that cross it."""
     specs, invariant = graph.specs(), invariant_values(graph)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.chunked_loss import SLICE_ROWS
-from autoplan.cost.local_segment import LocalOp, LocalSegment, SlicedOps, WorkContext
+from autoplan.cost.local_segment import LocalOp, LocalSegment, SlicedOps
 from autoplan.cost.op_time import host_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.segment_work import (
@@ -30,6 +30,7 @@ from autoplan.cost.segment_work import (
     weight_gradients,
     working_bytes,
 )
+from autoplan.cost.work_context import WorkContext
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES
 from autoplan.rules import operand_names
 

@@ -203,9 +203,13 @@ def collective_s(kind: str, size_bytes: float, *, group: Group, profile: Hardwar
     with, what a reduce-scatter starts from, and for an all-to-all the tensor of which every device holds 1/n.
     One device, or no bytes, takes 0.0 s.
     """
-    if group.n_devices == 1 or size_bytes == 0:
+    return route_s(kind, size_bytes, route_of(group, profile))
+
+
+def route_s(kind: str, size_bytes: float, route: Route) -> float:
+    """Time of one collective on this route, by its cheapest algorithm; see `collective_s`."""
+    if route.n_devices == 1 or size_bytes == 0:
         return 0.0
-    route = route_of(group, profile)
     times = [algorithm(size_bytes, route) for algorithm in _algorithms()[kind]]
     return min(seconds for seconds in times if seconds is not None)
 

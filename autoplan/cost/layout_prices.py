@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoplan.cost.collectives import axis_group, route_of
-from autoplan.cost.local_segment import local_op, work_contexts
+from autoplan.cost.local_segment import local_op
 from autoplan.cost.parameters import optimizer_s
 from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
+from autoplan.cost.work_context import work_contexts
 from autoplan.graph import Op, OpGraph, TensorSpec
 from autoplan.hardware import NO_SHARDING, HardwareProfile
 from autoplan.layout import Conversion, Layout, local_spec

@@ -8,55 +8,15 @@ activations. What depends on no input (rotary tables) is kept once for all micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from autoplan.chunked_loss import ChunkedHead, chunked_head, is_sliceable
-from autoplan.cost.collectives import axis_group, collective_s
-from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, PerSample, Segment, TensorSpec
-from autoplan.hardware import Device, HardwareProfile
+from autoplan.chunked_loss import is_sliceable
+from autoplan.cost.work_context import WorkContext
+from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.layout import Conversion, Layout, R, V, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, operand_names
 from autoplan.sharding import SegmentLayouts
-
-
-@dataclass(frozen=True, slots=True)
-class WorkContext:
-    """Everything the sums depend on besides the segment and the micro-batch.
-
-    Attributes:
-        tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
-        head: what of the model a chunked loss computes slice by slice, if it can.
-    """
-
-    graph: OpGraph
-    facts: GraphFacts
-    rules: Mapping[str, OpRule]
-    device: Device
-    precision: str
-    degree: int
-    tp_collective_s: Callable[[str, float], float]
-    head: ChunkedHead | None = None
-
-
-def work_contexts(
-    graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
-) -> Callable[[int], WorkContext]:
-    """A function from the tensor-parallel degree to what the sums depend on."""
-    facts, head = GraphFacts.of(graph), chunked_head(graph)
-
-    @cache
-    def context(degree: int) -> WorkContext:
-        group = axis_group(profile, size=degree, stride=1)
-
-        @cache
-        def tp_collective_s(kind: str, n_bytes: float) -> float:
-            return collective_s(kind, n_bytes, group=group, profile=profile)
-
-        return WorkContext(graph, facts, rules, profile.device, precision, degree, tp_collective_s, head)
-
-    return context
 
 
 @dataclass(frozen=True, slots=True)

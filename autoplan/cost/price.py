@@ -27,10 +27,9 @@ from autoplan.cost.boundaries import (
     tied_elements,
     tied_weight_bytes,
 )
-from autoplan.cost.chunked import with_chunked_loss
 from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
-from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
+from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction, execution_of
 from autoplan.cost.parameters import (
     ParameterContext,
@@ -38,17 +37,18 @@ from autoplan.cost.parameters import (
     Placement,
     parameter_cost,
 )
+from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_cost import segment_costs
-from autoplan.cost.segment_work import SegmentWork, segment_work
+from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph
+from autoplan.cost.work_context import WorkContext, work_contexts
+from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
-from autoplan.rules import OpRule, Strategy
+from autoplan.rules import OpRule
 from autoplan.schedules import splits_backward
 from autoplan.segment_key import assignment_key, content_key
-from autoplan.sharding import SegmentLayouts, legal_strategies, read_assignment, read_sharding
 from autoplan.units import MiB
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
@@ -69,6 +69,7 @@ RESERVED_RATIO = 1.15
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
 
 
+LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
 Pricer = Callable[[Mesh], CostTable]
@@ -121,8 +122,8 @@ def make_part_pricer(
     The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
     contexts = work_contexts(graph, profile, precision, rules)
-    local = _local_pricer(graph, contexts, shardings)
-    works = _works_pricer(graph, contexts, shardings, measured, local)
+    local = _local_pricer(contexts, shardings)
+    works = _works_pricer(graph, contexts, shardings, measured)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
     element_s = None if measured is None else measured.optimizer_element_s
     of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
@@ -172,29 +173,12 @@ def make_part_pricer(
     return price
 
 
-def _local_pricer(
-    graph: OpGraph, contexts: Callable[[int], WorkContext], shardings: Shardings
-) -> Callable[[int, str], Mapping[int, LocalSegment]]:
-    """(tp, sharding) -> each kind of segment as a rank sees it; layouts of one degree share the legal strategies."""
-    first = graph.first_of_kind()
+def _local_pricer(contexts: Callable[[int], WorkContext], shardings: Shardings) -> LocalPricer:
+    """(tp, sharding) -> each kind of segment as a rank sees it."""
 
     @cache
-    def legal(kind: int, tp: int) -> Mapping[Op, tuple[Strategy, ...]]:
-        context = contexts(tp)
-        facts = context.facts
-        return legal_strategies(graph.ops_of(first[kind]), facts.specs, facts.gradients, tp, context.rules)
-
-    @cache
-    def local(tp: int, sharding: str) -> dict[int, LocalSegment]:
-        context = contexts(tp)
-        by_kind = {assignment.kind: assignment for assignment in shardings.get((tp, sharding), ())}
-
-        def layouts(kind: int) -> SegmentLayouts:
-            if kind in by_kind:
-                return read_assignment(by_kind[kind], legal(kind, tp))
-            return read_sharding(graph, first[kind], None, degree=tp, rules=context.rules, facts=context.facts)
-
-        return {kind: local_segment(context, segment, layouts(kind)) for kind, segment in first.items()}
+    def local(tp: int, sharding: str) -> Mapping[int, LocalSegment]:
+        return rank_segments(contexts(tp)).local(shardings.get((tp, sharding), ()))
 
     return local
 
@@ -204,19 +188,14 @@ def _works_pricer(
     contexts: Callable[[int], WorkContext],
     shardings: Shardings,
     measured: MeasuredProfile | None,
-    local: Callable[[int, str], Mapping[int, LocalSegment]],
 ) -> Callable[[int, str, int, Execution, bool], Works]:
     """(tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules) -> work of each kind, as
     measured where it was.
     """
 
     @cache
-    def computed(tp: int, sharding: str, micro_batch_size: int) -> dict[int, SegmentWork]:
-        context = contexts(tp)
-        return {
-            kind: with_chunked_loss(context, found, segment_work(context, found, micro_batch_size), micro_batch_size)
-            for kind, found in local(tp, sharding).items()
-        }
+    def computed(tp: int, sharding: str, micro_batch_size: int) -> Mapping[int, SegmentWork]:
+        return rank_segments(contexts(tp)).work(shardings.get((tp, sharding), ()), micro_batch_size)
 
     @cache
     def correction(execution: Execution, own: bool) -> Correction | None:
@@ -242,7 +221,7 @@ def _works_pricer(
 def _costs_pricer(
     graph: OpGraph,
     context: ParameterContext,
-    local: Callable[[int, str], Mapping[int, LocalSegment]],
+    local: LocalPricer,
     works: Callable[[int, str, int, Execution, bool], Works],
 ) -> Callable[[int, str, int, Execution, bool, Placement, bool, bool, str | None], Costs]:
     """The costs of (tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules, placement,

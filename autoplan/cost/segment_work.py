@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autoplan.cost.local_segment import KeptTensor, LocalOp, LocalSegment, WorkContext, is_nothing
+from autoplan.cost.local_segment import KeptTensor, LocalOp, LocalSegment, is_nothing
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
+from autoplan.cost.work_context import WorkContext
 from autoplan.hardware import Device
 from autoplan.layout import Conversion
 from autoplan.rules import operand_names

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.answer import Answer, device_hours
+from autoplan.betterments import SensitivityRow
 from autoplan.html_report.charts import Bar, Point, Swing, pareto_chart, stacked_bars, tornado_chart
 from autoplan.html_report.mesh_chart import mesh_chart
 from autoplan.html_report.palette import BREAKDOWN_SERIES, WAITING
 from autoplan.html_report.svg import Chart
 from autoplan.html_report.timeline import MemoryCurve, memory_chart, timeline_chart
 from autoplan.parallel_plan import Estimate
-from autoplan.questions import SensitivityRow
 from autoplan.report import BREAKDOWN_LABELS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import BILLION, MILLION, GiB, format_seconds, format_usd

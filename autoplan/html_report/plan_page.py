@@ -15,14 +15,17 @@ from autoplan.answer import (
     tokens_per_s,
     trust,
 )
+from autoplan.betterments import SensitivityRow
 from autoplan.html_report.page import render
 from autoplan.html_report.plan_charts import cost_usd, plan_charts
 from autoplan.html_report.plan_rows import (
+    COMPUTED,
     MAX_REJECTIONS,
     breakdown_table,
     candidates_table,
     memory_table,
     plan_records,
+    price_source,
     record_files,
     rejections_table,
     sensitivity_table,
@@ -34,10 +37,9 @@ from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
 from autoplan.plain_text import rate_text
-from autoplan.questions import SensitivityRow
 from autoplan.report import describe_mesh, fix_text, plan_rows, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
-from autoplan.units import GiB, format_seconds, format_usd
+from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 FOLDER = "report"
 
@@ -90,14 +92,19 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
     cards = [
         Card(format_seconds(estimate.step_s), "a step", kind, interval_text),
         Card(rate[0], rate[1], kind, rate[2]),
-        Card("unknown" if share is None else f"{share:.1%}", "MFU", kind, "of the dense peak of the devices used"),
+        Card(
+            "unknown" if share is None else format_share(share, n_decimals=1),
+            "MFU",
+            kind,
+            "of the dense peak of the devices used",
+        ),
         Card(f"{peak_bytes / GiB:.1f} GiB", "memory", kind, f"pipeline rank {estimate.tightest_rank}; {left}"),
         Card(str(mesh.n_devices), "devices", "computed", f"of {workload.n_devices}; {describe_mesh(mesh)}"),
     ]
     cost = cost_usd(answer, best)
     if cost is not None:
         price = f"{format_usd(workload.price_usd_per_device_hour or 0.0)} per device-hour"
-        cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(_price_source(answer)), price))
+        cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(price_source(answer)), price))
     return tuple(cards)
 
 
@@ -118,11 +125,6 @@ def _kinds_text(answer: Answer) -> str:
     return ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
 
 
-def _price_source(answer: Answer) -> str:
-    sources = (source for name, source in answer.workload.provenance if name.endswith("price_per_device_hour"))
-    return next(sources, "")
-
-
 def _remedies_table(answer: Answer) -> Table:
     rows = [
         cells(
@@ -133,4 +135,4 @@ def _remedies_table(answer: Answer) -> Table:
         )
         for item in answer.result.remedies
     ]
-    return Table(("change", "plan", "step", "peak memory"), tuple(rows), frozenset({2, 3}))
+    return Table(("change", "plan", "step", "peak memory"), tuple(rows), frozenset({2, 3}), COMPUTED)

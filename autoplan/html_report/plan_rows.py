@@ -7,21 +7,28 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
+from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, trust
+from autoplan.betterments import SensitivityRow
 from autoplan.html_report.plan_charts import cost_usd, named_candidates
-from autoplan.html_report.provenance import provenance_kind
+from autoplan.html_report.provenance import provenance_kind, trust_kind
 from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.questions import SensitivityRow
 from autoplan.report import BREAKDOWN_LABELS, REASONS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
-from autoplan.units import GiB, format_seconds, format_usd
+from autoplan.units import GiB, format_seconds, format_share, format_usd
 
+COMPUTED = "computed"
 MAX_REJECTIONS = 200
 MOMENTS = "memory_over_time"
 
 Record = dict[str, Value]
+
+
+def price_source(answer: Answer) -> str:
+    """Where the price of a device comes from; empty where there is none."""
+    sources = (source for name, source in answer.workload.provenance if name.endswith("price_per_device_hour"))
+    return next(sources, "")
 
 
 def candidates_table(answer: Answer) -> Table:
@@ -33,6 +40,7 @@ def candidates_table(answer: Answer) -> Table:
         header=(*header, *(() if cost is None else (f"cost of {cost[1]}",))),
         rows=tuple(_candidate_row(answer, name, item, with_cost=cost is not None) for name, item in named),
         numeric=frozenset(range(3, len(header) + 1)),
+        kind=COMPUTED,
     )
 
 
@@ -45,7 +53,8 @@ def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: boo
         row += cells(
             (format_seconds(estimate.step_s), estimate.step_s),
             (f"{slower:+.1%}", slower),
-            ("-", None) if share is None else (f"{share:.1%}", share),
+            ("-", None) if share is None else (format_share(share, n_decimals=1), share),
+            kind=trust_kind(trust(estimate)),
         )
     else:
         row += cells("does not fit", "-", "-")
@@ -53,7 +62,8 @@ def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: boo
     row += cells((f"{peak_bytes / GiB:.1f} GiB", peak_bytes), (f"{left_bytes / GiB:.1f} GiB", left_bytes))
     if with_cost:
         cost = cost_usd(answer, item)
-        row.append(Cell("-") if cost is None else Cell(format_usd(cost[0]), cost[0]))
+        kind = provenance_kind(price_source(answer))
+        row.append(Cell("-") if cost is None else Cell(format_usd(cost[0]), cost[0], kind))
     return tuple(row)
 
 
@@ -66,7 +76,7 @@ def breakdown_table(answer: Answer) -> Table:
         for label, part_s in parts
         if part_s > 0
     ]
-    return Table(("part", "time", "share"), tuple(rows), frozenset({1, 2}))
+    return Table(("part", "time", "share"), tuple(rows), frozenset({1, 2}), trust_kind(trust(answer.best.estimate)))
 
 
 def stages_table(answer: Answer) -> Table:
@@ -78,7 +88,7 @@ def stages_table(answer: Answer) -> Table:
         span = f"{names[first]} to {names[last]}" if last < len(names) else f"segments {first} to {last}"
         n_segments, n_recomputed = stage.stop - stage.start, len(stage.recomputed)
         rows.append(cells((str(index), index), span, (str(n_segments), n_segments), (str(n_recomputed), n_recomputed)))
-    return Table(("stage", "from and to", "segments", "recomputed"), tuple(rows), frozenset({0, 2, 3}))
+    return Table(("stage", "from and to", "segments", "recomputed"), tuple(rows), frozenset({0, 2, 3}), COMPUTED)
 
 
 def memory_table(answer: Answer) -> Table:
@@ -96,7 +106,7 @@ def memory_table(answer: Answer) -> Table:
         ]
         rows.append(cells((str(rank), rank), *((f"{size / GiB:.2f}", float(size)) for size in every)))
     header = ("rank", *(part.replace("_", " ") for part in parts), "allocated", "reserved", "limit")
-    return Table(header, tuple(rows), frozenset(range(len(header))))
+    return Table(header, tuple(rows), frozenset(range(len(header))), COMPUTED)
 
 
 def rejections_table(answer: Answer) -> Table:
@@ -125,7 +135,7 @@ def sensitivity_table(rows: Sequence[SensitivityRow]) -> Table:
         )
         for row in rows
     ]
-    return Table(("change", "step", "gain", "plan"), tuple(shown), frozenset({1, 2}))
+    return Table(("change", "step", "gain", "plan"), tuple(shown), frozenset({1, 2}), COMPUTED)
 
 
 # ------------------------------------------------------------------------------------------- for a spreadsheet

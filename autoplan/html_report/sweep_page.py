@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,14 @@ from autoplan.html_report.provenance import provenance_kind
 from autoplan.html_report.sweep_charts import rate_unit, sweep_charts
 from autoplan.html_report.table import Card, Cell, Table
 from autoplan.plain_text import rate_text
-from autoplan.units import GiB, format_seconds, format_usd
+from autoplan.units import GiB, format_seconds, format_share, format_usd
 from autoplan.what_if.rows import AXES, Axis, WhatIfRow, fastest, pace, point_name, varying
 
 if TYPE_CHECKING:
     from autoplan.what_if.question import Question
 
 NOT_KNOWN = "n/a"
+COMPUTED = "computed"
 MAX_ROWS = 400  # of a table
 
 
@@ -94,7 +96,7 @@ def _speeds_table(rows: Sequence[WhatIfRow], axes: Sequence[Axis]) -> Table:
             _cell(low_s, format_seconds),
             _cell(high_s, format_seconds),
             _cell(pace(row), rate_text),
-            _cell(row.mfu, "{:.1%}".format),
+            _cell(row.mfu, partial(format_share, n_decimals=1)),
             _cell(row.goodput, "{:.1%}".format),
             _cell(None if left_bytes is None else left_bytes / GiB, "{:.1f} GiB".format),
             _cell(row.n_idle_devices, "{:.0f}".format),
@@ -116,10 +118,8 @@ def _totals_table(rows: Sequence[WhatIfRow], axes: Sequence[Axis]) -> Table | No
         figures = (
             _cell(row.train_s, format_seconds),
             _cell(row.device_hours, "{:,.0f}".format),
-            _cell(row.cost_usd, format_usd),
-            _cell(low_usd, format_usd),
-            _cell(high_usd, format_usd),
-            _cell(row.usd_per_billion_tokens, format_usd),
+            *(_cell(usd, format_usd, kind=_price_kind(row)) for usd in (row.cost_usd, low_usd, high_usd)),
+            _cell(row.usd_per_billion_tokens, format_usd, kind=_price_kind(row)),
             _cell(row.energy_kwh, "{:,.0f} kWh".format),
         )
         body.append((*_point_cells(row, axes), *figures))
@@ -148,11 +148,12 @@ def _prices_table(rows: Sequence[WhatIfRow]) -> Table | None:
         for row in rows
         if row.usd_per_device_hour is not None
     }
-    body = [
-        (Cell(device), _cell(usd, format_usd), Cell(provenance_kind(source)), Cell(day), Cell(source))
-        for device, usd, source, day in sorted(known)
-    ]
-    return Table(("device", "a device-hour", "kind", "date", "source"), tuple(body), frozenset({1})) if known else None
+    body = []
+    for device, usd, source, day in sorted(known):
+        kind = provenance_kind(source)
+        body.append((Cell(device), _cell(usd, format_usd, kind=kind), Cell(kind), Cell(day), Cell(source)))
+    header = ("device", "a device-hour", "kind", "date", "source")
+    return Table(header, tuple(body), frozenset({1}), COMPUTED) if known else None
 
 
 def _point_header(axes: Sequence[Axis]) -> tuple[str, ...]:
@@ -169,9 +170,14 @@ def _point_cells(row: WhatIfRow, axes: Sequence[Axis]) -> tuple[Cell, ...]:
 
 
 def _table(header: tuple[str, ...], body: list[tuple[Cell, ...]], axes: Sequence[Axis]) -> Table:
-    """A table whose columns after those of the point are numbers."""
-    return Table(header, tuple(body), frozenset(range(len(_point_header(axes)), len(header))))
+    """A table whose columns after those of the point are numbers, all computed but for prices."""
+    return Table(header, tuple(body), frozenset(range(len(_point_header(axes)), len(header))), COMPUTED)
 
 
-def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
-    return Cell(NOT_KNOWN) if value is None else Cell(text(value), value)
+def _cell(value: float | None, text: Callable[[float], str], *, kind: str = "") -> Cell:
+    return Cell(NOT_KNOWN) if value is None else Cell(text(value), value, kind)
+
+
+def _price_kind(row: WhatIfRow) -> str:
+    """What a sum of money rests on: its price, since all else is computed."""
+    return provenance_kind(row.price_source or "")

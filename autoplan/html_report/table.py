@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 
+from autoplan.html_report.provenance import KINDS
+
 Value = float | int | str | bool | None
 
 
@@ -22,24 +24,38 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is shown, and what rows are sorted by: a number, or the text itself where `value` is None."""
+    """What is shown, and what rows are sorted by: a number, or the text itself where `value` is None.
+
+    `kind` is one of `provenance.KINDS`; "" where it is that of the table.
+    """
 
     text: str
     value: float | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table to be shown; `numeric` are the columns that stand to the right."""
+    """A table to be shown; `numeric` are the columns that stand to the right.
+
+    `kind` is what the figures of these columns rest on (one of `provenance.KINDS`) unless a cell says another.
+    """
 
     header: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     numeric: frozenset[int] = frozenset()
+    kind: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Every kind that a reader meets in it."""
+        own = {cell.kind for row in self.rows for cell in row}
+        return tuple(kind for kind in KINDS if kind in own | {self.kind})
 
 
-def cells(*items: str | tuple[str, float | None]) -> tuple[Cell, ...]:
-    """A row: texts, and (text, value) pairs."""
-    return tuple(Cell(item) if isinstance(item, str) else Cell(*item) for item in items)
+def cells(*items: str | tuple[str, float | None], kind: str = "") -> tuple[Cell, ...]:
+    """A row: texts, and (text, value) pairs of this kind."""
+    return tuple(Cell(item) if isinstance(item, str) else Cell(*item, kind) for item in items)
 
 
 def records_csv(records: Sequence[dict[str, Value]]) -> str:

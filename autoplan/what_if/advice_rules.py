@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autoplan.hardware import HardwareProfile
 from autoplan.plain_text import count
-from autoplan.units import SECONDS_PER_HOUR, GiB, format_seconds
+from autoplan.units import SECONDS_PER_HOUR, GiB, format_rate, format_seconds
 from autoplan.what_if.conditions import SECONDS_PER_DAY
 from autoplan.what_if.rows import WhatIfRow
 
@@ -24,6 +24,8 @@ LITTLE, MUCH = 0.10, 0.30  # of the wall time, waiting for communication
 DEARER = 1.10  # cost of a token against the cheapest
 MANY_DEVICES, LONG_S = 256, 7 * SECONDS_PER_DAY  # from where on failures count
 MAX_BATCH_FACTOR = 64
+POOR_LINK = 0.5  # of the data-sheet rate of a link: a large all-reduce that reaches less has something in its way
+STOPPED = "none yet: interrupted before all clusters were searched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,19 @@ class Advice:
     applies: bool
     advice: str
     figures: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceAnswer:
+    """All rules in order, and the rows behind them; `verdict` is the advice of those that apply, in order.
+
+    After an interrupt there are the rows found until then, and no rules, which need them all.
+    """
+
+    verdict: str
+    rules: tuple[Advice, ...]
+    rows: tuple[WhatIfRow, ...]
+    is_interrupted: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -138,6 +153,23 @@ def busy_first(facts: Facts) -> Advice:
         waiting > LITTLE,
         "keep devices busy first: larger micro-batches, compiled blocks (measure with autoplan profile --compile both)",
         f"{waiting:.0%} of the time waits for launches" + (f" on {count(rows[0].n_devices, 'device')}" if rows else ""),
+    )
+
+
+def mend_links(facts: Facts) -> Advice:
+    """Links that reach little of their rate."""
+    shares = {tier.name: tier.bus_efficiency for tier in facts.profile.links}
+    poor = ", ".join(name for name, share in shares.items() if share < POOR_LINK)
+    texts = [
+        f"{tier.name}: {format_rate(tier.bus_efficiency * tier.bytes_per_s)} of {format_rate(tier.bytes_per_s)}"
+        for tier in facts.profile.links
+    ]
+    return Advice(
+        f"links reach less than {POOR_LINK:.0%} of their rate",
+        bool(poor),
+        f"look at {poor or 'them'} before buying: placement of devices, peer-to-peer access, NCCL's settings; then"
+        " measure again with autoplan hw measure",
+        "bus bandwidth of a large all-reduce, " + "; ".join(texts) if texts else "one device has no links",
     )
 
 
@@ -329,6 +361,7 @@ def rent_or_own(facts: Facts) -> Advice:
 RULES: tuple[Callable[[Facts], Advice], ...] = (
     feed_first,
     busy_first,
+    mend_links,
     leave_the_host,
     split_layers,
     stay_on_one,

@@ -8,7 +8,7 @@ All clusters train the same global batch (strong scaling), and every figure is o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from typing import Any
 
@@ -17,28 +17,16 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_cluster import load_hardware
+from autoplan.hardware_cluster import is_cluster_file, load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, Advice, Facts, is_starved
+from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, STOPPED, AdviceAnswer, Facts, is_starved
+from autoplan.what_if.advising_mixed import advise_mixed
 from autoplan.what_if.asking import Progress, ask, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.sweep import INTERRUPTED
 from autoplan.what_if.tables import row_to_dict, whatif_table
-
-
-@dataclass(frozen=True, slots=True)
-class AdviceAnswer:
-    """All rules in order, and the rows behind them; `verdict` is the advice of those that apply, in order.
-
-    After an interrupt there are the rows found until then, and no rules, which need them all.
-    """
-
-    verdict: str
-    rules: tuple[Advice, ...]
-    rows: tuple[WhatIfRow, ...]
-    is_interrupted: bool = False
 
 
 def advise(
@@ -52,10 +40,14 @@ def advise(
 ) -> AdviceAnswer:
     """What the rules say of a model on the one kind of host that the question names; `question.hosts` is not looked at.
 
-    Raises: InputError for a mixed cluster, and for what a what-if cannot be asked.
+    Of a mixed cluster it is whether its groups should train together; see `advising_mixed`.
+
+    Raises: InputError for what a what-if cannot be asked.
     """
     question = checked_question(question, where="advise")
     check_single(question, where="advise")
+    if is_cluster_file(question.hw[0]):
+        return advise_mixed(question, deadline_s=deadline_s, n_jobs=n_jobs, today=today, progress=progress)
     facts = look(question, max_hosts=max_hosts, deadline_s=deadline_s, n_jobs=n_jobs, today=today, progress=progress)
     if not isinstance(facts, Facts):
         return AdviceAnswer(STOPPED, (), facts, is_interrupted=True)
@@ -65,7 +57,6 @@ def advise(
     return AdviceAnswer("; ".join(applying) or NO_RULE, rules, tuple(rows.values()))
 
 
-STOPPED = "none yet: interrupted before all clusters were searched"
 NO_RULE = "no rule applies: a host without much communication; compare more hosts with autoplan whatif"
 
 
@@ -80,7 +71,7 @@ def look(
 ) -> Facts | tuple[WhatIfRow, ...]:
     """Search everything that the rules need; after an interrupt, the rows found until then."""
     name = question.hw[0]
-    profile = load_hardware(name)
+    profile = load_hardware(name, n_hosts=2)  # with the network between them
     if not isinstance(profile, HardwareProfile) or len(question.hw) > 1:
         raise InputError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
     n_devices = profile.n_devices_per_host

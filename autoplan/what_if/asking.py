@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import product
 
 from autoplan.answer import tokens_per_sample
 from autoplan.api import checked, default_global_batch, model_file, trace_model
@@ -12,8 +14,10 @@ from autoplan.cluster_space import check_mixed_options
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
+from autoplan.hardware_file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
-from autoplan.what_if.points import Overrides, Point, changed, combinations, points, searched
+from autoplan.what_if.links import changed
+from autoplan.what_if.points import Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question
 from autoplan.what_if.rows import Assumptions, WhatIfRow, row_of
@@ -40,10 +44,11 @@ def ask(
     question: Question,
     *,
     n_jobs: int = 1,
+    executor: Executor | None = None,
     today: date | None = None,
     progress: Progress = lambda done, total: None,
 ) -> WhatIf:
-    """Search every point of a question and make its rows.
+    """Search every point of a question and make its rows; for `executor` see `api.whatif`.
 
     Raises: InputError or UsageError for what cannot be asked; a cluster that cannot train the model is a row that says
         why.
@@ -53,7 +58,8 @@ def ask(
         raise UsageError("profile: measurements are of one device, whatif compares several\n  fix: leave it out")
     given = assumptions_of(question, today=today or date.today())
     clusters = clusters_of(question.hw, question.hosts)
-    profiles = {cluster: load_hardware(cluster[0], n_hosts=cluster[1]) for cluster in clusters}
+    nics = question.nics or (None,)
+    profiles = {(*cluster, n): _hardware(*cluster, n) for cluster, n in product(clusters, nics)}
     models = combinations(question.sweeps, fixed=question.overrides)
     traced = trace_all(question, models)
     asked = points(
@@ -63,21 +69,28 @@ def ask(
         overrides=models,
         network_scales=question.network_scales,
         host_links=question.host_links,
+        nics=nics,
         scaling=question.scaling,
     )
     hashes = {model: graph.content_hash() for model, graph in traced.items()}
     tasks = [
-        task_of(point, profiles[point.hw, point.n_hosts], question, graph=hashes[repr(point.overrides)])
+        task_of(point, profiles[point.hw, point.n_hosts, point.n_nics], question, graph=hashes[repr(point.overrides)])
         for point in asked
     ]
     graphs = {hashes[model]: graph for model, graph in traced.items()}
-    sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, progress=progress)
+    sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
     rows = tuple(
         row_of(point, result, condition, n_samples=question.n_samples, n_tokens=question.n_tokens)
         for point, result in zip(asked, sweep.results, strict=True)
         for condition in _conditions(question, given)
     )
     return WhatIf(rows, sweep, given)
+
+
+def _hardware(name: str, n_hosts: int, n_nics: int | None) -> Hardware:
+    if n_nics is not None and is_cluster_file(name):
+        raise InputError.of("nics", found=name, expected="one kind of host", fix="edit its file, or leave nics out")
+    return load_hardware(name if n_nics is None else with_ports(name, n_nics), n_hosts=n_hosts)
 
 
 def assumptions_of(question: Question, *, today: date) -> Assumptions:

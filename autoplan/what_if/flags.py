@@ -24,6 +24,8 @@ def flag_tables(
     precisions: str | None = None,
     scales: str | None = None,
     links: str | None = None,
+    nics: str | None = None,
+    nvlink: str | None = None,
     scaling: str | None = None,
     search: str | None = None,
     fix: Sequence[str] = (),
@@ -56,6 +58,8 @@ def flag_tables(
                 "hosts": _numbers(hosts, "--hosts", int),
                 "network_scale": _numbers(scales, "--network-scale", float),
                 "host_link": links_named,
+                "nics": _numbers(nics, "--nics", int),
+                "nvlink": None if nvlink is None else _words(nvlink, "--nvlink"),
             }
         ),
         "money": _present(

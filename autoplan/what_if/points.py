@@ -1,7 +1,6 @@
 """Points of a sweep: one model on one cluster, and the best plan there.
 
     points         every combination of hardware, hosts, model arguments, precision, batch and links
-    changed        a cluster with faster, slower or other links
     solve_point    Problem -> PointResult
 
 A search is "quick" or "full". A quick one looks at one stage per rank only (schedule 1f1b), for which bounds are
@@ -22,9 +21,8 @@ from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_
 from autoplan.api import Problem, decide
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import HardwareProfile, LinkTier
-from autoplan.hardware_cluster import Cluster, Hardware
-from autoplan.hardware_file import generic_host_link
+from autoplan.hardware import HardwareProfile
+from autoplan.hardware_cluster import Cluster
 from autoplan.options import Options
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
@@ -43,8 +41,9 @@ class Point:
     Attributes:
         hw: name or file of the hardware profile.
         overrides: arguments of build_model.
-        network_scale: factor on the bandwidth of all links between hosts; half of the ports is 0.5.
-        host_link: kind of link inside the host, in place of the profile's own; "" keeps that.
+        network_scale: factor on the bandwidth of all links between hosts.
+        host_link: kind of link inside the host, in place of the profile's own; "" keeps that; see `links`.
+        n_nics: network ports of a host; None keeps the profile's.
     """
 
     hw: str
@@ -54,6 +53,7 @@ class Point:
     overrides: Overrides = ()
     network_scale: float = 1.0
     host_link: str = ""
+    n_nics: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +99,17 @@ def points(
     overrides: Sequence[Overrides] = ((),),
     network_scales: Sequence[float] = (1.0,),
     host_links: Sequence[str] = ("",),
+    nics: Sequence[int | None] = (None,),
     scaling: str = "strong",
 ) -> tuple[Point, ...]:
     """Every combination, once. Under weak scaling a batch is that of the least hosts and grows with them."""
     fewest = min(n_hosts for _, n_hosts in clusters)
     found = []
-    for (hw, n_hosts), model, precision, batch, scale, link in product(
-        clusters, overrides, precisions, global_batches, network_scales, host_links
+    for (hw, n_hosts), model, precision, batch, scale, link, n_nics in product(
+        clusters, overrides, precisions, global_batches, network_scales, host_links, nics
     ):
         grown = batch * n_hosts // fewest if scaling == "weak" else batch
-        found.append(Point(hw, n_hosts, grown, precision, model, scale, link))
+        found.append(Point(hw, n_hosts, grown, precision, model, scale, link, n_nics))
     return tuple({repr(point): point for point in found}.values())
 
 
@@ -117,30 +118,6 @@ def combinations(sweeps: Sequence[tuple[str, Sequence[Any]]], *, fixed: Override
     names = [name for name, _ in sweeps]
     kept = [pair for pair in fixed if pair[0] not in names]
     return tuple((*kept, *zip(names, values, strict=True)) for values in product(*(values for _, values in sweeps)))
-
-
-def changed(profile: Hardware, point: Point) -> Hardware:
-    """The cluster with the links that the point asks for.
-
-    Raises: InputError where it has no such links.
-    """
-    if point.network_scale == 1.0 and not point.host_link:
-        return profile
-    if isinstance(profile, Cluster):
-        raise InputError.of(
-            profile.name, found="a mixed cluster", expected="one kind of host for other links", fix="edit its file"
-        )
-    n_own = len(profile.links) - len(profile.networks)
-    own = profile.links[:n_own]
-    if point.host_link and own:
-        own = (generic_host_link(point.host_link, n_devices=own[0].n_devices),)
-    return replace(profile, links=(*own, *(scaled(tier, point.network_scale) for tier in profile.networks)))
-
-
-def scaled(tier: LinkTier, factor: float) -> LinkTier:
-    """Links that carry `factor` times as much; starting a transfer takes as long as before."""
-    half_rate_bytes = max(1, round(tier.half_rate_bytes * factor))
-    return replace(tier, bytes_per_s=tier.bytes_per_s * factor, half_rate_bytes=half_rate_bytes)
 
 
 def searched(options: Options, *, search: str, time_limit_s: float | None = None) -> Options:

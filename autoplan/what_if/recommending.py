@@ -7,8 +7,7 @@
 
 That no cluster looked at meets what was asked is no proof that none does: the answer says what was looked at.
 
-What would change the answer follows without another search: the price at which an alternative would be as good, the
-deadline or budget at which the best one no longer meets it, and whether it still does at the worse end of its interval.
+What would change the answer follows without another search; see `answer_changes`.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Any
 
 from autoplan.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
 from autoplan.hardware_cluster import load_hardware
-from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plain_text import count
 from autoplan.space import flops_per_sample
-from autoplan.units import SECOND_UNITS, format_seconds, format_usd, parse_quantity
+from autoplan.units import SECOND_UNITS, parse_quantity
+from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
+from autoplan.what_if.condition_tables import Condition
 from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.sweep import INTERRUPTED
-from autoplan.what_if.tables import assumption_texts, row_to_dict, whatif_table
+from autoplan.what_if.tables import assumption_texts
 
 DEFAULT_GLOBAL_BATCH = 512
 N_ALTERNATIVES = 3
@@ -51,6 +50,7 @@ class Recommendation:
         n_looked_at: clusters.
         looked_at: which these are and how they were searched, one sentence each.
         changes: what would change the answer, one sentence each.
+        swings: likewise, one assumption each, the largest effect first.
         assumptions: with their dates.
     """
 
@@ -62,37 +62,9 @@ class Recommendation:
     looked_at: tuple[str, ...]
     changes: tuple[str, ...]
     assumptions: tuple[str, ...]
+    limit: Limit
+    swings: tuple[Swing, ...] = ()
     is_interrupted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What is asked for: exactly one of a latest time and a most money."""
-
-    deadline_s: float | None
-    budget_usd: float | None
-
-    def is_met(self, row: WhatIfRow) -> bool:
-        """Whether a row has the totals, and they meet it."""
-        return self.excess(row) is not None and (self.excess(row) or 0.0) <= 1.0
-
-    def excess(self, row: WhatIfRow) -> float | None:
-        """What the row takes / what is allowed; None without totals."""
-        if row.train_s is None or row.cost_usd is None:
-            return None
-        return row.train_s / self.deadline_s if self.deadline_s is not None else row.cost_usd / (self.budget_usd or 1.0)
-
-    def score(self, row: WhatIfRow) -> tuple[float, float, int]:
-        """Lower is better: cost under a deadline, time within a budget."""
-        assert row.train_s is not None and row.cost_usd is not None
-        figures = (row.cost_usd, row.train_s) if self.deadline_s is not None else (row.train_s, row.cost_usd)
-        return (*figures, row.n_devices)
-
-    def text(self) -> str:
-        """`within 14 d`, `for at most 100,000 USD`."""
-        if self.deadline_s is not None:
-            return f"within {format_seconds(self.deadline_s)}"
-        return f"for at most {format_usd(self.budget_usd or 0.0)}"
 
 
 def recommend(
@@ -119,10 +91,12 @@ def recommend(
         checked_question(question, where="recommend"), global_batches=question.global_batches or (DEFAULT_GLOBAL_BATCH,)
     )
     _check_prices(question, today)
-    quick, is_interrupted = _look(question, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
-    rows = quick
+    asked = replace(question, conditions=varied(Condition("", question.money, question.reliability, question.loading)))
+    quick, is_interrupted = _look(asked, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
+    found = quick
     if question.search == "full" and not is_interrupted:
-        rows, is_interrupted = _again(question, quick, limit, n_jobs=n_jobs, today=today)
+        found, is_interrupted = _again(asked, quick, limit, n_jobs=n_jobs, today=today)
+    rows = _as_assumed(found)
     met = sorted((row for row in rows if limit.is_met(row)), key=limit.score)
     priced = [row for row in rows if limit.excess(row) is not None]
     nearest = None if met else min(priced, key=lambda row: limit.excess(row) or 0.0, default=None)
@@ -132,15 +106,29 @@ def recommend(
         best=best,
         alternatives=_alternatives(met),
         nearest=nearest,
-        n_looked_at=len(quick),
-        looked_at=_looked_at(question, quick, limit, max_hosts=max_hosts, is_interrupted=is_interrupted),
-        changes=_changes(best, _alternatives(met), nearest, limit),
+        n_looked_at=len(rows),
+        looked_at=_looked_at(question, rows, limit, max_hosts=max_hosts, is_interrupted=is_interrupted),
+        changes=changes(best, _alternatives(met), nearest, limit),
+        limit=limit,
+        swings=() if best is None else swings(best, rows, _by_condition(found), limit),
         assumptions=(
             f"global batch {', '.join(map(str, question.global_batches))}, at most {max_hosts} hosts of each kind",
             *assumption_texts(assumptions_of(question, today=today)),
         ),
         is_interrupted=is_interrupted,
     )
+
+
+def _as_assumed(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """The rows without those in which something else is assumed."""
+    return tuple(row for row in rows if not row.condition)
+
+
+def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str, list[WhatIfRow]]:
+    found: dict[str, list[WhatIfRow]] = {}
+    for row in rows:
+        found.setdefault(row.condition, []).append(row)
+    return found
 
 
 def candidates() -> tuple[str, ...]:
@@ -253,7 +241,7 @@ def _look(
             progress(n_done, n_all)
             if answer.sweep.is_interrupted:
                 return tuple(row for rows in done.values() for row in rows), True
-            if _is_enough(done[name], limit):
+            if _is_enough(_as_assumed(done[name]), limit):
                 n_all -= len(left[name])
                 left[name] = []
     return tuple(row for rows in done.values() for row in rows), False
@@ -291,11 +279,11 @@ def _again(
     question: Question, rows: tuple[WhatIfRow, ...], limit: Limit, *, n_jobs: int, today: date
 ) -> tuple[tuple[WhatIfRow, ...], bool]:
     """The most promising rows searched in full, the others as they were, as are those that an interrupt left out."""
-    priced = [row for row in rows if limit.excess(row) is not None]
+    priced = [row for row in _as_assumed(rows) if limit.excess(row) is not None]
     met = sorted((row for row in priced if limit.is_met(row)), key=limit.score)
     missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
     promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
-    found: dict[tuple[str, int], WhatIfRow] = {}
+    found: dict[tuple[str, int, str], WhatIfRow] = {}
     is_interrupted = False
     for row in promising:
         one = replace(question, hw=(row.hardware,), hosts=(row.n_hosts,))
@@ -303,8 +291,8 @@ def _again(
         is_interrupted = answer.sweep.is_interrupted
         if is_interrupted:
             break
-        found[row.hardware, row.n_hosts] = answer.rows[0]
-    return tuple(found.get((row.hardware, row.n_hosts), row) for row in rows), is_interrupted
+        found.update({(row.hardware, row.n_hosts, again.condition): again for again in answer.rows})
+    return tuple(found.get((row.hardware, row.n_hosts, row.condition), row) for row in rows), is_interrupted
 
 
 def _looked_at(
@@ -335,92 +323,3 @@ def _alternatives(met: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
             firsts.setdefault(row.hardware, row)
     others = [row for row in met[1:] if row.hardware == met[0].hardware]
     return tuple([*firsts.values(), *others][:N_ALTERNATIVES])
-
-
-def _changes(
-    best: WhatIfRow | None, alternatives: Sequence[WhatIfRow], nearest: WhatIfRow | None, limit: Limit
-) -> tuple[str, ...]:
-    if best is None:
-        return () if nearest is None else (_missed(nearest, limit),)
-    texts = [_margin(best, limit)]
-    if best.train_s_interval is not None and limit.deadline_s is not None:
-        worst_s = best.train_s_interval[1]
-        verdict = (
-            "still meets it" if worst_s <= limit.deadline_s else "then misses it: take more hosts, or measure first"
-        )
-        texts.append(f"at the slow end of its interval it takes {format_seconds(worst_s)} and {verdict}")
-    texts += [text for row in alternatives if (text := _break_even(best, row, limit))]
-    return tuple(texts)
-
-
-def _margin(best: WhatIfRow, limit: Limit) -> str:
-    assert best.train_s is not None and best.cost_usd is not None
-    if limit.deadline_s is not None:
-        return f"a deadline below {format_seconds(best.train_s)} needs another cluster"
-    return f"a budget below {format_usd(best.cost_usd)} needs another cluster"
-
-
-def _missed(nearest: WhatIfRow, limit: Limit) -> str:
-    assert nearest.train_s is not None and nearest.cost_usd is not None
-    if limit.deadline_s is not None:
-        return f"a deadline of {format_seconds(nearest.train_s)} would be met by {_name(nearest)}"
-    return f"a budget of {format_usd(nearest.cost_usd)} would do, on {_name(nearest)}"
-
-
-def _break_even(best: WhatIfRow, other: WhatIfRow, limit: Limit) -> str:
-    """At which price the other one would be as good; only prices of other devices are free to move."""
-    if limit.deadline_s is None or other.hardware == best.hardware:
-        return ""
-    assert best.cost_usd is not None and other.device_hours is not None and other.usd_per_device_hour is not None
-    usd = best.cost_usd / other.device_hours
-    return f"{other.hardware} would be as cheap at {usd:.2f} USD per device-hour, not {other.usd_per_device_hour:.2f}"
-
-
-def _name(row: WhatIfRow) -> str:
-    return f"{row.n_hosts} x {row.hardware} ({row.n_devices} devices)"
-
-
-def recommendation_text(answer: Recommendation) -> str:
-    """One sentence, the alternatives, what would change it, and what it rests on."""
-    parts = [_sentence(answer)]
-    shown = [row for row in (answer.best, answer.nearest, *answer.alternatives) if row is not None]
-    if shown:
-        parts.append(whatif_table(shown).rstrip())
-    for title, texts in (
-        ("What would change it", answer.changes),
-        ("Looked at", answer.looked_at if answer.best is None else ()),
-        ("It rests on", answer.assumptions),
-    ):
-        if texts:
-            parts.append("\n".join([title, *(f"- {text}" for text in texts)]))
-    return "\n\n".join(parts) + "\n"
-
-
-def _sentence(answer: Recommendation) -> str:
-    looked = f"{count(answer.n_looked_at, 'cluster')} looked at"
-    row = answer.best or answer.nearest
-    if row is None:
-        return f"Nothing that was looked at trains it {answer.wanted}, nor at all ({looked})."
-    assert row.train_s is not None and row.cost_usd is not None
-    figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)}"
-    if answer.best is None:
-        return f"None found: no plan found trains it {answer.wanted} ({looked}). Nearest: {_name(row)}: {figures}."
-    verb = "Rent" if answer.wanted.startswith("within") else "Take"
-    return f"{verb} {_name(row)}: it trains the model {answer.wanted}: {figures} ({looked})."
-
-
-def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
-    """The answer as JSON values; rows are those of `whatif_schema`."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "wanted": answer.wanted,
-        "status": "feasible" if answer.best is not None else "none_found",
-        "best": None if answer.best is None else row_to_dict(answer.best),
-        "alternatives": [row_to_dict(row) for row in answer.alternatives],
-        "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
-        "n_looked_at": answer.n_looked_at,
-        "looked_at": list(answer.looked_at),
-        "changes": list(answer.changes),
-        "assumptions": list(answer.assumptions),
-        "is_interrupted": answer.is_interrupted,
-    }

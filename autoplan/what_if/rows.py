@@ -45,7 +45,7 @@ class WhatIfRow:
 
     Attributes:
         overrides: arguments of build_model, as `name=value` texts.
-        network_scale, host_link: see `Point`.
+        network_scale, host_link, n_nics: see `Point`.
         condition: which of several money, reliability or loading values it is made with, in words.
         status: of the search, "unusable" when the cluster cannot train the model as asked, or "interrupted".
         detail: why there is no plan.
@@ -76,6 +76,7 @@ class WhatIfRow:
     overrides: tuple[str, ...] = ()
     network_scale: float = 1.0
     host_link: str = ""
+    n_nics: int | None = None
     condition: str = ""
     device: str = ""
     detail: str = ""
@@ -141,6 +142,7 @@ AXES = (
     Axis("overrides", "model", lambda row: ", ".join(row.overrides)),
     Axis("network_scale", "network", lambda row: f"network x{row.network_scale:g}"),
     Axis("host_link", "links in a host", lambda row: row.host_link or "own links"),
+    Axis("n_nics", "NICs", lambda row: "own NICs" if row.n_nics is None else count(row.n_nics, "NIC")),
     Axis("condition", "condition", lambda row: row.condition),
 )
 
@@ -212,6 +214,7 @@ def row_of(
         overrides=tuple(f"{name}={value}" for name, value in point.overrides),
         network_scale=point.network_scale,
         host_link=point.host_link,
+        n_nics=point.n_nics,
         condition=given.condition,
         device=result.device,
         detail=result.detail,

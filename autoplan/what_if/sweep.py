@@ -17,7 +17,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from autoplan.api import Problem
 from autoplan.graph import OpGraph
-from autoplan.graph_cache import cache_entry, package_version, read_entry, write_entry
+from autoplan.graph_cache import cache_entry, package_version, read_checked, write_checked
 from autoplan.hardware_cluster import Hardware
 from autoplan.layout_cache import own_hash, rule_hashes
 from autoplan.options import Options
@@ -79,9 +79,13 @@ def run_sweep(
     graphs: Mapping[str, OpGraph],
     *,
     n_jobs: int = 1,
+    executor: Executor | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sweep:
-    """Every task, once; `progress` hears how many of how many are done."""
+    """Every task, once; `progress` hears how many of how many are done.
+
+    They are searched by `executor`, where one is given, and else by `n_jobs` processes.
+    """
     started_s = time.perf_counter()
     keys = [_key(task) for task in tasks]
     found: dict[str, PointResult] = {}
@@ -97,7 +101,7 @@ def run_sweep(
     n_kept, processor_s, is_interrupted = len(found), 0.0, False
     progress(n_kept, len(found) + len(waiting))
     try:
-        for key, (result, spent_s) in _solve_all(waiting, graphs, n_jobs=n_jobs):
+        for key, (result, spent_s) in _solve_all(waiting, graphs, n_jobs=n_jobs, executor=executor):
             found[key] = result
             processor_s += spent_s
             _keep(key, result)
@@ -120,24 +124,33 @@ def default_n_jobs() -> int:
 
 
 def _solve_all(
-    waiting: Mapping[str, Task], graphs: Mapping[str, OpGraph], *, n_jobs: int
+    waiting: Mapping[str, Task], graphs: Mapping[str, OpGraph], *, n_jobs: int, executor: Executor | None
 ) -> Iterator[tuple[str, Solved]]:
+    if executor is not None:
+        yield from _solve_on(executor, waiting, graphs)
+        return
     if n_jobs <= 1 or len(waiting) <= 1:
         for key, task in waiting.items():
             yield key, _solve(task, graphs)
         return
     context = multiprocessing.get_context("spawn")
     n_jobs = min(n_jobs, len(waiting))
-    packed = {name: pickle.dumps(graph) for name, graph in graphs.items()}
     with ProcessPoolExecutor(n_jobs, mp_context=context, initializer=_leave_interrupts) as pool:
-        futures: dict[Future[Solved], str] = {
-            pool.submit(_solve_in_worker, task, packed[task.graph]): key for key, task in waiting.items()
-        }
-        try:
-            yield from _as_done(futures)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        yield from _solve_on(pool, waiting, graphs)
+
+
+def _solve_on(
+    executor: Executor, waiting: Mapping[str, Task], graphs: Mapping[str, OpGraph]
+) -> Iterator[tuple[str, Solved]]:
+    packed = {name: pickle.dumps(graph) for name, graph in graphs.items()}
+    futures: dict[Future[Solved], str] = {
+        executor.submit(_solve_in_worker, task, packed[task.graph]): key for key, task in waiting.items()
+    }
+    try:
+        yield from _as_done(futures)
+    finally:  # after an interrupt; what is done stays
+        for future in futures:
+            future.cancel()
 
 
 def _as_done(futures: dict[Future[Solved], str]) -> Iterator[tuple[str, Solved]]:
@@ -192,22 +205,17 @@ def _key(task: Task) -> str:
 
 
 def _keep(key: str, result: PointResult) -> None:
-    text = json.dumps(asdict(result))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_entry(cache_entry(FOLDER, key), {"key": key, "result_sha256": digest, "result": text})
+    write_checked(cache_entry(FOLDER, key), "result", json.dumps(asdict(result)), key=key)
 
 
 def _kept(key: str) -> PointResult | None:
     """What is known of a key; a damaged entry is searched again."""
-    record = read_entry(cache_entry(FOLDER, key))
+    found = read_checked(cache_entry(FOLDER, key), "result", key=key)
     try:
-        if record is None or record["key"] != key:
+        if found is None:
             return None
-        text = record["result"]
-        if hashlib.sha256(text.encode()).hexdigest() != record["result_sha256"]:
-            return None
-        return PointResult(**{name: _tuples(value) for name, value in json.loads(text).items()})
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return PointResult(**{name: _tuples(value) for name, value in json.loads(found[0]).items()})
+    except (TypeError, ValueError, AttributeError):
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plain_text import WIDTH, count, rate_text, text_table
-from autoplan.units import GB, MILLION, SECONDS_PER_HOUR, THOUSAND, format_seconds, format_usd
+from autoplan.units import GB, MILLION, SECONDS_PER_HOUR, THOUSAND, format_seconds, format_share, format_usd
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.rows import (
     COMMUNICATION,
@@ -122,7 +122,7 @@ def _figures(row: WhatIfRow) -> tuple[str, ...]:
     return (
         format_seconds(row.step_s),
         rate_text(row.samples_per_s),
-        ABSENT if row.mfu is None else f"{row.mfu:.0%}",
+        ABSENT if row.mfu is None else format_share(row.mfu),
         ABSENT if row.goodput is None else f"{row.goodput:.1%}",
         ABSENT if row.train_s is None else format_seconds(row.train_s),
         _usd(row.cost_usd) + _range(row),

@@ -1,0 +1,70 @@
+"""What sums over the ops of a segment depend on, besides the segment and the micro-batch.
+
+A context holds nothing of the cluster but its device and the links that the tensor-parallel axis crosses, and equal
+ones are one object. So all problems of a process that differ in hosts, networks or batches only share it, and with it
+what is computed from it (`cost.rank_segments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from autoplan.chunked_loss import ChunkedHead, chunked_head
+from autoplan.cost.collectives import Route, axis_group, route_of, route_s
+from autoplan.graph import GraphFacts, OpGraph
+from autoplan.hardware import Device, HardwareProfile
+from autoplan.rules import OpRule
+
+N_GRAPHS = 4  # that a process keeps contexts of
+N_CONTEXTS = 32  # of each: degrees x devices x precisions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkContext:
+    """Everything the sums depend on besides the segment and the micro-batch.
+
+    Attributes:
+        tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
+        head: what of the model a chunked loss computes slice by slice, if it can.
+    """
+
+    graph: OpGraph
+    facts: GraphFacts
+    rules: Mapping[str, OpRule]
+    device: Device
+    precision: str
+    degree: int
+    tp_collective_s: Callable[[str, float], float]
+    head: ChunkedHead | None = None
+
+
+def work_contexts(
+    graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
+) -> Callable[[int], WorkContext]:
+    """A function from the tensor-parallel degree to what the sums depend on."""
+    shared = _shared_contexts(graph, tuple(rules.items()))
+
+    def context(degree: int) -> WorkContext:
+        route = route_of(axis_group(profile, size=degree, stride=1), profile)
+        return shared(profile.device, precision, route)
+
+    return cache(context)
+
+
+@lru_cache(maxsize=N_GRAPHS)
+def _shared_contexts(
+    graph: OpGraph, rules: tuple[tuple[str, OpRule], ...]
+) -> Callable[[Device, str, Route], WorkContext]:
+    """Those of one graph under these rules."""
+    facts, head, table = GraphFacts.of(graph), chunked_head(graph), dict(rules)
+
+    @lru_cache(maxsize=N_CONTEXTS)
+    def context(device: Device, precision: str, route: Route) -> WorkContext:
+        def tp_collective_s(kind: str, n_bytes: float) -> float:
+            return route_s(kind, n_bytes, route)
+
+        return WorkContext(graph, facts, table, device, precision, route.n_devices, cache(tp_collective_s), head)
+
+    return context

@@ -1,0 +1,105 @@
+"""Advise on a mixed cluster: should its groups train one model together, or the best of them alone?
+
+gain     = samples/s of all groups together / samples/s of the fastest group alone
+apart    = samples/s of all groups together / sum of the samples/s of each alone, on trainings of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+
+from autoplan.api import default_global_batch
+from autoplan.errors import InputError
+from autoplan.hardware_cluster import groups_alone, load_cluster
+from autoplan.plain_text import count
+from autoplan.units import format_seconds
+from autoplan.what_if.advice_rules import LITTLE, STOPPED, Advice, AdviceAnswer, speed_up
+from autoplan.what_if.asking import Progress, ask
+from autoplan.what_if.question import Question
+from autoplan.what_if.rows import WhatIfRow
+
+
+def advise_mixed(
+    question: Question,
+    *,
+    deadline_s: float | None,
+    n_jobs: int,
+    today: date | None,
+    progress: Progress,
+) -> AdviceAnswer:
+    """The groups together and each alone, on the same global batch.
+
+    Raises: InputError for other hardware beside the cluster.
+    """
+    if len(question.hw) > 1:
+        raise InputError.of("--hw", found=", ".join(question.hw), expected="one cluster", fix="name one file")
+    file = question.hw[0]
+    clusters = [(file, 1), *groups_alone(file)]
+    batches = question.global_batches or (default_global_batch(load_cluster(file).n_devices),)
+    rows: list[WhatIfRow] = []
+    for name, n_hosts in clusters:
+        asked = replace(question, hw=(name,), hosts=(n_hosts,), global_batches=batches)
+        answer = ask(asked, n_jobs=n_jobs, today=today)
+        if answer.sweep.is_interrupted:
+            return AdviceAnswer(STOPPED, (), tuple(rows), is_interrupted=True)
+        rows += answer.rows
+        progress(len(rows), len(clusters))
+    rules = mixed_rules(rows[0], rows[1:], deadline_s=deadline_s)
+    return AdviceAnswer("; ".join(rule.advice for rule in rules if rule.applies), rules, tuple(rows))
+
+
+def mixed_rules(together: WhatIfRow, alone: Sequence[WhatIfRow], *, deadline_s: float | None) -> tuple[Advice, ...]:
+    """What the rows say: all groups together, and each alone."""
+    known = [row for row in alone if row.goodput is not None]
+    best = max(known, key=lambda row: speed_up(row, known[0]) or 0.0, default=None)
+    gain = None if best is None else speed_up(together, best)
+    return (
+        _train_together(together, best, gain),
+        _train_apart(together, known, gain),
+        _late(together, best, deadline_s),
+    )
+
+
+def _train_together(together: WhatIfRow, best: WhatIfRow | None, gain: float | None) -> Advice:
+    idle = "" if not together.n_idle_devices else f"; {count(together.n_idle_devices, 'device')} of the cluster idle"
+    figures = together.detail or f"{together.plan}{idle}"
+    if best is None or gain is None:
+        is_possible = together.step_s is not None
+        text = "train on all groups together: no group alone holds it" if is_possible else "nothing fits: add hosts"
+        return Advice("groups of different devices", True, text, figures)
+    name = f"{best.n_hosts} x {best.hardware}"
+    if gain > 1.0 + LITTLE:
+        text = f"train on all groups together: {gain:.2f} times as fast as {name} alone"
+    else:
+        text = f"train on {name} alone, and give the other hosts other work: together is {gain:.2f} times as fast"
+    return Advice("groups of different devices", True, text, f"together: {figures}; {name}: {best.plan}")
+
+
+def _train_apart(together: WhatIfRow, known: Sequence[WhatIfRow], gain: float | None) -> Advice:
+    """Several trainings, one on each group, do more than one on all."""
+    shares = [found for row in known if (found := speed_up(row, together))] if gain is not None else []
+    total = sum(shares)
+    return Advice(
+        "there are several trainings to run",
+        total > 1.0 + LITTLE,
+        f"run one on each group: {total:.2f} times the samples of one on all",
+        "not all groups have a plan"
+        if not shares
+        else f"groups alone: {', '.join(f'{share:.2f}' for share in shares)} of the samples per second together",
+    )
+
+
+def _late(together: WhatIfRow, best: WhatIfRow | None, deadline_s: float | None) -> Advice:
+    times = [row.train_s for row in (together, best) if row is not None and row.train_s is not None]
+    return Advice(
+        "all groups together miss the deadline",
+        deadline_s is not None and min(times, default=deadline_s + 1.0) > deadline_s,
+        "ask for a later deadline, more hosts, or fewer samples",
+        "no deadline was given"
+        if deadline_s is None
+        else f"at best {format_seconds(min(times))}"
+        if times
+        else "no plan",
+    )

@@ -1,0 +1,75 @@
+"""A recommendation as text and as JSON values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.plain_text import count, text_table
+from autoplan.units import format_seconds, format_usd
+from autoplan.what_if.answer_changes import cluster_name, swing_cells
+from autoplan.what_if.recommending import Recommendation
+from autoplan.what_if.tables import row_to_dict, whatif_table
+
+
+def recommendation_text(answer: Recommendation) -> str:
+    """One sentence, the alternatives, what would change it, and what it rests on."""
+    parts = [_sentence(answer)]
+    shown = [row for row in (answer.best, answer.nearest, *answer.alternatives) if row is not None]
+    if shown:
+        parts.append(whatif_table(shown).rstrip())
+    tornado = swings_table(answer)
+    for title, texts in (
+        ("What would change it", answer.changes),
+        ("Looked at", answer.looked_at if answer.best is None else ()),
+        ("It rests on", answer.assumptions),
+    ):
+        if texts:
+            parts.append("\n".join([title, *(f"- {text}" for text in texts)]))
+        if title == "What would change it" and tornado:
+            parts.append(tornado)
+    return "\n\n".join(parts) + "\n"
+
+
+def swings_table(answer: Recommendation) -> str:
+    """The tornado; empty without any swing."""
+    if answer.best is None or not answer.swings:
+        return ""
+    header = ("one assumption at its", "low end", "high end", "then best")
+    cells = [swing_cells(swing, answer.best, answer.limit) for swing in answer.swings]
+    return text_table(header, cells, right=frozenset({1, 2})).rstrip()
+
+
+def _sentence(answer: Recommendation) -> str:
+    looked = f"{count(answer.n_looked_at, 'cluster')} looked at"
+    row = answer.best or answer.nearest
+    if row is None:
+        return f"Nothing that was looked at trains it {answer.wanted}, nor at all ({looked})."
+    assert row.train_s is not None and row.cost_usd is not None
+    figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)}"
+    if answer.best is None:
+        return (
+            f"None found: no plan found trains it {answer.wanted} ({looked}). Nearest: {cluster_name(row)}: {figures}."
+        )
+    verb = "Rent" if answer.wanted.startswith("within") else "Take"
+    return f"{verb} {cluster_name(row)}: it trains the model {answer.wanted}: {figures} ({looked})."
+
+
+def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
+    """The answer as JSON values; rows are those of `whatif_schema`."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "wanted": answer.wanted,
+        "status": "feasible" if answer.best is not None else "none_found",
+        "best": None if answer.best is None else row_to_dict(answer.best),
+        "alternatives": [row_to_dict(row) for row in answer.alternatives],
+        "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
+        "n_looked_at": answer.n_looked_at,
+        "looked_at": list(answer.looked_at),
+        "changes": list(answer.changes),
+        "swings_are_of": "cost_usd" if answer.limit.deadline_s is not None else "train_s",
+        "swings": [asdict(swing) for swing in answer.swings],
+        "assumptions": list(answer.assumptions),
+        "is_interrupted": answer.is_interrupted,
+    }
