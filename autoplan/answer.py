@@ -8,15 +8,14 @@ The JSON text is the contract that `--format json` prints and that `plan.json` h
 from __future__ import annotations
 
 import json
-import types
-import typing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
+from autoplan.json_values import decode, encode
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult
@@ -198,6 +197,7 @@ def breakdown_by_axis_s(breakdown: Breakdown) -> dict[str, Any]:
         "optimizer": breakdown.optimizer_s,
         "recompute": breakdown.recompute_s,
         "launch": breakdown.launch_s,
+        "exposed_batch_copy": breakdown.exposed_batch_copy_s,
     }
 
 
@@ -220,17 +220,17 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "search_s": result.search_s,
         "first_plan_s": result.first_plan_s,
         "nearest_fix": result.nearest_fix,
-        "remedies": _encode(result.remedies),
-        "closest": _encode(result.closest) if result.best is None else None,
+        "remedies": encode(result.remedies),
+        "closest": encode(result.closest) if result.best is None else None,
         "stopped_by": result.stopped_by,
         "ops_without_rule": list(answer.workload.ops_without_rule),
         "notes": list(answer.notes),
-        "request": _encode(answer.request),
-        "workload": _encode(answer.workload),
-        "best": _encode(result.best),
-        "alternatives": _encode(result.alternatives),
-        "baselines": _encode(result.baselines),
-        "rejected": _encode(result.rejected),
+        "request": encode(answer.request),
+        "workload": encode(answer.workload),
+        "best": encode(result.best),
+        "alternatives": encode(result.alternatives),
+        "baselines": encode(result.baselines),
+        "rejected": encode(result.rejected),
     }
 
 
@@ -281,11 +281,11 @@ _SUMMARY_KEYS = (
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The decision in short: degrees, batch, schedule, recomputation and stages."""
-    decision: dict[str, Any] = _encode(plan.mesh)
-    names = ("recompute", "loss", "precision", "batch_norm", "loss_average")
+    decision: dict[str, Any] = encode(plan.mesh)
+    names = ("recompute", "loss", "precision", "batch_norm", "loss_average", "grad_compression", "powersgd_rank")
     decision.update({name: getattr(plan, name) for name in names})
-    decision["stages"] = _encode(plan.stages)
-    decision["groups"] = _encode(plan.groups)
+    decision["stages"] = encode(plan.stages)
+    decision["groups"] = encode(plan.groups)
     return decision
 
 
@@ -308,16 +308,16 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         raise InputError.of(where, found="no " + ", ".join(missing), expected="a whole plan.json", fix="plan again")
     result = {key: content[key] for key in _RESULT_KEYS}
     return Answer(
-        workload=_decode(Workload, content["workload"], f"{where}: workload"),
-        result=_decode(SearchResult, result, where),
-        notes=_decode(tuple[str, ...], content["notes"], f"{where}: notes"),
-        request=_decode(Request | None, content["request"], f"{where}: request"),
+        workload=decode(Workload, content["workload"], f"{where}: workload"),
+        result=decode(SearchResult, result, where),
+        notes=decode(tuple[str, ...], content["notes"], f"{where}: notes"),
+        request=decode(Request | None, content["request"], f"{where}: request"),
     )
 
 
 def plan_from_dict(content: object, *, where: str) -> Plan:
     """The plan that stands in a plan.json under "best"."""
-    plan: Plan = _decode(Plan, content, where)
+    plan: Plan = decode(Plan, content, where)
     return plan
 
 
@@ -338,63 +338,3 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
-
-
-def _encode(value: Any) -> Any:
-    """Dataclasses as objects, tuples as arrays; fields that do not take part in comparison are left out."""
-    if is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in fields(value) if f.compare}
-    if isinstance(value, tuple):
-        return [_encode(item) for item in value]
-    return value
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """The value of type `hint` that `_encode` turned into JSON values; strict about names and types."""
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return _decode_optional(hint, value, where)
-    if origin is tuple:
-        return _decode_tuple(hint, value, where)
-    if is_dataclass(hint):
-        return _decode_dataclass(hint, value, where)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and is_number:
-        return float(value)
-    if type(value) is not hint:
-        _refuse(value, expected=hint.__name__, where=where)
-    return value
-
-
-def _decode_optional(hint: Any, value: Any, where: str) -> Any:
-    if value is None:
-        return None
-    (inner,) = (item for item in typing.get_args(hint) if item is not type(None))
-    return _decode(inner, value, where)
-
-
-def _decode_tuple(hint: Any, value: Any, where: str) -> tuple[Any, ...]:
-    items = typing.get_args(hint)
-    if not isinstance(value, list):
-        _refuse(value, expected="an array", where=where)
-    if items[-1] is Ellipsis:
-        return tuple(_decode(items[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if len(value) != len(items):
-        _refuse(value, expected=f"an array of {len(items)}", where=where)
-    return tuple(_decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(items, value, strict=True)))
-
-
-def _decode_dataclass(hint: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        _refuse(value, expected="an object", where=where)
-    hints = typing.get_type_hints(hint)
-    names = [f.name for f in fields(hint) if f.compare]
-    if set(value) != set(names):
-        wrong = ", ".join(sorted(set(value) ^ set(names)))
-        raise InputError.of(where, found=f"missing or unknown: {wrong}", expected=", ".join(names), fix="plan again")
-    return hint(**{name: _decode(hints[name], value[name], f"{where}.{name}") for name in names})
-
-
-def _refuse(value: Any, *, expected: str, where: str) -> typing.NoReturn:
-    shown = repr(value) if len(repr(value)) < 60 else type(value).__name__
-    raise InputError(f"{where}: found {shown}\n  expected: {expected}\n  fix: make the plan again, do not edit it")

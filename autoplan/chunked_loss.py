@@ -79,12 +79,8 @@ def can_chunk(graph: OpGraph, mesh: Mesh, shardings: Sequence[SegmentSharding], 
 
 
 def is_in_compiled(graph: OpGraph, mesh: Mesh) -> bool:
-    """Whether the loss of a slice is not compiled by itself.
-
-    A model without blocks is compiled as a whole; a loss that is split over ranks runs eager in slices, of which no
-    time was measured.
-    """
-    return mesh.compile and (mesh.tp > 1 or not any(segment.is_block for segment in graph.segments))
+    """Whether the loss of a slice is not compiled by itself: a model without blocks is compiled as a whole."""
+    return mesh.compile and not any(segment.is_block for segment in graph.segments)
 
 
 def is_sliceable(head: ChunkedHead, layouts: SegmentLayouts, facts: GraphFacts) -> bool:

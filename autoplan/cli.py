@@ -362,9 +362,8 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
     help="How images lie in memory, for models with convolutions.",
 )
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Append results there; go on where it ends."
-)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Append results; go on where it ends.")
+@click.option("--fresh", is_flag=True, help="Measure again what earlier runs of this machine, of any model, measured.")
 @click.option("--emit", type=click.Path(path_type=Path), metavar="DIR", help="Only write the folder that measures.")
 @click.option("--force", is_flag=True, help="Replace DIR if autoplan wrote it.")
 @_rules
@@ -377,6 +376,7 @@ def profile_command(
     sizes: str,
     device: str,
     out: Path | None,
+    fresh: bool,
     emit: Path | None,
     force: bool,
     output_format: str,
@@ -409,7 +409,7 @@ def profile_command(
         run = f"python {emit}/measure.py --out measured.json"
         _print(_json({"folder": str(emit), "command": run}) if output_format == "json" else run)
     if out is not None:
-        rows = profiling.run_measurements(files, out=out, device=device)
+        rows = profiling.run_measurements(files, out=out, device=device, cache=profiling.cache_file(fresh))
         found = {"out": str(out), **profiling.count_results(rows)}
         _print(_json(found) if output_format == "json" else profiling.results_table(rows))
 
@@ -427,7 +427,7 @@ def hw_group() -> None:
 def hw_list(output_format: str) -> None:
     """Every profile that comes with autoplan."""
     from autoplan.hardware import load_profile, profile_names
-    from autoplan.report import profile_list
+    from autoplan.report_hardware import profile_list
 
     profiles = [load_profile(name) for name in profile_names()]
     if output_format == "json":
@@ -444,7 +444,7 @@ def hw_list(output_format: str) -> None:
 def hw_show(name: str, hosts: int, output_format: str) -> None:
     """Every figure of a profile, with its source."""
     from autoplan.hardware import load_profile
-    from autoplan.report import profile_sheet
+    from autoplan.report_hardware import profile_sheet
 
     profile = load_profile(name, n_hosts=hosts)
     _print(_json(asdict(profile)) if output_format == "json" else profile_sheet(profile))
@@ -474,7 +474,7 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
     One device by itself; all of a host under: torchrun --standalone --nproc-per-node N -m autoplan hw measure ...
     """
     from autoplan.measure_hardware import measure_host
-    from autoplan.report import profile_sheet
+    from autoplan.report_hardware import profile_sheet
 
     with _stdout_kept_clean():
         profile = measure_host(out, **options, progress=_progress)
@@ -749,7 +749,7 @@ def _progress_bar(n_done: int, n_all: int) -> None:
 def doctor_command(output_format: str) -> None:
     """Versions, devices, links, and what is missing."""
     from autoplan.doctor import diagnose
-    from autoplan.report import text_table
+    from autoplan.plain_text import text_table
 
     findings = diagnose()
     if output_format == "json":

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import gcd
 
+from autoplan.cost.grad_compression import Compression
 from autoplan.cost.mixed import make_mixed_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import UsageError
@@ -22,7 +23,15 @@ from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.meshes import divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
-from autoplan.space import CHANNELS_LAST, load_rules, loss_choice, of_size, priced_space, shardings_by_size
+from autoplan.space import (
+    CHANNELS_LAST,
+    compression_choice,
+    load_rules,
+    loss_choice,
+    of_size,
+    priced_space,
+    shardings_by_size,
+)
 
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
@@ -43,6 +52,7 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
             shardings=shardings,
             rules=rules,
             loss=loss_choice(options),
+            compression=compression_choice(options),
         )
         for size, shardings in shardings_by_size(graph, cluster.groups[0], options, rules).items()
     }
@@ -66,6 +76,7 @@ def price_mixed_plan(graph: OpGraph, cluster: Cluster, plan: Plan, *, rule_files
         shardings={(plan.mesh.tp, plan.mesh.sharding): plan.shardings},
         rules=load_rules(rule_files),
         loss=plan.loss,
+        compression=Compression(plan.grad_compression, plan.powersgd_rank),
     )
     return price(plan.mesh, plan.groups)
 

@@ -53,6 +53,8 @@ class Device:
         sharding: see `ShardingHost`.
         pipeline_action_s, pipeline_transfer_s: host time of one action of a pipeline beside its blocks, and of each
             time it sends or receives.
+        host_copy_bytes_per_s: from page-locked memory of the host to each device, all devices of the host at once; None
+            when unknown.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Device:
     sharding: ShardingHost
     pipeline_action_s: float = 0.0
     pipeline_transfer_s: float = 0.0
+    host_copy_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

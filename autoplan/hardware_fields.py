@@ -82,6 +82,7 @@ DEVICE_FIELDS: Mapping[str, Quantity] = {
     "collective_launch": _seconds(1e-7, 1e-2, "100 us", "host time to start one collective"),
     "pipeline_action": _seconds(1e-7, 1e-2, "100 us", "host time of an action of a pipeline, beside its blocks"),
     "pipeline_transfer": _seconds(1e-7, 1e-2, "100 us", "host time of sending or receiving once in an action"),
+    "host_copy_rate": _rate("43 GB/s", "copies from the host to each device, all at once"),
 }
 SHARDING_FIELDS: Mapping[str, Quantity] = {
     key: _seconds(1e-9, 0.1, "100 us", f"host time of fully_shard: {purpose}")

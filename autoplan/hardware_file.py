@@ -239,6 +239,7 @@ def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Devic
         collective_launch_s=figures["collective_launch"].value,
         pipeline_action_s=figures["pipeline_action"].value,
         pipeline_transfer_s=figures["pipeline_transfer"].value,
+        host_copy_bytes_per_s=figures["host_copy_rate"].value,
         sharding=_sharding(table.get("sharding", {}), f"{label}.sharding", assumed["sharding"], sources),
     )
 

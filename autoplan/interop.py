@@ -119,6 +119,8 @@ def _everywhere_missing(subject: Subject) -> Iterator[str]:
         yield "Images in the order channels_last: call model.to(memory_format=torch.channels_last)."
     if plan.batch_norm == "synchronized":
         yield "Synchronized BatchNorm: convert the model with torch.nn.SyncBatchNorm."
+    if plan.grad_compression == "powersgd":
+        yield "PowerSGD: register torch's DDP hook of that name where the model is wrapped by DDP."
     if plan.loss_average == "global_batch":
         yield "One mean of the loss over the targets of the global batch."
 
@@ -147,7 +149,7 @@ def torchtitan(subject: Subject) -> Configuration:
         training["seq_len"] = subject.workload.tokens_per_sample
     if plan.precision in ("bf16", "fp32"):
         training["mixed_precision_param"] = "bfloat16" if plan.precision == "bf16" else "float32"
-        training["mixed_precision_reduce"] = "float32"
+        training["mixed_precision_reduce"] = "bfloat16" if plan.grad_compression == "bf16" else "float32"
     else:
         missing.append(f"The precision {plan.precision}: it has bfloat16 and float32.")
     parallelism: dict[str, object] = {
@@ -224,7 +226,9 @@ def megatron(subject: Subject) -> Configuration:
         flags.append(f"--seq-length {subject.workload.tokens_per_sample}")
     if plan.precision in ("bf16", "fp16"):
         flags.append(f"--{plan.precision}")
-    if plan.precision == "bf16":
+    if plan.grad_compression == "bf16":
+        flags.append("--grad-reduce-in-bf16")
+    elif plan.precision == "bf16":
         flags.append("--accumulate-allreduce-grads-in-fp32")
     if mesh.tp > 1 and mesh.sharding.startswith("S(1)"):
         flags.append("--sequence-parallel")
@@ -291,6 +295,8 @@ def deepspeed(subject: Subject) -> Configuration:
         config[plan.precision] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
+    if plan.grad_compression == "bf16":
+        config["communication_data_type"] = "bf16"
     if mesh.tp > 1:
         config["tensor_parallel"] = {"autotp_size": mesh.tp}
         if mesh.zero_stage == 3:
@@ -345,6 +351,8 @@ def accelerate(subject: Subject) -> Configuration:
         )
     if plan.recompute == "selective" or (plan.recompute == "full" and not shards):
         missing.append(f"Recomputation ({plan.recompute}): it has all blocks or none, with FSDP only.")
+    if plan.grad_compression == "bf16":
+        missing.append("Gradients reduced in bf16: a comm_hook of DistributedDataParallelKwargs, set in code.")
     missing.append(
         f"Batches, which are set in code: {mesh.micro_batch_size} samples per device, "
         f"Accelerator(gradient_accumulation_steps={mesh.n_micro_batches})."

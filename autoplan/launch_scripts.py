@@ -18,6 +18,7 @@ TRAIN_JOB_IMAGE = "REPLACE-WITH-YOUR-IMAGE"
 TRAIN_JOB_CLAIM = "REPLACE-WITH-YOUR-VOLUME-CLAIM"
 TRAIN_JOB_FOLDER = "/checkpoints"
 MAX_RESTARTS = 3
+MAX_NAME = 45  # Kubernetes makes NAME-node-0-HOST-xxxxx of it, of 63 characters at most
 SAVING_S = 300  # what a program that is told to stop has to finish its step and save
 # torch 2.13 gives restarted processes the store of those that died; without this, they look for the dead ones.
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -164,15 +165,16 @@ def slurm_script(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
 
 
 def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
-    """A Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1) over the `torch-distributed` runtime.
+    """A TrainJob (trainer.kubeflow.org/v1alpha1) over the `torch-distributed` runtime of Kubeflow Trainer 2.2 or later.
 
     The program must be in the image, at the working directory; the names of the image and of the volume for checkpoints
-    are left for the user to fill in.
+    are left for the user to fill in. Trainer 2.1 called `runtimePatches` otherwise, and drops them unseen.
     """
     text = json.dumps
     return (
         "# Put the output folder into an image; name it below, and a volume claim that all hosts can write, where the\n"
         "# run saves itself and goes on from; then: kubectl apply -f launch/trainjob.yaml\n"
+        "# Needs Kubeflow Trainer 2.2 or later.\n"
         "apiVersion: trainer.kubeflow.org/v1alpha1\n"
         "kind: TrainJob\n"
         "metadata:\n"
@@ -191,22 +193,33 @@ def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
         "    resourcesPerNode:\n"
         "      limits:\n"
         f"        nvidia.com/gpu: {n_devices_per_host}\n"
-        "  podTemplateOverrides:\n"
-        "    - targetJobs:\n"
-        "        - name: node\n"
-        "      spec:\n"
-        "        containers:\n"
-        "          - name: node\n"
-        "            volumeMounts:\n"
-        f"              - {{name: checkpoints, mountPath: {text(TRAIN_JOB_FOLDER)}}}\n"
-        "        volumes:\n"
-        "          - name: checkpoints\n"
-        "            persistentVolumeClaim:\n"
-        f"              claimName: {text(TRAIN_JOB_CLAIM)}\n"
+        "  runtimePatches:\n"
+        "    - manager: autoplan\n"
+        "      trainingRuntimeSpec:\n"
+        "        template:\n"
+        "          spec:\n"
+        "            replicatedJobs:\n"
+        "              - name: node\n"
+        "                template:\n"
+        "                  spec:\n"
+        "                    template:\n"
+        "                      spec:\n"
+        f"                        terminationGracePeriodSeconds: {SAVING_S}\n"
+        "                        containers:\n"
+        "                          - name: node\n"
+        "                            volumeMounts:\n"
+        f"                              - {{name: checkpoints, mountPath: {text(TRAIN_JOB_FOLDER)}}}\n"
+        "                              - {name: shared-memory, mountPath: /dev/shm}\n"
+        "                        volumes:\n"
+        "                          - name: checkpoints\n"
+        "                            persistentVolumeClaim:\n"
+        f"                              claimName: {text(TRAIN_JOB_CLAIM)}\n"
+        "                          - name: shared-memory  # for NCCL and the workers of a dataset; 64 MiB without it\n"
+        "                            emptyDir: {medium: Memory}\n"
     )
 
 
 def resource_name(job: str) -> str:
     """The job's name as Kubernetes and Slurm accept it: lower case letters, digits and dashes."""
-    name = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[:50].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[: MAX_NAME - len("autoplan-")].strip("-")
     return f"autoplan-{name}" if name else "autoplan"

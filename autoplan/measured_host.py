@@ -190,6 +190,13 @@ def _device(host: MeasuredHost, sheet: HardwareProfile | None) -> Iterator[str]:
     for key, what in (("pipeline_action", "an action of a pipeline"), ("pipeline_transfer", "a transfer of an action")):
         if host.best(key) is not None:
             yield _seconds(key, host, f"{what} {{seconds}}, host time, blocks of 8 small layers, {host.versions}")
+    to_device = host.best("host to device")
+    if to_device is not None:
+        source = f"{units.format_bytes(to_device.size)} from page-locked memory to all {host.n_devices} devices at once"
+        quantity = DEVICE_FIELDS["host_copy_rate"]
+        yield _in_range(
+            "host_copy_rate", to_device.per_s, quantity, _rate(to_device.per_s), f"{source}, {host.versions}"
+        )
     if host.best("kernel") is None:
         yield f"# kernel is left out: {NO_KERNEL}"
     else:

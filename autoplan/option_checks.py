@@ -8,7 +8,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoplan.errors import UsageError
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, OBJECTIVES, PRECISIONS, Options
+from autoplan.options import (
+    BATCH_NORMS,
+    GRAD_COMPRESSIONS,
+    LOSS_AVERAGES,
+    LOSSES,
+    MEMORY_FORMATS,
+    OBJECTIVES,
+    PRECISIONS,
+    Options,
+)
 
 _RECOMPUTE = ("none", "full", "selective")
 _SWITCH = ("on", "off")
@@ -28,6 +37,8 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "memory_format": MEMORY_FORMATS,
     "batch_norm": BATCH_NORMS,
     "loss_average": LOSS_AVERAGES,
+    "grad_compression": GRAD_COMPRESSIONS,
+    "powersgd_rank": None,
 }
 
 
@@ -54,6 +65,7 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
         _check_fix(name, value, tuple(schedules))
     if options.module_level:
         _check_module_level(options)
+    _check_compression(options)
     return options
 
 
@@ -128,6 +140,32 @@ def _check_module_level(options: Options) -> None:
                 f"  expected: {name}=1, since --module-level plans neither tensor nor pipeline parallelism\n"
                 f"  fix: leave {name} out, or leave --module-level out if the model can be traced"
             )
+
+
+def _check_compression(options: Options) -> None:
+    """Gradients are compressed where there is something to reduce, and by PowerSGD where ranks have all of them."""
+    fix = dict(options.fix)
+    name = fix.get("grad_compression", GRAD_COMPRESSIONS[0])
+    if "powersgd_rank" in fix and name != "powersgd":
+        raise UsageError.of(
+            f"--fix powersgd_rank={fix['powersgd_rank']}",
+            found=f"grad_compression {name}",
+            expected="grad_compression=powersgd beside it",
+            fix="add it, or leave powersgd_rank out",
+        )
+    if name == GRAD_COMPRESSIONS[0]:
+        return
+    where = f"--fix grad_compression={name}"
+    if fix.get("dp") == "1":
+        raise UsageError.of(
+            where, found="dp=1", expected="dp of 2 or more, since one rank reduces nothing", fix="leave one of them out"
+        )
+    if name == "powersgd" and fix.get("zero", "0") != "0":
+        expected = "zero=0, since PowerSGD needs all gradients on every rank"
+        raise UsageError.of(where, found=f"zero={fix['zero']}", expected=expected, fix="take bf16, or leave zero out")
+    if name == "powersgd" and options.precision == "fp16":
+        expected = "bf16 or fp32, since gradients that overflow would stay in the errors it carries on"
+        raise UsageError.of(where, found="--precision fp16", expected=expected, fix="take bf16, or another precision")
 
 
 def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:

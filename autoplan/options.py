@@ -11,6 +11,9 @@ BATCH_NORMS = ("local", "synchronized")  # the first is the default, here and be
 LOSS_AVERAGES = ("micro_batch", "global_batch")
 LOSSES = ("whole", "chunked")
 MEMORY_FORMATS = ("contiguous", "channels_last")
+GRAD_COMPRESSIONS = ("none", "bf16", "powersgd")
+DEFAULT_POWERSGD_RANK = 4  # the larger one of "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019
+POWERSGD_START_STEP = 100  # until then gradients are summed whole, as the first steps change most; see PLAN in train.py
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so
 # large a space is slower takes minutes.
 DEFAULT_TIME_LIMIT_S = 15.0
@@ -23,10 +26,11 @@ class Options:
     Attributes:
         global_batch: samples of one optimizer step; None takes DEFAULT_MICRO_BATCH_SIZE per device.
         fix: (name, value) pairs that the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute,
-            loss, compile, memory_format, batch_norm, loss_average.
+            loss, compile, memory_format, batch_norm, loss_average, grad_compression, powersgd_rank. Gradients are
+            compressed only where that is fixed, since it changes what is trained.
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.
-        max_micro_batch_size: largest micro-batch considered.
+        max_micro_batch_size: largest micro-batch considered; None considers all that divide a rank's part of the batch.
         top: how many alternatives the result keeps.
         rules: files with op rules of one's own, in addition to those of `cost_models/`.
         profile: file of measurements of `autoplan profile`; None prices by the hardware profile alone.
@@ -39,7 +43,7 @@ class Options:
     fix: tuple[tuple[str, str], ...] = ()
     time_limit_s: float | None = DEFAULT_TIME_LIMIT_S
     require_optimal: bool = False
-    max_micro_batch_size: int = 64
+    max_micro_batch_size: int | None = None
     top: int = 5
     strict: bool = False
     rules: tuple[str, ...] = ()

@@ -130,6 +130,8 @@ class Plan:
         batch_norm: "local" or "synchronized" over the data-parallel ranks.
         loss_average: over which targets a loss that leaves some out is averaged: those of each "micro_batch", and then
             over micro-batches, or all those of the "global_batch".
+        grad_compression: how gradients are made smaller to be reduced over data-parallel ranks: "none", "bf16", or
+            "powersgd" with matrices of rank `powersgd_rank`; see `cost.grad_compression`.
         groups: where the pipeline ranks are on a mixed cluster, in their order; empty with one kind of host.
     """
 
@@ -144,12 +146,17 @@ class Plan:
     loss: str = "whole"
     batch_norm: str = "local"
     loss_average: str = "micro_batch"
+    grad_compression: str = "none"
+    powersgd_rank: int | None = None
     groups: tuple[GroupRanks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where the step time of the slowest rank goes; the terms sum to the step time."""
+    """Where the step time of the slowest rank goes; the terms sum to the step time.
+
+    `exposed_batch_copy_s` is by how much copying the next batch to the device outlasts all else.
+    """
 
     compute_s: float
     recompute_s: float
@@ -159,6 +166,7 @@ class Breakdown:
     bubble_s: float
     optimizer_s: float
     launch_s: float
+    exposed_batch_copy_s: float = 0.0
 
     @property
     def total_s(self) -> float:

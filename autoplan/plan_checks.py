@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from autoplan.chunked_loss import can_chunk, why_whole
-from autoplan.cost.price import legal_cuts
+from autoplan.cost.boundaries import legal_cuts
+from autoplan.cost.grad_compression import Compression
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
+from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
 from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, operand_names
@@ -56,6 +57,7 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     check_loss_average(graph, plan.loss_average)
     if plan.loss not in LOSSES:
         _refuse("loss", plan.loss, f"one of {', '.join(LOSSES)}")
+    _check_compression(plan)
     if plan.mesh.memory_format not in MEMORY_FORMATS:
         _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
     if plan.mesh.execution != Execution() and plan.groups:
@@ -67,6 +69,19 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     _check_shardings(plan, graph, rules)
     if plan.loss == "chunked" and not can_chunk(graph, plan.mesh, plan.shardings, rules=rules):
         _refuse("loss", plan.loss, f'"whole": found {why_whole(graph) or "a layout or compiled part in its way"}')
+
+
+def _check_compression(plan: Plan) -> None:
+    name, rank = plan.grad_compression, plan.powersgd_rank
+    if name not in GRAD_COMPRESSIONS:
+        _refuse("grad_compression", name, f"one of {', '.join(GRAD_COMPRESSIONS)}")
+    if (rank is not None) != (name == "powersgd") or (rank is not None and rank < 1):
+        _refuse("powersgd_rank", rank, "1 or more with grad_compression powersgd, else null")
+    if name != "none" and Compression(name, rank).under(plan.mesh).name == "none":
+        expected = f"none with dp {plan.mesh.dp}, ZeRO {plan.mesh.zero_stage} over {plan.mesh.zero_shard_degree} ranks"
+        _refuse("grad_compression", name, expected)
+    if name == "powersgd" and plan.precision == "fp16":
+        _refuse("precision", plan.precision, "another with grad_compression powersgd")
 
 
 def _check_groups(plan: Plan, groups: tuple[HardwareProfile, ...], *, name: str) -> None:

@@ -1,6 +1,9 @@
 """Measure a model's segments on this machine: write what to measure, run it in a process of its own, read the results.
 
 api.measurement_folder --> folder --> python measure.py --> measured.json, one line per result
+                                            |  ^
+                                            v  |
+                                       SQLite, of all runs
 """
 
 from __future__ import annotations
@@ -13,13 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from platformdirs import user_cache_dir
+
 from autoplan.errors import MeasureError, OutputError
 from autoplan.measured_profile import MEASURED, NOISY, NOT_COMPILED, OWN, STATUSES
 from autoplan.output_folder import read_text_file, write_folder
-from autoplan.report import text_table
+from autoplan.plain_text import text_table
 from autoplan.units import MiB, format_seconds
 
 Start = Callable[[Sequence[str]], int]
+
+
+def cache_file(is_fresh: bool = False) -> Path | None:
+    """Where results of all runs of this user are kept; none where all are to be measured again."""
+    return None if is_fresh else Path(user_cache_dir("autoplan")) / "measurements.sqlite"
 
 
 def start_process(command: Sequence[str]) -> int:
@@ -28,9 +38,16 @@ def start_process(command: Sequence[str]) -> int:
 
 
 def run_measurements(
-    files: Mapping[str, str | bytes], *, out: Path, device: str, start: Start = start_process
+    files: Mapping[str, str | bytes],
+    *,
+    out: Path,
+    device: str,
+    cache: Path | None = None,
+    start: Start = start_process,
 ) -> list[dict[str, Any]]:
     """Measure what the folder `files` lists, append to `out`, and return all lines of `out`.
+
+    What the SQLite file `cache` holds of earlier runs is not measured again.
 
     Raises: MeasureError when the process fails; what it measured until then stays in `out`.
     """
@@ -40,7 +57,8 @@ def run_measurements(
         folder = Path(scratch) / "measure"
         write_folder(folder, files)
         script = str(folder / "measure.py")
-        code = start([sys.executable, script, "--device", device, "--out", str(out.absolute())])
+        kept = [] if cache is None else ["--cache", str(cache.absolute())]
+        code = start([sys.executable, script, "--device", device, "--out", str(out.absolute()), *kept])
     if code:
         raise MeasureError(
             f"profile: measuring ended with exit code {code}; the lines above say why\n"

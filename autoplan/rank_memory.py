@@ -1,6 +1,6 @@
 """The memory of one pipeline rank: the bytes of a rank while one action runs.
 
-    state + workspaces + message buffers + parameters that stay gathered
+    state + workspaces + batches + message buffers + parameters that stay gathered
           + gradients of earlier passes + saved activations of the other micro-batches in flight + sent outputs of all
           + pending gradients x micro-batches between their pass for inputs and their pass for weights
           + the peak of the running pass: one of its segments runs, with what that pass has made so far
@@ -227,6 +227,7 @@ class Memory(NamedTuple):
 
     state: int
     workspaces: int
+    batches: int
     gathered_parameters: int
     gradients: int
     saved_activations: int
@@ -259,6 +260,7 @@ def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Mom
         yield Memory(
             state=state,
             workspaces=table.workspace_bytes,
+            batches=table.batch_bytes,
             gathered_parameters=kept + peak.gathered,
             gradients=sum(map(mul, moment.accumulating, gradients)) + peak.gradients,
             saved_activations=sum(map(mul, moment.in_flight, saved)) - own_saved + peak.saved,

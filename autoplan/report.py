@@ -11,24 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
-from autoplan.answer import (
-    Answer,
-    mfu,
-    samples_per_s,
-    segment_sources_text,
-    step_interval_s,
-    tokens_per_s,
-    trust,
-)
-from autoplan.hardware import HardwareProfile
-from autoplan.parallel_plan import Breakdown, Estimate, Execution, Mesh, Plan
+from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
+from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
+from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
+from autoplan.plan_words import choice_rows, choice_words, execution_words
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
-from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
+from autoplan.units import GiB, format_seconds
 
-WIDTH = 80
-MIN_LAST_WIDTH = 8
-COLUMN_GAP = "  "
 BAR_WIDTH = 24
 N_REJECTED_SHOWN = 8
 BREAKDOWN_LABELS = (
@@ -40,6 +30,7 @@ BREAKDOWN_LABELS = (
     ("bubble_s", "bubble"),
     ("optimizer_s", "optimizer"),
     ("launch_s", "launch"),
+    ("exposed_batch_copy_s", "exposed batch copy"),
 )
 _STATUS = {
     "optimal": "optimal: no other plan {of_these} is {better} (gap 0, proved)",
@@ -108,7 +99,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
         ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
-        *([("loss", "chunked: in slices of its rows")] if plan.loss == "chunked" else []),
+        *choice_rows(plan),
         *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
     ]
 
@@ -160,12 +151,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else f"{share:.0%}",
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join(
-            [note] * bool(note)
-            + list(execution_words(mesh))
-            + ["chunked"] * (plan.loss == "chunked")
-            + ["(too big)"] * (not estimate.fits)
-        ),
+        " ".join([note] * bool(note) + list(choice_words(plan)) + ["(too big)"] * (not estimate.fits)),
     )
 
 
@@ -229,12 +215,6 @@ def describe_mesh(mesh: Mesh) -> str:
     return ", ".join((text, *execution_words(mesh)))
 
 
-def execution_words(mesh: Mesh) -> tuple[str, ...]:
-    """What is not plain about how modules run."""
-    is_plain = mesh.memory_format == Execution().memory_format
-    return (*(["compiled"] * mesh.compile), *([] if is_plain else [mesh.memory_format]))
-
-
 def recompute_text(plan: Plan) -> str:
     """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`."""
     n_recomputed = sum(len(stage.recomputed) for stage in plan.stages)
@@ -255,44 +235,6 @@ def rejected_csv(rejected: Sequence[Rejection]) -> str:
     return text.getvalue()
 
 
-def rate_text(per_s: float) -> str:
-    """A rate with thousands separated: `37,112` or `4.56`."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
-def text_table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    right: frozenset[int] = frozenset(),
-    show_header: bool = True,
-) -> str:
-    """Rows of text as aligned columns; the last column wraps so that no line passes `WIDTH`.
-
-    Cells are shown as they are, but for control characters, which become spaces.
-    """
-    cells = [[_printable(cell) for cell in row] for row in ([header] if show_header else []) + list(rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    indent = sum(widths[:-1]) + len(COLUMN_GAP) * (len(widths) - 1)
-    lines = []
-    for row in cells:
-        first = [
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        last = (
-            textwrap.wrap(row[-1], max(WIDTH - indent, MIN_LAST_WIDTH)) if indent + widths[-1] > WIDTH else [first[-1]]
-        )
-        lines.append(COLUMN_GAP.join([*first[:-1], *last[:1]]).rstrip())
-        lines += [(" " * indent + rest).rstrip() for rest in last[1:]]
-    if show_header:
-        lines.insert(1, "-" * min(max(len(line) for line in lines), WIDTH))
-    return "\n".join(lines)
-
-
-def _printable(cell: str) -> str:
-    return "".join(character if character.isprintable() else " " for character in cell)
-
-
 def describe_plan(plan: Plan) -> str:
     """Mesh and recomputation on one line, or on two when one is too short."""
     line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
@@ -309,7 +251,7 @@ def _heading(answer: Answer) -> str:
     workload = answer.workload
     hosts = count(workload.n_hosts, "host")
     return (
-        f"{workload.model}: {_si(workload.n_parameters)} parameters on {workload.hardware}\n"
+        f"{workload.model}: {si_count(workload.n_parameters)} parameters on {workload.hardware}\n"
         f"{hosts}, {count(workload.n_devices, 'device')} ({workload.device})"
     )
 
@@ -441,43 +383,3 @@ def _remedies(answer: Answer) -> str:
 
 def _remedy_figures(remedy: Remedy) -> str:
     return f"{format_seconds(remedy.step_s)} a step, {remedy.peak_bytes / GiB:.1f} GiB"
-
-
-def count(number: int, noun: str, plural: str = "") -> str:
-    """`1 host`, `2 hosts`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
-
-
-def _si(number: float) -> str:
-    """A count with a decimal prefix: 124 M."""
-    for factor, prefix in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
-        if number >= factor:
-            return f"{number / factor:.3g}{prefix}"
-    return f"{number:.3g}"
-
-
-def profile_list(profiles: Sequence[HardwareProfile]) -> str:
-    """One line per hardware profile."""
-    rows = [(item.name, f"{item.n_devices_per_host} x {item.device.name}", item.description) for item in profiles]
-    return text_table(("profile", "one host", "description"), rows)
-
-
-def profile_sheet(profile: HardwareProfile) -> str:
-    """Every figure of a hardware profile, then their sources."""
-    device = profile.device
-    price = profile.price_usd_per_device_hour
-    rows = [
-        ("hosts x devices", f"{profile.n_hosts} x {profile.n_devices_per_host}"),
-        ("device", device.name),
-        *((f"peak {precision}", format_flops_per_s(rate)) for precision, rate in device.peak_flops_per_s),
-        ("memory", f"{device.memory_bytes / GiB:.1f} GiB"),
-        ("memory bandwidth", format_rate(device.memory_bytes_per_s)),
-        ("price", "unknown" if price is None else f"{price:.2f} USD per device-hour"),
-    ]
-    for link in profile.links:
-        rate = f"{format_rate(link.bytes_per_s)} per device and direction, {format_seconds(link.latency_s)}"
-        rows.append((f"{link.name} ({link.n_devices})", rate))
-    if profile.n_hosts == 1:
-        rows.append(("between hosts", "with --hosts N: the tiers that N hosts reach"))
-    sources = "\n".join(f"  {name}: {source}" for name, source in profile.sources)
-    return f"{profile.name}: {profile.description}\n\n{text_table(('', ''), rows, show_header=False)}\n\n{sources}\n"

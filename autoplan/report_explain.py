@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
+from autoplan.plain_text import text_table
 from autoplan.questions import SensitivityRow, WhyNot
 from autoplan.report import (
     BREAKDOWN_LABELS,
@@ -23,7 +24,6 @@ from autoplan.report import (
     rejections_text,
     shortage_text,
     status_text,
-    text_table,
     tightest_bytes,
 )
 from autoplan.search.result import Candidate

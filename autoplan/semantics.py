@@ -11,6 +11,7 @@ from collections.abc import Callable
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import Op, OpGraph, Ref
+from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Plan
 
 _MEAN = 1  # the number of the reduction "mean" in ATen
@@ -121,6 +122,22 @@ def _loss_average(graph: OpGraph, plan: Plan) -> str:
     )
 
 
+def _grad_compression(graph: OpGraph, plan: Plan) -> str:
+    if plan.grad_compression == "bf16":
+        return (
+            f"Gradients are rounded to bfloat16 (8 bits of mantissa) to be summed over {plan.mesh.dp} data-parallel"
+            " ranks in it: losses differ from those of one process as those of two bf16 runs do."
+        )
+    if plan.grad_compression == "powersgd":
+        return (
+            f"Gradients of matrices are summed over {plan.mesh.dp} data-parallel ranks as products of rank"
+            f" {plan.powersgd_rank} from step {POWERSGD_START_STEP} on, and what a step loses is added to the next, but"
+            " not kept in checkpoints: another training than that of one process, whose losses only a trial run can"
+            " tell; its time is counted with the optimizer, since torch's hook waits for the device."
+        )
+    return ""
+
+
 def _dropout(graph: OpGraph, plan: Plan) -> str:
     if plan.mesh.n_devices == 1 or not any(drop_probability(op) for op in graph.ops):
         return ""
@@ -159,6 +176,7 @@ STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
     _batch_norm,
     _running_statistics,
     _loss_average,
+    _grad_compression,
     _dropout,
     _checkpoint,
     _autocast,

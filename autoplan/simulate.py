@@ -16,80 +16,27 @@ gathers that begin before the input has arrived. With M micro-batches, on the sl
            + exposed_pp    waiting for a transfer that is under way
            + bubble        waiting for another rank to compute
            + optimizer     optimizer_s of its segments less what they wait for the host once, and per_step_s
+           + exposed_batch_copy    by how much copying the next batch outlasts all of that; see `cost.batch`
 
-The first and the last line of any rank are together a lower bound on the step time, under any schedule.
+The first line and that of the optimizer, of any rank, are together a lower bound on the step time, under any schedule.
 
-What depends on the schedule alone is worked out once per shape and kept as numbers (`_script`), as a search replays the
-same few schedules again and again.
+What depends on the schedule alone is kept as numbers; see `replay_script`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.rank_memory import Moment, StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
-from autoplan.schedules import KEPT_SCHEDULES, OrderedSchedule, ordered_schedule, stage_ranks
+from autoplan.rank_memory import StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
+from autoplan.replay_script import Script, script_of
 from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
 
 __all__ = ["SegmentWork", "memory_over_time", "replay_pass", "simulate"]
-
-# ------------------------------------------------------------------------------------------ the schedule as numbers
-
-
-@dataclass(frozen=True, slots=True)
-class _Script:
-    """What it takes to replay a schedule, whatever the plan.
-
-    Attributes:
-        ordered: the schedule, and an order in which its actions can run; `cues` and `awaited` have this order.
-        ranks: of each stage.
-        stages: of each rank.
-        passes: the different passes: (stage, kind of action, whether it is at the edge of the step).
-        cues: per action, the place of its pass in `passes`.
-        awaited: per action, the place of the one on another rank whose result it needs; None if there is none.
-        moments: per rank, the different moments of its memory.
-    """
-
-    ordered: OrderedSchedule
-    ranks: tuple[int, ...]
-    stages: tuple[tuple[int, ...], ...]
-    passes: tuple[tuple[int, str, bool], ...]
-    cues: tuple[int, ...]
-    awaited: tuple[int | None, ...]
-    moments: tuple[tuple[Moment, ...], ...]
-
-
-@lru_cache(maxsize=KEPT_SCHEDULES)
-def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Script:
-    ordered = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    ranks = stage_ranks(ordered.schedule)
-    n_runs: Counter[tuple[int, str]] = Counter()
-    numbers: dict[tuple[int, str, bool], int] = {}
-    cues: list[int] = []
-    awaited: list[int | None] = []
-    for (stage, kind, _), needed in zip(ordered.actions, ordered.awaited, strict=True):
-        n_runs[stage, kind] += 1
-        is_edge = n_runs[stage, kind] == (1 if kind == "F" else n_micro_batches)
-        cues.append(numbers.setdefault((stage, kind, is_edge), len(numbers)))
-        is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
-        awaited.append(needed if is_elsewhere else None)
-    return _Script(
-        ordered,
-        ranks,
-        stages=tuple(tuple(sorted({action.stage for action in actions})) for actions in ordered.schedule),
-        passes=tuple(numbers),
-        cues=tuple(cues),
-        awaited=tuple(awaited),
-        moments=tuple(tuple(dict.fromkeys(moments(actions))) for actions in ordered.schedule),
-    )
-
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
@@ -230,7 +177,7 @@ class _Pass:
 
 
 def _passes(
-    table: CostTable, stages: tuple[_Stage, ...], *, script: _Script, clocks: tuple[_RankClock, ...]
+    table: CostTable, stages: tuple[_Stage, ...], *, script: Script, clocks: tuple[_RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
     known: dict[tuple[float, tuple[SegmentWork, ...]], dict[float, PassTimes]] = {}
@@ -246,7 +193,7 @@ def _passes(
 
 
 def _replay_step(
-    table: CostTable, stages: tuple[_Stage, ...], *, script: _Script
+    table: CostTable, stages: tuple[_Stage, ...], *, script: Script
 ) -> tuple[tuple[_RankClock, ...], list[_Run]]:
     """The clocks at the end of the step, and the run of each action."""
     clocks = tuple(_RankClock() for _ in range(table.mesh.pp))
@@ -281,7 +228,7 @@ def _replay_step(
 class _Replay:
     """A whole step, replayed; `runs` has the order of the script."""
 
-    script: _Script
+    script: Script
     stages: tuple[_Stage, ...]
     clocks: tuple[_RankClock, ...]
     runs: list[_Run]
@@ -303,7 +250,7 @@ class _Replay:
 def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
     _check_stages(table, plans)
     mesh = table.mesh
-    script = _script(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
+    script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
     stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
     clocks, runs = _replay_step(table, stages, script=script)
     return _Replay(script, stages, clocks, runs)
@@ -318,15 +265,17 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     InputError if the schedule does not exist for the mesh.
     """
     replay = _replay(table, stages)
+    own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
         _breakdown(table, replay.stages_of(rank), clock, actions_s=len(actions) * table.at_rank(rank).action_s)
         for rank, (clock, actions) in enumerate(zip(replay.clocks, replay.script.ordered.schedule, strict=True))
     )
     slowest = max(breakdowns, key=lambda breakdown: breakdown.total_s)
+    copy_s = max(own.batch_copy_s for own in own_tables)
+    slowest = replace(slowest, exposed_batch_copy_s=max(0.0, copy_s - slowest.total_s))
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
-    own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     parts = tuple(reserved_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
     return Estimate(
@@ -386,6 +335,9 @@ def _timeline(table: CostTable, replay: _Replay) -> tuple[TimelineEvent, ...]:
         done_s = last.stop_s + last.times.left_s
         once_s = table.per_step_s + sum(cost.optimizer_s for stage in replay.stages_of(rank) for cost in stage.costs)
         events.append(TimelineEvent(rank, rank, "compute", "optimizer", done_s, done_s + once_s))
+        copy_s = table.at_rank(rank).batch_copy_s
+        if copy_s:
+            events.append(TimelineEvent(rank, rank, "copy", "copy of the next batch", 0.0, copy_s))
     return tuple(events)
 
 

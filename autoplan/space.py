@@ -10,29 +10,42 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from autoplan.chunked_loss import can_chunk, why_whole
+from autoplan.chunked_loss import can_chunk
+from autoplan.cost.boundaries import legal_cuts
+from autoplan.cost.grad_compression import Compression
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
 from autoplan.cost.measured import execution_of
-from autoplan.cost.price import Shardings, legal_cuts, make_pricer
+from autoplan.cost.price import Shardings, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InputError, UsageError
+from autoplan.fix_checks import check_fixed
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.layout_cache import Layouts, cached_layouts
 from autoplan.measured_profile import MeasuredProfile
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, Options
+from autoplan.options import (
+    BATCH_NORMS,
+    DEFAULT_POWERSGD_RANK,
+    GRAD_COMPRESSIONS,
+    LOSS_AVERAGES,
+    LOSSES,
+    MEMORY_FORMATS,
+    Options,
+)
 from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
 from autoplan.search.solve import solve
-from autoplan.semantics import check_batch_norm, check_loss_average
 from autoplan.sharding import shard_graph
 
 Value = TypeVar("Value")
 
 # Micro-batch sizes for which layouts are solved: starting a collective counts for small ones, bytes for large ones.
 LAYOUT_SIZES = (1, 8)
+# Parts of its price that communication has, one after the other until something is split: two ranks save half of the
+# compute, four of them three quarters, while the launches of small collectives cost both the same.
+PRICES_OF_COMMUNICATION = (1.0, 0.25, 0.0625, 0.0)
 CHANNELS_LAST = MEMORY_FORMATS[1]
 BACKWARD_OVER_FORWARD = 2  # of a matrix product; the convention of "model FLOPs"
 
@@ -73,10 +86,7 @@ def priced_space(
 
     With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
     """
-    check_loss_average(graph, fixed(options, "loss_average"))
-    check_batch_norm(graph, fixed(options, "batch_norm"))
-    _check_recompute(graph, fixed(options, "recompute"))
-    _check_loss(graph, fixed(options, "loss"))
+    check_fixed(graph, options)
     rules = load_rules(options.rules)
     by_size = shardings_by_size(graph, profile, options, rules)
     keys: dict[int, list[str]] = {1: [""]}
@@ -101,6 +111,7 @@ def priced_space(
             rules=rules,
             measured=measured,
             loss=loss_choice(options),
+            compression=compression_choice(options),
         )
         for size, shardings in by_size.items()
     }
@@ -140,6 +151,7 @@ def price_plan(
         rules=rules,
         measured=measured,
         loss=plan.loss,
+        compression=Compression(plan.grad_compression, plan.powersgd_rank),
     )
     return pricer(plan.mesh)
 
@@ -150,6 +162,13 @@ def loss_choice(options: Options) -> str | None:
     It chooses as it does of what is recomputed; so recomputation of some blocks, when fixed, says nothing of the loss.
     """
     return fixed(options, "loss") or (LOSSES[0] if fixed(options, "recompute") == "selective" else None)
+
+
+def compression_choice(options: Options) -> Compression:
+    """How gradients are compressed, which only the user decides."""
+    name = fixed(options, "grad_compression") or GRAD_COMPRESSIONS[0]
+    rank = fixed_int(options, "powersgd_rank") or DEFAULT_POWERSGD_RANK
+    return Compression(name, rank if name == "powersgd" else None)
 
 
 def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
@@ -174,9 +193,10 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
     """Why there is no price for modules that run so, at this degree or any; "" when there is one."""
     plain, kinds = Execution(), graph.first_of_kind()
-    needed = {execution_of(graph, kind, way) for kind in kinds} - {plain}
+    used = {execution_of(graph, kind, way) for kind in kinds}
+    needed = used - {plain}
     name = "compiled" if way.compile else f"in {way.memory_format}"
-    if way != plain and not needed:
+    if way.memory_format not in {item.memory_format for item in used}:
         return "no segment that reads images, [sample, channel, height, width]"
     if needed and (measured is None or not needed <= measured.executions):
         return f"no segment that was measured {name}"
@@ -247,7 +267,8 @@ def all_shardings(
     """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
 
     They are the best for micro-batches of `batch_size`. `rules` are those that `options` name; what was solved before
-    is read from the user's cache.
+    is read from the user's cache. Where the degree that is fixed is slower than none, its assignments are the best ones
+    under the highest price of communication, of `PRICES_OF_COMMUNICATION`, at which something is split.
     """
     wanted = fixed_int(options, "tp")
     degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
@@ -258,8 +279,12 @@ def all_shardings(
     for degree in degrees:
         if degree == 1 or degree > profile.n_devices:
             continue
-        best = _layouts(graph, profile, options, rules, degree=degree, batch_size=batch_size, graph_hash=graph_hash)
-        found.update({(degree, key): value for key, value in best.items() if _splits_something(value)})
+        for part in PRICES_OF_COMMUNICATION[: 1 if wanted is None else None]:
+            best = _layouts(graph, profile, options, rules, (degree, batch_size, part), graph_hash=graph_hash)
+            split = {(degree, key): value for key, value in best.items() if _splits_something(value)}
+            found.update(split)
+            if split:
+                break
     if wanted not in (None, 1) and not found:
         free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
         legal = sorted(
@@ -267,7 +292,7 @@ def all_shardings(
         )
         raise UsageError.of(
             f"--fix tp={wanted}",
-            found=f"nothing in the model that gains by being split over {wanted} devices",
+            found=f"nothing in the model that can be split over {wanted} devices",
             expected=f"one of {', '.join(map(str, legal))}",
             fix="use one of these, or leave tp out",
         )
@@ -279,45 +304,28 @@ def _layouts(
     profile: HardwareProfile,
     options: Options,
     rules: Mapping[str, OpRule],
+    case: tuple[int, int, float],
     *,
-    degree: int,
-    batch_size: int,
     graph_hash: str,
 ) -> Layouts:
-    """What `shard_graph` finds at one degree, now or in an earlier run."""
+    """What `shard_graph` finds now or in an earlier run for a degree, a micro-batch, and a price of communication."""
+    degree, batch_size, part = case
 
     def solve_now() -> Layouts:
         prices = sharding_prices(
-            graph, profile=profile, precision=options.precision, rules=rules, degree=degree, batch_size=batch_size
+            graph,
+            profile=profile,
+            precision=options.precision,
+            rules=rules,
+            degree=degree,
+            batch_size=batch_size,
+            communication=part,
         )
         return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
 
     figures = sharding_figures(profile, degree=degree)
-    named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}", figures)
+    named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}, price {part}", figures)
     return cached_layouts(named, options.rules, solve_now)
-
-
-def _check_loss(graph: OpGraph, loss: str | None) -> None:
-    """Refuse to chunk a loss that is no pattern the runtime knows."""
-    why = why_whole(graph) if loss == "chunked" else ""
-    if why:
-        raise UsageError.of(
-            "--fix loss=chunked",
-            found=why,
-            expected="a model that ends in an nn.Linear, then F.cross_entropy of its rows",
-            fix="leave loss out, or write the end of the model so",
-        )
-
-
-def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
-    """Refuse to fix what a model without blocks cannot do."""
-    if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
-        raise UsageError.of(
-            f"--fix recompute={recompute}",
-            found="no block",
-            expected="a model with blocks (modules in a ModuleList or Sequential), which are recomputed one by one",
-            fix="put the layers into an nn.ModuleList, or leave recompute out",
-        )
 
 
 def _check_degree(degree: int, profile: HardwareProfile) -> None:
@@ -357,6 +365,7 @@ def _make_plan(
     kept = tuple(
         StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
     )
+    compression = compression_choice(options).under(mesh)
     return Plan(
         mesh=mesh,
         stages=kept,
@@ -369,6 +378,8 @@ def _make_plan(
         loss=loss,
         batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
         loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
+        grad_compression=compression.name,
+        powersgd_rank=compression.rank,
     )
 
 

@@ -28,7 +28,7 @@ from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.intervals import is_inside
 from autoplan.output_folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
-from autoplan.report import WIDTH, text_table
+from autoplan.plain_text import WIDTH, text_table
 from autoplan.units import format_bytes, format_seconds
 
 Start = Callable[[Sequence[str], Path], int]
@@ -37,7 +37,7 @@ STEP, PROFILED_STEP, ALLOCATED, RESERVED = "step", "profiled step", "allocated",
 # component: (fields of the predicted `Breakdown`, what the profiled step says: a field, or an axis of `exposed_s`)
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "compute and recompute": (("compute_s", "recompute_s"), "compute_s"),
-    "launch (device idle)": (("launch_s",), "idle_s"),
+    "launch (device idle)": (("launch_s", "exposed_batch_copy_s"), "idle_s"),
     "exposed tp": (("exposed_tp_s",), "tp"),
     "exposed dp": (("exposed_dp_s",), "dp"),
     "exposed pp and bubble": (("exposed_pp_s", "bubble_s"), "pp"),
@@ -45,6 +45,7 @@ _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "optimizer": (("optimizer_s",), "optimizer_s"),
 }
 _OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
+N_BATCHES = 4  # different ones, drawn before the first step
 COMPONENTS_NOTE = (
     "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
     "communication is predicted as exposed and measured as compute. Idle beyond launch is any wait for the host."
@@ -147,7 +148,7 @@ def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[
         return [*launcher, "--steps", str(n_steps), "--dtype", "float64", "--check"]
     # the step before the traced one is slow, too: it warms the profiler up
     traced = ["--profile-steps", f"{n_steps + 1}:{n_steps + 2}", "--profile-dir", str(report.parent / "profile")]
-    return [*launcher, "--steps", str(n_steps + 2), *traced]
+    return [*launcher, "--steps", str(n_steps + 2), "--repeat-batches", str(N_BATCHES), *traced]
 
 
 def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verification:

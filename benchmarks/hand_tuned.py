@@ -76,7 +76,8 @@ def run(
     [case], fixed = read_cases(cases, [name]), parse_fixed(fix)
     os.environ["OMP_NUM_THREADS"] = "1"  # a process that forks has one thread,
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # and may look for devices, but not start CUDA
-    from hand_tuned_ranks import Job, check_folder, folders_of, plan_of, run_folder
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # as emitted programs have it
+    from hand_tuned_ranks import Job, check_folder, folders_of, plan_of, prediction_of, run_folder
 
     job = Job(case, results=results.absolute(), stop_s=stop_s, **settings)
     common = common_of(job)
@@ -97,7 +98,7 @@ def run(
         for folder in folders:
             start_s = time.monotonic()
             options = {"folder": folder.name, "mesh": plan_of(folder)["mesh"]}
-            write("autoplan", options, run_folder(job, folder), start_s=start_s)
+            write("autoplan", options, prediction_of(folder) | run_folder(job, folder), start_s=start_s)
         run_by_hand(job, tried, write, fixed=fixed, n_most=tries)
 
 
@@ -154,7 +155,19 @@ def table(results: Path) -> str:
     groups: dict[tuple, list[dict]] = {}
     for row in read_rows(results):
         groups.setdefault((row["model"], row["ranks"], row["precision"]), []).append(row)
-    head = ("model", "ranks", "by hand", "GiB", "autoplan", "GiB", "ratio", "regret", "tried", "best by hand")
+    head = (
+        "model",
+        "ranks",
+        "by hand",
+        "GiB",
+        "predicted",
+        "autoplan",
+        "GiB",
+        "ratio",
+        "regret",
+        "tried",
+        "best by hand",
+    )
     lines = [head, *(table_line(rows) for rows in groups.values())]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
     return "\n".join(
@@ -167,12 +180,18 @@ def table_line(rows: list[dict]) -> tuple[str, ...]:
     own = [row for row in rows if row["baseline"] == "autoplan"]
     by_hand = [row for row in rows if row["baseline"] != "autoplan"]
     first = min((row["options"]["folder"] for row in own), default="")
-    chosen = fastest([row for row in own if row["options"]["folder"] == first])
+    rows_of_first = [row for row in own if row["options"]["folder"] == first]
+    chosen = fastest(rows_of_first)
     best, best_own = fastest(by_hand), fastest(own)
     which = str(Configuration(**best["options"])) if best else "-"
     ratio = f"{best['step_s'] / chosen['step_s']:.3f}" if best and chosen else "-"
     regret = f"{chosen['step_s'] / best_own['step_s'] - 1:.1%}" if chosen and len(own) > 1 else "-"
-    figures = (*step_and_memory(best), *step_and_memory(chosen))
+    predicted_s = (chosen or {}).get("predicted_step_s")
+    figures = (
+        *step_and_memory(best),
+        f"{predicted_s:.4f} s" if predicted_s else "-",
+        *(step_and_memory(chosen) if chosen or not rows_of_first else (rows_of_first[0]["status"], "-")),
+    )
     return (rows[0]["model"], str(rows[0]["ranks"]), *figures, ratio, regret, f"{len(by_hand)}+{len(own)}", which)
 
 

@@ -292,6 +292,13 @@ def plan_of(folder: Path) -> dict:
     return json.loads((folder / "plan.json").read_text())["best"]["plan"]
 
 
+def prediction_of(folder: Path) -> dict:
+    estimate = json.loads((folder / "plan.json").read_text())["best"]["estimate"]
+    names = ("allocated_bytes", "reserved_bytes")
+    largest = {f"predicted_{name}": max(estimate[name]) for name in names}
+    return {"predicted_step_s": estimate["step_s"]} | largest
+
+
 def run_folder(job: Job, folder: Path) -> dict:
     """What one emitted program measured, in processes forked from this one."""
     for old in [folder / "measured.json", *folder.glob("rank_*.log")]:
@@ -318,7 +325,8 @@ def train(folder: Path, job: Job) -> None:
     os.chdir(folder)
     sys.path[0] = str(folder)
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[job.precision]
-    options = {"steps": N_WARM_UP + N_TIMED, "out-json": "measured.json", "device": job.device, "dtype": dtype}
+    options = {"steps": N_WARM_UP + N_TIMED, "repeat-batches": N_BATCHES, "out-json": "measured.json"}
+    options |= {"device": job.device, "dtype": dtype}
     sys.argv = ["train.py", *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     runpy.run_path("train.py", run_name="__main__")
 
@@ -326,13 +334,14 @@ def train(folder: Path, job: Job) -> None:
 def measured_of(folder: Path) -> dict:
     found = json.loads((folder / "measured.json").read_text())
     steps_s = [step["step_s"] for step in found["steps"]]
-    peaks = found["peak_allocated_bytes_per_rank"]
+    peaks, reserved = found["peak_allocated_bytes_per_rank"], found["peak_reserved_bytes_per_rank"]
     return {
         "status": "ok",
         "steps_s": steps_s[N_WARM_UP:],
         "warm_up_s": steps_s[:N_WARM_UP],
         "losses": [step["loss"] for step in found["steps"]],
         "peak_allocated_bytes": None if None in peaks else max(peaks),
+        "peak_reserved_bytes": None if None in reserved else max(reserved),
     }
 
 

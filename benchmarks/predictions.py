@@ -29,6 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 N_STEPS, N_WARM_UP = 12, 4
+N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150
 HARDWARE = "h200_x4"
 FIRST_PORT = 29600
@@ -166,6 +167,8 @@ class Run:
                 "train.py",
                 "--steps",
                 str(N_STEPS),
+                "--repeat-batches",
+                str(N_BATCHES),
                 "--out-json",
                 "measured.json",
                 *os.environ.get("TRAIN_OPTIONS", "").split(),
@@ -238,7 +241,7 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
     errors: dict[str, list[tuple[float, str]]] = {}
     again: dict[str, list[float]] = {}
     first_s: dict[tuple[str, str], float] = {}
-    memory_errors, steps, memories = [], [], []
+    memory_errors, reserved_errors, steps, memories = [], [], [], []
     pairs: dict[str, list[tuple[float, float]]] = {}
     for row, best in predictions(results, profile, hardware):
         estimate, start = best.estimate, f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
@@ -249,6 +252,7 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
         error = estimate.step_s / measured_s - 1
         predicted, measured = max(estimate.allocated_bytes), max(row["peak_allocated_bytes_per_rank"])
         memory_errors.append(predicted / measured - 1)
+        reserved_errors.append(max(estimate.allocator_bytes) / max(row["peak_reserved_bytes_per_rank"]) - 1)
         is_waiting = is_host_bound(estimate.breakdown.launch_s, estimate.step_s)
         group = f"{row['links']}, {'host' if is_waiting else 'device'}-bound"
         errors.setdefault(group, []).append((error, row["case"]))
@@ -269,6 +273,8 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
     worst = sorted((pair for found in errors.values() for pair in found), key=lambda pair: -abs(pair[0]))[:10]
     print("worst: " + ", ".join(f"{case} {error:+.0%}" for error, case in worst))
     print(f"memory: {len(memory_errors)} runs, {summary(memory_errors)}")
+    n_under = sum(error < 0 for error in reserved_errors)
+    print(f"reserved: {len(reserved_errors)} runs, {summary(reserved_errors)}, {n_under} predicted too small")
     for name, found in sorted(pairs.items()):
         errors_found = errors_of(found, source="")
         print(f"{name}: Errors({errors_found.rms:.2g}, {errors_found.n_runs})")

@@ -18,6 +18,7 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     collective_launch = {...}                 *    host time to start a collective  "100 us"
     pipeline_action = {...}                   *    host time of an action of a pipeline, beside its blocks  "100 us"
     pipeline_transfer = {...}                 *    host time of sending or receiving once in an action      "100 us"
+    host_copy_rate = {...}                    *    pinned copy from the host to each device, all at once    "43 GB/s"
     [device.sharding]                         *    host time of fully_shard, see `hardware.ShardingHost`; keys as there:
     hooks = {...}                             *    hooks, gather, reduce of a block; each also `_of_parameter`;
                                                    and optimizer_of_parameter       "120 us"

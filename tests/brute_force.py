@@ -38,6 +38,8 @@ class Toy:
     reserved_ratio: float = 1.0
     reduces_late: bool = False
     action_s: float = 0.0
+    batch_copy_s: float = 0.0
+    batch_bytes: int = 0
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
@@ -65,6 +67,8 @@ class Toy:
             if mesh.pp > 1
             else (),
             action_s=self.action_s if mesh.pp > 1 else 0.0,
+            batch_copy_s=self.batch_copy_s / mesh.dp,
+            batch_bytes=self.batch_bytes // mesh.dp,
         )
 
     def _reduces_often(self, mesh: Mesh) -> bool:
@@ -131,6 +135,8 @@ def random_toy(
         reserved_ratio=rng.choice([1.0, 1.07]),
         reduces_late=rng.random() < 0.5,
         action_s=rng.choice([0.0, 0.04, 0.5]),
+        batch_copy_s=rng.choice([0.0, 5.0, 20.0]),
+        batch_bytes=rng.choice([0, 5 * MIB]),
     )
 
 

@@ -20,7 +20,17 @@ from autoplan.what_if.points import Point
 from autoplan.what_if.rows import WhatIfRow
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
-PARTS = ("compute", "recompute", "exposed_tp", "exposed_dp", "exposed_pp", "bubble", "optimizer", "launch")
+PARTS = (
+    "compute",
+    "recompute",
+    "exposed_tp",
+    "exposed_dp",
+    "exposed_pp",
+    "bubble",
+    "optimizer",
+    "launch",
+    "exposed_batch_copy",
+)
 
 
 def _row(

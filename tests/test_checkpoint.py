@@ -46,13 +46,13 @@ PLANS = {
 }
 
 
-def differences(root, models, chain):
-    """Train each model along a chain of plans, two steps under each."""
+def differences(root, models, chain, n_steps_each=2):
+    """Train each model along a chain of plans, a few steps under each."""
     parts = [
         write_programs(root, {f"{model}__{plan}": (model, make_plan(model, **PLANS[plan])) for model in models})
         for plan in chain
     ]
-    return largest_difference(root, parts, n_steps_each=2)
+    return largest_difference(root, parts, n_steps_each=n_steps_each)
 
 
 FOUR_PLANS = ["tp2_fsdp2", "fsdp4", "pp2_dp2", "one"]
@@ -73,12 +73,15 @@ MATRIX = ["gpt", "gpt_odd", "llama", "mixture", "shared_layers", "two_tower"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", MATRIX)
 def test_every_plan_goes_on_from_every_other(tmp_path, model):
-    # every ordered pair of four plans, and the others once
+    # every ordered pair of four plans, and the others once. One step under each, as rounding grows with their number:
+    # without any checkpoint, llama in other micro-batches is 1e-13 off after 20 steps and 3e-9 after 38. The last plan
+    # comes twice, since a step shows in the loss of the next.
     chain = [
         "tp2_fsdp2", "fsdp4", "pp2_dp2", "one", "tp2_fsdp2", "pp2_dp2", "fsdp4", "tp2_fsdp2", "one", "pp2_dp2",
         "tp2_fsdp2", "fsdp4", "one", "fsdp4", "tp2", "pp2_zero1", "tp4", "hybrid", "one",
+        "one",
     ]  # fmt: skip
-    found = differences(tmp_path, [model], chain)
+    found = differences(tmp_path, [model], chain, n_steps_each=1)
     assert max(found.values()) <= TOLERANCE, found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from brute_force import Toy, best_by_trying, random_toy
 from brute_force import make_plan as make_toy_plan
-from distributed.chunked import check_chunked_programs
+from distributed.chunked import check_chunked_programs, check_compiled_programs
 from distributed.launch import run_ranks
 from distributed.programs import EXAMPLES, MODELS, graph_of, make_plan, write_programs
 
@@ -49,12 +49,12 @@ def test_logits_that_are_converted_before_the_loss_stay_whole():
     assert not can_chunk(graph_of("gpt"), plan.mesh, plan.shardings, rules=load_rules())
 
 
-def assert_equal_to_one_process(tmp_path, monkeypatch, cases, *, n_ranks):
+def assert_equal_to_one_process(tmp_path, monkeypatch, cases, *, n_ranks, check=check_chunked_programs):
     """With slices of 5 rows, which divide nothing, and with logits that are never whole."""
     monkeypatch.setattr(codegen, "SLICE_ROWS", 5)
     monkeypatch.setattr(writer, "SLICE_ROWS", 5)
     rows = write_programs(tmp_path, cases)
-    for differences in run_ranks(check_chunked_programs, n_ranks, str(tmp_path), rows, N_STEPS, timeout_s=400.0):
+    for differences in run_ranks(check, n_ranks, str(tmp_path), rows, N_STEPS, timeout_s=400.0):
         assert set(differences) == set(cases)
         for name, steps in differences.items():
             assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
@@ -83,6 +83,21 @@ def test_chunked_losses_on_four_ranks_equal_one_process(tmp_path, monkeypatch):
         "dp2_zero_bubble": chunked("gpt", pp=2, dp=2, zero_stage=1, zero_shard_degree=2, **ZERO_BUBBLE_V),
     }
     assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=4)
+
+
+def test_chunked_and_compiled_losses_that_are_split_equal_one_process(tmp_path, monkeypatch):
+    cases = {"tp2_odd": chunked("llama_odd", tp=2, sharding="R", compile=True)}
+    assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=2, check=check_compiled_programs)
+
+
+@pytest.mark.nightly
+def test_chunked_and_compiled_losses_on_four_ranks_equal_one_process(tmp_path, monkeypatch):
+    cases = {
+        "tp4": chunked("llama", tp=4, sharding="R", n_micro_batches=2, compile=True),
+        "tp4_sequence": chunked("llama", tp=4, sharding="S(1)", micro_batch_size=2, compile=True),
+        "tp2_zero3": chunked("gpt", tp=2, sharding="R", n_micro_batches=2, compile=True, **ZERO3),
+    }
+    assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=4, check=check_compiled_programs)
 
 
 def test_the_generated_product_is_deferred():

@@ -1,19 +1,24 @@
-"""Every example plans, and the commands in its docstring are commands."""
+"""Every model file plans, and the commands in its docstring are commands; the loop of one's own trains."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional as F
 
 import autoplan
 from autoplan import cli
 
 CHECKOUT = Path(__file__).parent.parent
-EXAMPLES = sorted((CHECKOUT / "examples").glob("*.py"))
+OWN_LOOP = CHECKOUT / "examples" / "in_your_own_loop.py"
+EXAMPLES = sorted(path for path in (CHECKOUT / "examples").glob("*.py") if path != OWN_LOOP)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -54,3 +59,44 @@ def test_commands_in_the_documentation_parse(path: Path) -> None:
             group, arguments = child, arguments[1:]
         assert child is not None, command
         child.make_context(arguments[0], arguments[1:])
+
+
+def plain_losses() -> list[float]:
+    """Of the module and batches in the first cell, trained on this one process as the loop in the third trains."""
+    _, first_cell, _, loop, _ = OWN_LOOP.read_text().split("\n# %%")
+    assert "model.step(batch)" in loop
+    cell = {"__name__": "cell"}
+    exec("#" + first_cell, cell)
+    module, n_steps, losses = cell["module"], cell["N_STEPS"], []
+    optimizer = cell["build_optimizer"](module.parameters())
+    for step in range(n_steps):
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, 2 * (1 - step / n_steps))
+        inputs, targets = cell["batch_of"](step)
+        loss = F.cross_entropy(module(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "n_ranks", [2, pytest.param(1, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
+)
+def test_a_loop_of_ones_own_trains_as_on_one_process_whatever_is_planned(tmp_path: Path, n_ranks: int) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"] if n_ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launch, str(OWN_LOOP)], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    planned = re.search(r"^dp (\d+), tp (\d+), pp (\d+)", done.stdout)
+    assert planned is not None and torch.tensor([int(degree) for degree in planned.groups()]).prod() == n_ranks
+    expected = plain_losses()
+    found = {
+        int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)", done.stdout, re.MULTILINE)
+    }
+    assert sorted(found) == [50, 100, 150, 200]
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step - 1], rel=1e-3), step  # float32
+    right = re.search(r"^([\d.]+)% of the sums that it never saw are right$", done.stdout, re.MULTILINE)
+    assert right is not None and float(right[1]) > 50.0  # a guess is right in 1 of 31

@@ -135,6 +135,8 @@ def test_what_no_target_has_is_said_by_all(name: str) -> None:
         "loss": "chunked",
         "batch_norm": "synchronized",
         "loss_average": "global_batch",
+        "grad_compression": "powersgd",
+        "powersgd_rank": 4,
         "groups": (GroupRanks(0, 1), GroupRanks(1, 1)),
     }
     mesh = replace(PIPED, memory_format="channels_last")
@@ -144,6 +146,7 @@ def test_what_no_target_has_is_said_by_all(name: str) -> None:
         "channels_last",
         "Synchronized BatchNorm",
         "One mean of the loss",
+        "PowerSGD",
         "several kinds of hosts",
     ):
         assert what in missing

@@ -1,20 +1,30 @@
-"""Launch scripts: what they pass on, whatever the names; signals of Slurm; two hosts, played by two agents."""
+"""Launch scripts: what they pass on, whatever the names; signals of Slurm; two hosts with networks of their own."""
 
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from distributed import tiny_gpt
+from distributed.hosts import ADDRESSES, two_hosts
 from test_runtime_program import emit
 from yaml import safe_load
 
-from autoplan.launch_scripts import LaunchGroup, mixed_torchrun_script, slurm_script, torchrun_script, train_job
+from autoplan.launch_scripts import (
+    LaunchGroup,
+    mixed_torchrun_script,
+    resource_name,
+    slurm_script,
+    torchrun_script,
+    train_job,
+)
 from autoplan.runtime import Config, PlainTraining, global_batch
 
 HOSTILE = "ck $(touch pwned); `id` \"'*\n&& x"
@@ -99,12 +109,98 @@ def test_train_job_saves_to_a_volume_and_restarts():
     assert 'command: ["torchrun", "train.py", "--checkpoint-dir", "/checkpoints"]' in text
     spec = safe_load(text)["spec"]
     assert {"name": "PET_MAX_RESTARTS", "value": "3"} in spec["trainer"]["env"]
-    (override,) = spec["podTemplateOverrides"]
-    assert override["targetJobs"] == [{"name": "node"}]
-    (mount,) = override["spec"]["containers"][0]["volumeMounts"]
-    (volume,) = override["spec"]["volumes"]
-    assert mount == {"name": volume["name"], "mountPath": "/checkpoints"}
-    assert json.dumps(volume["persistentVolumeClaim"]) == '{"claimName": "REPLACE-WITH-YOUR-VOLUME-CLAIM"}'
+    (patch,) = spec["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    assert replicated["name"] == "node" and pod["terminationGracePeriodSeconds"] == 300
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert mounts == {"checkpoints": "/checkpoints", "shared-memory": "/dev/shm"}
+    assert volumes["checkpoints"] == {"persistentVolumeClaim": {"claimName": "REPLACE-WITH-YOUR-VOLUME-CLAIM"}}
+    assert volumes["shared-memory"] == {"emptyDir": {"medium": "Memory"}}
+
+
+# What the definition of TrainJob in Kubeflow Trainer 2.3.0 (2026-08-06) says of the fields that are written; a cluster
+# drops or refuses every other field. `!` marks those that it demands.
+NAMES_AND_VALUES = [{"name!": str, "value": str}]
+POD = {
+    "terminationGracePeriodSeconds": int,
+    "containers": [{"name!": str, "volumeMounts": [{"name!": str, "mountPath!": str}]}],
+    "volumes": [{"name!": str, "persistentVolumeClaim": {"claimName!": str}, "emptyDir": {"medium": str}}],
+}
+JOBS = [{"name!": str, "template": {"spec": {"template": {"spec": POD}}}}]
+TRAIN_JOB = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec!": {
+        "runtimeRef!": {"name!": str, "apiGroup": str, "kind": str},
+        "runtimePatches": [{"manager!": str, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": JOBS}}}}],
+        "trainer": {
+            "image": str,
+            "command": [str],
+            "args": [str],
+            "env": NAMES_AND_VALUES,
+            "numNodes": int,
+            "numProcPerNode": int,
+            "resourcesPerNode": {"limits": {"nvidia.com/gpu": int}},
+        },
+    },
+}
+
+
+def faults(value, schema, where=""):
+    """Where a value has a field that its schema does not know, lacks one, or holds another kind of value."""
+    if isinstance(schema, list):
+        items = value if isinstance(value, list) else [where]
+        return [fault for index, item in enumerate(items) for fault in faults(item, schema[0], f"{where}[{index}]")]
+    if not isinstance(schema, dict):
+        return [] if type(value) is schema else [f"{where}: {value!r}"]
+    if not isinstance(value, dict):
+        return [f"{where}: {value!r}"]
+    known = {name.removesuffix("!"): inner for name, inner in schema.items()}
+    wrong = [f"{where}.{name}: unknown" for name in value.keys() - known.keys()]
+    wrong += [f"{where}.{name} lacks" for name in schema if name.endswith("!") and name[:-1] not in value]
+    return wrong + [
+        fault for name in value.keys() & known.keys() for fault in faults(value[name], known[name], f"{where}.{name}")
+    ]
+
+
+def test_train_job_has_the_fields_that_its_definition_knows_and_demands():
+    job = safe_load(train_job(HOSTILE, n_hosts=2, n_devices_per_host=8))
+    assert faults(job, TRAIN_JOB) == []
+    job["spec"]["podTemplateOverrides"] = job["spec"].pop("runtimePatches")  # as in Trainer 2.1
+    del job["spec"]["runtimeRef"]["name"]
+    job["spec"]["trainer"]["numNodes"] = "2"
+    found = faults(job, TRAIN_JOB)
+    assert sorted(found) == [
+        ".spec.podTemplateOverrides: unknown", ".spec.runtimeRef.name! lacks", ".spec.trainer.numNodes: '2'",
+    ]  # fmt: skip
+
+
+def test_names_leave_room_for_what_kubernetes_adds_to_those_of_pods():
+    # 63 characters: NAME-node-0-HOST-xxxxx, where HOST has up to 4 digits
+    name = resource_name("x" * 100)
+    assert len(f"{name}-node-0-9999-xxxxx") == 63
+    assert resource_name("--").isalpha() and not resource_name("x" * 35 + "-y").endswith("-")
+
+
+def shell_scripts():
+    yield "torchrun.sh", torchrun_script(n_hosts=1, n_devices_per_host=8)
+    yield "torchrun_2.sh", torchrun_script(n_hosts=2, n_devices_per_host=8)
+    yield "job.sbatch", slurm_script(HOSTILE, n_hosts=2, n_devices_per_host=8)
+    yield "mixed.sh", mixed_torchrun_script([LaunchGroup("a", 1, 8), LaunchGroup("b", 2, 4)])
+
+
+def test_shellcheck_finds_nothing_in_the_scripts(tmp_path):
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("needs shellcheck")
+    for name, text in shell_scripts():
+        (tmp_path / name).write_text(text)
+    command = [shellcheck, *sorted(tmp_path.iterdir())]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 DYING = """
@@ -131,8 +227,19 @@ def loss_fn(outputs, targets):
 """
 
 
+@pytest.fixture
+def hosts(tmp_path):
+    """What runs a command on the first of two hosts, and on the second; each has a network of its own."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(two_hosts(tmp_path))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no namespaces of the kernel, made by unshare, nsenter and ip: {error}")
+        yield found
+
+
 @pytest.mark.nightly
-def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path):
+def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path, hosts):
     config = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "precision": "fp64"}
     emit(tmp_path, config=config, has_parallel_model=False)
     with (tmp_path / "model.py").open("a") as file:
@@ -140,17 +247,17 @@ def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "torchrun.sh").write_text(torchrun_script(n_hosts=2, n_devices_per_host=1))
     stub(tmp_path / "bin", "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    variables = {"MASTER_ADDR": "127.0.0.1", "CHECKPOINT_DIR": "saved", "OMP_NUM_THREADS": "1"}
+    variables = {"MASTER_ADDR": next(iter(ADDRESSES)), "CHECKPOINT_DIR": "saved", "OMP_NUM_THREADS": "1"}
     options = ("--steps", "6", "--device", "cpu", "--lr", "1e-2", "--checkpoint-every", "2")
     agents = [
         subprocess.Popen(
-            ["bash", str(tmp_path / "launch" / "torchrun.sh"), *options],
+            [*on_host, "bash", str(tmp_path / "launch" / "torchrun.sh"), *options],
             env={**environment(tmp_path, **variables), "PYTHONPATH": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(2)
+        for on_host in hosts
     ]
     done = [agent.communicate(timeout=240) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], done

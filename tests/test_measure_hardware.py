@@ -174,6 +174,7 @@ def test_the_file_gives_back_what_was_measured():
     assert device.matmul_efficiency == pytest.approx(700 / 989, rel=1e-3)
     assert device.memory_efficiency == pytest.approx(4200 / 4800, rel=1e-3)
     assert (device.kernel_s, device.launch_s) == pytest.approx((1.2e-6, 5e-6))
+    assert device.host_copy_bytes_per_s == pytest.approx(50e9)
     assert profile.overlap_slowdown == pytest.approx(1.25)
     assert (profile.n_devices_per_host, link.name, link.bytes_per_s) == (4, "nvlink", 450e9)
     assert link.bus_efficiency == pytest.approx(300 / 450, rel=1e-3)

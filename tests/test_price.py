@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from distributed.programs import graph_of, shardings_of
 
-from autoplan.cost.local_segment import local_op, strided_values
+from autoplan.cost.boundaries import legal_cuts
+from autoplan.cost.local_segment import local_op, strided_values, work_contexts
 from autoplan.cost.op_time import host_s, op_time
-from autoplan.cost.price import legal_cuts, make_pricer, work_contexts
+from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_profile
@@ -72,6 +73,17 @@ def test_a_tied_weight_is_paid_once_on_one_stage_and_twice_in_a_pipeline():
     assert held == 12 * table.spec.n_elements(1)
     assert piped[-1][0].gradient_bytes - single[-1][0].gradient_bytes == 4 * table.spec.n_elements(1)
     assert piped[0][0].state_bytes == single[0][0].state_bytes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_batch_is_copied_in_the_precision_of_the_dataset_and_held_twice_and_as_it_is_computed(precision):
+    price, _ = pricer_of("resnet", degrees=(), precision=precision)
+    table = price(Mesh(dp=2, micro_batch_size=4, n_micro_batches=3))
+    # 12 samples: images in fp32, and int64 labels; in bf16 the images of this step also in 2 bytes
+    (pixels,) = [item.spec.n_elements(1) for item in graph_of("resnet").inputs if item.spec.is_float]
+    copied = 12 * (4 * pixels + 8)
+    assert table.batch_bytes == 2 * copied + (12 * 2 * pixels if precision == "bf16" else 0)
+    assert table.batch_copy_s == copied / PROFILE.device.host_copy_bytes_per_s
 
 
 def test_cuts_are_priced_at_what_a_rank_sends():

@@ -56,8 +56,9 @@ def files(hw):
 @pytest.fixture(scope="module")
 def measured(files, tmp_path_factory) -> SimpleNamespace:
     out = tmp_path_factory.mktemp("measured") / "measured.json"
-    rows = run_measurements(files, out=out, device="cpu", start=quick)
-    return SimpleNamespace(out=out, rows=rows, text=out.read_text())
+    cache = out.with_name("measurements.sqlite")
+    rows = run_measurements(files, out=out, device="cpu", cache=cache, start=quick)
+    return SimpleNamespace(out=out, rows=rows, text=out.read_text(), cache=cache)
 
 
 @pytest.fixture
@@ -121,6 +122,20 @@ def test_saved_bytes_are_those_of_the_tensors_autograd_keeps(hw, tmp_path) -> No
 def test_a_second_run_measures_nothing_again(files, measured) -> None:
     run_measurements(files, out=measured.out, device="cpu", start=quick)
     assert measured.out.read_text() == measured.text
+
+
+def test_a_deeper_model_of_the_same_blocks_measures_only_what_is_new(hw, measured, tmp_path, capfd) -> None:
+    files = api.measurement_folder(
+        GPT, hw=hw, overrides=SIZES | {"n_layers": 3}, degrees=(1,), micro_batch_sizes=(2, 3), precision="fp32"
+    )
+    rows = run_measurements(files, out=tmp_path / "deeper.json", device="cpu", cache=measured.cache, start=quick)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[")]
+    assert len(told) == len(rows) == len({json.dumps(row) for row in rows})
+    good = [row for row in measured.rows if row["status"] == "measured"]  # noisy ones are measured again
+    taken = [row for row in rows if row in good]
+    assert sum(line.endswith(": known from an earlier run") for line in told) == len(taken) > 0
+    assert {row.get("micro_batch_size") for row in taken} <= {None, 2}
+    assert any(row.get("micro_batch_size") == 3 for row in rows)
 
 
 def test_a_run_goes_on_where_another_was_cut_off(files, measured, tmp_path) -> None:
@@ -681,6 +696,15 @@ def test_emit_writes_a_folder_and_says_how_to_run_it(hw, tmp_path, capsys) -> No
     assert capsys.readouterr().out.strip() == f"python {folder}/measure.py --out measured.json"
     regions = json.loads((folder / "measurement.json").read_text())["regions"]
     assert [region["micro_batch_sizes"] for region in regions] == [[1, 2]] * len(regions)
+
+
+@pytest.mark.parametrize(("fresh", "name"), [([], "measurements.sqlite"), (["--fresh"], None)])
+def test_results_of_earlier_runs_are_taken_unless_fresh_ones_are_asked_for(hw, tmp_path, monkeypatch, fresh, name):
+    asked = []
+    monkeypatch.setattr("autoplan.profiling.run_measurements", lambda files, **given: asked.append(given) or [])
+    arguments = ["profile", str(MLP), "--set", "width=8", "--hw", hw, "--tp", "1", "--out", str(tmp_path / "m.json")]
+    assert cli.run([*arguments, *fresh]) == 0
+    assert [given["cache"] and given["cache"].name for given in asked] == [name]
 
 
 def test_a_wrong_profile_on_the_command_line_exits_3(hw, measured, capsys) -> None:

@@ -123,8 +123,7 @@ def test_sensitivity_says_which_plan_more_memory_would_allow(asked) -> None:
     # the batch is large enough for activations to need more than gradients
     problem, _ = asked
     fix = (("dp", "1"), ("tp", "1"), ("pp", "1"))
-    large = {"global_batch": 2**16, "max_micro_batch_size": 2**16}
-    free = replace(problem, options=replace(problem.options, fix=fix, **large))
+    free = replace(problem, options=replace(problem.options, fix=fix, global_batch=2**16))
     best = api.decide(free).best
     tight = _with_device(free, memory_bytes=max(best.estimate.reserved_bytes) - 1)
     chosen = api.decide(tight).best

@@ -32,7 +32,7 @@ FIXED = Options(fix=(("tp", "1"),))
 QUESTION = Question(GPT, ("slow", "fast"), n_samples=72_000.0)
 # device-hours of the toy are 20 x devices x step / 8; each doubling of hosts makes a step 1.8 times as fast
 SPEEDS = {"slow": 2.0, "fast": 0.5}
-REST = tuple((f"{part}_s", 0.0) for part in SHARES[1:8])
+REST = tuple((f"{part}_s", 0.0) for part in SHARES[1:9])
 USD = {"slow": 1.0, "fast": 5.0}
 
 

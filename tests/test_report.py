@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from dataclasses import replace
 
@@ -22,7 +23,8 @@ from autoplan.answer import (
 )
 from autoplan.errors import InputError
 from autoplan.options import Options
-from autoplan.report import plan_report, program_header, rejected_csv, text_table
+from autoplan.plain_text import text_table
+from autoplan.report import plan_report, program_header, rejected_csv
 from autoplan.report_explain import explain_report
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
@@ -50,6 +52,16 @@ def test_answer_survives_json_unchanged(answer: Answer, infeasible: Answer) -> N
     options = Options(fix=(("tp", "2"),), time_limit_s=None, rules=("my_rules.py",))
     asked = replace(answer, request=Request("toy.py", ("width=8",), "toy_x4", 2, options))
     assert answer_from_json(answer_to_json(asked)) == asked
+
+
+def test_a_plan_of_before_a_field_existed_has_its_default(answer: Answer) -> None:
+    content = json.loads(answer_to_json(answer))
+    best = content["best"]
+    assert best["plan"].pop("loss") == "whole" and best["estimate"]["breakdown"].pop("exposed_batch_copy_s") == 0.0
+    assert answer_from_json(json.dumps(content)) == answer
+    del best["plan"]["stages"]
+    with pytest.raises(InputError, match="missing or unknown: stages"):
+        answer_from_json(json.dumps(content))
 
 
 def test_json_has_every_field_of_the_contract(answer: Answer) -> None:

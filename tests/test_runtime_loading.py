@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
+from autoplan.runtime.train import timed_step
 
 CPU = torch.device("cpu")
 CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)  # 12 samples a step, 6 of each rank
@@ -149,3 +150,39 @@ def test_the_model_file_may_collate_by_itself():
     data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0)
     assert isinstance(data, TrainingData)
     assert all(value % 10 == 0 for value in next(data)[0].tolist())
+
+
+def test_random_batches_are_drawn_for_each_step_or_a_few_repeated():
+    model_file = SimpleNamespace(make_batch=lambda size: (torch.rand(size), torch.rand(size)))
+    reading = {"config": CONFIG, "dp_rank": 1, "device": CPU, "seed": 0}
+
+    def drawn(**options):
+        return [torch.stack(batch) for batch in islice(training_data(model_file, **reading, **options), 5)]
+
+    every, few = drawn(), drawn(n_different=2)
+    assert all(not torch.equal(a, b) for i, a in enumerate(every) for b in every[:i])
+    assert all(torch.equal(batch, every[step % 2]) for step, batch in enumerate(few))
+    data = training_data(model_file, **reading, n_different=2)
+    data.restore({"epoch": 0, "n_samples": 3 * CONFIG.global_batch_size})
+    assert torch.equal(torch.stack(next(data)), every[1])
+    with pytest.raises(ValueError, match="--repeat-batches: found 0, expected 1 or more"):
+        drawn(n_different=0)
+
+
+def test_a_step_on_a_gpu_waits_for_the_copy_of_the_next_batch_only_at_its_end(monkeypatch):
+    order = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("own stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("all streams"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    model = SimpleNamespace(
+        mesh=SimpleNamespace(device=torch.device("cuda")),
+        config=SimpleNamespace(global_batch_size=1, n_ranks=1),
+        step=lambda batch: order.append("step") or torch.zeros(()),
+        grad_norm=torch.zeros(()),
+        learning_rate=0.1,
+        loss_scale=None,
+        was_updated=True,
+    )
+    timed_step(model, None, 0)
+    assert order == ["own stream", "step", "all streams"]

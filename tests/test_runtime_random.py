@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
-from autoplan.runtime.collectives import grouped_attention_of_rank
-from autoplan.runtime.random import rank_attention, rank_dropout
+from autoplan.runtime.random import grouped_attention_of_rank, rank_attention, rank_dropout
 
 N, P_DROP, SEED = 40_000, 0.25, 7
 

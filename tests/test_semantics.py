@@ -162,8 +162,9 @@ def test_every_statement_is_one_sentence():
         return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), Calling(in_checkpoint), Calling(in_autocast))
 
     graph = graph_of(everything, F.cross_entropy)
-    for mesh in (DATA_PARALLEL, PIPELINE):
-        found = notes_of(graph, mesh, precision="bf16")
+    both = {"grad_compression": "bf16"}, {"grad_compression": "powersgd", "powersgd_rank": 4}
+    for mesh, compression in zip((DATA_PARALLEL, PIPELINE), both, strict=True):
+        found = notes_of(graph, mesh, precision="bf16", **compression)
         assert len(found) == len(STATEMENTS)
         for note in found:
             assert note.endswith(".")

@@ -3,16 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from distributed.programs import graph_of, prices, shardings_of
 
 from autoplan.graph import GraphFacts
+from autoplan.hardware import load_profile
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
+from autoplan.options import Options
 from autoplan.rules import all_strategies, operand_names, parse_equation
 from autoplan.sharding import block_counts, op_calls, read_sharding
-from autoplan.space import load_rules
+from autoplan.space import all_shardings, load_rules
 
 RULES = load_rules()
 
@@ -134,3 +137,15 @@ def test_equal_prices_give_equal_assignments():
     again = shardings_of.__wrapped__("gpt", 2)
     assert again == shardings_of("gpt", 2)
     assert prices(graph, 2).parameter_s(graph.specs()["tokens.weight"], R) == 2e-6
+
+
+def test_a_degree_that_is_asked_for_is_split_where_that_does_not_pay():
+    profile = load_profile("dgx_a100_x8")  # a second to begin a collective: no product takes as long
+    slow = replace(profile, links=tuple(replace(tier, latency_s=1.0) for tier in profile.links))
+    found = [
+        all_shardings(graph_of("llama_odd"), slow, Options(fix=fix), RULES, batch_size=1)
+        for fix in ((), (("tp", "2"),))
+    ]
+    assert found[0] == {} and {degree for degree, _ in found[1]} == {2}
+    split = [layout for kinds in found[1].values() for kind in kinds for _, layout in kind.values if layout[0] == "S"]
+    assert split

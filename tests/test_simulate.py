@@ -11,6 +11,7 @@ from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import build_schedule, stage_ranks
+from autoplan.search.bounds import step_bound_s
 from autoplan.simulate import SegmentWork, memory_over_time, replay_pass, simulate
 
 FREE = SegmentCost(*[0.0] * 10, *[0] * 5)
@@ -71,6 +72,7 @@ def test_one_device_communicates_nothing_and_waits_for_nothing():
         "bubble_s": 0.0,
         "optimizer_s": 10.0,
         "launch_s": 0.0,
+        "exposed_batch_copy_s": 0.0,
     }
 
 
@@ -85,6 +87,30 @@ def test_serial_parts_of_a_step_add_up_each_in_its_own_term():
     assert (breakdown.compute_s, breakdown.recompute_s, breakdown.exposed_tp_s) == (6, 8, 48)
     assert (breakdown.launch_s, breakdown.optimizer_s) == (192, 384)
     assert estimate.step_s == 638
+
+
+@pytest.mark.parametrize(("copy_s", "exposed_s"), [(8.0, 0.0), (9.0, 0.0), (12.0, 3.0)])
+def test_a_step_is_never_shorter_than_the_copy_of_the_next_batch(copy_s, exposed_s):
+    # 1 segment, 3 micro-batches of 1 + 2 seconds: 9
+    table = table_of([segment(forward_s=1, backward_s=2)], mesh=pipeline(1, 3), batch_copy_s=copy_s)
+    estimate = simulate(table, whole(1), with_timeline=True)
+    assert (estimate.step_s, estimate.breakdown.exposed_batch_copy_s) == (9.0 + exposed_s, exposed_s)
+    assert estimate.breakdown.total_s == estimate.step_s == step_bound_s(table)
+    (copy,) = [event for event in estimate.timeline if event.stream == "copy"]
+    assert (copy.start_s, copy.stop_s) == (0.0, copy_s)
+
+
+def test_the_slowest_copy_of_any_rank_counts():
+    mesh = pipeline(2, 1)
+    ranks = tuple(table_of([FREE, FREE], mesh=mesh, batch_copy_s=copy_s) for copy_s in (1.0, 4.0))
+    table = dataclasses.replace(ranks[0], rank_tables=ranks)
+    assert simulate(table, one_each(2)).step_s == 4.0
+
+
+def test_batches_on_the_device_are_held_all_step():
+    plain, with_batch = (simulate(table_of([FREE], batch_bytes=n), whole(1)) for n in (0, 30))
+    assert with_batch.allocated_bytes[0] - plain.allocated_bytes[0] == 30
+    assert dict(with_batch.memory_parts_bytes[0])["batches"] == 30
 
 
 def test_recomputed_segments_take_their_recompute_cost():
@@ -383,6 +409,7 @@ def test_peak_memory_of_two_stages_by_hand():
     assert dict(estimate.memory_parts_bytes[1]) == {
         "state": 700,
         "workspaces": 0,
+        "batches": 0,
         "gathered_parameters": 0,
         "gradients": 15,
         "saved_activations": 70,

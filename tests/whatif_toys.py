@@ -41,7 +41,17 @@ def toy_prices(text: str = PRICES) -> PriceBook:
 
 def toy_result(**changes: Any) -> PointResult:
     """4 devices, 8 samples of 100 tokens in 2 s: 1.5 s of compute, 0.5 s of exposed communication."""
-    parts = ("compute", "recompute", "exposed_tp", "exposed_dp", "exposed_pp", "bubble", "optimizer", "launch")
+    parts = (
+        "compute",
+        "recompute",
+        "exposed_tp",
+        "exposed_dp",
+        "exposed_pp",
+        "bubble",
+        "optimizer",
+        "launch",
+        "exposed_batch_copy",
+    )
     seconds = {"compute": 1.5, "exposed_dp": 0.5}
     result = PointResult(
         status="optimal",

@@ -17,6 +17,7 @@ from autoplan.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
+from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import OpRule
 from autoplan.semantics import ignored_target
@@ -91,9 +92,18 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "blocks": tuple(dict.fromkeys(blocks)),
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
         **_loss_values(graph, plan),
+        **_compression_values(plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
+
+
+def _compression_values(plan: Plan) -> dict[str, Any]:
+    """Those of compressed gradients."""
+    name, power_sgd = plan.grad_compression, {}
+    if name == "powersgd":
+        power_sgd = {"powersgd_rank": plan.powersgd_rank, "powersgd_start_step": POWERSGD_START_STEP}
+    return {} if name == "none" else {"grad_compression": name, **power_sgd}
 
 
 def _loss_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:

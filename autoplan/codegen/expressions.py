@@ -201,4 +201,4 @@ FUNCTIONS: dict[str, Printer] = {
 }
 
 # The module of the runtime that holds a function of `FUNCTIONS`, where it is not `collectives`.
-FUNCTION_MODULES = {"own_experts_mm": "experts"}
+FUNCTION_MODULES = {"own_experts_mm": "experts", "grouped_attention_of_rank": "random"}

@@ -51,6 +51,7 @@ def parse_arguments():
     parser.add_argument("--min-lr", type=float, default=0.0, help="at the end of a cosine or linear schedule")
     parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
     parser.add_argument("--workers", type=int, default=0, help="processes per rank that read the dataset ahead")
+    parser.add_argument("--repeat-batches", type=int, metavar="K", help="K random ones for all steps, to time them")
     parser.add_argument("--fill-last-batch", action="store_true", help="of an epoch, instead of dropping what is left")
     parser.add_argument("--eval-every", type=int, metavar="N", help="steps between passes over build_eval_dataset()")
     parser.add_argument("--eval-batches", type=int, metavar="K", help="of such a pass, instead of all")
@@ -71,7 +72,7 @@ def parse_arguments():
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
-    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
+{check_plainly}    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
     start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
     log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
@@ -97,7 +98,8 @@ def main():
         plain = PlainTraining(config, model_file, build_device=model.full_build_device, device=mesh.device, **options)
         steps = check_steps(model, plain, model_file, n_steps=arguments.steps, seed=arguments.seed)
     else:
-        data = training_data(model_file, seed=arguments.seed, fills=arguments.fill_last_batch, **reading)
+        reading |= {{"n_different": arguments.repeat_batches, "fills": arguments.fill_last_batch}}
+        data = training_data(model_file, seed=arguments.seed, **reading)
         run = Run(model, arguments, data=data)
         steps = train_steps(model, data, n_steps=arguments.steps, workload=WORKLOAD, trace=trace)
 
@@ -122,6 +124,10 @@ def main():
 if __name__ == "__main__":
     sys.exit(main())
 '''
+_CHECK_PLAINLY = """\
+    if arguments.check:  # one process loses nothing of its gradients
+        config = dataclasses.replace(config, grad_compression="none")
+"""
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "Run", "StepTrace",
     "Workload", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
@@ -152,6 +158,7 @@ def train_script(
         config=_fields(config),
         workload=_fields(workload or {}),
         overrides=_value(dict(overrides or {})),
+        check_plainly=_CHECK_PLAINLY if "grad_compression" in config else "",
         parallel_model="parallel_model" if has_parallel_model else "None",
     )
 

@@ -11,7 +11,7 @@ from autoplan.cost.parameters import optimizer_s
 from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
 from autoplan.graph import Op, OpGraph, TensorSpec
 from autoplan.hardware import NO_SHARDING, HardwareProfile
-from autoplan.layout import Layout, local_spec
+from autoplan.layout import Conversion, Layout, local_spec
 from autoplan.rules import OpRule, Strategy
 from autoplan.sharding import ShardingPrices
 
@@ -24,22 +24,29 @@ def sharding_prices(
     rules: Mapping[str, OpRule],
     degree: int,
     batch_size: int,
+    communication: float = 1.0,
 ) -> ShardingPrices:
-    """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`."""
+    """What `shard_graph` minimizes on this cluster, for one micro-batch of `batch_size`.
+
+    `communication`: which part of its price what ranks send each other has; below 1 more is split than pays.
+    """
     context = work_contexts(graph, profile, precision, rules)(degree)
 
     def op_s(op: Op, strategy: Strategy) -> float:
         found = timed(context, local_op(context, op, strategy), batch_size)
         n_bytes = strategy.all_reduce_elements * batch_size * LOSS_STATISTIC_BYTES
-        return found.forward_s + found.backward_s + context.tp_collective_s("all_reduce", n_bytes)
+        return found.forward_s + found.backward_s + communication * context.tp_collective_s("all_reduce", n_bytes)
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:
         n_elements = local_spec(spec, layout, degree).n_elements(1)
         return optimizer_s(n_elements, device=profile.device, precision=precision)
 
+    def converted_s(spec: TensorSpec, step: Conversion) -> float:
+        return communication * conversion_s(context, spec.n_bytes(batch_size, precision), step)
+
     return ShardingPrices(
         op_s=op_s,
-        conversion_s=lambda spec, step: conversion_s(context, spec.n_bytes(batch_size, precision), step),
+        conversion_s=converted_s,
         parameter_s=parameter_s,
     )
 

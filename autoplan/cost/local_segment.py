@@ -122,7 +122,7 @@ class LocalSegment:
         inputs: its inputs that carry a gradient.
         kept: what autograd keeps, apart from what ops keep inside themselves.
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
-        weights: (parameter name, local elements) of the trainable parameters it reads.
+        weights: (parameter name, local elements) of the trainable parameters it reads; `first_dims` of each.
         fixed_bytes: buffers and frozen parameters.
         sliced: the ops of a loss that may be chunked.
     """
@@ -135,6 +135,7 @@ class LocalSegment:
     kept: tuple[KeptTensor, ...]
     weight_ops: tuple[int, ...]
     weights: tuple[tuple[str, int], ...]
+    first_dims: tuple[int, ...]
     fixed_bytes: int
     sliced: SlicedOps | None = None
 
@@ -144,7 +145,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     graph, specs, gradients = context.graph, context.facts.specs, context.facts.gradients
     strided = strided_values(graph, segment, context.rules)
     roots = storage_roots(graph, segment, context.rules)
-    weights, fixed_bytes = _parameters(context, segment, layouts)
+    weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
     inputs = (name for name in segment.inputs if name in gradients)
     kept = _kept_tensors(context, segment, layouts)
     return LocalSegment(
@@ -159,6 +160,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         kept=kept,
         weight_ops=_weight_ops(context, segment, roots),
         weights=weights,
+        first_dims=first_dims,
         fixed_bytes=fixed_bytes,
         sliced=_sliced_ops(context, segment, layouts),
     )
@@ -291,16 +293,17 @@ def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayout
 
 def _parameters(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts
-) -> tuple[tuple[tuple[str, int], ...], int]:
+) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...], int]:
     table = {parameter.name: parameter for parameter in context.graph.parameters}
-    weights, fixed_bytes = [], 0
+    weights, first_dims, fixed_bytes = [], [], 0
     for name in segment.parameters:
         spec = local_spec(table[name].spec, layouts.produced[name], context.degree)
         if table[name].is_trainable:
             weights.append((name, spec.n_elements(1)))
+            first_dims.append(max(1, *spec.at(1)[:1]) if spec.shape else 1)
         else:
             fixed_bytes += spec.n_bytes(1, context.precision)
-    return tuple(weights), fixed_bytes
+    return tuple(weights), tuple(first_dims), fixed_bytes
 
 
 def _sliced_ops(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> SlicedOps | None:

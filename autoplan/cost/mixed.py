@@ -15,16 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from autoplan.cost.boundaries import Cuts, make_boundary_sizer, tied_elements, tied_weight_bytes
 from autoplan.cost.collectives import Group, send_s
-from autoplan.cost.price import (
-    GRADIENT_NORM_BYTES,
-    Cuts,
-    Shardings,
-    make_boundary_sizer,
-    make_part_pricer,
-    tied_elements,
-    tied_weight_bytes,
-)
+from autoplan.cost.grad_compression import NO_COMPRESSION, Compression
+from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_part_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
@@ -44,10 +38,19 @@ def make_mixed_pricer(
     shardings: Shardings,
     rules: Mapping[str, OpRule],
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> MixedPricer:
     """A function that prices one mesh whose pipeline ranks are on these groups, in order."""
     parts = [
-        make_part_pricer(graph, profile=group, precision=precision, shardings=shardings, rules=rules, loss=loss)
+        make_part_pricer(
+            graph,
+            profile=group,
+            precision=precision,
+            shardings=shardings,
+            rules=rules,
+            loss=loss,
+            compression=compression,
+        )
         for group in cluster.groups
     ]
     sizes, tied = make_boundary_sizer(graph, precision), tied_elements(graph)

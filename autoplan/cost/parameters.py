@@ -23,10 +23,18 @@ master and state), after the gradient norm has read the gradients: that is its t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.collectives import Group
+from autoplan.cost.grad_compression import (
+    NO_COMPRESSION,
+    CompressedReduction,
+    Compression,
+    Matrix,
+    narrow_reduction,
+    power_sgd_reduction,
+)
 from autoplan.hardware import Device, ShardingHost
 
 N_ADAM_STATES = 2
@@ -64,12 +72,14 @@ class ParameterContext:
     Attributes:
         collective_s: (kind, full bytes, group) -> seconds.
         optimizer_element_s: measured time of the optimizer per element; None computes it.
+        compression: of the gradients, where the placement allows it; see `cost.grad_compression`.
     """
 
     device: Device
     precision: str
     collective_s: Callable[[str, float, Group], float]
     optimizer_element_s: float | None
+    compression: Compression = NO_COMPRESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +135,10 @@ class ParameterCost:
 
 
 def parameter_cost(
-    context: ParameterContext, n_elements: int, n_tensors: int, placement: Placement, *, is_block: bool
+    context: ParameterContext, matrices: Sequence[Matrix], placement: Placement, *, is_block: bool
 ) -> ParameterCost:
-    """The cost of `n_tensors` of together `n_elements` on a tensor-parallel rank."""
+    """The cost of parameters that have these sizes on a tensor-parallel rank: (first dim, elements behind it)."""
+    n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
     element, degree = element_bytes(context.precision), placement.shard.n_devices
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = degree * placement.replicate.n_devices > 1 or context.precision in ("bf16", "fp16")
@@ -142,22 +153,27 @@ def parameter_cost(
     casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
-    scatter_s, replicas_s = _reduce_s(context, element.reduced * n_elements, placement)
-    once_s = (0.0 if gathers_often else unpack_s) + (replicas_s if reduces_often else pack_s)
+    reduction = _reduction(context, matrices, placement)
+    once_s = (
+        reduction.once_s + (0.0 if gathers_often else unpack_s) + (reduction.replicas_s if reduces_often else pack_s)
+    )
     hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_block=is_block)
+    reduce_s += reduction.host_s
     backward_gather_s = gather_s if gathers_often and is_block else 0.0
     return ParameterCost(
         accumulate_s=_accumulated_bytes(element, n_elements, placement) / bandwidth,
         unpack_s=unpack_s if gathers_often else 0.0,
         pack_s=pack_s if reduces_often else 0.0,
         gather_s=context.collective_s("all_gather", element.gathered * n_elements, placement.shard),
-        reduce_s=scatter_s if reduces_often else scatter_s + replicas_s,
+        reduce_s=reduction.scatter_s + (0.0 if reduces_often else reduction.replicas_s),
         optimizer_s=_optimizer_s(context, n_shard_elements) + once_s,
-        state_bytes=(element.master + element.optimizer) * n_shard_elements + (gathered_bytes if is_held else 0),
+        state_bytes=(element.master + element.optimizer) * n_shard_elements
+        + (gathered_bytes if is_held else 0)
+        + reduction.state_bytes,
         gathered_bytes=0 if is_held else gathered_bytes,
         gradient_bytes=element.reduced * n_elements if placement.accumulates else reduced_bytes,
         reduced_bytes=reduced_bytes,
-        reducing_bytes=element.reduced * n_elements if is_wrapped else 0,
+        reducing_bytes=(element.reduced * n_elements if is_wrapped else 0) + reduction.reducing_bytes,
         late_gradient_bytes=element.gathered * n_elements if is_wrapped and not is_block else 0,
         host_forward_s=hooks_s + (gather_s if gathers_often else 0.0) if is_wrapped else 0.0,
         host_backward_s=hooks_s + backward_gather_s + (reduce_s if reduces_often else 0.0) if is_wrapped else 0.0,
@@ -198,6 +214,56 @@ def _optimizer_s(context: ParameterContext, n_elements: int) -> float:
     if context.optimizer_element_s is not None:
         return n_elements * context.optimizer_element_s
     return optimizer_s(n_elements, device=context.device, precision=context.precision)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """How the gradients of a segment are reduced.
+
+    Attributes:
+        scatter_s: inside the shard group, with the kernels that make gradients smaller.
+        replicas_s: of the shards between replicas, once per step.
+        once_s: beside which nothing runs, once per step.
+        host_s: beside what every reduction takes of the host.
+        state_bytes, reducing_bytes: beside the gradients, all the time, and while they are reduced.
+    """
+
+    scatter_s: float
+    replicas_s: float
+    once_s: float = 0.0
+    host_s: float = 0.0
+    state_bytes: int = 0
+    reducing_bytes: int = 0
+
+
+def _reduction(context: ParameterContext, matrices: Sequence[Matrix], placement: Placement) -> _Reduction:
+    """Reduce-scatter inside the shard group, and all-reduce of the shards between replicas; compressed or not."""
+    n_elements, item_bytes = sum(n * m for n, m in matrices), element_bytes(context.precision).reduced
+    n_shards, n_replicas = placement.shard.n_devices, placement.replicate.n_devices
+    compression = context.compression.over(n_shards=n_shards, n_replicas=n_replicas)
+    if compression.name == "none" or n_elements == 0:
+        return _Reduction(*_reduce_s(context, item_bytes * n_elements, placement))
+    if compression.name == "bf16":
+        narrow = narrow_reduction(
+            n_elements,
+            item_bytes=item_bytes,
+            n_shards=n_shards,
+            device=context.device,
+            mixed_fraction=MIXED_FRACTION,
+        )
+        scatter_s, replicas_s = _reduce_s(context, sum(narrow.wire_bytes), placement)
+        return _Reduction(
+            scatter_s + narrow.kernels_s, replicas_s, host_s=narrow.host_s, reducing_bytes=narrow.reducing_bytes
+        )
+    assert compression.rank is not None
+    found = power_sgd_reduction(matrices, item_bytes=item_bytes, rank=compression.rank, device=context.device)
+    once_s = max(found.kernels_s, found.host_s) + _all_reduces_s(context, found, placement)
+    return _Reduction(0.0, 0.0, once_s, state_bytes=found.state_bytes, reducing_bytes=found.reducing_bytes)
+
+
+def _all_reduces_s(context: ParameterContext, reduction: CompressedReduction, placement: Placement) -> float:
+    sizes = (n_bytes for n_bytes in reduction.wire_bytes if n_bytes)
+    return sum(context.collective_s("all_reduce", n_bytes, placement.replicate) for n_bytes in sizes)
 
 
 def _reduce_s(context: ParameterContext, n_bytes: int, placement: Placement) -> tuple[float, float]:

@@ -4,8 +4,9 @@
     parameter_cost(tp, layouts, placement)  --+--> SegmentCost of each kind --+
     send_s(tp, layouts, micro-batch, stages) ---------------------------------+--> CostTable of one mesh
 
-`cost.launch` says what waiting for the host adds to a segment. Meshes by the ten thousand share these parts, so each
-part is computed once for all that have the same arguments, and meshes with equal costs hold the same objects.
+`cost.launch` says what waiting for the host adds to a segment, `cost.batch` what bringing batches to the device takes.
+Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and
+meshes with equal costs hold the same objects.
 
 Ranks lie on the cluster as rank = (pp * dp + dp_index) * tp + tp_index, so the tensor-parallel axis has stride 1, the
 shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages are dp * tp ranks apart.
@@ -14,27 +15,34 @@ shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 from autoplan.chunked_loss import is_in_compiled
+from autoplan.cost.batch import make_batch_pricer
+from autoplan.cost.boundaries import (
+    Cuts,
+    legal_cuts,
+    make_cuts_pricer,
+    tied_elements,
+    tied_weight_bytes,
+)
 from autoplan.cost.chunked import with_chunked_loss
-from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group, send_s
-from autoplan.cost.launch import PassSeconds, launch, lead_s
+from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group
+from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment, WorkContext, local_segment, work_contexts
 from autoplan.cost.measured import Correction, execution_of
 from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
     Placement,
-    element_bytes,
     parameter_cost,
 )
+from autoplan.cost.segment_cost import segment_costs
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph, TensorSpec, crossing_values, invariant_values
+from autoplan.graph import DTYPE_BYTES, GraphFacts, Op, OpGraph
 from autoplan.hardware import Device, HardwareProfile
-from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 from autoplan.rules import OpRule, Strategy
@@ -60,14 +68,9 @@ RESERVED_RATIO = 1.15
 
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
 
-# Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
-# 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core; taken for all hosts.
-WEIGHT_OP_HOST_S = 6e-5
-
 
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
-Cuts = tuple[float | None, ...]  # likewise
 Pricer = Callable[[Mesh], CostTable]
 PartPricer = Callable[[Mesh, int], CostTable]  # with so many of the mesh's pipeline ranks on this cluster
 
@@ -81,14 +84,23 @@ def make_pricer(
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
-    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed".
+    "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
+    compressed on meshes on which they can be.
     """
     price = make_part_pricer(
-        graph, profile=profile, precision=precision, shardings=shardings, rules=rules, measured=measured, loss=loss
+        graph,
+        profile=profile,
+        precision=precision,
+        shardings=shardings,
+        rules=rules,
+        measured=measured,
+        loss=loss,
+        compression=compression,
     )
     return lambda mesh: price(mesh, mesh.pp)
 
@@ -102,6 +114,7 @@ def make_part_pricer(
     rules: Mapping[str, OpRule],
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
+    compression: Compression = NO_COMPRESSION,
 ) -> PartPricer:
     """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
 
@@ -112,9 +125,10 @@ def make_part_pricer(
     works = _works_pricer(graph, contexts, shardings, measured, local)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
     element_s = None if measured is None else measured.optimizer_element_s
-    of_parameters = ParameterContext(profile.device, precision, collective, element_s)
+    of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
     costs = _costs_pricer(graph, of_parameters, local, works)
-    cuts = _cuts_pricer(graph, profile, precision)
+    cuts = make_cuts_pricer(graph, profile, precision)
+    batch = make_batch_pricer(graph, profile.device, precision)
     groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
@@ -128,6 +142,7 @@ def make_part_pricer(
         work = (*layout, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
+        copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(*layout, groups.stages)
         found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
         lead_s = sum(found[segment.kind][0].lead_s for segment in graph.segments if segment.is_block)
@@ -147,6 +162,8 @@ def make_part_pricer(
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
             action_s=_action_s(mesh, profile.device, lead_s=lead_s),
+            batch_copy_s=copy_s,
+            batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=profile.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
@@ -237,13 +254,9 @@ def _costs_pricer(
 
     @cache
     def parameters(tp: int, sharding: str, placement: Placement, is_cut: bool) -> tuple[ParameterCost, ...]:
-        counts = {
-            kind: [count for name, count in found.weights if name in owned[is_cut][kind]]
-            for kind, found in local(tp, sharding).items()
-        }
         return tuple(
-            parameter_cost(context, sum(count), len(count), placement, is_block=first[kind].is_block)
-            for kind, count in counts.items()
+            parameter_cost(context, _matrices(found, owned[is_cut][kind]), placement, is_block=first[kind].is_block)
+            for kind, found in local(tp, sharding).items()
         )
 
     @cache
@@ -266,7 +279,7 @@ def _costs_pricer(
             strict=True,
         )
         found = tuple(
-            _segment_costs(
+            segment_costs(
                 work,
                 cost,
                 fixed_bytes=here.fixed_bytes,
@@ -280,41 +293,6 @@ def _costs_pricer(
         return equal.setdefault(found, found)
 
     return costs
-
-
-def _cuts_pricer(
-    graph: OpGraph, profile: HardwareProfile, precision: str
-) -> Callable[[int, str, int, Group], tuple[Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and bytes; 0 where none may."""
-    boundary_bytes = make_boundary_sizer(graph, precision)
-
-    @cache
-    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
-        sizes = boundary_bytes(tp, sharding, micro_batch_size)
-        allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
-        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in allowed}
-        return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
-
-    return cuts
-
-
-def make_boundary_sizer(graph: OpGraph, precision: str) -> Callable[[int, str, int], tuple[int | None, ...]]:
-    """(tp, sharding, micro-batch size) -> bytes a rank sends over each boundary; None where the model is not cut."""
-    crossing, legal = _crossing_specs(graph), legal_cuts(graph)
-
-    @cache
-    def of_specs(specs: tuple[TensorSpec, ...], tp: int, sharding: str, micro_batch_size: int) -> int:
-        layout = parse_layout(sharding or "R")
-        return sum(_boundary_spec(spec, layout, tp).n_bytes(micro_batch_size, precision) for spec in specs)
-
-    @cache
-    def sizes(tp: int, sharding: str, micro_batch_size: int) -> tuple[int | None, ...]:
-        return tuple(
-            of_specs(specs, tp, sharding, micro_batch_size) if is_legal else None
-            for specs, is_legal in zip(crossing, legal, strict=True)
-        )
-
-    return sizes
 
 
 def _correction(
@@ -362,87 +340,6 @@ class _Groups:
         )
 
 
-def _segment_costs(
-    work: SegmentWork,
-    parameters: ParameterCost,
-    *,
-    fixed_bytes: int,
-    is_block: bool,
-    splits: bool,
-    repeats: bool,
-    loss: str | None,
-) -> tuple[SegmentCost, ...]:
-    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
-
-    The last segment has its loss whole and in slices instead, or twice the one that is asked for.
-    """
-    cost_of = partial(_plain_cost, parameters=parameters, fixed_bytes=fixed_bytes, splits=splits, repeats=repeats)
-    plain = cost_of(work)
-    chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
-    if loss == "chunked":
-        plain = chunked
-    elif chunked.saved_bytes >= plain.saved_bytes:  # the search looks for choices that keep less
-        chunked = plain
-    if splits:
-        return (plain,)
-    if not is_block:
-        return plain, chunked
-    input_bytes = min(work.input_bytes, work.saved_bytes)
-    again_s, host_again_s = work.forward_s + work.tp_forward_s, work.host_forward_s + work.collectives_forward_s
-    full = replace(
-        plain,
-        recompute_s=max(again_s, host_again_s),
-        saved_bytes=input_bytes,
-        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
-    )
-    return plain, full
-
-
-def _plain_cost(
-    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool
-) -> SegmentCost:
-    """Nothing recomputed."""
-    forward_s = work.forward_s + parameters.unpack_s
-    backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
-    host = PassSeconds(
-        work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
-        work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
-    )
-    device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
-    added = launch(
-        host,
-        device,
-        first_s=parameters.host_first_s,
-        last_s=parameters.host_last_s,
-        repeats=repeats,
-    )
-    launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
-    return SegmentCost(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        recompute_s=0.0,
-        launch_forward_s=added.forward_s,
-        launch_backward_s=added.backward_s + launch_weights_s,
-        tp_forward_s=work.tp_forward_s,
-        tp_backward_s=work.tp_backward_s,
-        gather_s=parameters.gather_s,
-        reduce_s=parameters.reduce_s,
-        optimizer_s=parameters.optimizer_s + added.once_s,
-        state_bytes=parameters.state_bytes + fixed_bytes,
-        gathered_bytes=parameters.gathered_bytes,
-        gradient_bytes=parameters.gradient_bytes,
-        saved_bytes=work.saved_bytes,
-        working_bytes=work.working_bytes,
-        weight_backward_s=work.weight_backward_s + launch_weights_s,
-        pending_bytes=work.pending_bytes,
-        launch_once_s=added.once_s,
-        reduced_bytes=parameters.reduced_bytes,
-        reducing_bytes=parameters.reducing_bytes,
-        late_gradient_bytes=parameters.late_gradient_bytes,
-        lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
-    )
-
-
 def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
     """What an action waits for the host beside its segments, where the lead that this wins in the blocks is too short.
 
@@ -463,6 +360,12 @@ def _fixed_bytes(mesh: Mesh) -> int:
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
 
 
+def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:
+    """(first dim, elements behind it) of its parameters that are among `owned`."""
+    pairs = zip(segment.weights, segment.first_dims, strict=True)
+    return tuple((first_dim, count // first_dim) for (name, count), first_dim in pairs if name in owned)
+
+
 def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[str]]:
     """Per kind, the parameters whose state its segments pay for.
 
@@ -474,46 +377,3 @@ def _counted_parameters(graph: OpGraph, *, is_cut: bool) -> dict[int, frozenset[
         found[kind] = frozenset(segment.parameters) - (frozenset() if is_cut else seen)
         seen.update(segment.parameters)
     return found
-
-
-def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Per boundary: the values that cross it."""
-    specs, invariant = graph.specs(), invariant_values(graph)
-    return tuple(
-        tuple(specs[name] for name in crossing_values(graph, index, invariant=invariant))
-        for index in range(1, len(graph.segments))
-    )
-
-
-def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
-    """Per boundary between neighbouring segments, whether the pipeline may be cut there.
-
-    The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
-    passes between them was not traced.
-    """
-    own_outputs = set(graph.model_outputs) or {graph.loss}
-    first_made = next((i for i, op in enumerate(graph.ops) if op.name in own_outputs), len(graph.ops))
-    is_cuttable = not graph.is_module_level
-    return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
-
-
-def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
-    """What a rank sends of a value."""
-    return local_spec(spec, layout, degree) if can_shard(spec, layout, degree) and spec.is_float else spec
-
-
-def tied_elements(graph: OpGraph) -> tuple[int, ...]:
-    """Of each weight that segments of several kinds read: its elements."""
-    readers: dict[str, int] = {}
-    for segment in graph.first_of_kind().values():
-        for name in segment.parameters:
-            readers[name] = readers.get(name, 0) + 1
-    return tuple(p.spec.n_elements(1) for p in graph.parameters if p.is_trainable and readers.get(p.name, 0) > 1)
-
-
-def tied_weight_bytes(tied: tuple[int, ...], mesh: Mesh, precision: str) -> int:
-    """Gradients of weights of so many elements, as a rank sums them between the first and the last stage."""
-    if mesh.pp == 1:
-        return 0
-    master_bytes = element_bytes(precision).master
-    return sum(n * master_bytes // (mesh.tp * mesh.zero_shard_degree) for n in tied)

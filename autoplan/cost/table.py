@@ -95,6 +95,8 @@ class CostTable:
         workspace_bytes: what libraries allocate once.
         message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
         action_s: what a rank waits for its host in every action of the pipeline, beside its segments; 0 without one.
+        batch_copy_s: copying the batch of one step to a device, beside the step before it; a step is never shorter.
+        batch_bytes: of the batches that lie on a device while a step runs.
     """
 
     mesh: Mesh
@@ -115,10 +117,17 @@ class CostTable:
     workspace_bytes: int = 0
     message_bytes: tuple[int, ...] = ()
     action_s: float = 0.0
+    batch_copy_s: float = 0.0
+    batch_bytes: int = 0
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""
         return self.rank_tables[rank] if self.rank_tables else self
+
+    @property
+    def constant_bytes(self) -> int:
+        """What every rank has allocated all step, whatever its segments."""
+        return self.workspace_bytes + self.batch_bytes
 
     @property
     def overlap_extra(self) -> float:

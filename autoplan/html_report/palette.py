@@ -61,6 +61,7 @@ BREAKDOWN_SERIES: Mapping[str, int] = {
     "bubble_s": 5,
     "launch_s": 6,
     "optimizer_s": 7,
+    "exposed_batch_copy_s": 5,
 }
 WAITING = 5
 

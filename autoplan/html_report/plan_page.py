@@ -33,8 +33,9 @@ from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
+from autoplan.plain_text import rate_text
 from autoplan.questions import SensitivityRow
-from autoplan.report import describe_mesh, fix_text, plan_rows, rate_text, shortage_text, tightest_bytes
+from autoplan.report import describe_mesh, fix_text, plan_rows, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_usd
 

@@ -17,7 +17,8 @@ from autoplan.html_report.charts import (
 from autoplan.html_report.palette import BREAKDOWN_SERIES, WAITING
 from autoplan.html_report.scales import time_unit_s
 from autoplan.html_report.svg import Chart
-from autoplan.report import BREAKDOWN_LABELS, rate_text
+from autoplan.plain_text import rate_text
+from autoplan.report import BREAKDOWN_LABELS
 from autoplan.units import format_seconds, format_usd
 from autoplan.what_if.rows import AXES, SHARES, WhatIfRow, fastest, pace, point_name, varying
 

@@ -57,7 +57,8 @@ class Box:
 def timeline_chart(events: Iterable[TimelineEvent], *, step_s: float) -> Chart:
     """What each pipeline rank does in the predicted step: computation above, communication and transfers below it."""
     rows: dict[tuple[int, str], list[Box]] = {}
-    for event in sorted(events, key=lambda event: (event.rank, event.start_s)):
+    shown = (event for event in events if event.stream != "copy")  # of the next batch, beside all else
+    for event in sorted(shown, key=lambda event: (event.rank, event.start_s)):
         stream = event.stream if event.stream in _STREAMS else "transfer"
         rows.setdefault((event.rank, stream), []).append(_box(event, stream))
     n_ranks = 1 + max((rank for rank, _ in rows), default=-1)

@@ -1,7 +1,8 @@
 """The program: measures what measurement.json lists, one line of JSON per result.
 
-Lines are appended as soon as they are there; what the file already holds for the same device, torch and driver is not
-measured again. A user's own block that cannot be measured by itself leaves a line that says why.
+Lines are appended as soon as they are there; what the file, or the cache of earlier runs, already holds for the same
+device, torch and driver is not measured again. A user's own block that cannot be measured by itself leaves a line that
+says why.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +26,8 @@ from .generated import Compile, generated_builder
 from .memory import memory_of, n_more_copies
 from .optimizer import measure_optimizer
 from .own import OwnModel
+from .progress import Progress
+from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OWN, ResultCache, Row, key_of, read_results
 from .stand_ins import replace_collectives
 from .timing import Call, Clock, Round, copies_s, round_times
 from .values import DTYPES
@@ -31,8 +36,6 @@ SCHEMA_VERSION = 1
 SECONDS = 0.35
 BACKEND = "inductor"
 MAX_SPREAD = 0.10
-OWN, GENERATED = "own", "generated"  # whose module it is
-MEMORY_FORMATS = CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +120,6 @@ def _driver() -> str:
     return done.stdout.split("\n")[0].strip()
 
 
-def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What identifies a result."""
-    names = ("what", "content", "assignment", "tp", "micro_batch_size", "precision", "device", "torch", "driver")
-    ways = bool(row.get("compiled")), row.get("memory_format", CONTIGUOUS)
-    return (*(row.get(name) for name in names), *ways, row.get("module", GENERATED))
-
-
-def read_results(path: Path) -> set[tuple[Any, ...]]:
-    """The keys of the results that a file holds; a last line that was cut off is removed."""
-    if not path.exists():
-        return set()
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return {key_of(json.loads(line)) for line in whole.splitlines()}
-
-
 def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(fields that identify it, region) of everything to measure: optimizer, eager, compiled."""
     common = {"schema_version": SCHEMA_VERSION, "model": plan["model"], "precision": plan["precision"]}
@@ -151,8 +136,16 @@ def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
                     yield {**common, **described, "module": module, "micro_batch_size": batch_size}, region
 
 
-def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = SECONDS, backend: str = BACKEND) -> None:
-    """Measure everything that `out` does not hold yet; `backend` is that of torch.compile."""
+def measure(
+    folder: Path,
+    out: Path,
+    device: torch.device,
+    *,
+    seconds: float = SECONDS,
+    backend: str = BACKEND,
+    cache: Path | None = None,
+) -> None:
+    """Measure everything that neither `out` nor `cache` holds yet; `backend` is that of torch.compile."""
     plan = json.loads((folder / "measurement.json").read_text())
     found = environment(device)
     if plan["device"].lower() != found["device"].lower():
@@ -162,19 +155,55 @@ def measure(folder: Path, out: Path, device: torch.device, *, seconds: float = S
         )
     if plan["has_own_ops"]:
         importlib.import_module("model")
+    earlier = _result_cache(cache, plan, folder, seconds=seconds, backend=backend)
     run = _measuring(plan, Clock(device, seconds), backend)
-    done, everything = read_results(out), list(tasks(plan))
     torch.manual_seed(0)
-    with out.open("a") as file:
-        for number, (row, region) in enumerate(everything, 1):
-            row |= found
-            is_known = key_of(row) in done
-            if not is_known:
-                row |= _measured(row, region, run)
-                done.add(key_of(row))
-                file.write(json.dumps(row) + "\n")
+    with closing(earlier), out.open("a") as file:
+        for line in _measure_all([(row | found, region) for row, region in tasks(plan)], out, run, earlier):
+            if line.row is not None:
+                file.write(json.dumps(line.row) + "\n")
                 file.flush()
-            _show(f"[{number}/{len(everything)}] {_described(row)}: {'known' if is_known else _result(row)}")
+            _show(line.told)
+    if earlier.trouble:
+        _show(f"measure: {earlier.trouble}")
+
+
+class _Line(NamedTuple):
+    """A new line of the results, if there is one, and what is told of it."""
+
+    row: Row | None
+    told: str
+
+
+def _measure_all(
+    everything: list[tuple[Row, dict[str, Any]]], out: Path, run: Measuring, earlier: ResultCache
+) -> Iterator[_Line]:
+    """The lines of all tasks, in order: those that `out` holds, those of earlier runs, and new ones."""
+    done = read_results(out)
+    figures = {key_of(task): earlier.find(task) for task, _ in everything if key_of(task) not in done}
+    progress = Progress(len(everything), [task for task, _ in everything if figures.get(key_of(task), task) is None])
+    for task, region in everything:
+        key = key_of(task)
+        if key in done:
+            yield _Line(None, progress.known(task, "known"))
+            continue
+        done.add(key)
+        if (known := figures[key]) is not None:
+            yield _Line(task | known, progress.known(task, "known from an earlier run"))
+            continue
+        start_s = time.perf_counter()
+        row = task | _measured(task, region, run)
+        earlier.keep(row)
+        yield _Line(row, progress.measured(row, seconds=time.perf_counter() - start_s))
+
+
+def _result_cache(
+    path: Path | None, plan: dict[str, Any], folder: Path, *, seconds: float, backend: str
+) -> ResultCache:
+    model = folder / "model.py"
+    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": backend}
+    text = model.read_text() if model.exists() else ""
+    return ResultCache(path, measured_with=measured_with, model_text=text, has_own_ops=plan["has_own_ops"])
 
 
 def _measuring(plan: dict[str, Any], clock: Clock, backend: str) -> Measuring:
@@ -214,25 +243,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _described(row: dict[str, Any]) -> str:
-    if row["what"] == "optimizer":
-        return "optimizer"
-    boundary = f" {row['boundary']}" if row["boundary"] else ""
-    way = ", compiled" if row["compiled"] else ""
-    way += f", {row['memory_format']}" if row["memory_format"] != CONTIGUOUS else ""
-    way += ", own module" if row["module"] == OWN else ""
-    return f"{row['segment']}, tp {row['tp']}{boundary}, micro-batch {row['micro_batch_size']}{way}"
-
-
-def _result(row: dict[str, Any]) -> str:
-    if row["status"] not in ("measured", "noisy"):
-        return f"{row['status']} {row.get('why', '')}".strip()
-    if row["what"] == "optimizer":
-        return f"{row['per_element_s'] * 1e12:.2f} ps per element"
-    times = f"forward {row['forward_s'] * 1e3:.3f} ms, backward {row['backward_s'] * 1e3:.3f} ms"
-    return times + (" (noisy)" if row["status"] == "noisy" else "")
-
-
 def _show(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
@@ -245,7 +255,9 @@ def main(folder: Path, arguments: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("measured.json"))
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--backend", default=BACKEND, help="Of torch.compile.")
+    parser.add_argument("--cache", type=Path, help="SQLite file of what earlier runs measured, of any model.")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("measure: found no CUDA device\n  expected: one GPU of the target\n  fix: run on it, or --device cpu")
-    measure(folder, given.out, torch.device(given.device), seconds=given.seconds, backend=given.backend)
+    options = {"seconds": given.seconds, "backend": given.backend, "cache": given.cache}
+    measure(folder, given.out, torch.device(given.device), **options)

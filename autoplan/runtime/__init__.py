@@ -6,7 +6,8 @@ It is copied as it stands into the folder of a program.
     weights, construction  parameters under the user's names, each rank's part of them
     collectives            tensor-parallel conversions with their gradients
     experts, random        what else generated code calls
-    chunked_loss, memory_format, recompute, zero, pipeline, gradients, batch_norm, loss_average, unused
+    chunked_loss, memory_format, recompute, zero, grad_compression, pipeline, gradients, batch_norm, loss_average,
+    unused
     parallel               ParallelModel: all of it in order, and one optimizer step
     checkpoint*, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come

@@ -101,7 +101,7 @@ def deferred_linear(
 ) -> torch.Tensor:
     """`F.linear`, whose result is computed by whoever reads it: by cross-entropy `slice_rows` rows at a time.
 
-    `is_compiled`: torch.compile makes one function of the loss of a slice, unless that is split over ranks.
+    `is_compiled`: torch.compile makes one function of the loss of a slice.
     """
     return DeferredProduct(_Product(x, weight, bias, slice_rows, is_compiled, x.dtype))
 
@@ -231,14 +231,7 @@ def _split_cross_entropy(
 ) -> torch.Tensor | None:
     """`vocab_parallel_cross_entropy`."""
     x = deferred.product.x
-    loss_of = functools.partial(
-        vocab_parallel_cross_entropy,
-        tp=tp,
-        reduction="sum",
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        n_classes=n_classes,
-    )
+    loss_of = _split_slice_loss(deferred.product.is_compiled, tp, ignore_index, label_smoothing, n_classes)
     product = replace(deferred.product, x=x.reshape(-1, x.shape[-1]))
     return _chunked(product, targets.reshape(-1), loss_of, ignore_index=ignore_index, reduction=reduction)
 
@@ -281,6 +274,26 @@ def _slice_loss(is_compiled: bool, ignore_index: int, label_smoothing: float) ->
         precise = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(
             precise, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
+
+    return torch.compile(loss_of, dynamic=False) if is_compiled else loss_of
+
+
+@functools.cache
+def _split_slice_loss(
+    is_compiled: bool, tp: ProcessGroup | None, ignore_index: int, label_smoothing: float, n_classes: int | None
+) -> SliceLoss:
+    """Likewise, of logits that are split over the ranks of `tp`."""
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_cross_entropy(
+            logits,
+            targets,
+            tp,
+            reduction="sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            n_classes=n_classes,
         )
 
     return torch.compile(loss_of, dynamic=False) if is_compiled else loss_of

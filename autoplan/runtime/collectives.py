@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .random import rank_attention
+from .memory_format import CHANNELS_BEHIND, CHANNELS_IN_FRONT, is_channels_last, plainly_channels_last
 
 # torch 2.13 renamed these two; 2.11 has the old names only.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -184,43 +184,6 @@ def vocab_parallel_cross_entropy(
     return losses.sum() / (flat_targets != ignore_index).sum()
 
 
-# ------------------------------------------------------------------ attention
-
-
-def grouped_attention_of_rank(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tp: ProcessGroup | None,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Attention of this rank's query heads, which read the key and value heads of their groups.
-
-    query: [batch, heads / tp, ...], key, value: [batch, key heads, ...], whole on every rank. Query head h reads key
-    head h // (heads / key heads). The gradients of key and value are this rank's share of them. Dropout differs on each
-    rank.
-    """
-    n_ranks, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
-    n_local = query.shape[1]
-    n_per_key_head = n_local * n_ranks // key.shape[1]
-    first, last = rank * n_local // n_per_key_head, ((rank + 1) * n_local - 1) // n_per_key_head
-    return rank_attention(
-        query,
-        key[:, first : last + 1],
-        value[:, first : last + 1],
-        tp=tp,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=n_local > last + 1 - first,
-    )
-
-
 class _CrossEntropy(torch.autograd.Function):
     """Loss per row; see `vocab_parallel_cross_entropy`."""
 
@@ -307,11 +270,12 @@ class _Convert(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, forward_move: Movement, backward_move: Movement, *where: Any
     ) -> torch.Tensor:
         ctx.backward_move, ctx.where = backward_move, where
-        return _fresh(forward_move(x, _Layout(*where)))
+        return _fresh(_in_its_order(forward_move, x, _Layout(*where)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.backward_move(gradient, _Layout(*ctx.where)), None, None, None, None, None, None
+        moved = _in_its_order(ctx.backward_move, gradient, _Layout(*ctx.where))
+        return moved, None, None, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -320,11 +284,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> torch.Tensor:
         ctx.from_dim, ctx.to_dim, ctx.tp = from_dim, to_dim, tp
-        return _fresh(_exchange(x, from_dim, to_dim, tp))
+        return _fresh(_exchange_in_its_order(x, from_dim, to_dim, tp))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _exchange(gradient, ctx.to_dim, ctx.from_dim, ctx.tp), None, None, None
+        return _exchange_in_its_order(gradient, ctx.to_dim, ctx.from_dim, ctx.tp), None, None, None
 
 
 def _convert(
@@ -351,6 +315,14 @@ def _fresh(x: torch.Tensor) -> torch.Tensor:
     torch.compile in 2.11 gives zero gradients to a Function whose result was written in place by a collective.
     """
     return x.clone() if torch.compiler.is_compiling() else x
+
+
+def _in_its_order(move: Movement, x: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    """What a movement makes of `x`, in the order in which `x` lies in memory, which is the same on all ranks."""
+    if not is_channels_last(x):
+        return move(x, layout)
+    behind = layout._replace(dim=CHANNELS_BEHIND.index(layout.dim))
+    return move(plainly_channels_last(x).permute(CHANNELS_BEHIND), behind).permute(CHANNELS_IN_FRONT)
 
 
 def _is_alone(tp: ProcessGroup | None) -> bool:
@@ -416,3 +388,10 @@ def _exchange(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> 
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=tp)
     return incoming.movedim(0, from_dim).flatten(from_dim, from_dim + 1).contiguous()
+
+
+def _exchange_in_its_order(x: torch.Tensor, from_dim: int, to_dim: int, tp: ProcessGroup) -> torch.Tensor:
+    if not is_channels_last(x):
+        return _exchange(x, from_dim, to_dim, tp)
+    dims = CHANNELS_BEHIND.index(from_dim), CHANNELS_BEHIND.index(to_dim)
+    return _exchange(plainly_channels_last(x).permute(CHANNELS_BEHIND), *dims, tp).permute(CHANNELS_IN_FRONT)

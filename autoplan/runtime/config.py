@@ -14,6 +14,7 @@ SPLIT_SCHEDULES = ("zero_bubble_v",)
 MAX_SPLIT_ZERO_STAGE = 2
 BATCH_NORMS = ("local", "synchronized")
 MEMORY_FORMATS = ("contiguous", "channels_last")
+GRAD_COMPRESSIONS = ("none", "bf16", "powersgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Config:
             otherwise it is the mean over micro-batches of their losses.
         chunked_head: the module whose product is computed together with the loss, in slices of `loss_slice_rows` rows;
             generated stages say so themselves.
+        grad_compression: how gradients are made smaller for their reduction: "none", "bf16" or "powersgd"; see the
+            module of that name. `powersgd_rank` is that of P and Q, `powersgd_start_step` the first step with them.
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
@@ -57,6 +60,9 @@ class Config:
     ignored_target: int | None = None
     chunked_head: str = ""
     loss_slice_rows: int = 0
+    grad_compression: str = "none"
+    powersgd_rank: int = 0
+    powersgd_start_step: int = 0
     recompute: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     computes_in_float32: bool = False
@@ -82,6 +88,24 @@ class Config:
         if self.splits_backward and (self.recompute or self.compile):
             found = f"recompute: found {self.recompute}" if self.recompute else "compile: found True"
             raise ValueError(f"{found}, expected none with schedule {self.schedule!r}, whose backward pass is split")
+
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        name = self.grad_compression
+        if name not in GRAD_COMPRESSIONS:
+            raise ValueError(f"grad_compression: found {name!r}, expected one of {', '.join(GRAD_COMPRESSIONS)}")
+        if name != "none" and self.zero_shard_degree not in (1, self.dp):
+            raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected {self.dp} with {name}")
+        if name == "powersgd":
+            if self.zero_stage != 0:
+                raise ValueError(f"zero_stage: found {self.zero_stage}, expected 0 with grad_compression powersgd")
+            if self.precision == "fp16":
+                raise ValueError("precision: found fp16, expected another with grad_compression powersgd")
+            if self.powersgd_rank < 1:
+                raise ValueError(f"powersgd_rank: found {self.powersgd_rank}, expected 1 or more")
+            if self.powersgd_start_step < 2:
+                raise ValueError(f"powersgd_start_step: found {self.powersgd_start_step}, expected 2 or more")
 
     @property
     def n_ranks(self) -> int:

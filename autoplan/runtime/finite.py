@@ -1,8 +1,14 @@
-"""A loss or gradients that are not finite stop the run before the update, while the parameters are still good."""
+"""A loss or gradients that are not finite stop the run, and change no parameter.
+
+optimizer in one kernel    update, which the device leaves out if it must | look     the host is not waited for
+another optimizer          look | update
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +17,32 @@ import torch.distributed as dist
 from .mesh import RankMesh
 
 
+@contextmanager
+def finite_update(
+    optimizer: torch.optim.Optimizer, sums: torch.Tensor, own: torch.Tensor, *, step: int, mesh: RankMesh
+) -> Iterator[None]:
+    """Around an update that changes nothing if `sums` are not finite; see `check_finite`.
+
+    Optimizers in one kernel read `found_inf` on the device, as they do for torch's `GradScaler`. So the host hands them
+    their work while the device still computes gradients, rather than after it has looked at them.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        check_finite(sums, own, step=step, mesh=mesh)
+        yield
+        return
+    told: Any = optimizer
+    told.grad_scale, told.found_inf = None, (~torch.isfinite(sums).all()).float()
+    try:
+        yield
+    finally:
+        del told.grad_scale, told.found_inf
+    check_finite(sums, own, step=step, mesh=mesh)
+
+
 def check_finite(sums: torch.Tensor, own: torch.Tensor, *, step: int, mesh: RankMesh) -> None:
     """Look at [loss, squared norm of the gradients, ..]: `sums` of all ranks, `own` of this one.
 
-    All ranks must call it. Waits for the device, which the update then follows at once.
+    All ranks must call it. Waits for the device.
 
     Raises: FloatingPointError on every rank, naming the ranks on which it began.
     """

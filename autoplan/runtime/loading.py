@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -119,20 +120,39 @@ class TrainingData:
 
 
 def training_data(
-    model_file: Any, *, config: Config, dp_rank: int, device: torch.device, seed: int, **reading: Any
+    model_file: Any,
+    *,
+    config: Config,
+    dp_rank: int,
+    device: torch.device,
+    seed: int,
+    n_different: int | None = None,
+    **reading: Any,
 ) -> TrainingData:
     """The batches of the model file's `build_dataset`, or random ones of its `make_batch`.
 
-    `reading` has further fields of `Reading`. A function `collate(samples)` in the model file replaces torch's.
+    With `n_different` they are so many batches of `make_batch`, again and again, so that a step is timed without what
+    it takes to draw or read a batch. `reading` has further fields of `Reading`. A function `collate(samples)` in the
+    model file replaces torch's.
+
+    Raises: ValueError when `n_different` is below 1, or a dataset is none.
     """
-    if not hasattr(model_file, "build_dataset"):
-        return TrainingData(
-            lambda start: synthetic_batches(
-                model_file.make_batch, config=config, dp_rank=dp_rank, seed=seed, start=start
-            ),
-            device=torch.device("cpu"),
-        )
-    return _dataset_data(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
+    if n_different is not None and n_different < 1:
+        raise ValueError(f"--repeat-batches: found {n_different}, expected 1 or more\n  fix: leave it out for new ones")
+    if n_different is None and hasattr(model_file, "build_dataset"):
+        return _dataset_data(model_file, "build_dataset", config, dp_rank, device, seed=seed, **reading)
+    draw = partial(
+        synthetic_batches,
+        model_file.make_batch,
+        config=config,
+        dp_rank=dp_rank,
+        seed=seed,
+        pins=device.type == "cuda",
+    )
+    if n_different is None:
+        return TrainingData(lambda start: draw(start=start), device=device)
+    drawn = list(islice(draw(), n_different))
+    return TrainingData(lambda start: repeated_batches(drawn, config, start), device=device)
 
 
 def evaluation_data(
@@ -171,13 +191,27 @@ def _is_map_style(dataset: Any) -> bool:
 
 
 def synthetic_batches(
-    make_batch: Callable[[int], Batch], *, config: Config, dp_rank: int, seed: int, start: Position = Position()
+    make_batch: Callable[[int], Batch],
+    *,
+    config: Config,
+    dp_rank: int,
+    seed: int,
+    pins: bool = False,
+    start: Position = Position(),
 ) -> Stream:
     """Batches drawn anew for each step; there is one epoch."""
     size = config.global_batch_size
     for step in count(start.n_samples // size):
         batch = global_batch(make_batch, batch_size=size, seed=seed, step=step)
-        yield local_batch(batch, config=config, dp_rank=dp_rank), Position(0, (step + 1) * size)
+        own: Any = local_batch(batch, config=config, dp_rank=dp_rank)
+        yield map_tensors(torch.Tensor.pin_memory, own) if pins else own, Position(0, (step + 1) * size)
+
+
+def repeated_batches(drawn: Sequence[tuple[Batch, Position]], config: Config, start: Position) -> Stream:
+    """The same few batches again and again."""
+    size = config.global_batch_size
+    for step in count(start.n_samples // size):
+        yield drawn[step % len(drawn)][0], Position(0, (step + 1) * size)
 
 
 def map_style_batches(dataset: Dataset[Any], reading: Reading, start: Position = Position()) -> Stream:

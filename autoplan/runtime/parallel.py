@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
-from .finite import check_finite
+from .finite import finite_update
 from .gradients import (
     NamedParameter,
     TiedWeight,
@@ -114,7 +115,7 @@ class ParallelModel(nn.Module):
                 apply_recompute(stage, config.recompute)
                 apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
                 stage.to(mesh.device)
-                take_images(stage, config.memory_format)
+                take_images(stage, config.memory_format, blocks=blocks)
         if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
@@ -164,12 +165,14 @@ class ParallelModel(nn.Module):
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
         with torch.profiler.record_function(OPTIMIZER_MARK):
             sum_tied_gradients(self._tied)
-            loss = self._reduce_loss_and_norm(local_loss)
+            sums, own = self._reduce_loss_and_norm(local_loss)
+            loss = sums[0] / self._scale
             self.was_updated = self._unscale_gradients()
             if self.was_updated:
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
-                self.optimizer.step()
+                with self._checked(sums, own):
+                    self.optimizer.step()
                 if self.scheduler is not None:
                     self.scheduler.step()
         self.n_steps += 1
@@ -369,8 +372,14 @@ class ParallelModel(nn.Module):
             loss = weigh(loss, targets, ignored=self.config.ignored_target, mean=self._mean_count)
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
-    def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> torch.Tensor:
-        """The global mean loss, and `grad_norm`, by one all-reduce over all ranks."""
+    def _checked(self, sums: torch.Tensor, own: torch.Tensor) -> AbstractContextManager[None]:
+        """Around an update: without a loss scale, which deals with it, figures that are not finite end the run."""
+        if self.loss_scale is not None:
+            return nullcontext()
+        return finite_update(self.optimizer, sums, own, step=self.n_steps, mesh=self.mesh)
+
+    def _reduce_loss_and_norm(self, local_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[global mean loss, squared norm of gradients, ranks told to stop], and this rank's part; sets `grad_norm`."""
         loss_share = self._share(local_loss)
         told = torch.full_like(loss_share, float(self.is_told_to_stop))
         own = torch.stack([loss_share, squared_norm_share(self._parameters_of_rank, self.mesh.device), told])
@@ -378,10 +387,8 @@ class ParallelModel(nn.Module):
         if self.config.n_ranks > 1:
             dist.all_reduce(sums)
         self._n_told = sums[2]
-        if self.loss_scale is None:  # which deals with it
-            check_finite(sums, own, step=self.n_steps, mesh=self.mesh)
         self.grad_norm = sums[1].sqrt() / self._scale
-        return sums[0] / self._scale
+        return sums, own
 
     def _share(self, local_loss: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the global mean loss."""

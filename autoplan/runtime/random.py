@@ -41,6 +41,40 @@ def rank_attention(
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+def grouped_attention_of_rank(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tp: ProcessGroup | None,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's query heads, which read the key and value heads of their groups.
+
+    query: [batch, heads / tp, ...], key, value: [batch, key heads, ...], whole on every rank. Query head h reads key
+    head h // (heads / key heads). The gradients of key and value are this rank's share of them. Dropout differs on each
+    rank.
+    """
+    n_ranks, rank = (1, 0) if tp is None else (tp.size(), tp.rank())
+    n_local = query.shape[1]
+    n_per_key_head = n_local * n_ranks // key.shape[1]
+    first, last = rank * n_local // n_per_key_head, ((rank + 1) * n_local - 1) // n_per_key_head
+    return rank_attention(
+        query,
+        key[:, first : last + 1],
+        value[:, first : last + 1],
+        tp=tp,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=n_local > last + 1 - first,
+    )
+
+
 @contextmanager
 def _numbers_of_rank(device: torch.device, rank: int) -> Iterator[None]:
     """Inside, the default generator of the device gives this rank's numbers; after, it has advanced as on all ranks."""

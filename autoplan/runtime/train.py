@@ -87,9 +87,10 @@ def timed_step(
     data_wait_s: float = 0.0,
     workload: Workload = UNKNOWN_WORKLOAD,
 ) -> StepRecord:
-    """Run one optimizer step and measure it; waits for the device."""
+    """Run one optimizer step and measure it; waits for the device, at the end also for the copy of the next batch."""
     device, learning_rate = model.mesh.device, model.learning_rate
-    _wait_for(device)
+    if device.type == "cuda":  # not for other streams: the next batch is copied beside the step
+        torch.cuda.current_stream(device).synchronize()
     start_s = time.perf_counter()
     loss = model.step(batch)
     _wait_for(device)

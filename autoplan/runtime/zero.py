@@ -9,6 +9,7 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
     3       in every forward and in every backward       reduce-scattered in every micro-batch
 
 - Stage 0 is stage 1 with a shard degree of 1: nothing is divided, one all-reduce.
+- What is sent of gradients, `grad_compression` may make smaller.
 - Until they are reduced, gradients of stages 0 and 1 are kept whole, in the dtype of the reduction (float32 for 16-bit
   compute) once a second micro-batch has to be added.
 - With replicas (shard degree below dp) the all-reduce over replicas happens in the last micro-batch only.
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .config import Config
+from .grad_compression import compress_reductions, sharded_axes
 
 
 def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> None:
@@ -45,12 +47,14 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
         _cast_buffers(root, config.compute_dtype)
     _leave_cudnn_out_of_rnns(root)
+    axes = sharded_axes(mesh, config)
     innermost_first = sorted(blocks, key=lambda name: -name.count("."))
     for block in [root.get_submodule(name) for name in innermost_first]:
         if any(True for _ in block.parameters()) and not _shares_parameters(block, root):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.zero_stage == 3)
+            fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=config.zero_stage == 3)
     # None: free the group of the rest after backward, not between forward and backward.
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
+    fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
+    compress_reductions(root, mesh=mesh, config=config)
 
 
 def free_reduced_gradients(root: nn.Module) -> None:

@@ -46,7 +46,7 @@ def step_bound_s(table: CostTable) -> float:
     communication_s = gathers_s * (2 * n if table.gathers_per_micro_batch else 1)
     communication_s += reduces_s * (n if table.reduces_per_micro_batch else 1)
     bound_s = _whole_bound_s if table.mesh.pp == 1 else _pipeline_bound_s
-    return table.per_step_s + bound_s(table, communication_s=communication_s)
+    return max(table.batch_copy_s, table.per_step_s + bound_s(table, communication_s=communication_s))
 
 
 def _whole_bound_s(table: CostTable, *, communication_s: float) -> float:
@@ -141,7 +141,7 @@ def memory_room_bytes(table: CostTable, *, stages: Iterable[int] = ()) -> float:
     """
     allocated_bytes = (table.memory_limit_bytes - table.reserved_fixed_bytes) / table.reserved_ratio
     least = sum(_least_buffer_bytes(table, stage) for stage in stages)
-    return allocated_bytes - table.workspace_bytes - least
+    return allocated_bytes - table.constant_bytes - least
 
 
 def _least_buffer_bytes(table: CostTable, stage: int) -> int:
@@ -191,7 +191,7 @@ def shortfall_bytes(table: CostTable) -> int:
     if leaves_all_gradients(table):
         average = max(average, _total(table, partial(after_pass_bytes, table)) / mesh.pp)
     buffers = min(_least_buffer_bytes(table, stage) for stage in (0, mesh.n_stages - 1))
-    allocated = max(average, largest) + table.workspace_bytes + buffers
+    allocated = max(average, largest) + table.constant_bytes + buffers
     return max(0, math.floor(allocated * table.reserved_ratio + table.reserved_fixed_bytes) - table.memory_limit_bytes)
 
 

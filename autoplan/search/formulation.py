@@ -16,6 +16,7 @@ Run k has L_k pieces (see `plans`). Variables, for each stage s:
     transfers                  cut_s >= transfer at the boundary after s                    `add_cuts`
     paths bound the step       T >= sum counts x times + left + optimizer + per_step_s      `add_path`
     one rank alone             T >= all its communication, and all its compute, once        `_add_totals`
+    batches are copied         T >= batch_copy_s                                            `formulate`
     memory of each rank        state + gathered + gradients + (saved + sent) x in flight + working <= room,
                                at each moment of its schedule that may be the peak          `add_memory`
 
@@ -49,7 +50,8 @@ def formulate(
     """
     form = Formulation(table, runs_of(table), shape.ranks, unit_s=max(step_bound_s(table), 1e-12) / UNITS_PER_BOUND)
     form.one = form.model.add_column("one", lower=1.0, upper=1.0)
-    form.total = form.model.add_column("T", cost=0.0 if measures_shortfall else 1.0, upper=INFINITY)
+    copy = table.batch_copy_s / form.unit_s
+    form.total = form.model.add_column("T", cost=0.0 if measures_shortfall else 1.0, lower=copy, upper=INFINITY)
     if measures_shortfall:
         form.shortfall = form.model.add_column("shortfall", cost=1.0, upper=INFINITY)
     _add_counts(form, recompute)

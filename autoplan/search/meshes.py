@@ -7,6 +7,7 @@ A mesh is in the space when all of this holds:
     tp within one host                                          unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
+    compressed gradients: dp above 1; shards over all of dp; PowerSGD with zero_stage 0
     zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed, nothing compiled
 
 Each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage 0;
@@ -135,11 +136,12 @@ def _meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
 def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, dp) that use exactly `n_devices`."""
     fix = {name: fixed_int(options, name) for name in ("tp", "pp", "dp")}
+    fewest = 1 if fixed(options, "grad_compression") in (None, "none") else 2
     for tp in legal_tensor_degrees(space, options):
         for pp in divisors(n_devices // tp) if n_devices % tp == 0 else ():
             dp = n_devices // tp // pp
             allowed = all(fix[name] in (None, degree) for name, degree in (("tp", tp), ("pp", pp), ("dp", dp)))
-            if allowed and pp <= space.n_pieces and space.global_batch % dp == 0:
+            if allowed and dp >= fewest and pp <= space.n_pieces and space.global_batch % dp == 0:
                 yield tp, pp, dp
 
 
@@ -191,9 +193,11 @@ def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compil
 
 def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:
     """Divisors of one rank's share of the batch, up to the largest allowed; exactly the fixed one if it is fixed."""
-    wanted = fixed_int(options, "micro_batch")
-    largest = options.max_micro_batch_size if wanted is None else wanted
-    return tuple(size for size in divisors(space.global_batch // dp) if size <= largest and wanted in (None, size))
+    sizes = divisors(space.global_batch // dp)
+    wanted, largest = fixed_int(options, "micro_batch"), options.max_micro_batch_size
+    if wanted is not None:
+        return tuple(size for size in sizes if size == wanted)
+    return tuple(size for size in sizes if largest is None or size <= largest)
 
 
 def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
@@ -202,8 +206,23 @@ def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> t
     in_host = max(1, space.n_devices_per_host // tp)
     shard_degrees = (dp, in_host) if 1 < in_host < dp and dp % in_host == 0 else (dp,)
     choices = [(s, d) for s in sorted(stages) for d in ((1,) if s == 0 else shard_degrees)]
-    zero, shard = fixed_int(options, "zero"), fixed_int(options, "shard")
-    return tuple((s, d) for s, d in choices if zero in (None, s) and shard in (None, d))
+    zero, shard, compression = (
+        fixed_int(options, "zero"),
+        fixed_int(options, "shard"),
+        fixed(options, "grad_compression"),
+    )
+    return tuple(
+        (s, d)
+        for s, d in choices
+        if zero in (None, s) and shard in (None, d) and compresses(compression, zero_stage=s, shard_degree=d, dp=dp)
+    )
+
+
+def compresses(compression: str | None, *, zero_stage: int, shard_degree: int, dp: int) -> bool:
+    """Whether gradients can be compressed so: by PowerSGD where all ranks have all of them, else in one collective."""
+    if compression in (None, "none"):
+        return True
+    return zero_stage == 0 if compression == "powersgd" else shard_degree in (1, dp)
 
 
 def _schedule_choices(
@@ -232,13 +251,14 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
     legal_tp = legal_tensor_degrees(space, replace(options, fix=()))
     tp_line = f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
+    largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
         + "".join(f"  {line}\n" for line in _near_lines(space, options))
         + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
         + (tp_line if fixed(options, "tp") is None else "")
         + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
-        f"  legal micro-batch: divisors of global batch / dp up to {options.max_micro_batch_size}\n"
+        f"  legal micro-batch: divisors of global batch / dp{largest}\n"
         "  legal zero: 0 when dp = 1\n"
         f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     )

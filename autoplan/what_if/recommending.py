@@ -23,7 +23,7 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
 from autoplan.hardware_cluster import load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import count
+from autoplan.plain_text import count
 from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, format_seconds, format_usd, parse_quantity
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
-from autoplan.report import count
+from autoplan.plain_text import count
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import BILLION, SECONDS_PER_HOUR
 from autoplan.what_if.conditions import Loading, Reliability, WallTime, wall_time
@@ -29,6 +29,7 @@ SHARES = (
     "bubble",
     "optimizer",
     "launch",
+    "exposed_batch_copy",
     "stragglers",
     "loading",
     "checkpoints",

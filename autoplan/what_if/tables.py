@@ -12,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import WIDTH, count, rate_text, text_table
+from autoplan.plain_text import WIDTH, count, rate_text, text_table
 from autoplan.units import GB, MILLION, SECONDS_PER_HOUR, THOUSAND, format_seconds, format_usd
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.rows import (

@@ -1,0 +1,93 @@
+"""What passes over the boundaries between segments: where a pipeline may be cut, bytes and seconds, tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from autoplan.cost.collectives import Group, send_s
+from autoplan.cost.parameters import element_bytes
+from autoplan.graph import OpGraph, TensorSpec, crossing_values, invariant_values
+from autoplan.hardware import HardwareProfile
+from autoplan.layout import Layout, can_shard, local_spec, parse_layout
+from autoplan.parallel_plan import Mesh
+
+Cuts = tuple[float | None, ...]  # as in `CostTable`
+
+
+def make_cuts_pricer(
+    graph: OpGraph, profile: HardwareProfile, precision: str
+) -> Callable[[int, str, int, Group], tuple[Cuts, tuple[int, ...]]]:
+    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and bytes; 0 where none may."""
+    boundary_bytes = make_boundary_sizer(graph, precision)
+
+    @cache
+    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
+        sizes = boundary_bytes(tp, sharding, micro_batch_size)
+        allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
+        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in allowed}
+        return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
+
+    return cuts
+
+
+def make_boundary_sizer(graph: OpGraph, precision: str) -> Callable[[int, str, int], tuple[int | None, ...]]:
+    """(tp, sharding, micro-batch size) -> bytes a rank sends over each boundary; None where the model is not cut."""
+    crossing, legal = _crossing_specs(graph), legal_cuts(graph)
+
+    @cache
+    def of_specs(specs: tuple[TensorSpec, ...], tp: int, sharding: str, micro_batch_size: int) -> int:
+        layout = parse_layout(sharding or "R")
+        return sum(_boundary_spec(spec, layout, tp).n_bytes(micro_batch_size, precision) for spec in specs)
+
+    @cache
+    def sizes(tp: int, sharding: str, micro_batch_size: int) -> tuple[int | None, ...]:
+        return tuple(
+            of_specs(specs, tp, sharding, micro_batch_size) if is_legal else None
+            for specs, is_legal in zip(crossing, legal, strict=True)
+        )
+
+    return sizes
+
+
+def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Per boundary: the values that cross it."""
+    specs, invariant = graph.specs(), invariant_values(graph)
+    return tuple(
+        tuple(specs[name] for name in crossing_values(graph, index, invariant=invariant))
+        for index in range(1, len(graph.segments))
+    )
+
+
+def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
+    """Per boundary between neighbouring segments, whether the pipeline may be cut there.
+
+    The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
+    passes between them was not traced.
+    """
+    own_outputs = set(graph.model_outputs) or {graph.loss}
+    first_made = next((i for i, op in enumerate(graph.ops) if op.name in own_outputs), len(graph.ops))
+    is_cuttable = not graph.is_module_level
+    return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
+
+
+def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
+    """What a rank sends of a value."""
+    return local_spec(spec, layout, degree) if can_shard(spec, layout, degree) and spec.is_float else spec
+
+
+def tied_elements(graph: OpGraph) -> tuple[int, ...]:
+    """Of each weight that segments of several kinds read: its elements."""
+    readers: dict[str, int] = {}
+    for segment in graph.first_of_kind().values():
+        for name in segment.parameters:
+            readers[name] = readers.get(name, 0) + 1
+    return tuple(p.spec.n_elements(1) for p in graph.parameters if p.is_trainable and readers.get(p.name, 0) > 1)
+
+
+def tied_weight_bytes(tied: tuple[int, ...], mesh: Mesh, precision: str) -> int:
+    """Gradients of weights of so many elements, as a rank sums them between the first and the last stage."""
+    if mesh.pp == 1:
+        return 0
+    master_bytes = element_bytes(precision).master
+    return sum(n * master_bytes // (mesh.tp * mesh.zero_shard_degree) for n in tied)

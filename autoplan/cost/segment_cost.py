@@ -1,0 +1,96 @@
+"""SegmentCost from the work of a segment and its parameters: plain, recomputed, with its loss in slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from autoplan.cost.launch import PassSeconds, launch, lead_s
+from autoplan.cost.parameters import ParameterCost
+from autoplan.cost.segment_work import SegmentWork
+from autoplan.cost.table import SegmentCost
+
+# Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
+# 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core; taken for all hosts.
+WEIGHT_OP_HOST_S = 6e-5
+
+
+def segment_costs(
+    work: SegmentWork,
+    parameters: ParameterCost,
+    *,
+    fixed_bytes: int,
+    is_block: bool,
+    splits: bool,
+    repeats: bool,
+    loss: str | None,
+) -> tuple[SegmentCost, ...]:
+    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
+
+    The last segment has its loss whole and in slices instead, or twice the one that is asked for.
+    """
+    cost_of = partial(_plain_cost, parameters=parameters, fixed_bytes=fixed_bytes, splits=splits, repeats=repeats)
+    plain = cost_of(work)
+    chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
+    if loss == "chunked":
+        plain = chunked
+    elif chunked.saved_bytes >= plain.saved_bytes:  # the search looks for choices that keep less
+        chunked = plain
+    if splits:
+        return (plain,)
+    if not is_block:
+        return plain, chunked
+    input_bytes = min(work.input_bytes, work.saved_bytes)
+    again_s, host_again_s = work.forward_s + work.tp_forward_s, work.host_forward_s + work.collectives_forward_s
+    full = replace(
+        plain,
+        recompute_s=max(again_s, host_again_s),
+        saved_bytes=input_bytes,
+        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
+    )
+    return plain, full
+
+
+def _plain_cost(
+    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool
+) -> SegmentCost:
+    """Nothing recomputed."""
+    forward_s = work.forward_s + parameters.unpack_s
+    backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
+    host = PassSeconds(
+        work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
+        work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
+    )
+    device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
+    added = launch(
+        host,
+        device,
+        first_s=parameters.host_first_s,
+        last_s=parameters.host_last_s,
+        repeats=repeats,
+    )
+    launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
+    return SegmentCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        recompute_s=0.0,
+        launch_forward_s=added.forward_s,
+        launch_backward_s=added.backward_s + launch_weights_s,
+        tp_forward_s=work.tp_forward_s,
+        tp_backward_s=work.tp_backward_s,
+        gather_s=parameters.gather_s,
+        reduce_s=parameters.reduce_s,
+        optimizer_s=parameters.optimizer_s + added.once_s,
+        state_bytes=parameters.state_bytes + fixed_bytes,
+        gathered_bytes=parameters.gathered_bytes,
+        gradient_bytes=parameters.gradient_bytes,
+        saved_bytes=work.saved_bytes,
+        working_bytes=work.working_bytes,
+        weight_backward_s=work.weight_backward_s + launch_weights_s,
+        pending_bytes=work.pending_bytes,
+        launch_once_s=added.once_s,
+        reduced_bytes=parameters.reduced_bytes,
+        reducing_bytes=parameters.reducing_bytes,
+        late_gradient_bytes=parameters.late_gradient_bytes,
+        lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
+    )

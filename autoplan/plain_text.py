@@ -1,0 +1,61 @@
+"""Pieces of plain text: tables of at most 80 columns, counted nouns, numbers for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+WIDTH = 80
+MIN_LAST_WIDTH = 8
+COLUMN_GAP = "  "
+
+
+def rate_text(per_s: float) -> str:
+    """A rate with thousands separated: `37,112` or `4.56`."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def text_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: frozenset[int] = frozenset(),
+    show_header: bool = True,
+) -> str:
+    """Rows of text as aligned columns; the last column wraps so that no line passes `WIDTH`.
+
+    Cells are shown as they are, but for control characters, which become spaces.
+    """
+    cells = [[_printable(cell) for cell in row] for row in ([header] if show_header else []) + list(rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    indent = sum(widths[:-1]) + len(COLUMN_GAP) * (len(widths) - 1)
+    lines = []
+    for row in cells:
+        first = [
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        last = (
+            textwrap.wrap(row[-1], max(WIDTH - indent, MIN_LAST_WIDTH)) if indent + widths[-1] > WIDTH else [first[-1]]
+        )
+        lines.append(COLUMN_GAP.join([*first[:-1], *last[:1]]).rstrip())
+        lines += [(" " * indent + rest).rstrip() for rest in last[1:]]
+    if show_header:
+        lines.insert(1, "-" * min(max(len(line) for line in lines), WIDTH))
+    return "\n".join(lines)
+
+
+def _printable(cell: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in cell)
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+
+
+def si_count(number: float) -> str:
+    """A count with a decimal prefix: 124 M."""
+    for factor, prefix in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{prefix}"
+    return f"{number:.3g}"

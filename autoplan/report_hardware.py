@@ -1,0 +1,41 @@
+"""Hardware profiles as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.hardware import HardwareProfile
+from autoplan.plain_text import text_table
+from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
+
+
+def profile_list(profiles: Sequence[HardwareProfile]) -> str:
+    """One line per hardware profile."""
+    rows = [(item.name, f"{item.n_devices_per_host} x {item.device.name}", item.description) for item in profiles]
+    return text_table(("profile", "one host", "description"), rows)
+
+
+def profile_sheet(profile: HardwareProfile) -> str:
+    """Every figure of a hardware profile, then their sources."""
+    device = profile.device
+    to_device = device.host_copy_bytes_per_s
+    price = profile.price_usd_per_device_hour
+    rows = [
+        ("hosts x devices", f"{profile.n_hosts} x {profile.n_devices_per_host}"),
+        ("device", device.name),
+        *((f"peak {precision}", format_flops_per_s(rate)) for precision, rate in device.peak_flops_per_s),
+        ("memory", f"{device.memory_bytes / GiB:.1f} GiB"),
+        ("memory bandwidth", format_rate(device.memory_bytes_per_s)),
+        (
+            "copies from the host",
+            "unknown" if to_device is None else f"{format_rate(to_device)} to each device at once",
+        ),
+        ("price", "unknown" if price is None else f"{price:.2f} USD per device-hour"),
+    ]
+    for link in profile.links:
+        rate = f"{format_rate(link.bytes_per_s)} per device and direction, {format_seconds(link.latency_s)}"
+        rows.append((f"{link.name} ({link.n_devices})", rate))
+    if profile.n_hosts == 1:
+        rows.append(("between hosts", "with --hosts N: the tiers that N hosts reach"))
+    sources = "\n".join(f"  {name}: {source}" for name, source in profile.sources)
+    return f"{profile.name}: {profile.description}\n\n{text_table(('', ''), rows, show_header=False)}\n\n{sources}\n"
