@@ -7,4 +7,5 @@ and nothing else of autoplan; the user's own blocks need what model.py imports.
 
     generated    makes a Call of a generated segment ----+
     own          makes a Call of a block of model.py ----+--> timing, memory --> program writes one line per result
+                                                                                     of `results`, tells `progress`
 """
