@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from brute_force import Toy, best_by_trying, make_plan, random_toy, with_space
@@ -310,3 +314,32 @@ def test_nothing_fits_names_stage_and_bytes_of_the_closest_mesh() -> None:
     assert all((rejection.short_bytes or 0) > 0 for rejection in result.rejected)
     assert sum("stage" in rejection.detail and "needs" in rejection.detail for rejection in result.rejected) > 0
     assert any(rejection.detail.startswith("stage ") for rejection in result.rejected)
+
+
+ROOT = Path(__file__).parent.parent
+ONE_RUN = """
+from pathlib import Path
+from autoplan.api import trace_model
+from autoplan.hardware import load_profile
+from autoplan.options import Options
+from autoplan.search import search
+from autoplan.space import priced_space
+
+options = Options(global_batch=64)
+graph = trace_model(Path("examples/gpt.py"), overrides={"size": "char"})
+offered = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=2), options, global_batch=64)
+result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+print(result.status, result.best, result.alternatives, result.baselines, result.rejected, result.bound_s)
+"""
+
+
+@pytest.mark.nightly
+def test_five_runs_of_a_real_model_give_the_same_bytes(tmp_path: Path) -> None:
+    def output(hash_seed: int) -> bytes:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": str(hash_seed)}
+        command = [sys.executable, "-c", ONE_RUN]
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True).stdout
+
+    first = output(0)
+    assert len(first) > 1000
+    assert all(output(seed) == first for seed in range(1, 5))

@@ -128,8 +128,10 @@ def test_bounds_that_cross_name_their_column() -> None:
 class FakeResult:
     """MathOpt's result with a given reason; `variable_values` may be forbidden."""
 
-    def __init__(self, reason: str, *, values: tuple[float, ...] | None, objective: float = -5.0) -> None:
-        bounds = SimpleNamespace(dual_bound=-6.0)
+    def __init__(
+        self, reason: str, *, values: tuple[float, ...] | None, objective: float = -5.0, bound: float = -6.0
+    ) -> None:
+        bounds = SimpleNamespace(dual_bound=bound)
         self.termination = SimpleNamespace(
             reason=SimpleNamespace(name=reason), detail="the detail", objective_bounds=bounds
         )
@@ -163,7 +165,10 @@ def test_values_are_read_only_when_the_status_says_there_are_some(
     monkeypatch: pytest.MonkeyPatch, reason: str, values: tuple[float, ...] | None, status: str
 ) -> None:
     monkeypatch.setattr(solve_module, "_run", lambda *_, **__: FakeResult(reason, values=values))
-    solution = solve(knapsack(), time_limit_s=None)
+    model = knapsack()
+    if status == "infeasible":  # in truth, too: a second solver looks
+        model.add_row("too much", [(0, 1.0), (1, 1.0)], lower=3.0)
+    solution = solve(model, time_limit_s=None)
     assert (solution.status, solution.values) == (status, values or ())
     assert solution.bound == (None if status == "infeasible" else -6.0)
 
@@ -192,6 +197,28 @@ def test_an_answer_that_breaks_the_model_is_refused(
     monkeypatch.setattr(solve_module, "_run", lambda *_, **__: fake)
     with pytest.raises(SolverError, match=message):
         solve(knapsack(), time_limit_s=None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [FakeResult("INFEASIBLE", values=None), FakeResult("OPTIMAL", values=(0.0, 1.0), objective=-4.0, bound=-4.0)],
+    ids=["no solution", "no better one"],
+)
+def test_a_second_solver_refutes_what_is_wrongly_proved(monkeypatch: pytest.MonkeyPatch, wrong: FakeResult) -> None:
+    monkeypatch.setattr(solve_module, "_run", lambda *_, **__: wrong)
+    with pytest.raises(SolverError, match="CP-SAT found a better solution"):
+        solve(knapsack(), time_limit_s=None)
+
+
+def test_a_second_solver_does_not_object_to_a_limit_met_to_the_last_digit() -> None:
+    model = LinearModel()
+    total = model.add_column("T", cost=1.0, upper=2.5)
+    count = model.add_column("count", upper=9.0, is_integer=True)
+    model.add_row("path", [(total, 1.0), (count, -0.5)], lower=1.0)
+    model.add_row("enough", [(count, 1.0)], lower=3.0)
+    assert solve(model, time_limit_s=None).objective == pytest.approx(2.5)  # 1 + 0.5 x 3, its own limit
+    model.upper[total] = 2.5 * (1.0 - 1e-7)
+    assert solve(model, time_limit_s=None).status in ("infeasible", "optimal")  # within the tolerance of HiGHS
 
 
 def test_a_refusal_by_the_solver_shows_its_true_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from autoplan.search.thrift import recomputing_stages, thrifty_plan
 from autoplan.simulate import simulate
 
 MAX_TURNS = 50_000_000  # actions x choices that are replayed for one mesh; a count, so that the machine decides nothing
+MAX_CHOICES = 200_000  # replayed for one mesh, at the most
 MAX_AT_ONCE = 1024  # choices
 MAX_ROUNDS = 12  # choices simulated
 
@@ -88,7 +89,7 @@ def joint_bound(
     if allowed is None:
         return JointBound(limit_s, None)
     mesh = shares.table.mesh
-    n_choices = MAX_TURNS // (2 * mesh.n_stages * mesh.n_micro_batches)
+    n_choices = min(MAX_CHOICES, MAX_TURNS // (2 * mesh.n_stages * mesh.n_micro_batches))
     replays = _Replays(RelaxedStep.of(shares.table, shares.segments), n_choices, limit_s, is_late)
     choices, has_all_sizes = _grow_sizes(replays, allowed, shares.n_pieces)
     best = None
@@ -123,6 +124,8 @@ def _grow_sizes(replays: _Replays, allowed: Array, n_pieces: int) -> tuple[_Choi
         if not len(growing):
             return _joined(whole), True
         rows, stages = np.nonzero(can_grow[keep])
+        if len(rows) > replays.n_left:
+            break
         sizes = growing.sizes[rows]
         places = np.arange(len(rows)), stages
         sizes[places] = following[stages, sizes[places]]
@@ -162,10 +165,13 @@ def _recompute(replays: _Replays, shares: Shares, choices: _Choices) -> _Choices
     """
     for rank, own in enumerate(shares.shape.stages_of):
         ways, way_of = np.unique(shares.way_of(rank, choices.sizes), return_inverse=True)
-        options = [shares.least_recomputed(rank, int(way)) for way in ways]
+        options = shares.least_recomputed(rank, ways)
         if not any(len(found) != 1 or found.any() for found in options):
             continue
-        rows = np.repeat(np.arange(len(choices)), [len(options[way]) for way in way_of])
+        n_options = [len(options[way]) for way in way_of]
+        if sum(n_options) > replays.n_left:
+            break
+        rows = np.repeat(np.arange(len(choices)), n_options)
         again = choices.again[rows]
         again[:, list(own)] = np.concatenate([options[way] for way in way_of])
         found = replays.below(choices.sizes[rows], again, choices.least_s[rows])

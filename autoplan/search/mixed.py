@@ -18,30 +18,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, product
+from itertools import chain, product
 
 import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Mesh, Plan
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.bounds import in_flight, least_compute_s
+from autoplan.search.bounds import least_compute_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
-from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MixedSpace, families
+from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MeshQueue, MixedSpace, families
+from autoplan.search.mixed_plans import fitting, neighbours, repaired
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
 from autoplan.search.partition import best_partition, partitions_below
-from autoplan.search.plans import all_plans, count_plans, obeys_recompute, piece_edges, runs_of
+from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.simulate import simulate
 from autoplan.units import GiB
 
-MAX_REPAIRS = 4  # of one plan that lacks memory
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to be improved piece by piece
 
@@ -58,7 +58,7 @@ def search_mixed(
     state = _Search(space, options, clock, clock())
     try:
         state.families = tuple(families(space, options))
-        state.queue = _Queue(state.families)
+        state.queue = MeshQueue(state.families)
         _examine_until(state, share=0.5)
         _search_groups(state)
         _examine_until(state, share=1.0)
@@ -68,29 +68,6 @@ def search_mixed(
 
 
 # ---------------------------------------------------------------------------------------------------- the search so far
-
-
-class _Queue:
-    """The pipelines that may fit, in order of their bounds; there are millions, so they are arrays."""
-
-    def __init__(self, own: tuple[Family, ...]) -> None:
-        bounds_s = np.concatenate([np.zeros(0), *(family.bounds_s for family in own)])
-        numbers = np.repeat(np.arange(len(own)), [len(family.bounds_s) for family in own])
-        rows = np.concatenate([np.zeros(0, dtype=int), *(np.arange(len(family.bounds_s)) for family in own)])
-        order = np.argsort(bounds_s, kind="stable")[: np.isfinite(bounds_s).sum()]
-        self._bounds_s, self._numbers, self._rows = bounds_s[order], numbers[order], rows[order]
-        self._n_done = 0
-
-    def first(self) -> tuple[float, int, int] | None:
-        """(bound, family, row) of the first one left; None when none is."""
-        if self._n_done == len(self._rows):
-            return None
-        place = self._n_done
-        return float(self._bounds_s[place]), int(self._numbers[place]), int(self._rows[place])
-
-    def drop_first(self) -> None:
-        """The first one is done."""
-        self._n_done += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +89,7 @@ class _Search:
     clock: Callable[[], float]
     started_s: float
     families: tuple[Family, ...] = ()
-    queue: _Queue = field(default_factory=lambda: _Queue(()))
+    queue: MeshQueue = field(default_factory=lambda: MeshQueue(()))
     found: list[_Found] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     results: dict[int, SearchResult] = field(default_factory=dict)  # of groups alone
@@ -172,9 +149,9 @@ def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> N
     limit_s = state.best_s
     partition = best_partition(table, recompute=recompute, limit_s=limit_s)
     bound_s = max(bound_s, partition.bound_s)
-    best = _fitting(table, [partition.stages] if partition.stages else [], recompute=recompute)
+    best = fitting(table, [partition.stages] if partition.stages else [], recompute=recompute)
     if best is None and partition.stages:
-        best = _repaired(table, partition.stages, recompute=recompute)
+        best = repaired(table, partition.stages, recompute=recompute)
     if best is not None and best.estimate.step_s < (1.0 + WORTH_IMPROVING) * limit_s:
         best = _improved(state, table, best, recompute=recompute)
     known_s = min(limit_s, INFINITY if best is None else best.estimate.step_s)
@@ -183,46 +160,13 @@ def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> N
         known_s = min(known_s, INFINITY if best is None else best.estimate.step_s)
     if bound_s < faster_than(known_s, gap=state.gap) and _is_small(table):
         known = [] if best is None else [best.stages]
-        best = _fitting(table, chain(known, all_plans(runs_of(table), mesh)), recompute=recompute)
+        best = fitting(table, chain(known, all_plans(runs_of(table), mesh)), recompute=recompute)
         bound_s = INFINITY if best is None else best.estimate.step_s
     state.least_bound_s = min(state.least_bound_s, bound_s)
     if best is None:
         state.rejections.append(_rejection(table, groups, bound_s=bound_s))
     else:
         state.found.append(_Found(mesh, groups, best, min(bound_s, best.estimate.step_s)))
-
-
-def _fitting(table: CostTable, plans: Iterable[tuple[StagePlan, ...]], *, recompute: str | None) -> Judged | None:
-    """The fastest of these plans that fits and has the recomputation the user fixed."""
-    allowed = (stages for stages in plans if obeys_recompute(table, stages, recompute=recompute))
-    judged = (Judged(stages, simulate(table, stages)) for stages in allowed)
-    return min((item for item in judged if item.estimate.fits), key=lambda item: item.estimate.step_s, default=None)
-
-
-def _repaired(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> Judged | None:
-    """The plan with more recomputed on the ranks that lack memory; None when that is not enough."""
-    for _ in range(MAX_REPAIRS):
-        estimate = simulate(table, stages)
-        if estimate.fits:
-            return _fitting(table, [stages], recompute=recompute)
-        short_bytes = [needed - estimate.limit_bytes(rank) for rank, needed in enumerate(estimate.reserved_bytes)]
-        repaired = tuple(_recomputing_more(table, rank, stage, short_bytes[rank]) for rank, stage in enumerate(stages))
-        if repaired == stages:
-            return None
-        stages = repaired
-    return None
-
-
-def _recomputing_more(table: CostTable, rank: int, stage: StagePlan, short_bytes: int) -> StagePlan:
-    own, n_in_flight, chosen = table.at_rank(rank), in_flight(table.mesh, rank), list(stage.recomputed)
-    for segment in range(stage.start, stage.stop):
-        kept, again = own.cost_of(segment, recomputed=False), own.cost_of(segment, recomputed=True)
-        if short_bytes <= 0:
-            break
-        if segment not in stage.recomputed and again.saved_bytes < kept.saved_bytes:
-            chosen.append(segment)
-            short_bytes -= n_in_flight * (kept.saved_bytes - again.saved_bytes)
-    return replace(stage, recomputed=tuple(sorted(chosen)))
 
 
 def _settled(
@@ -244,7 +188,7 @@ def _settled(
             break
         cut_s = max(float(relaxed_s[place]), simulate(table, cuts[place].fastest).step_s)
         least_s = min(least_s, cut_s)
-        better = _fitting(table, [cuts[place].stages], recompute=recompute) if cut_s < known_s else None
+        better = fitting(table, [cuts[place].stages], recompute=recompute) if cut_s < known_s else None
         if better is not None and (best is None or better.estimate.step_s < best.estimate.step_s):
             best = better
     return best, max(bound_s, least_s)
@@ -255,30 +199,15 @@ def _improved(state: _Search, table: CostTable, best: Judged, *, recompute: str 
     edges = piece_edges(table)
     while True:
         better = None
-        for stages in _neighbours(best.stages, edges):
+        for stages in neighbours(best.stages, edges):
             if state.remaining_s() <= 0.0:
                 break
-            moved = _fitting(table, [stages], recompute=recompute)
+            moved = fitting(table, [stages], recompute=recompute)
             if moved is not None and moved.estimate.step_s < faster_than((better or best).estimate.step_s):
                 better = moved
         if better is None:
             return best
         best = better
-
-
-def _neighbours(stages: tuple[StagePlan, ...], edges: tuple[int, ...]) -> Iterator[tuple[StagePlan, ...]]:
-    """The plans in which one boundary is a piece further, or a piece less far; what is recomputed stays."""
-    chosen = {segment for stage in stages for segment in stage.recomputed}
-    cuts = [stage.start for stage in stages[1:]]
-    for place, cut in enumerate(cuts):
-        number = edges.index(cut)
-        for moved in (edges[number - 1], edges[number + 1]):
-            ends = (0, *cuts[:place], moved, *cuts[place + 1 :], edges[-1])
-            if ends[place] < moved < ends[place + 2]:
-                yield tuple(
-                    StagePlan(start, stop, tuple(i for i in range(start, stop) if i in chosen))
-                    for start, stop in pairwise(ends)
-                )
 
 
 def _is_small(table: CostTable) -> bool:

@@ -98,6 +98,29 @@ class Family:
         return replace(self.mesh, pp=sum(counts)), ranks
 
 
+class MeshQueue:
+    """The pipelines that may fit, in order of their bounds; there are millions, so they are arrays."""
+
+    def __init__(self, own: tuple[Family, ...]) -> None:
+        bounds_s = np.concatenate([np.zeros(0), *(family.bounds_s for family in own)])
+        numbers = np.repeat(np.arange(len(own)), [len(family.bounds_s) for family in own])
+        rows = np.concatenate([np.zeros(0, dtype=int), *(np.arange(len(family.bounds_s)) for family in own)])
+        order = np.argsort(bounds_s, kind="stable")[: np.isfinite(bounds_s).sum()]
+        self._bounds_s, self._numbers, self._rows = bounds_s[order], numbers[order], rows[order]
+        self._n_done = 0
+
+    def first(self) -> tuple[float, int, int] | None:
+        """(bound, family, row) of the first one left; None when none is."""
+        if self._n_done == len(self._rows):
+            return None
+        place = self._n_done
+        return float(self._bounds_s[place]), int(self._numbers[place]), int(self._rows[place])
+
+    def drop_first(self) -> None:
+        """The first one is done."""
+        self._n_done += 1
+
+
 def families(space: MixedSpace, options: Options) -> Iterator[Family]:
     """Every pipeline over several groups that the options allow, in a fixed order."""
     pipelines, wanted_tp, wanted_dp = space.pipelines, fixed_int(options, "tp"), fixed_int(options, "dp")

@@ -108,7 +108,7 @@ def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOut
         if bound_s >= faster_than(limit_s, gap=effort.gap):
             return MeshOutcome(best, bound_s, is_complete=True)
         time_left_s = effort.remaining_s()
-        if time_left_s is not None and time_left_s <= 0.0:
+        if _is_over(time_left_s):
             break
         if program.n_forbidden >= FEW_FORBIDDEN and program.is_small:
             break
@@ -128,10 +128,14 @@ def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOut
         limit_s = min(limit_s, effort.to_beat_s)
         wrong = max(0.0, 1.0 - solution.objective * program.form.unit_s / plan.estimate.step_s)
         solver_gap = _next_gap(solver_gap, wrong=wrong if plan.estimate.fits else 0.0, least=effort.gap / 2.0)
-    time_left_s = effort.remaining_s()
-    if program.is_small and (time_left_s is None or time_left_s > 0.0):
-        return program.try_all(best)
+    if program.is_small and not _is_over(effort.remaining_s()):
+        return program.try_all(best, is_late=lambda: _is_over(effort.remaining_s()))
     return MeshOutcome(best, bound_s, is_complete=False)
+
+
+def _is_over(time_left_s: float | None) -> bool:
+    """Whether no time is left; None is no limit."""
+    return time_left_s is not None and time_left_s <= 0.0
 
 
 def _next_gap(gap: float, *, wrong: float, least: float) -> float:
@@ -194,10 +198,12 @@ class Program:
         forbid(self.form, solution.values)
         self.n_forbidden += 1
 
-    def try_all(self, known: Judged | None) -> MeshOutcome:
-        """The best of all plans."""
+    def try_all(self, known: Judged | None, *, is_late: Callable[[], bool]) -> MeshOutcome:
+        """The best of all plans; of those tried, when it is late."""
         table, best = self.form.table, known
         for stages in all_plans(self.form.runs, self.form.table.mesh):
+            if is_late():
+                return MeshOutcome(best, self.bound_s, is_complete=False)
             if not obeys_recompute(table, stages, recompute=self.recompute):
                 continue
             estimate = simulate(table, stages)

@@ -29,10 +29,9 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.bounds import in_flight, memory_room_bytes
+from autoplan.search.bounds import in_flight
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.ranges import (
-    ONE_BYTE,
     Array,
     Ranges,
     Segments,
@@ -42,6 +41,7 @@ from autoplan.search.ranges import (
     forward_pass_s,
     stage_edges,
 )
+from autoplan.search.stage_memory import StageMemory
 
 MAX_HALVINGS = 24
 MAX_VISITS = 4  # of `partitions_below`: stages looked at per stage that may be returned
@@ -200,7 +200,7 @@ class _Passes:
     forward_s: Array
     backward_s: Array
     carry_s: Array
-    memory: _Memory
+    memory: StageMemory
 
     @classmethod
     def of(cls, table: CostTable, segments: Segments, ranges: Ranges) -> _Passes:
@@ -212,7 +212,7 @@ class _Passes:
             forward_s=forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch) + table.action_s,
             backward_s=backward_pass_s(table, segments, ranges),
             carry_s=ranges.first(segments.reduce_s) if carries(table, segments) else 0.0,
-            memory=_Memory.of(table, segments, ranges),
+            memory=StageMemory.of(table, segments, ranges),
         )
 
 
@@ -257,79 +257,6 @@ def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
     left_s = np.maximum(last_s, all_s - backward_s + ranges.last(segments.backward_s))
     counted_s = last_s if table.reduces_per_micro_batch else all_s  # the rest is in every backward pass
     return optimizer_s + slower * counted_s + (1.0 - slower) * left_s
-
-
-@dataclass(slots=True)
-class _Memory:
-    """What each range holds.
-
-    Attributes:
-        running_bytes: the running micro-batch, nothing recomputed; `last_bytes`: the least that its last segment needs
-            alone, whatever is recomputed.
-    """
-
-    segments: Segments
-    resident_bytes: Array
-    sent_bytes: Array
-    gradient_bytes: Array
-    saved_bytes: Array
-    running_bytes: Array
-    last_bytes: Array
-    spared_bytes: Array
-    easy_bytes: Array
-    n_micro_batches: int
-    room_bytes: float
-    known: dict[int, tuple[Array, Array]]
-
-    @classmethod
-    def of(cls, table: CostTable, segments: Segments, ranges: Ranges) -> _Memory:
-        """The memory of each range."""
-        n, messages = table.mesh.n_micro_batches, table.message_bytes or (0,) * (len(table.kinds) - 1)
-        by_piece = np.array([0, *(messages[edge - 1] for edge in ranges.edges[1:-1]), 0], dtype=float)
-        received, sent = by_piece[ranges.start], by_piece[ranges.stop]  # in forward; in backward the other way round
-        return cls(
-            segments=segments,
-            resident_bytes=ranges.total(segments.resident_bytes) + n * (received + sent) + received,
-            sent_bytes=sent,
-            gradient_bytes=ranges.total(segments.gradient_bytes),
-            saved_bytes=ranges.total(segments.saved_bytes),
-            running_bytes=ranges.largest_moment(saved_bytes=segments.saved_bytes, alone_bytes=segments.alone_bytes),
-            last_bytes=ranges.last(segments.least_alone_bytes),
-            spared_bytes=ranges.total(segments.spared_bytes),
-            easy_bytes=ranges.total(segments.easy_bytes),
-            n_micro_batches=n,
-            room_bytes=memory_room_bytes(table) + ONE_BYTE,
-            known={},
-        )
-
-    def recomputing(self, n_in_flight: int) -> tuple[Array, Array]:
-        """Per range, the bytes to be spared, and the least time that takes; INFINITY where it does not help."""
-        if n_in_flight not in self.known:
-            self.known[n_in_flight] = self._recomputing(n_in_flight)
-        return self.known[n_in_flight]
-
-    def _recomputing(self, n_in_flight: int) -> tuple[Array, Array]:
-        segments = self.segments
-        held_bytes = self.resident_bytes + n_in_flight * self.sent_bytes
-        if n_in_flight < self.n_micro_batches:  # else no pass has made gradients while so many are in flight
-            held_bytes = held_bytes + self.gradient_bytes
-        can_end = self.resident_bytes + self.gradient_bytes <= self.room_bytes
-        fits = held_bytes + (n_in_flight - 1) * self.saved_bytes + self.running_bytes <= self.room_bytes
-        needed_bytes = held_bytes + n_in_flight * self.saved_bytes + self.last_bytes
-        missing_bytes = np.where(fits, 0.0, np.maximum(needed_bytes - self.room_bytes, ONE_BYTE))
-        again_s = np.where(fits, 0.0, INFINITY)
-        can = segments.spared_bytes > segments.easy_bytes
-        least_s = np.zeros(missing_bytes.shape)
-        if can.any():
-            per_segment_bytes = n_in_flight * segments.spared_bytes[can]
-            hard_bytes = np.maximum(0.0, missing_bytes - n_in_flight * self.easy_bytes)
-            n_segments = np.ceil(hard_bytes / per_segment_bytes.max())
-            least_s = np.maximum(
-                n_segments * segments.again_s[can].min(),
-                hard_bytes * (segments.again_s[can] / per_segment_bytes).min(),
-            )
-        is_enough = missing_bytes <= n_in_flight * self.spared_bytes
-        return missing_bytes, np.where(can_end, np.where(is_enough, least_s, again_s), INFINITY)
 
 
 # ------------------------------------------------------------------------------------------------------ the program

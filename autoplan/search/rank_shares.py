@@ -343,13 +343,17 @@ class Shares:
             chosen, missing_bytes = chosen + n_segments, missing_bytes - n_segments * bytes_each
         return np.where(missing_bytes > 0.0, INFINITY, chosen)
 
-    def least_recomputed(self, rank: int, way: int) -> Array:
-        """(choice, stage of the rank): segments to recompute in one way of sizes, no more than is enough.
+    def least_recomputed(self, rank: int, ways: Array) -> list[Array]:
+        """Per way of sizes, (choice, stage of the rank): segments to recompute, no more than is enough.
 
         Every plan of these sizes that fits recomputes at least as many in every stage as one of the choices.
         """
-        missing_bytes = self._missing_bytes(rank)[way]
-        n_spared = self._chosen(self.needs.n_spared, rank)[way].astype(int)
+        missing_bytes = self._missing_bytes(rank)[ways]
+        n_spared = self._chosen(self.needs.n_spared, rank)[ways].astype(int)
+        return [self._least_counts(rank, *of_way) for of_way in zip(missing_bytes, n_spared, strict=True)]
+
+    def _least_counts(self, rank: int, missing_bytes: Array, n_spared: Array) -> Array:
+        """The choices of one way, where so many segments can spare memory and so much is missing at each moment."""
         if missing_bytes.max() <= 0.0 or np.prod(n_spared + 1) > MAX_RECOMPUTED:
             return np.zeros((1, len(n_spared)), dtype=int)
         counts = np.moveaxis(np.indices(n_spared + 1), 0, -1)

@@ -1,4 +1,4 @@
-"""The only place that knows a solver: HiGHS through OR-tools' MathOpt.
+"""HiGHS through OR-tools' MathOpt; beside `second_solver`, the only place that knows a solver.
 
 `solve` trusts neither side. What goes in is checked first (`check_model`: no NaN, no infinite coefficient, no integer
 row whose sum can pass 2^31); what comes out is checked again in plain Python (`check_solution`) before anyone reads it.
@@ -21,6 +21,7 @@ from typing import Any
 
 from autoplan.errors import SolverError
 from autoplan.search.linear_model import INFINITY, LinearModel, Solution
+from autoplan.search.second_solver import find_counterexample
 
 TOLERANCE = 1e-6  # of HiGHS, on each row (feasibility) and on each integer column
 ROW_SUM_LIMIT = 2**31  # solvers with 32-bit sums answer wrongly beyond it (google/or-tools#5293)
@@ -50,11 +51,14 @@ def solve(
     objective is then a lower bound, found much sooner.
 
     Raises: SolverError for a model with impossible numbers, a failure of the solver, or an answer that does not
-        satisfy the model.
+        satisfy the model, or that the second solver refutes.
     """
     check_model(model)
     limits = _Limits(time_limit_s, relative_gap, node_limit)
-    solution = _read(_run(model, limits, is_relaxed=is_relaxed))
+    proto = _to_proto(model, is_relaxed=is_relaxed)
+    solution = _read(_run(proto, limits))
+    if not is_relaxed and find_counterexample(model, solution, proto) is not None:
+        raise SolverError(f"HiGHS says {solution.status}, bound {solution.bound}; CP-SAT found a better solution")
     if not solution.values:
         return solution
     values = solution.values if is_relaxed else _rounded(model, solution.values)
@@ -127,7 +131,7 @@ class _Limits:
     n_nodes: int | None
 
 
-def _run(model: LinearModel, limits: _Limits, *, is_relaxed: bool) -> Any:
+def _run(proto: Any, limits: _Limits) -> Any:
     """MathOpt's result. MathOpt 9.15 hides a refusal behind an AttributeError; its true text is in the context."""
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers import highs_pb2
@@ -141,7 +145,7 @@ def _run(model: LinearModel, limits: _Limits, *, is_relaxed: bool) -> Any:
         highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
     )
     try:
-        built = mathopt.Model.from_model_proto(_to_proto(model, is_relaxed=is_relaxed))
+        built = mathopt.Model.from_model_proto(proto)
         with _quiet_stdout():
             return mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
     except (AttributeError, ValueError, RuntimeError) as error:

@@ -1,0 +1,83 @@
+"""What a search has found, as its result: the plans, the proved bound, and what became of every other mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.search.baselines import Baseline
+from autoplan.search.bounds import step_bound_s
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.one_mesh import faster_than
+from autoplan.search.rejections import rejected
+from autoplan.search.result import Candidate, SearchResult
+from autoplan.search.state import GOOD_ENOUGH, SearchState
+
+MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
+
+
+def result_of(
+    state: SearchState,
+    found: tuple[Baseline, ...],
+    *,
+    make_plan: MakePlan,
+) -> SearchResult:
+    """The result; `found` are the recipes, whether they are in the space or not."""
+    ranking = state.ranking()
+    best = ranking[0] if ranking else None
+    bound = _proved_score(state)
+    candidates = [_candidate(state, index, found, make_plan=make_plan) for index in ranking[: state.options.top + 1]]
+    status = _status(state, bound)
+    weight = 1.0 if best is None else state.weight(state.meshes[best])
+    return SearchResult(
+        status=status,
+        best=candidates[0] if candidates else None,
+        alternatives=tuple(candidates[1:]),
+        baselines=tuple(
+            Candidate(
+                make_plan(baseline.table.mesh, baseline.judged.stages),
+                baseline.judged.estimate,
+                step_bound_s(baseline.table),
+                baseline.name,
+            )
+            for baseline in found
+        ),
+        rejected=rejected(state, best),
+        bound_s=bound / weight if 0.0 < bound < INFINITY else None,
+        n_meshes=len(state.meshes),
+        search_s=state.clock() - state.started_s,
+        first_plan_s=state.first_plan_s,
+        stopped_by=_stopped_by(state, status, bound),
+    )
+
+
+def _proved_score(state: SearchState) -> float:
+    """The lower bound on the score over the whole space; that of the best plan when it is proved optimal."""
+    scores = {index: score for score, index, _ in state.queue}
+    scores |= {index: bound_s * state.weight(state.meshes[index]) for index, bound_s in state.bounds_s.items()}
+    if len(scores.keys() | state.rejections.keys()) < len(state.meshes):
+        return 0.0  # interrupted before every mesh had a bound
+    least, best = min(scores.values(), default=INFINITY), state.score_to_beat()
+    return best if least >= faster_than(best) else least
+
+
+def _status(state: SearchState, bound: float) -> str:
+    if state.plans:
+        return "optimal" if bound >= state.score_to_beat() else "feasible"
+    is_proved = bound == INFINITY and not state.stopped and len(state.rejections) == len(state.meshes)
+    return "infeasible" if is_proved else "unknown"
+
+
+def _stopped_by(state: SearchState, status: str, bound: float) -> str:
+    """What ended the search; see `SearchResult`. The clock may also have run out inside the last integer program."""
+    if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
+        return state.stopped
+    return "time limit" if state.is_late() else "stalled"
+
+
+def _candidate(state: SearchState, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:
+    mesh, judged = state.meshes[index], state.plans[index]
+    names = [b.name for b in found if b.table.mesh == mesh and b.judged.stages == judged.stages]
+    queued = {number: score / state.weight(mesh) for score, number, _ in state.queue if number == index}
+    bound_s = min(state.bounds_s.get(index, queued.get(index, 0.0)), judged.estimate.step_s)
+    return Candidate(make_plan(mesh, judged.stages), judged.estimate, bound_s, names[0] if names else "")

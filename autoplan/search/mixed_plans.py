@@ -1,0 +1,64 @@
+"""Plans of one mesh on a mixed cluster: judged, made to fit, and varied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from autoplan.cost.table import CostTable
+from autoplan.parallel_plan import StagePlan
+from autoplan.search.bounds import in_flight
+from autoplan.search.one_mesh import Judged
+from autoplan.search.plans import obeys_recompute
+from autoplan.simulate import simulate
+
+MAX_REPAIRS = 4  # of one plan that lacks memory
+
+
+def fitting(table: CostTable, plans: Iterable[tuple[StagePlan, ...]], *, recompute: str | None) -> Judged | None:
+    """The fastest of these plans that fits and has the recomputation the user fixed."""
+    allowed = (stages for stages in plans if obeys_recompute(table, stages, recompute=recompute))
+    judged = (Judged(stages, simulate(table, stages)) for stages in allowed)
+    return min((item for item in judged if item.estimate.fits), key=lambda item: item.estimate.step_s, default=None)
+
+
+def repaired(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> Judged | None:
+    """The plan with more recomputed on the ranks that lack memory; None when that is not enough."""
+    for _ in range(MAX_REPAIRS):
+        estimate = simulate(table, stages)
+        if estimate.fits:
+            return fitting(table, [stages], recompute=recompute)
+        short_bytes = [needed - estimate.limit_bytes(rank) for rank, needed in enumerate(estimate.reserved_bytes)]
+        more = tuple(_recomputing_more(table, rank, stage, short_bytes[rank]) for rank, stage in enumerate(stages))
+        if more == stages:
+            return None
+        stages = more
+    return None
+
+
+def _recomputing_more(table: CostTable, rank: int, stage: StagePlan, short_bytes: int) -> StagePlan:
+    own, n_in_flight, chosen = table.at_rank(rank), in_flight(table.mesh, rank), list(stage.recomputed)
+    for segment in range(stage.start, stage.stop):
+        kept, again = own.cost_of(segment, recomputed=False), own.cost_of(segment, recomputed=True)
+        if short_bytes <= 0:
+            break
+        if segment not in stage.recomputed and again.saved_bytes < kept.saved_bytes:
+            chosen.append(segment)
+            short_bytes -= n_in_flight * (kept.saved_bytes - again.saved_bytes)
+    return replace(stage, recomputed=tuple(sorted(chosen)))
+
+
+def neighbours(stages: tuple[StagePlan, ...], edges: tuple[int, ...]) -> Iterator[tuple[StagePlan, ...]]:
+    """The plans in which one boundary is a piece further, or a piece less far; what is recomputed stays."""
+    chosen = {segment for stage in stages for segment in stage.recomputed}
+    cuts = [stage.start for stage in stages[1:]]
+    for place, cut in enumerate(cuts):
+        number = edges.index(cut)
+        for moved in (edges[number - 1], edges[number + 1]):
+            ends = (0, *cuts[:place], moved, *cuts[place + 1 :], edges[-1])
+            if ends[place] < moved < ends[place + 2]:
+                yield tuple(
+                    StagePlan(start, stop, tuple(i for i in range(start, stop) if i in chosen))
+                    for start, stop in pairwise(ends)
+                )

@@ -1,0 +1,111 @@
+"""Where a search stands: the queue of meshes, what is known of each, and the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autoplan.cost.table import CostTable
+from autoplan.options import Options
+from autoplan.parallel_plan import Execution, Mesh
+from autoplan.search.linear_model import INFINITY
+from autoplan.search.meshes import fixed
+from autoplan.search.one_mesh import Judged, Program
+from autoplan.search.paths import shape_of
+from autoplan.search.result import Rejection
+
+Price = Callable[[Mesh], CostTable]
+
+UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
+GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
+
+
+@dataclass(slots=True)
+class SearchState:
+    """A search under way."""
+
+    options: Options
+    price: Price
+    clock: Callable[[], float]
+    started_s: float
+    meshes: tuple[Mesh, ...] = ()
+    answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
+    queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
+    tables: dict[Mesh, CostTable] = field(default_factory=dict)
+    compute_s: dict[tuple[int, str, int, int, bool, Execution], tuple[float, float]] = field(default_factory=dict)
+    programs: dict[int, Program] = field(default_factory=dict)
+    plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
+    bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
+    rejections: dict[int, Rejection] = field(default_factory=dict)
+    agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `steps._agree_on_sizes`, per index
+    stopped: str = ""
+    first_plan_s: float | None = None  # when the first plan that fits was known
+    ranked: list[int] | None = None  # `ranking`, while no plan has been added
+
+    def keep(self, index: int, plan: Judged) -> None:
+        """Remember the best plan found of a mesh."""
+        self.plans[index] = plan
+        self.ranked = None
+        if self.first_plan_s is None:
+            self.first_plan_s = self.clock() - self.started_s
+
+    def remaining_s(self) -> float | None:
+        """Time left to search; None when there is no limit."""
+        limit_s = self.options.time_limit_s
+        return None if limit_s is None else limit_s - self.answer_s - (self.clock() - self.started_s)
+
+    def is_late(self) -> bool:
+        """Whether no time is left."""
+        remaining_s = self.remaining_s()
+        return remaining_s is not None and remaining_s <= 0.0
+
+    def is_over(self) -> bool:
+        """Whether no time is left, which is then what stopped the search."""
+        is_late = self.is_late()
+        if is_late:
+            self.stopped = "time limit"
+        return is_late
+
+    def table(self, mesh: Mesh) -> CostTable:
+        """The price of a mesh, asked for once."""
+        if mesh not in self.tables:
+            self.tables[mesh] = self.price(mesh)
+        return self.tables[mesh]
+
+    def program(self, index: int, *, bound_s: float) -> Program:
+        """The program of a mesh that cannot be faster than `bound_s`."""
+        if index not in self.programs:
+            mesh = self.meshes[index]
+            self.programs[index] = Program.of(self.table(mesh), shape_of(mesh), recompute=self.recompute)
+        program = self.programs[index]
+        program.bound_s = max(program.bound_s, bound_s)
+        return program
+
+    def weight(self, mesh: Mesh) -> float:
+        """What a second of this mesh scores: the price of a step is proportional to the devices used."""
+        return float(mesh.n_devices) if self.options.objective == "cost" else 1.0
+
+    def score(self, index: int) -> float:
+        """The score of the best plan found of a mesh; lower is better."""
+        return self.plans[index].estimate.step_s * self.weight(self.meshes[index])
+
+    def ranking(self) -> list[int]:
+        """The meshes with a plan, best first."""
+        if self.ranked is None:
+            self.ranked = sorted(self.plans, key=lambda index: (self.score(index), index))
+        return self.ranked
+
+    def score_to_beat(self, rank: int = 0) -> float:
+        """The score of the plan at this place of the ranking; INFINITY when there are fewer."""
+        ranking = self.ranking()
+        return self.score(ranking[rank]) if rank < len(ranking) else INFINITY
+
+    @property
+    def gap(self) -> float:
+        """How much faster a plan must be to be worth looking for."""
+        return 0.0 if self.options.require_optimal else GOOD_ENOUGH
+
+    @property
+    def recompute(self) -> str | None:
+        """What the user fixed."""
+        return fixed(self.options, "recompute")
