@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +30,10 @@ from autoplan.runtime import (
     add_checkpoint_options,
     build_rank_mesh,
     global_batch,
+    hang_watch,
     load_checkpoint,
 )
+from autoplan.runtime.hang_watch import watch_for_hangs
 from autoplan.runtime.mesh import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
 
@@ -275,6 +279,33 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_step_and_rank(two_r
             assert f"not finite on rank 1 (dp 1, tp 0, pp 0): loss {word}" in message
             assert "rank 0" not in message
             assert "fix: look at the data of this step; resume from the last checkpoint" in message
+
+
+def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch):
+    monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: None)
+    monkeypatch.setattr(hang_watch, "PrefixStore", lambda *args: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    look, looked = hang_watch.whereabouts, threading.Event()
+
+    def look_once(thread):
+        found = None if looked.is_set() else look(thread)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(hang_watch, "whereabouts", look_once)
+
+    def step():
+        gradient = torch.zeros(1)
+        assert looked.wait(10.0)
+        return weakref.ref(gradient)
+
+    model = SimpleNamespace(config=Config(dp=2), mesh=SimpleNamespace(rank=0), n_steps=0)
+    watch_for_hangs(model, limit_s=5.0)  # looks every 0.5 s
+    [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
+    assert step()() is None
+    watch.join(10.0)
+    assert not watch.is_alive()
 
 
 @pytest.mark.nightly

@@ -21,7 +21,6 @@ import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -65,10 +64,10 @@ def _watch(model: ParallelModel, main: int, limit_s: float) -> None:
     seen, since_s = (-1, ""), time.monotonic()
     while True:
         time.sleep(interval_s)
-        frame = sys._current_frames().get(main)
-        if frame is None:
+        found = whereabouts(main)
+        if found is None:
             return
-        does, place = whereabouts(frame)
+        does, place = found
         if (model.n_steps, does) != seen:
             seen, since_s = (model.n_steps, does), time.monotonic()
             continue
@@ -79,14 +78,20 @@ def _watch(model: ParallelModel, main: int, limit_s: float) -> None:
             _end(board, model.config.n_ranks, limit_s)
 
 
-def whereabouts(frame: FrameType) -> tuple[str, str]:
-    """Whether a thread waits for other ranks or is busy, and the last line of its stack that is not torch's."""
-    stack = traceback.extract_stack(frame)
-    last = max((i for i, entry in enumerate(stack) if not _is_in(entry.filename, (_TORCH,))), default=0)
+def whereabouts(thread: int) -> tuple[str, str] | None:
+    """Whether a thread waits for other ranks or is busy, and the last line of its stack that is not torch's.
+
+    None when it has ended. No frame outlives this call: it would keep the tensors of that moment, such as all gradients.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    stack = [(at.f_code.co_filename, line, at.f_code.co_name) for at, line in traceback.walk_stack(frame)][::-1]
+    last = max((i for i, (file, _, _) in enumerate(stack) if not _is_in(file, (_TORCH,))), default=0)
     called = stack[last + 1 :]
-    waits = any(_is_in(entry.filename, _WAITING_IN) for entry in called)
-    waits = waits or (not called and _is_in(stack[last].filename, (_RUNTIME,)))
-    return "waits" if waits else "is busy", f"{stack[last].filename}:{stack[last].lineno} in {stack[last].name}"
+    waits = any(_is_in(file, _WAITING_IN) for file, _, _ in called)
+    waits = waits or (not called and _is_in(stack[last][0], (_RUNTIME,)))
+    return "waits" if waits else "is busy", "{}:{} in {}".format(*stack[last])
 
 
 def _is_in(file: str, folders: tuple[Path, ...]) -> bool:
