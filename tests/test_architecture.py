@@ -31,11 +31,11 @@ TORCH_PLACES = (
     "autoplan/runtime/",
 )
 SOLVER_PLACES = ("autoplan/search/second_solver.py", "autoplan/search/solve.py")
-PRINTING_PLACES = ("autoplan/cli.py", "autoplan/runtime/")
+PRINTING_PLACES = ("autoplan/cli/", "autoplan/runtime/")
 # Readers of hardware files and plans, the writer of the output folder, what starts a program and reads its answer,
 # the code generator, which reads its templates and the runtime it copies, and what is copied itself.
 FILE_PLACES = (
-    "autoplan/cli.py",
+    "autoplan/cli/",
     "autoplan/codegen/",
     "autoplan/graph_cache.py",
     "autoplan/hardware_file.py",

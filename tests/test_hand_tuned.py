@@ -125,10 +125,11 @@ def test_the_table_compares_the_best_by_hand_with_the_plan_that_was_chosen(tmp_p
     common = {"model": "m", "ranks": 2, "precision": "bf16", "peak_allocated_bytes": 2**31}
     by_hand = [("ddp", 1.2), ("zero2", 1.1), ("zero3", None)]
     rows = [{"baseline": name, "options": {"strategy": name, "micro_batch": 4}, "step_s": s} for name, s in by_hand]
-    emitted = [("plan_00", 1.0), ("plan_01", 0.8)]
-    rows += [{"baseline": "autoplan", "options": {"folder": name}, "step_s": s} for name, s in emitted]
+    for name, step_s in (("plan_00", 1.0), ("plan_01", 0.8)):
+        rows.append({"baseline": "autoplan", "options": {"folder": name}, "step_s": step_s, "predicted_step_s": 0.9})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(common | row) + "\n" for row in rows))
     line = table(tmp_path / "rows.jsonl").splitlines()[1]
     # 1.1 / 1.0 against the best by hand, 1.0 / 0.8 - 1 against its own best; 3 by hand and 2 of its own
-    assert line.split(maxsplit=11)[2:11] == ["1.1000", "s", "2.0", "1.0000", "s", "2.0", "1.100", "25.0%", "3+2"]
+    found = ["1.1000", "s", "2.0", "0.9000", "s", "1.0000", "s", "2.0", "1.100", "25.0%", "3+2"]
+    assert line.split(maxsplit=13)[2:13] == found
     assert line.endswith("zero2 micro-batch 4 compile compile loss")

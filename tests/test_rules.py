@@ -4,6 +4,7 @@ All ranks run in this process: operands are laid out by the strategy, the op is 
 it, and results and gradients are put together again as their layouts say. What an op writes in place is compared too.
 """
 
+import importlib
 import threading
 import types
 from functools import cache
@@ -97,7 +98,7 @@ def run(op, operands, result, *, function="", tp=None, n_unpadded=None):
     call = Call(op, tuple(names), result, "like", "like", batch=str(BATCH), tp="tp", n_unpadded=n_unpadded)
     text = FUNCTIONS[function](call) if function else expression(call)
     known = {"torch": torch, "F": F, "like": like, "tp": tp, "self": types.SimpleNamespace(training=True)}
-    home = experts if function in FUNCTION_MODULES else collectives
+    home = importlib.import_module(f"autoplan.runtime.{FUNCTION_MODULES.get(function, 'collectives')}")
     functions = {function: getattr(home, function)} if function else {}
     return eval(text, {**known, **functions, **dict(zip(names, operands, strict=True))})
 

@@ -81,7 +81,7 @@ def _watch(model: ParallelModel, main: int, limit_s: float) -> None:
 def whereabouts(thread: int) -> tuple[str, str] | None:
     """Whether a thread waits for other ranks or is busy, and the last line of its stack that is not torch's.
 
-    None when it has ended. No frame outlives this call: it would keep the tensors of that moment, such as all gradients.
+    None when it has ended. No frame outlives this call: it would keep the tensors of that moment, as all gradients.
     """
     frame = sys._current_frames().get(thread)
     if frame is None:

@@ -1,0 +1,93 @@
+"""The command line: arguments in, one result on stdout, everything else on stderr, an exit code.
+
+    0 ok             3 bad input file        6 stopped (no plan, or no proof)    9 cannot write output
+    1 bug            4 cannot trace          7 measuring failed                  130 interrupted
+    2 usage          5 proved infeasible     8 verify out of tolerance
+
+Imports stand inside the commands, so that `--help` loads neither torch nor the solver.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import click
+
+from autoplan import __version__
+from autoplan.errors import AutoplanError, UsageError
+
+from .hardware_commands import doctor_command, hw_group, profile_command
+from .plan_commands import estimate_command, explain_command, plan_command, rule_command, verify_command
+from .purchase_commands import advise_command, recommend_command, whatif_command
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Entry point of the command `autoplan`; after Ctrl-C it ends with 130 whatever became of the exception.
+
+    An interrupt during an import reaches us as ImportError, and one inside native code may be lost on the way.
+    """
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    code = run(sys.argv[1:], is_interrupted=lambda: bool(interrupts))
+    sys.exit(INTERRUPTED if interrupts else code)
+
+
+def run(arguments: Sequence[str], *, is_interrupted: Callable[[], bool] = lambda: False) -> int:
+    """Run one command line and return its exit code."""
+    show_traceback = "--debug" in arguments
+    try:
+        code = cli.main(args=list(arguments), prog_name="autoplan", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return UsageError.exit_code
+    except AutoplanError as error:
+        return _report_error(str(error), error.exit_code, show_traceback=show_traceback)
+    except (click.Abort, KeyboardInterrupt):
+        return _report_error("interrupted", INTERRUPTED, show_traceback=False)
+    except Exception as error:  # the outermost frame: everything that gets here is a bug
+        if is_interrupted():
+            return _report_error("interrupted", INTERRUPTED, show_traceback=False)
+        text = f"internal error: {type(error).__name__}: {error}\n  this is a bug; --debug shows where it happened"
+        return _report_error(text, AutoplanError.exit_code, show_traceback=show_traceback)
+
+
+def _report_error(text: str, code: int, *, show_traceback: bool) -> int:
+    if show_traceback:
+        traceback.print_exc()
+    click.echo(f"autoplan: {text}", err=True)
+    return code
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+@click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+def cli() -> None:
+    """Find the parallelism that trains a PyTorch model fastest on a cluster, and write the program that does it."""
+
+
+for _command in (
+    plan_command,
+    estimate_command,
+    rule_command,
+    explain_command,
+    verify_command,
+    profile_command,
+    hw_group,
+    whatif_command,
+    recommend_command,
+    advise_command,
+    doctor_command,
+):
+    cli.add_command(_command)

@@ -1,0 +1,81 @@
+"""What commands print: the result on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoplan.parallel_plan import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from autoplan.answer import Answer
+
+
+def print_answer(answer: Answer, render: Callable[[Answer], str], output_format: str) -> None:
+    """An answer as `--format` says, on stdout."""
+    from autoplan.answer import answer_to_json
+
+    print_result(answer_to_json(answer) if output_format == "json" else render(answer))
+
+
+def json_text(values: dict[str, Any]) -> str:
+    """A result as `--format json` prints it."""
+    return json.dumps({"schema_version": SCHEMA_VERSION, **values}, indent=2, default=_day_text)
+
+
+def _day_text(value: object) -> str:
+    """A date as JSON has none."""
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError(f"not a JSON value: {value!r}")
+
+
+def print_result(text: str) -> None:
+    """The result, on stdout; a reader that has left (`| head`) is no error."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115  (so that closing at exit does not fail again)
+
+
+@contextmanager
+def stdout_kept_clean() -> Iterator[None]:
+    """While we work, what a model file or the solver prints goes to stderr: stdout is for the result alone.
+
+    Native code writes to the file descriptor, through a buffer of its own that is flushed before stdout comes back.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def tell(text: str) -> None:
+    """What is being done, on stderr."""
+    click.echo(f"{text} ...", err=True)
+
+
+def tell_points(n_done: int, n_all: int) -> None:
+    """How many points of a sweep are done, on stderr; on a terminal in one line."""
+    width = 30
+    filled = width if n_all == 0 else width * n_done // n_all
+    bar = f"[{'#' * filled}{' ' * (width - filled)}] {n_done} of {n_all} points"
+    if sys.stderr.isatty():
+        click.echo(f"\r{bar}", err=True, nl=n_done == n_all)
+    elif n_done in (0, n_all):
+        click.echo(bar, err=True)

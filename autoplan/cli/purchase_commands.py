@@ -1,0 +1,211 @@
+"""Commands about clusters that one may buy or rent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoplan.errors import InputError, StoppedError, UsageError
+from autoplan.options import OBJECTIVES, PRECISIONS, Options
+
+from .console import print_result, stdout_kept_clean, tell, tell_points
+from .shared_options import (
+    DEFAULTS,
+    amount_options,
+    fix_option,
+    money_options,
+    output_option,
+    page_options,
+    row_output_option,
+    rules_option,
+    sweep_options,
+)
+
+if TYPE_CHECKING:
+    from autoplan.what_if.question import Question
+
+
+@click.command("whatif")
+@click.argument("model", metavar="[MODEL|hf:CONFIG.JSON|WHATIF.TOML]", required=False)
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
+@click.option("--sweep", "sweeps", metavar="KEY=V1,V2,...", multiple=True, help="Compare values of such an argument.")
+@click.option("--hw", metavar="A,B,...", help="Hardware profiles, separated by commas.")
+@click.option("--hosts", metavar="1,2,...", help="Host counts, separated by commas. [1]")
+@click.option("--global-batch", "batches", metavar="B1,B2,...", help="Samples per optimizer step.")
+@click.option("--precision", "precisions", metavar="P1,P2,...", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@click.option("--network-scale", "scales", metavar="0.5,1,...", help="Factors on the bandwidth between hosts. [1]")
+@click.option(
+    "--host-link", "links", metavar="own,pcie4,...", help="Links inside a host, in place of the profile's own."
+)
+@click.option("--nics", metavar="1,4,...", help="Network ports of each host. [those of the profile]")
+@click.option("--nvlink", metavar="on,off", help="off: PCI Express in its place.")
+@click.option("--scaling", type=click.Choice(["strong", "weak"]), help="weak: the batch grows with the hosts. [strong]")
+@click.option("--objective", type=click.Choice(OBJECTIVES), default=DEFAULTS.objective, show_default=True)
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=float,
+    metavar="SECONDS",
+    help="Per point, of processor time. [quick: 1, or 15 where that finds no plan; full: 15]",
+)
+@click.option("--module-level", is_flag=True, help="As for plan.")
+@click.option("--schema", "asks_schema", is_flag=True, help="Print the JSON Schema of --format json.")
+@fix_option
+@amount_options
+@money_options
+@sweep_options
+@rules_option
+@page_options
+@row_output_option
+def whatif_command(
+    model: str | None,
+    time_limit_s: float | None,
+    objective: str,
+    module_level: bool,
+    rules: tuple[str, ...],
+    n_jobs: int | None,
+    output_format: str,
+    asks_schema: bool,
+    html: Path | None,
+    force: bool,
+    **flags: Any,
+) -> None:
+    """Compare clusters: step, losses, time to train, cost and energy of MODEL on each.
+
+    A WHATIF.TOML holds the whole question; flags take the place of its values.
+    """
+    from autoplan.html_report.sweep_page import sweep_page, sweep_title
+    from autoplan.output_folder import check_page, write_page
+    from autoplan.what_if.asking import ask
+    from autoplan.what_if.sweep import default_n_jobs
+    from autoplan.what_if.tables import assumption_texts, whatif_csv, whatif_report, whatif_schema, whatif_to_dict
+
+    if asks_schema:
+        print_result(json.dumps(whatif_schema(), indent=2))
+        return
+    if html is not None:
+        check_page(html, force=force)
+    options = Options(objective=objective, module_level=module_level, rules=rules)
+    with stdout_kept_clean():
+        question = replace(_question(model, flags, options), time_limit_s=time_limit_s)
+        answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=tell_points)
+    if html is not None:
+        notes = assumption_texts(answer.assumptions)
+        write_page(html, sweep_page(answer.rows, title=sweep_title(question), notes=notes), force=force)
+        tell(f"wrote {html}")
+    if output_format == "table":
+        print_result(whatif_report(answer, search=question.search))
+    else:
+        rows = answer.rows
+        print_result(
+            whatif_csv(rows)
+            if output_format == "csv"
+            else json.dumps(whatif_to_dict(answer), indent=2, allow_nan=False)
+        )
+    if answer.sweep.is_interrupted:
+        raise KeyboardInterrupt
+
+
+@click.command("recommend")
+@click.argument("model", metavar="MODEL|hf:CONFIG.JSON")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
+@click.option("--deadline", metavar="14d", help="Latest acceptable time to train: the cheapest cluster that meets it.")
+@click.option("--budget", metavar="USD", help="Most US dollars to spend: the fastest cluster that meets it.")
+@click.option("--among", "hw", metavar="A,B,...", help="Hardware profiles to choose from. [all that have a price]")
+@click.option("--max-hosts", type=click.IntRange(min=1), default=256, show_default=True, help="Most hosts to look at.")
+@click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512]")
+@click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@fix_option
+@amount_options
+@money_options
+@sweep_options
+@output_option
+def recommend_command(
+    model: str,
+    deadline: str | None,
+    budget: str | None,
+    hw: str | None,
+    max_hosts: int,
+    n_jobs: int | None,
+    output_format: str,
+    **flags: Any,
+) -> None:
+    """The cheapest cluster that meets a deadline, or the fastest within a budget, and what would change that."""
+    from autoplan.what_if.recommendation_text import recommendation_text, recommendation_to_dict
+    from autoplan.what_if.recommending import candidates, parse_budget, parse_deadline, recommend
+    from autoplan.what_if.sweep import default_n_jobs
+
+    with stdout_kept_clean():
+        question = _question(model, {**flags, "hw": hw or ",".join(candidates())}, Options())
+        answer = recommend(
+            question,
+            deadline_s=None if deadline is None else parse_deadline(deadline),
+            budget_usd=None if budget is None else parse_budget(budget),
+            max_hosts=max_hosts,
+            n_jobs=n_jobs or default_n_jobs(),
+            progress=tell_points,
+        )
+    text = json.dumps(recommendation_to_dict(answer), indent=2, allow_nan=False)
+    print_result(text if output_format == "json" else recommendation_text(answer))
+    if answer.is_interrupted:
+        raise KeyboardInterrupt
+    if answer.best is None:
+        raise StoppedError("no cluster that was looked at meets it; that none does is not proved")
+
+
+@click.command("advise")
+@click.argument("model", metavar="MODEL|hf:CONFIG.JSON")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Argument for build_model; repeatable.")
+@click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile of the hosts.")
+@click.option("--max-hosts", type=click.IntRange(min=1), default=64, show_default=True, help="Most hosts to look at.")
+@click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [8 per device of a host]")
+@click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
+@click.option("--deadline", metavar="14d", help="Latest acceptable time to train.")
+@fix_option
+@amount_options
+@money_options
+@sweep_options
+@output_option
+def advise_command(
+    model: str, deadline: str | None, max_hosts: int, n_jobs: int | None, output_format: str, **flags: Any
+) -> None:
+    """Whether to go multi-GPU, and how: one line per rule that applies to MODEL on these devices and links."""
+    from autoplan.what_if.advising import advice_text, advice_to_dict, advise
+    from autoplan.what_if.recommending import parse_deadline
+    from autoplan.what_if.sweep import default_n_jobs
+
+    with stdout_kept_clean():
+        advice = advise(
+            _question(model, flags, Options()),
+            max_hosts=max_hosts,
+            deadline_s=None if deadline is None else parse_deadline(deadline),
+            n_jobs=n_jobs or default_n_jobs(),
+            progress=tell_points,
+        )
+    text = json.dumps(advice_to_dict(advice), indent=2, allow_nan=False)
+    print_result(text if output_format == "json" else advice_text(advice))
+    if advice.is_interrupted:
+        raise KeyboardInterrupt
+
+
+def _question(model: str | None, flags: dict[str, Any], options: Options) -> Question:
+    """The question of a file with the flags in the place of its values, or of the flags alone."""
+    from autoplan.what_if.flags import flag_tables
+    from autoplan.what_if.question import parse_question, read_question
+
+    tables = flag_tables(**flags)
+    if model is not None and model.endswith(".toml"):
+        return read_question(model, changes=tables, options=options)
+    if model is None or not flags.get("hw"):
+        raise UsageError("expected MODEL with --hw, or a WHATIF.TOML\n  fix: autoplan whatif model.py --hw dgx_a100_x8")
+    tables["workload"]["model"] = model
+    try:
+        return parse_question(tables, where="command line", options=options)
+    except UsageError:
+        raise
+    except InputError as error:
+        raise UsageError(str(error)) from None
