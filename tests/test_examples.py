@@ -100,3 +100,25 @@ def test_a_loop_of_ones_own_trains_as_on_one_process_whatever_is_planned(tmp_pat
         assert loss == pytest.approx(expected[step - 1], rel=1e-3), step  # float32
     right = re.search(r"^([\d.]+)% of the sums that it never saw are right$", done.stdout, re.MULTILINE)
     assert right is not None and float(right[1]) > 50.0  # a guess is right in 1 of 31
+
+
+def shown_runs() -> list[tuple[str, list[str]]]:
+    """(command, lines that it prints) of each example in the README; what was left out is "..."."""
+    blocks = re.findall(r"^```\n(\$ autoplan .*?)^```$", (CHECKOUT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    runs = [(block.splitlines()[0].removeprefix("$ autoplan "), block.splitlines()[1:]) for block in blocks]
+    return [(command, lines) for command, lines in runs if lines and not lines[0].startswith("$")]
+
+
+@pytest.mark.nightly
+def test_examples_in_the_readme_print_what_is_shown(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(CHECKOUT / "examples")
+    (tmp_path / "plans").mkdir()
+    runs = shown_runs()
+    assert len(runs) >= 4
+    for command, lines in runs:
+        kept = ["--out", "plans/llama"] if command == runs[0][0] else []  # `explain` asks about the first plan
+        assert cli.run([*shlex.split(command), *kept]) == 0
+        printed = re.sub(r" in [\d.]+ m?s$", "", capfd.readouterr().out, flags=re.MULTILINE).splitlines()
+        shown = [re.sub(r" in [\d.]+ m?s$", "", line) for line in lines if line != "..."]
+        assert [line for line in shown if line not in printed] == [], command
