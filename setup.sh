@@ -89,4 +89,6 @@ if ! has_torch .venv/bin/python; then
 fi
 pip install "setuptools>=77" wheel
 pip install --no-build-isolation --editable ".$extra"
+# In the folder above, Python would take the checkout itself for the package; one that is on the path goes first.
+printf '%s\n' "$PWD" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/autoplan_checkout.pth"
 printf '%s\n' "$wanted" > "$stamp"

@@ -64,7 +64,6 @@ class SegmentTime:
     host_backward_s: float
     saved_bytes: int
     working_bytes: int | None
-    is_noisy: bool = False
     execution: Execution = Execution()
     is_own: bool = False
 
@@ -252,7 +251,6 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         host_backward_s=float(row["host_backward_s"]),
         saved_bytes=int(row["saved_bytes"]),
         working_bytes=None if working is None else int(working),
-        is_noisy=row["status"] == NOISY,
         execution=_execution(row),
         is_own=row.get("module", GENERATED) == OWN,
     )

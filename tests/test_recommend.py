@@ -97,7 +97,7 @@ def test_none_found_is_an_answer_with_the_nearest_and_what_was_looked_at(toy_mar
     assert "would be met by 8 x fast (32 devices)" in found.changes[0]
     text = recommendation_text(found)
     assert text.startswith("None found: no plan found trains it within 60 s (12 clusters looked at)")
-    assert "slow: 1, 2, 3, 4, 6, 8 hosts" in text and "one stage per rank" in text
+    assert "slow: 1, 2, 3, 4, 6, 8 hosts" in text and "plans under schedule 1f1b" in text
     assert recommendation_to_dict(found)["status"] == "none_found"
     poor = autoplan.recommend(QUESTION, budget_usd=1.0, max_hosts=8, today=TODAY)
     assert poor.best is None and poor.nearest.hardware == "slow" and poor.nearest.n_hosts == 1

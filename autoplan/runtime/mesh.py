@@ -222,7 +222,7 @@ def stop_process_group() -> None:
 
 def _use_local_threads() -> None:
     n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_processes))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // n_processes))
 
 
 def build_rank_mesh(config: Config, device_type: str) -> RankMesh:

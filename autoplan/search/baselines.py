@@ -32,7 +32,10 @@ class Baseline:
 
 
 def plain_recipes(space: SearchSpace, options: Options, *, price: Callable[[Mesh], CostTable]) -> tuple[Baseline, ...]:
-    """The recipes that exist for this model and cluster, each at its best. What the user fixed does not bind them."""
+    """The recipes that exist for this model and cluster, each at its best.
+
+    What the user fixed binds them only where it cuts the space itself: layouts of another tp, compressed gradients.
+    """
     free = replace(options, fix=())
     groups = (
         ("DDP", [list(_data_parallel(space, free, zero_stage=0))], (False,)),

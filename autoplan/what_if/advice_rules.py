@@ -329,7 +329,8 @@ def stop_scaling(facts: Facts) -> Advice:
 
 def failures_first(facts: Facts) -> Advice:
     """Large or long runs fail."""
-    row = next((item for item in reversed(facts.hosts) if item.mtbf_s is not None), facts.hosts[-1])
+    used = [item for item in facts.hosts if item.mtbf_s is not None and not item.n_idle_devices]
+    row = used[-1] if used else facts.hosts[0]
     is_large = row.n_devices > MANY_DEVICES or (row.train_s or 0.0) > LONG_S
     lost = sum(dict(row.shares).get(name, 0.0) for name in ("checkpoints", "failures", "no_spare"))
     return Advice(

@@ -3,10 +3,10 @@
     points         every combination of hardware, hosts, model arguments, precision, batch and links
     solve_point    Problem -> PointResult
 
-A search is "quick" or "full". A quick one looks at one stage per rank only (schedule 1f1b), for which bounds are
-arithmetic: a tenth of the time, and the proof is of that space. Limits are of processor time, so that what else the
-machine does changes no answer but near the limit: the user's, or `QUICK_TIME_LIMIT_S` and, where that finds no plan,
-`DEFAULT_TIME_LIMIT_S`.
+A search is "quick" or "full". A quick one looks at schedule 1f1b only: one stage per rank, and at least as many
+micro-batches as pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the proof is of that space. Limits
+are of processor time, so that what else the machine does changes no answer but near the limit: the user's, or
+`QUICK_TIME_LIMIT_S` and, where that finds no plan, `DEFAULT_TIME_LIMIT_S`.
 """
 
 from __future__ import annotations

@@ -58,11 +58,7 @@ def whatif_table(rows: Sequence[WhatIfRow]) -> str:
 def whatif_report(answer: WhatIf, *, search: str) -> str:
     """The table, and what it rests on."""
     sweep = answer.sweep
-    searched = (
-        "plans of one stage per rank (1f1b); --search full looks at interleaved and zero-bubble schedules, too"
-        if search == "quick"
-        else "all plans"
-    )
+    searched = "plans under schedule 1f1b; --search full looks at all schedules" if search == "quick" else "all plans"
     gaps = [row.gap for row in answer.rows if row.gap is not None]
     proof = f"; no other of them is faster by more than {max(gaps):.1%}" if gaps else ""
     notes = [
