@@ -4,8 +4,8 @@
     solve_point    Problem -> PointResult
 
 A search is "quick" or "full". A quick one looks at schedule 1f1b only: one stage per rank, and at least as many
-micro-batches as pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the proof is of that space. Limits
-are of processor time, so that what else the machine does changes no answer but near the limit: the user's, or
+micro-batches as pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the proof is of that space.
+Limits are of processor time, so that what else the machine does changes no answer but near the limit: the user's, or
 `QUICK_TIME_LIMIT_S` and, where that finds no plan, `DEFAULT_TIME_LIMIT_S`.
 """
 
