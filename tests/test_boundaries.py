@@ -49,6 +49,7 @@ def test_skips_over_stages_of_any_length_equal_one_process_under_every_schedule(
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
 
 
+@pytest.mark.nightly
 def test_skips_over_four_ranks_equal_one_process(tmp_path):
     cases = {}
     for model, starts, all_starts in (

@@ -86,6 +86,7 @@ def test_a_split_backward_pass_on_two_ranks_equals_one_process(tmp_path):
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
 
 
+@pytest.mark.nightly
 def test_a_split_backward_pass_on_four_ranks_equals_one_process(tmp_path):
     cases = {**zero_bubble_cases("gpt"), **zero_bubble_cases("llama")}
     cases["llama_deep_pp4"] = ("llama_deep", make_plan("llama_deep", pp=4, n_micro_batches=8, **ZERO_BUBBLE_V))
