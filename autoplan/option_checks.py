@@ -18,16 +18,16 @@ from autoplan.options import (
     PRECISIONS,
     Options,
 )
+from autoplan.parallel_plan import ZERO_STAGES
 
 _RECOMPUTE = ("none", "full", "selective")
 _SWITCH = ("on", "off")
-_ZERO_STAGES = ("0", "1", "2", "3")
 # What each name of `--fix` accepts: a list of words, or None for a positive integer.
 FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "dp": None,
     "tp": None,
     "pp": None,
-    "zero": _ZERO_STAGES,
+    "zero": tuple(map(str, ZERO_STAGES)),
     "shard": None,
     "micro_batch": None,
     "schedule": (),

@@ -17,7 +17,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
 from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
-from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, operand_names
 from autoplan.schedules import build_schedule, splits_backward
@@ -27,7 +27,6 @@ from autoplan.sharding import read_sharding
 from autoplan.space import load_rules
 
 COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_batches", "n_chunks")
-ZERO_STAGES = (0, 1, 2, 3)
 
 
 def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Sequence[str] = ()) -> None:

@@ -36,8 +36,6 @@ from autoplan.rank_memory import StageBytes, memories, moment_after, moments, re
 from autoplan.replay_script import Script, script_of
 from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
 
-__all__ = ["SegmentWork", "memory_over_time", "replay_pass", "simulate"]
-
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
 

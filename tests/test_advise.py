@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from whatif_toys import toy_result, toy_row
+from whatif_toys import PARTS, toy_result, toy_row
 
 from autoplan import cli, load_profile
 from autoplan.hardware_cluster import groups_alone
@@ -22,17 +22,6 @@ from autoplan.what_if.points import Point
 from autoplan.what_if.rows import WhatIfRow
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
-PARTS = (
-    "compute",
-    "recompute",
-    "exposed_tp",
-    "exposed_dp",
-    "exposed_pp",
-    "bubble",
-    "optimizer",
-    "launch",
-    "exposed_batch_copy",
-)
 
 
 def _row(

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 from browser import CHROMIUM, Browser, open_browser
 from conftest import make_candidate, make_estimate
+from whatif_toys import PARTS
 
 from autoplan.answer import Answer, Request
 from autoplan.betterments import SensitivityRow
@@ -242,18 +243,7 @@ def test_rows_beside_the_page_are_the_figures_of_the_answer(answer: Answer) -> N
         assert [set(row) for row in rows] == [set(record) for record in content[name]]
     chosen = content["candidates"][0]
     assert (chosen["name"], chosen["pp"], chosen["step_s"], chosen["fits"]) == ("chosen", 2, 1.6, True)
-    parts = (
-        "compute",
-        "recompute",
-        "exposed_tp",
-        "exposed_dp",
-        "exposed_pp",
-        "bubble",
-        "optimizer",
-        "launch",
-        "exposed_batch_copy",
-    )
-    assert sum(chosen[f"{part}_s"] for part in parts) == pytest.approx(chosen["step_s"])
+    assert sum(chosen[f"{part}_s"] for part in PARTS) == pytest.approx(chosen["step_s"])
     assert [row["reserved_bytes"] for row in content["memory"]] == [5 * GiB, 8 * GiB]
     moments = list(csv.DictReader(io.StringIO(files["report/memory_over_time.csv"])))
     assert [int(row["allocated_bytes"]) for row in moments] == [GiB, 4 * GiB, 7 * GiB, 2 * GiB]

@@ -12,7 +12,8 @@ from autoplan.errors import InputError, PlanMismatchError
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import build_schedule, stage_ranks
 from autoplan.search.bounds import step_bound_s
-from autoplan.simulate import SegmentWork, memory_over_time, replay_pass, simulate
+from autoplan.simulate import memory_over_time, simulate
+from autoplan.stage_pass import SegmentWork, replay_pass
 
 FREE = SegmentCost(*[0.0] * 10, *[0] * 5)
 

@@ -39,19 +39,21 @@ def toy_prices(text: str = PRICES) -> PriceBook:
     return parse_prices(text, where="toy_prices.toml")
 
 
+PARTS = (
+    "compute",
+    "recompute",
+    "exposed_tp",
+    "exposed_dp",
+    "exposed_pp",
+    "bubble",
+    "optimizer",
+    "launch",
+    "exposed_batch_copy",
+)
+
+
 def toy_result(**changes: Any) -> PointResult:
     """4 devices, 8 samples of 100 tokens in 2 s: 1.5 s of compute, 0.5 s of exposed communication."""
-    parts = (
-        "compute",
-        "recompute",
-        "exposed_tp",
-        "exposed_dp",
-        "exposed_pp",
-        "bubble",
-        "optimizer",
-        "launch",
-        "exposed_batch_copy",
-    )
     seconds = {"compute": 1.5, "exposed_dp": 0.5}
     result = PointResult(
         status="optimal",
@@ -70,7 +72,7 @@ def toy_result(**changes: Any) -> PointResult:
         samples_per_s=4.0,
         tokens_per_s=400.0,
         mfu=0.5,
-        breakdown=tuple((f"{name}_s", seconds.get(name, 0.0)) for name in parts),
+        breakdown=tuple((f"{name}_s", seconds.get(name, 0.0)) for name in PARTS),
         peak_bytes=60 * 2**30,
         memory_limit_bytes=80 * 2**30,
     )

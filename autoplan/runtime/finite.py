@@ -1,7 +1,9 @@
 """A loss or gradients that are not finite stop the run, and change no parameter.
 
-optimizer in one kernel    update, which the device leaves out if it must | look     the host is not waited for
-another optimizer          look | update
+    optimizer in one kernel    update, which the device leaves out if it must | look
+    another optimizer          look | update
+
+In the first case the host hands over the update while gradients are still being computed.
 """
 
 from __future__ import annotations

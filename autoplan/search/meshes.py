@@ -28,11 +28,10 @@ from typing import NoReturn
 
 from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import Options
-from autoplan.parallel_plan import Execution, Mesh
+from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh
 from autoplan.schedules import splits_backward
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
-ZERO_STAGES = (0, 1, 2, 3)
 MAX_SPLIT_ZERO_STAGE = 2  # of a split backward pass: its halves need the parameters that the forward pass gathered
 MAX_SIGNIFICANT_BITS = 4
 

@@ -8,10 +8,11 @@ cost         = device-hours x price of an hour;  energy = wall hours x power of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from typing import Any
 
+from autoplan.parallel_plan import Breakdown
 from autoplan.plain_text import count
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import BILLION, SECONDS_PER_HOUR
@@ -21,15 +22,7 @@ from autoplan.what_if.points import Point, PointResult
 from autoplan.what_if.prices import FRESH_DAYS, PriceBook, PriceRange, rent_price
 
 SHARES = (
-    "compute",
-    "recompute",
-    "exposed_tp",
-    "exposed_dp",
-    "exposed_pp",
-    "bubble",
-    "optimizer",
-    "launch",
-    "exposed_batch_copy",
+    *(part.name.removesuffix("_s") for part in fields(Breakdown)),
     "stragglers",
     "loading",
     "checkpoints",
