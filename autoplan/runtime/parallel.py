@@ -48,7 +48,7 @@ class ParallelModel(nn.Module):
 
     Args:
         model_file: has `build_model`, and `loss_fn` unless the model returns its loss; optionally `build_optimizer`.
-        parallel_model: the generated stages; None when the plan has neither tensor nor pipeline parallelism.
+        parallel_model: the generated stages; None when the model is made of its own classes.
         overrides: keyword arguments for `build_model`.
         max_grad_norm: clip gradients to this global norm; None does not clip.
         learning_rates: how the learning rate changes from step to step; None keeps it, whatever the model file says.
