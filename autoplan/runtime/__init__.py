@@ -11,7 +11,7 @@ It is copied as it stands into the folder of a program.
     compiled, chunked_loss, memory_format, recompute, zero, grad_compression, pipeline, gradients, batch_norm,
     loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
-    checkpoint*, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
     learning_rate, loss_scale    what changes from step to step besides the weights
     data, loading, train         batches, their order and position, the loop

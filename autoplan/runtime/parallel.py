@@ -90,6 +90,7 @@ class ParallelModel(nn.Module):
         self.whole = WholeTensors({}, {})
         self.n_steps = 0
         self.is_told_to_stop, self._n_told = False, torch.zeros(())
+        self._copied: torch.cuda.Event | None = None
         self._max_grad_norm = max_grad_norm
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
@@ -167,6 +168,7 @@ class ParallelModel(nn.Module):
             if self.was_updated:
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
+                self.wait_for_copies()
                 with self._checked(sums, own):
                     self.optimizer.step()
                 if self.scheduler is not None:
@@ -178,6 +180,16 @@ class ParallelModel(nn.Module):
     def stops(self) -> bool:
         """Whether a rank was told to stop before the last step ended; waits for the device."""
         return bool(self._n_told.item())
+
+    def hold_update(self, copied: torch.cuda.Event | None) -> None:
+        """Let the next update wait for `copied`: until then parameters and optimizer state are being read."""
+        self._copied = copied
+
+    def wait_for_copies(self) -> None:
+        """Let the device wait until nothing reads what an update changes."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self.mesh.device).wait_event(self._copied)
+            self._copied = None
 
     def run_state(self) -> dict[str, Any]:
         """Numbers of the run that a checkpoint holds; they must be JSON, those of a user's scheduler too."""
