@@ -13,7 +13,7 @@ It is copied as it stands into the folder of a program.
     parallel               ParallelModel: all of it in order, and one optimizer step
     checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
-    learning_rate, loss_scale    what changes from step to step besides the weights
+    optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     data, loading, train         batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes

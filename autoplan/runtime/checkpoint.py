@@ -40,7 +40,10 @@ from .checkpoint_state import (
     MODEL,
     Values,
     buffer_pieces,
+    compression_pieces,
+    compression_to_fill,
     gathered,
+    has_compression,
     merged,
     optimizer_options,
     optimizer_pieces,
@@ -168,7 +171,8 @@ class Checkpoints:
 
     def _passing_pieces(self) -> list[Piece]:
         is_first = self._model.mesh.dp_rank == self._model.mesh.tp_rank == 0
-        return random_pieces(self._model)[0] + (buffer_pieces(self._model) if is_first else [])
+        pieces = random_pieces(self._model)[0] + compression_pieces(self._model)
+        return pieces + (buffer_pieces(self._model) if is_first else [])
 
     def _write(self, pieces: Sequence[Piece], own: _RankState, run_state: Mapping[str, Any]) -> Path:
         """Write a checkpoint; runs on the thread, on all ranks together."""
@@ -230,13 +234,18 @@ def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[st
         is_same_mesh = all(state["plan"][field] == getattr(model.config, field) for field in _MESH_FIELDS)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: state.json is not what a program of this kind writes: {error!r}") from error
+    compressed, compressed_pieces = compression_to_fill(model, saved, state["plan"])
     own_random, generators = random_pieces(model)
     has_random = is_same_mesh and all(piece.key in saved for piece in own_random)
-    pieces += parameter_pieces(model) + buffer_pieces(model) + (own_random if has_random else [])
+    pieces += parameter_pieces(model) + buffer_pieces(model) + compressed_pieces + (own_random if has_random else [])
     model.wait_for_copies()
     read_together(reader, pieces, model.config)
     model.optimizer.load_state_dict({"state": filled, "param_groups": groups})
     model.load_run_state(run)
+    for own, remembered in zip(filter(None, model.compressed), compressed, strict=False):
+        own.load(remembered)
+    if not compressed and (any(model.compressed) or has_compression(saved)) and model.mesh.rank == 0:
+        print(_dropped(path), file=sys.stderr)
     for name, value in (extra or {}).items():
         if name in extra_state:
             value.load_state_dict(extra_state[name])
@@ -244,6 +253,13 @@ def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[st
         restore_random(model, generators)
     else:
         torch.manual_seed(resumed_seed(torch.initial_seed(), n_steps=model.n_steps))
+
+
+def _dropped(path: Path) -> str:
+    return (
+        f"{path}: of another plan, so what compressed reductions had lost of gradients is dropped, and their steps are "
+        "counted from 0"
+    )
 
 
 def read_together(reader: IndexReader, pieces: Sequence[Piece], config: Config) -> None:

@@ -5,8 +5,8 @@
     a thread                                                     | writes them to disk ...
 
 Nothing changes parameters and the optimizer's state between two updates, so a GPU copies them on a stream of its own
-while the next step runs. What a forward pass changes (buffers) is copied first, on the stream of the training. A save
-holds up a step by
+while the next step runs. What passes change (buffers, errors of compressed reductions) is copied first, on the stream
+of the training. A save holds up a step by
 
     max(0, bytes of the rank / rate of copies to the host - forward and backward pass)
 

@@ -29,11 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .config import Config
-from .grad_compression import compress_reductions, sharded_axes
+from .grad_compression import PowerSGD, compress_reductions, sharded_axes
 
 
-def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> None:
+def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> PowerSGD | None:
     """Divide the parameters of `root` over `mesh`, one group per block and one for the rest.
+
+    It returns what compressed reductions remember from step to step.
 
     A single data-parallel rank in full precision is left alone. A block that shares a parameter with the rest of the
     model belongs to the group of the rest. In 16-bit precision, gathered parameters and all floating-point buffers have
@@ -41,7 +43,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     """
     is_mixed = config.compute_dtype != config.parameter_dtype
     if config.dp == 1 and not is_mixed:
-        return
+        return None
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
@@ -54,7 +56,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
             fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=config.zero_stage == 3)
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
-    compress_reductions(root, mesh=mesh, config=config)
+    return compress_reductions(root, mesh=mesh, config=config)
 
 
 def free_reduced_gradients(root: nn.Module) -> None:
