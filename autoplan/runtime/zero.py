@@ -82,10 +82,23 @@ def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: b
         return
     free_reduced_gradients(root)
     root.set_is_last_backward(is_last_micro_batch)
-    root.set_requires_gradient_sync(zero_stage >= 2 or is_last_micro_batch)
-    if zero_stage >= 2:
-        root.set_requires_all_reduce(is_last_micro_batch)
-    root.set_reshard_after_backward(zero_stage == 3 or is_last_micro_batch)
+    _set_flags(
+        root,
+        reduces=zero_stage >= 2 or is_last_micro_batch,
+        all_reduces=is_last_micro_batch,
+        frees=zero_stage == 3 or is_last_micro_batch,
+    )
+
+
+def _set_flags(root: FSDPModule, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
+    """What backward does in all groups below `root`; most often it stays as it was, and going through them costs."""
+    flags = reduces, all_reduces, frees
+    if getattr(root, "_backward_flags", None) == flags:
+        return
+    root.set_requires_gradient_sync(reduces)
+    root.set_requires_all_reduce(all_reduces)
+    root.set_reshard_after_backward(frees)
+    root._backward_flags = flags  # type: ignore[attr-defined]
 
 
 def free_gathered_parameters(root: nn.Module) -> None:
@@ -99,8 +112,7 @@ def hold_gradients(root: nn.Module) -> None:
     """Say, before the first half of a split backward pass of `root`, that nothing is reduced or freed yet."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(False)
-        root.set_requires_gradient_sync(False)
-        root.set_reshard_after_backward(False)
+        _set_flags(root, reduces=False, all_reduces=False, frees=False)
 
 
 def finish_weights(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
