@@ -121,24 +121,23 @@ def from_first_rank(
 
 
 def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
-    """Join the process group for a plan.
+    """Join the process group for a plan, in a program of its own: on CPU its processes share the cores of the host.
 
     Raises: WorldSizeError when the number of processes is not the plan's.
     """
     check_world_size(config)
+    if device_type == "cpu":
+        _use_local_threads()
     join_process_group(device_type, timeout_s=timeout_s)
 
 
 def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the process group: gloo on CPU, NCCL on CUDA; a process started without torchrun is a group of one.
 
-    On CPU the cores of the host are divided among its processes. From then on an exception that nobody catches ends
-    this process at once, see `_exit_at_once`.
+    From then on an exception that nobody catches ends this process at once, see `_exit_at_once`.
     """
     # Every model whose last op is a linear layer is warned of; nothing here changes outputs in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    if device_type == "cpu":
-        _use_local_threads()
     if device_type == "cuda":
         # Read before the first allocation. Without it gaps between large tensors took 11 GiB of Llama-1B's 128.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
