@@ -8,8 +8,8 @@ counts, the first of these that runs on the device:
 
     optimizer   forward   backward   other computation   communication alone (a receive waits for its sender)   idle
 
-A kernel belongs to what the host was in when it launched it: a pass of the schedule (torch marks those of pipelines with
-several stages on a rank), else the autograd engine or not. "gaps" is what a pass leaves idle between its own kernels.
+A kernel belongs to what the host was in when it launched it: a pass of the schedule (torch marks those of pipelines
+with several stages on a rank), else the autograd engine or not. "gaps" is what a pass leaves idle between its kernels.
 On CPU the operators stand for the kernels. Times are in milliseconds; recomputing belongs to the backward pass.
 """
 
@@ -82,8 +82,8 @@ class RankStep:
 
 def load(path: Path) -> dict:
     """A trace; names of kernels may hold any character."""
-    text = gzip.open(path, "rt").read() if path.suffix == ".gz" else path.read_text()
-    return json.loads(text, strict=False)
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content, strict=False)
 
 
 def complete(trace: dict) -> list[dict]:

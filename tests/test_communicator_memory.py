@@ -8,9 +8,12 @@ import sys
 from itertools import accumulate
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "communicator_memory.py"
 
 
+@pytest.mark.nightly
 def test_every_communicator_has_a_row_and_what_they_add_sums_to_what_is_used(tmp_path: Path) -> None:
     # two processes, so that one rank's figures and the largest of all differ little, and no group is smaller than all
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(BENCHMARK), "rows.jsonl"]

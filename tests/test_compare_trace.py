@@ -91,7 +91,7 @@ def test_ranks_of_one_pipeline_rank_follow_one_another() -> None:
 
 @pytest.mark.nightly
 def test_a_traced_program_has_the_passes_that_its_plan_predicts(tmp_path: Path) -> None:
-    sizes = "n_layers=4 context=16 width=32 hidden=48 n_heads=4 vocabulary=64".split()
+    sizes = ["n_layers=4", "context=16", "width=32", "hidden=48", "n_heads=4", "vocabulary=64"]
     fix = "pp=2,dp=1,tp=1,schedule=interleaved,micro_batch=2,recompute=none,compile=off,loss=whole"
     plan = [sys.executable, "-m", "autoplan", "plan", str(CHECKOUT / "examples" / "llama.py"), "--hw", "h200_x4/2"]
     plan += [f"--set={size}" for size in sizes] + ["--global-batch", "8", "--precision", "fp32", "--fix", fix]
