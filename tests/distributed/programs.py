@@ -76,7 +76,10 @@ def _traced(model: str) -> OpGraph:
 
 
 def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingPrices:
-    """Arithmetic is dear and communication cheap, so that everything is split; with a seed, anything may happen."""
+    """Arithmetic is dear and communication cheap, so that everything is split; with a seed, anything may happen.
+
+    A split op costs its share, or what its slowest rank does if that is more.
+    """
     rules, specs, dice = load_rules(), graph.specs(), random.Random(seed)
 
     def scaled(value: float) -> float:
@@ -85,12 +88,16 @@ def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingP
     def op_s(op: Any, strategy: Any) -> float:
         whole = tuple(specs[name] for name in operand_names(op))
         local = tuple(local_spec(spec, y, degree) for spec, y in zip(whole, strategy.operands, strict=True))
-        flops = forward_flops(rules.get(op.target), op, operands=local, batch_size=1, whole_operands=whole)
-        return scaled((flops + 1 / (degree if strategy.is_split else 1)) * 1e-6)
+        n_flops = [
+            forward_flops(rules.get(op.target), op, operands=o, batch_size=1, whole_operands=whole)
+            for o in (whole, local)
+        ]
+        share = (1 + n_flops[0]) / degree
+        return scaled(max(share, n_flops[1]) * 1e-6 if strategy.is_split else (1 + n_flops[0]) * 1e-6)
 
     return ShardingPrices(
         op_s=op_s,
-        conversion_s=lambda spec, step: scaled(1e-6 * (1 + bool(step.forward) + bool(step.backward))),
+        conversion_s=lambda spec, step: scaled(1e-6 + 1e-7 * (bool(step.forward) + bool(step.backward))),
         parameter_s=lambda spec, layout: scaled(1e-6 if layout.kind == "S" else 2e-6),
     )
 

@@ -99,6 +99,8 @@ class Stage0(nn.Module):
         arange = torch.arange(0, 8, 2, dtype=torch.float32, device=inputs.device)
         pow_2 = 500000.0 ** (-shard(arange, 0, self.tp) / 8)
         outer = torch.outer(torch.arange(16, dtype=torch.float32, device=inputs.device), pow_2)
+        # all-to-all of outer to a split along another dim: 256 bytes forward
+        outer = all_to_all(outer, 1, 0, self.tp)
         cat = torch.cat((outer, outer), -1)
         cos = torch.cos(cat)
         sin = torch.sin(cat)
@@ -108,9 +110,9 @@ class Stage0(nn.Module):
         # all-to-all of tokens to a split along another dim, all-to-all of its gradient: 8,192 bytes per sample each way
         x = all_to_all(x, 2, 1, self.tp)
         # all-gather of the parts of cos: 1,024 bytes forward
-        cos = all_gather(cos, 1, self.tp, blocks=2)
+        cos = all_gather(cos, 0, self.tp)
         # all-gather of the parts of sin: 1,024 bytes forward
-        sin = all_gather(sin, 1, self.tp, blocks=2)
+        sin = all_gather(sin, 0, self.tp)
         for block in self.layers.values():
             x = block(x, cos, sin)
         # all-reduce of the gradient of norm.weight, to which every rank has a share: 512 bytes backward
