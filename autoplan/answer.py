@@ -96,12 +96,14 @@ class Answer:
     Attributes:
         notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
         request: what was asked; None when that cannot be asked again.
+        splits: what its tensor-parallel ranks split, one phrase each; see `split_names`.
     """
 
     workload: Workload
     result: SearchResult
     notes: tuple[str, ...] = ()
     request: Request | None = None
+    splits: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -225,6 +227,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "ops_without_rule": list(answer.workload.ops_without_rule),
         "notes": list(answer.notes),
+        "splits": list(answer.splits),
         "request": encode(answer.request),
         "workload": encode(answer.workload),
         "best": encode(result.best),
@@ -312,6 +315,7 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         result=decode(SearchResult, result, where),
         notes=decode(tuple[str, ...], content["notes"], f"{where}: notes"),
         request=decode(Request | None, content["request"], f"{where}: request"),
+        splits=decode(tuple[str, ...], content.get("splits", []), f"{where}: splits"),
     )
 
 

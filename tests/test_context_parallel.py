@@ -8,14 +8,17 @@ import pytest
 import torch
 from distributed.families import FEATURES, family_plan, tolerance
 from distributed.launch import run_ranks
-from distributed.programs import check_programs, graph_of, prices, write_programs
+from distributed.programs import EXAMPLES, check_programs, graph_of, prices, write_programs
 from torch.nn import functional as F
 
+from autoplan import api
 from autoplan.layout import parse_layout, sharded
+from autoplan.options import Options
 from autoplan.runtime.attention import causal_attention_of_rows
 from autoplan.search.solve import solve
 from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
+from autoplan.split_names import splits
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 ROWS = sharded(2)
@@ -49,6 +52,7 @@ def assert_exact(folder, features):
         layouts = {name: layout for sharding in plan.shardings for name, layout in sharding.values}
         split = {name: parse_layout(layout) for name, layout in layouts.items() if name in attentions}
         assert split and set(split.values()) == {ROWS}
+        assert "attention by rows of the query (context parallelism)" in splits(graph_of(model), plan)
     n_ranks = {plan.mesh.tp for plan in cases.values()}
     rows = write_programs(folder, {model: (model, plan) for model, plan in cases.items()})
     for differences in run_ranks(check_programs, *n_ranks, str(folder), rows, 3, timeout_s=200.0):
@@ -85,3 +89,22 @@ def test_rows_of_a_rank_compile_without_a_break(rank):
     whole = F.scaled_dot_product_attention(torch.cat([q, q, q], dim=2), k, k, is_causal=True)
     compiled = torch.compile(rows, backend="aot_eager", fullgraph=True)(q, k)
     torch.testing.assert_close(compiled, whole[:, :, 2 * rank : 2 * rank + 2], rtol=0, atol=1e-12)
+
+
+def test_the_search_splits_by_context_where_heads_cannot_be():
+    # 3 heads on 2 devices and one sequence: without it every rank computes all of the attention
+    model = {"n_layers": 2, "n_heads": 3, "n_kv_heads": 3, "width": 384, "hidden": 1024, "context": 32768}
+    problem = api.make_problem(
+        EXAMPLES / "llama.py",
+        hw="dgx_a100_x8/2",
+        overrides={**model, "vocabulary": 8192},
+        options=Options(global_batch=1),
+    )
+    found = api.decide(problem)
+    assert found.best.plan.mesh.tp == 2
+    assert "attention by rows of the query (context parallelism)" in found.splits
+    one_device = api.decide(
+        dataclasses.replace(problem, options=Options(global_batch=1, fix=(("tp", "1"), ("pp", "1"))))
+    )
+    # the slower rank has 3/4 of the causal attention, and half of the rest
+    assert 0.5 < found.best.estimate.step_s / one_device.best.estimate.step_s < 0.75

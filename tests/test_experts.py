@@ -14,6 +14,7 @@ from autoplan.runtime.experts import use_float64_grouped_products
 from autoplan.search.solve import solve
 from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
+from autoplan.split_names import splits
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 DEAR_S = 1.0  # beside prices of microseconds
@@ -76,6 +77,9 @@ def test_experts_and_sequence_split_over_the_same_ranks_equal_one_process(tmp_pa
         layouts = layouts_of(plan)
         assert layouts["blocks.0.experts.up"] == layouts["blocks.0.experts.down"] == sharded(0)
         assert layouts["scaled_dot_product_attention"] == sharded(2)
+    said = {model: splits(graph_of(model), plan) for model, plan in plans.items()}
+    assert "whole experts (expert parallelism)" in said["mixture"]
+    assert "stacks of weights matrix by matrix (of experts: expert parallelism)" in said["capacity_mixture"]
     texts = assert_exact(tmp_path, plans)
     # sorted by expert, tokens are gathered; with slots for them they are sent: [experts, batch, groups, slots, width]
     assert "own_experts_mm(" in texts["mixture"]
