@@ -224,7 +224,7 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         context.imports.add(("chunked_loss", "deferred_linear"))
         return text.replace("F.linear(", "deferred_linear(").removesuffix(")") + f", {context.deferred[1]})"
     if op.target == _ATTENTION and drop_probability(op) > 0 and strategy.result.kind == "S":
-        context.imports.add(("random", "rank_attention"))
+        context.imports.add(("attention", "rank_attention"))
         text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"
     return text
 

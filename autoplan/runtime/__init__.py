@@ -5,7 +5,7 @@ It is copied as it stands into the folder of a program.
     config, mesh           the plan, the process groups
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     collectives            tensor-parallel conversions with their gradients
-    experts, random        what else generated code calls
+    attention, experts, random                 what else generated code calls
     seeds                  where every random number of a run begins
     model_calls            the user's model and loss, whatever their inputs look like
     compiled, chunked_loss, memory_format, recompute, zero, grad_compression, pipeline, gradients, batch_norm,
