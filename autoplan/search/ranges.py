@@ -154,7 +154,7 @@ def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> A
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """All ranges of at most `width` consecutive pieces, each kind of range once: arrays are over these, by their length.
+    """All ranges of at most `width` consecutive pieces, each kind of range once: arrays are over these, by length.
 
     Two ranges within a run of equal pieces that begin and end alike are of one kind, wherever they are: a model of many
     layers has about as many kinds as it has layers.
@@ -163,7 +163,7 @@ class Ranges:
         edges: the first segment of each piece, and the end.
         start, stop: of the first range of each kind, in pieces.
         by_count: where the kinds of each length begin, from length 1 on.
-        kind: (stop, count - 1), the kind of the `count` pieces before boundary `stop`; 0 if they began before the model.
+        kind: (stop, count - 1), the kind of the `count` pieces before boundary `stop`; 0 if they began before it.
     """
 
     edges: Array
@@ -203,7 +203,7 @@ class Ranges:
         return per_segment[self.edges[self.stop] - 1]
 
     def largest(self, per_piece: Array) -> Array:
-        """The largest value of any piece of each range: of the two stretches, of a power of two pieces, that make it."""
+        """The largest value of any piece of each range: of the two stretches, of 2^n pieces, that make it."""
         found, stretches, length = np.empty(len(self.start)), per_piece, 1
         for own in np.split(np.arange(len(self.start)), self.by_count[_powers_of_two(self.width)]):
             while len(own) and 2 * length <= self.stop[own[0]] - self.start[own[0]]:
