@@ -27,6 +27,7 @@ TORCH_PLACES = (
     "autoplan/measure_links.py",
     "autoplan/measure_pipeline.py",
     "autoplan/measure_sharding.py",
+    "autoplan/overlaid_graph.py",
     "autoplan/rule_discovery.py",
     "autoplan/runtime/",
 )
