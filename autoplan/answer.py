@@ -98,6 +98,7 @@ class Answer:
         notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
         request: what was asked; None when that cannot be asked again.
         ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
+        splits: what its tensor-parallel ranks split, one phrase each; see `split_names`.
     """
 
     workload: Workload
@@ -105,6 +106,7 @@ class Answer:
     notes: tuple[str, ...] = ()
     request: Request | None = None
     ops: tuple[SegmentComparison, ...] = ()
+    splits: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -228,6 +230,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "ops_without_rule": list(answer.workload.ops_without_rule),
         "notes": list(answer.notes),
+        "splits": list(answer.splits),
         "request": encode(answer.request),
         "ops": encode(answer.ops),
         "workload": encode(answer.workload),
@@ -317,6 +320,7 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         notes=decode(tuple[str, ...], content["notes"], f"{where}: notes"),
         request=decode(Request | None, content["request"], f"{where}: request"),
         ops=decode(tuple[SegmentComparison, ...], content.get("ops", []), f"{where}: ops"),
+        splits=decode(tuple[str, ...], content.get("splits", []), f"{where}: splits"),
     )
 
 

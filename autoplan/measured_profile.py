@@ -36,6 +36,8 @@ _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 # As in measuring.timing: a host that is faster than this share of the device's time is not what that waits for.
 HOST_BOUND = 0.9
+# The part of the time of the user's own modules, which read better, that generated code must save to be offered.
+WORTH_GENERATING = 0.02
 _TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
 
 
@@ -90,6 +92,16 @@ class MeasuredProfile:
     def executions(self) -> frozenset[Execution]:
         """The ways in which something was measured."""
         return frozenset(row.execution for row in self.segments)
+
+    @property
+    def is_worth_generating(self) -> bool:
+        """Whether some block ran faster as generated code than as the user's own module."""
+        times: dict[tuple[object, ...], dict[bool, float]] = {}
+        for row in self.segments:
+            key = row.content, row.assignment, row.tp, row.micro_batch_size, row.execution
+            times.setdefault(key, {})[row.is_own] = row.forward_s + row.backward_s
+        pairs = (found for found in times.values() if len(found) == len((GENERATED, OWN)))
+        return any(found[False] < (1.0 - WORTH_GENERATING) * found[True] for found in pairs)
 
     def rows(self, executions: Mapping[str, Execution], *, own: bool = False) -> tuple[SegmentTime, ...]:
         """The measurements of segments that run so, by content.

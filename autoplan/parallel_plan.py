@@ -36,6 +36,8 @@ class Mesh:
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
         compile: whether torch.compile makes one function of each block, and of the loss.
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".
+        generated: whether the program is generated from the graph although the user's own classes would do, because
+            it was measured faster; false with tensor or pipeline parallelism, which have no other way.
     """
 
     pp: int = 1
@@ -50,6 +52,7 @@ class Mesh:
     sharding: str = ""
     compile: bool = False
     memory_format: str = "contiguous"
+    generated: bool = False
 
     @property
     def execution(self) -> Execution:
@@ -74,7 +77,7 @@ class Mesh:
     @property
     def needs_generated_model(self) -> bool:
         """Whether the program is generated from the graph, not made of the user's own classes."""
-        return self.tp > 1 or self.pp > 1
+        return self.tp > 1 or self.pp > 1 or self.generated
 
 
 @dataclass(frozen=True, slots=True)
