@@ -172,9 +172,9 @@ def _peak_flops_per_s(workload: Workload, plan: Plan) -> float | None:
     """Of the devices the plan uses, together."""
     if not plan.groups:
         return None if workload.peak_flops_per_s is None else workload.peak_flops_per_s * plan.mesh.n_devices
-    peaks = [(own.n_ranks, workload.groups[own.group].peak_flops_per_s) for own in plan.groups]
-    known = [count * peak for count, peak in peaks if peak is not None]
-    return plan.mesh.dp * plan.mesh.tp * sum(known) if len(known) == len(peaks) else None
+    peaks = [workload.groups[own.group].peak_flops_per_s for own in plan.groups]
+    known = [n * peak for n, peak in zip(plan.n_devices_of_groups, peaks, strict=True) if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:

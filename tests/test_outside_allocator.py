@@ -56,3 +56,9 @@ def test_weights_tied_across_stages_have_a_communicator_of_their_own() -> None:
 def test_hybrid_sharding_communicates_among_shards_and_among_replicas() -> None:
     mesh = Mesh(dp=4, zero_stage=3, zero_shard_degree=2)
     assert communicators(mesh, has_tied_weights=False) == ("all", "replica", "shard")
+
+
+def test_replicas_of_several_groups_of_hosts_communicate_as_those_of_one_would() -> None:
+    both = [(Mesh(dp=2, tp=2), 2), (Mesh(dp=4, tp=2), 1)]
+    assert len({communicators(mesh, has_tied_weights=False, n_groups=n) for mesh, n in both}) == 1
+    assert communicators(Mesh(), has_tied_weights=False, n_groups=2) == ("all",)

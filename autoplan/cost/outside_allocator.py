@@ -18,20 +18,25 @@ CONTEXT_BYTES = 1024 * MiB
 COMMUNICATOR_BYTES = 256 * MiB
 
 
-def communicators(mesh: Mesh, *, has_tied_weights: bool) -> tuple[str, ...]:
-    """The process groups of a rank that communicate, "all" first, then by axis."""
-    if mesh.n_devices == 1:
+def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> tuple[str, ...]:
+    """The process groups of a rank that communicate, "all" first, then by axis.
+
+    `n_groups`: of hosts of a mixed cluster, each with the replicas of such a mesh.
+    """
+    n_devices = mesh.n_devices * n_groups
+    if n_devices == 1:
         return ()
     degrees = {
         "pp": mesh.pp,
-        "replica": mesh.dp // mesh.zero_shard_degree,
+        "replica": mesh.dp // mesh.zero_shard_degree * n_groups,
         "shard": mesh.zero_shard_degree,
         "tp": mesh.tp,
     }
-    axes = tuple(axis for axis, degree in degrees.items() if 1 < degree < mesh.n_devices)
+    axes = tuple(axis for axis, degree in degrees.items() if 1 < degree < n_devices)
     return ("all", *axes, *(("tied weights",) if has_tied_weights and mesh.pp > 1 else ()))
 
 
-def outside_allocator_bytes(mesh: Mesh, *, has_tied_weights: bool) -> int:
+def outside_allocator_bytes(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> int:
     """Context and communicators of one process."""
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * len(communicators(mesh, has_tied_weights=has_tied_weights))
+    found = communicators(mesh, has_tied_weights=has_tied_weights, n_groups=n_groups)
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * len(found)

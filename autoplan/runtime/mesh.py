@@ -244,7 +244,8 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, torch.cuda.current_device())
     pp_rank, replica, shard, tp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "replica", "shard", "tp"))
     if config.device_bytes and device.type == "cuda":
-        check_device_memory(config.device_bytes[pp_rank], free_bytes=_free_bytes(device))
+        place = config.share_of(replica * config.zero_shard_degree + shard) if config.shares else pp_rank
+        check_device_memory(config.device_bytes[place], free_bytes=_free_bytes(device))
     return RankMesh(
         device=device,
         rank=dist.get_rank(),

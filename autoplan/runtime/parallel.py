@@ -27,7 +27,7 @@ from .finite import finite_update
 from .grad_compression import PowerSGD
 from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_tied_gradients
 from .learning_rate import LearningRate, build_scheduler_of
-from .loss_average import mean_count, weigh
+from .loss_average import total_count, weigh
 from .loss_scale import LossScale
 from .memory_format import take_images
 from .mesh import RankMesh, failing_after_others
@@ -125,6 +125,7 @@ class ParallelModel(nn.Module):
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.was_updated = True
+        self._mean_divisor = config.mean_divisor(mesh.dp_rank)
         self._mean_count = torch.ones((), device=mesh.device)
         self.grad_norm = torch.zeros((), device=mesh.device)
         # Dropout draws differently on each data-parallel rank and stage, and alike on tensor-parallel ranks.
@@ -153,11 +154,11 @@ class ParallelModel(nn.Module):
     def step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's samples; the mean loss of the global batch, on every rank.
 
-        The loss of a step is the mean over micro-batches of their losses, or, with `config.ignored_target`, the mean
-        over all targets of the global batch that count. Gradients stay readable until the next step. Under fp16 a step
-        whose gradients overflow changes neither parameters nor the learning rate.
+        The loss of a step is the mean over samples of the losses of their micro-batches, or, with
+        `config.ignored_target`, the mean over all targets of the global batch that count. Gradients stay readable until
+        the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
         """
-        batches = micro_batches(map_tensors(self._to_device, batch), self.config)
+        batches = micro_batches(map_tensors(self._to_device, batch), self.config, dp_rank=self.mesh.dp_rank)
         self.optimizer.zero_grad(set_to_none=True)
         self._count_targets(batches)
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
@@ -224,7 +225,7 @@ class ParallelModel(nn.Module):
         Like `step`, of which it is the forward half, it takes this data-parallel rank's samples. Batches weigh alike,
         or, with `config.ignored_target`, by how many of their targets count.
         """
-        batches = micro_batches(map_tensors(self._to_device, batch), self.config)
+        batches = micro_batches(map_tensors(self._to_device, batch), self.config, dp_rank=self.mesh.dp_rank)
         self._count_targets(batches)
         self.stages.eval()
         with unchanged_buffers(self.stages):  # generated code counts batches whatever the mode
@@ -232,7 +233,7 @@ class ParallelModel(nn.Module):
                 local_loss = self._pipeline.evaluate(batches)
             else:
                 losses = [self._loss(self._outputs(inputs), targets) for inputs, targets in batches]
-                local_loss = torch.stack(losses).mean()
+                local_loss = torch.stack(losses).sum() / self._mean_divisor
         self.stages.train()
         for stage in self.stages:
             free_gathered_parameters(stage)
@@ -290,15 +291,15 @@ class ParallelModel(nn.Module):
         return tensor.to(device=self.mesh.device, dtype=dtype, non_blocking=True)
 
     def _count_targets(self, batches: list[Batch]) -> None:
-        """Learn the mean number of targets that count, over the micro-batches of all data-parallel ranks."""
+        """Learn how many targets count of a micro-batch as large as those of this rank, on average over all ranks."""
         if self.config.ignored_target is not None:
-            self._mean_count = mean_count([targets for _, targets in batches], ignored=self.config.ignored_target)
+            total = total_count([targets for _, targets in batches], ignored=self.config.ignored_target)
             if self.config.n_ranks > 1:
-                dist.all_reduce(self._mean_count)  # ranks of one data-parallel rank have the same targets
-                self._mean_count /= self.config.n_ranks
+                dist.all_reduce(total)  # ranks of one data-parallel rank have the same targets
+            self._mean_count = total / (self.config.n_ranks * self._mean_divisor)
 
     def _run_micro_batches(self, batches: list[Batch]) -> torch.Tensor:
-        """Forward and backward passes without a pipeline; this rank's mean loss."""
+        """Forward and backward passes without a pipeline; this rank's loss, whose mean over ranks is the global one."""
         stage = self.stages[0]
         if self._unused is not None:
             self._unused.start_step()
@@ -306,7 +307,7 @@ class ParallelModel(nn.Module):
         for index, (inputs, targets) in enumerate(batches):
             outputs = self._outputs(inputs)
             free_reduced_gradients(stage)
-            loss = self._loss(outputs, targets) / len(batches)
+            loss = self._loss(outputs, targets) / self._mean_divisor
             del outputs  # autograd keeps what it needs of them; logits in 16 bits it does not
             if self._unused is not None:
                 loss = self._unused.complete(loss)
