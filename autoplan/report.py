@@ -196,8 +196,8 @@ def memory_table(estimate: Estimate) -> str:
                 f"[{bar:<{BAR_WIDTH}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
             )
         )
-    of_all = "of its device" if estimate.rank_limits_bytes else of_limit(estimate.memory_limit_bytes).strip()
-    header = ("rank", "allocated GiB", "reserved", "needed", "share", of_all)
+    of_all = "its device" if estimate.rank_limits_bytes else f"{estimate.memory_limit_bytes / GiB:.1f}"
+    header = ("rank", "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
     return text_table(header, rows, right=frozenset({0, 1, 2, 3, 4}))
 
 
