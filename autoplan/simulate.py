@@ -33,7 +33,7 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.rank_memory import StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
+from autoplan.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
 from autoplan.replay_script import Script, script_of
 from autoplan.shared_step import slowest_of
 from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
@@ -278,13 +278,13 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
-    parts = tuple(reserved_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
+    parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
     return Estimate(
         step_s=slowest.total_s,
         breakdown=slowest,
         allocated_bytes=tuple(peak.total_bytes for peak in peaks),
-        reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
+        needed_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),
