@@ -53,7 +53,7 @@ class LocalCollectives:
 
 
 class RankOfOne:
-    """Stands in for a process group: the first of `n_ranks` ranks."""
+    """Stands in for a process group: the last of `n_ranks` ranks, which has most to do under a causal mask."""
 
     def __init__(self, n_ranks: int) -> None:
         self._n_ranks = n_ranks
@@ -62,7 +62,7 @@ class RankOfOne:
         return self._n_ranks
 
     def rank(self) -> int:
-        return 0
+        return self._n_ranks - 1
 
 
 def replace_collectives() -> LocalCollectives:
