@@ -29,7 +29,7 @@ def answer_of(problem: Problem, result: SearchResult) -> Answer:
     if result.best is None:
         return Answer(workload, result, request=request)
     graph, plan = problem.graph, result.best.plan
-    return Answer(workload, result, notes(graph, plan), request, splits(graph, plan))
+    return Answer(workload, result, notes=notes(graph, plan), request=request, splits=splits(graph, plan))
 
 
 def model_name(model: str | Path) -> str:

@@ -18,6 +18,7 @@ from autoplan.answer import Answer
 from autoplan.answering import answer_of
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
+from autoplan.option_checks import check_options, checked_batch
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
@@ -118,6 +119,8 @@ def make_problem(
     model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
 ) -> Problem:
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
+    from autoplan.measurements import measurements_of
+
     profile = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
     _check_hardware(profile, options)
@@ -127,32 +130,6 @@ def make_problem(
         _refuse_ops_without_rule(graph, options.rules)
     measured = None if isinstance(profile, Cluster) else measurements_of(options, graph, profile, model=path.name)
     return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
-
-
-def measurements_of(
-    options: Options, graph: OpGraph, profile: HardwareProfile, *, model: str
-) -> MeasuredProfile | None:
-    """What the file `options.profile` holds of this model on this device; None when there is no file.
-
-    Raises: InputError when it belongs to another model, device or precision, or is damaged.
-    """
-    from autoplan.graph import GraphFacts
-    from autoplan.measured_profile import parse_profile
-    from autoplan.output_folder import read_text_file
-    from autoplan.segment_key import content_key
-
-    if options.profile is None:
-        return None
-    file, facts = Path(options.profile), GraphFacts.of(graph)
-    contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
-    return parse_profile(
-        read_text_file(file),
-        where=str(file),
-        device=profile.device.name,
-        precision=options.precision,
-        contents=contents,
-        model=model,
-    )
 
 
 def measurement_folder(
@@ -269,7 +246,7 @@ def solve(problem: Problem) -> Answer:
     from autoplan.report import remedy_text
     from autoplan.search.remedies import find_remedies
 
-    answer = decide(problem)
+    answer = _with_ops(problem, decide(problem))
     if answer.result.status != "infeasible" or answer.result.n_meshes == 0:
         return answer
     found: list[Remedy] = []
@@ -296,6 +273,16 @@ def decide(
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
     return answer_of(problem, result)
+
+
+def _with_ops(problem: Problem, answer: Answer) -> Answer:
+    """The answer with the ops of its best plan, where `autoplan profile` measured them."""
+    from autoplan.measurements import ops_of_plan
+
+    if problem.measured is None or isinstance(problem.profile, Cluster) or answer.result.best is None:
+        return answer
+    plan = answer.result.best.plan
+    return replace(answer, ops=ops_of_plan(problem.options, problem.graph, problem.profile, plan, problem.measured))
 
 
 def score(problem: Problem, plan: Plan) -> Answer:
@@ -368,7 +355,8 @@ def emit(
 
 def global_batch_size(problem: Problem) -> int:
     """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
+    n_devices = problem.profile.n_devices
+    return checked_batch(problem.options.global_batch or default_global_batch(n_devices), n_devices=n_devices)
 
 
 def default_global_batch(n_devices: int) -> int:
@@ -378,7 +366,6 @@ def default_global_batch(n_devices: int) -> int:
 
 def checked(options: Options) -> Options:
     """The options, unchanged; raises UsageError for a value that is not possible."""
-    from autoplan.option_checks import check_options
     from autoplan.registry import load_table
 
     return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))

@@ -11,9 +11,9 @@ It is copied as it stands into the folder of a program.
     compiled, chunked_loss, memory_format, recompute, zero, grad_compression, pipeline, gradients, batch_norm,
     loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
-    checkpoint*, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
-    learning_rate, loss_scale    what changes from step to step besides the weights
+    optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     data, loading, train         batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
