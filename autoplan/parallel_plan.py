@@ -50,6 +50,8 @@ class Mesh:
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
         compile: whether torch.compile makes one function of each block, and of the loss.
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".
+        generated: whether the program is generated from the graph although the user's own classes would do, because
+            it was measured faster; false with tensor or pipeline parallelism, which have no other way.
         shares: where data parallelism spans groups of a mixed cluster, what the ranks of each take of the batch, in
             order of rank; no shard group spans two of them. The two fields on micro-batches are then the first one's.
             Empty where all ranks take the same.
@@ -67,6 +69,7 @@ class Mesh:
     sharding: str = ""
     compile: bool = False
     memory_format: str = "contiguous"
+    generated: bool = False
     shares: tuple[BatchShare, ...] = ()
 
     @property
@@ -108,7 +111,7 @@ class Mesh:
     @property
     def needs_generated_model(self) -> bool:
         """Whether the program is generated from the graph, not made of the user's own classes."""
-        return self.tp > 1 or self.pp > 1
+        return self.tp > 1 or self.pp > 1 or self.generated
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     if plan.mesh.execution != Execution() and plan.groups:
         expected = "compile false and memory_format contiguous: others have a price only where they were measured"
         _refuse("mesh", plan.mesh.execution, expected)
+    if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
+        _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     rules = load_rules(rule_files)

@@ -45,4 +45,5 @@ def mesh_values(mesh: Mesh) -> dict[str, object]:
 def execution_words(mesh: Mesh) -> tuple[str, ...]:
     """What is not plain about how modules run."""
     is_plain = mesh.memory_format == Execution().memory_format
-    return (*(["compiled"] * mesh.compile), *([] if is_plain else [mesh.memory_format]))
+    formats = [] if is_plain else [mesh.memory_format]
+    return (*(["compiled"] * mesh.compile), *formats, *(["generated"] * mesh.generated))

@@ -73,7 +73,7 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
             "",
             f"    {launch_line}",
             "",
-            text_table(("", ""), plan_rows(plan), show_header=False),
+            text_table(("", ""), plan_rows(plan, answer.splits), show_header=False),
             "",
             f"Estimate: {format_seconds(estimate.step_s)} a step, {rate_text(samples_per_s(answer.best))} samples/s, "
             f"{peak:.1f} GiB of {limit:.1f} GiB.",
@@ -82,8 +82,8 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
     )
 
 
-def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The decision as (name, value) pairs."""
+def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The decision as (name, value) pairs; `splits` are what tensor parallelism splits."""
     mesh = plan.mesh
     schedule = mesh.schedule if mesh.pp > 1 else "none (one stage)"
     zero = f"stage {mesh.zero_stage}"
@@ -92,6 +92,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("data parallel", dp_text(mesh)),
         ("tensor parallel", str(mesh.tp)),
+        *([("tensor-parallel split", "; ".join(splits))] if splits else []),
         ("pipeline parallel", str(mesh.pp) + (f" x {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")),
         ("ZeRO", zero),
         ("micro-batch", f"{micro_batches_text(mesh, ' samples x ')} per step"),
@@ -332,6 +333,7 @@ def _speed(answer: Answer) -> str:
         f"step {format_seconds(candidate.estimate.step_s)} "
         f"({trust(candidate.estimate)}: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
         describe_plan(candidate.plan),
+        *([textwrap.fill(f"tensor parallel: {'; '.join(answer.splits)}", WIDTH)] if answer.splits else []),
         *filter(None, [segment_sources_text(candidate.estimate)]),
     ]
     if n_idle:

@@ -2,7 +2,7 @@
 
 train.py            the program
 model.py            the user's file as it is
-parallel_model.py   the model rewritten for one rank; only with tensor or pipeline parallelism
+parallel_model.py   the model rewritten for one rank; with tensor or pipeline parallelism, or where it is faster
 runtime/            copied as it is from `autoplan.runtime`
 """
 

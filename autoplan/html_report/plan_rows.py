@@ -54,7 +54,7 @@ def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: boo
         row += cells(
             (format_seconds(estimate.step_s), estimate.step_s),
             (f"{slower:+.1%}", slower),
-            ("-", None) if share is None else (format_share(share, n_decimals=1), share),
+            ("-", None) if share is None else (format_share(share), share),
             kind=trust_kind(trust(estimate)),
         )
     else:

@@ -26,7 +26,8 @@ from .data import Batch, batch_slice, map_tensors
 from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import total_count, weigh
 from .model_calls import call_model, loss_of
-from .parallel import LEARNING_RATE, ParallelModel, build_optimizer_of
+from .optimizer import LEARNING_RATE, build_optimizer_of
+from .parallel import ParallelModel
 from .recompute import unchanged_buffers
 
 # Largest accepted difference of the loss (relative, above 1) and of gradients (relative to the largest gradient). In
