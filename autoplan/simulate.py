@@ -257,7 +257,7 @@ def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
 
 
 def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
-    """The estimate of a plan: `stages` on the mesh of `table`.
+    """The estimate of a plan: `stages` on the mesh of `table`, one per share of the batch where it has some.
 
     The breakdown is that of the slowest rank (of the first, if several are equally slow).
 
@@ -265,7 +265,8 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     InputError if the schedule does not exist for the mesh.
     """
     if table.mesh.shares:
-        return slowest_of([simulate(own, stages, with_timeline=with_timeline) for own in table.rank_tables])
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return slowest_of([simulate(own, (stage,), with_timeline=with_timeline) for own, stage in of_shares])
     replay = _replay(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
@@ -314,7 +315,8 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
     """Per pipeline rank, (time, allocated bytes from then on), in order of time; raises what `simulate` does."""
     if table.mesh.shares:
-        return tuple(curve for own in table.rank_tables for curve in memory_over_time(own, stages))
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return tuple(curve for own, stage in of_shares for curve in memory_over_time(own, (stage,)))
     replay = _replay(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):
