@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
-from autoplan.option_checks import check_options, checked_batch
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.semantics import notes
@@ -384,8 +383,7 @@ def emit(
 
 def global_batch_size(problem: Problem) -> int:
     """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    n_devices = problem.profile.n_devices
-    return checked_batch(problem.options.global_batch or default_global_batch(n_devices), n_devices=n_devices)
+    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
 
 
 def default_global_batch(n_devices: int) -> int:
@@ -395,6 +393,7 @@ def default_global_batch(n_devices: int) -> int:
 
 def checked(options: Options) -> Options:
     """The options, unchanged; raises UsageError for a value that is not possible."""
+    from autoplan.option_checks import check_options
     from autoplan.registry import load_table
 
     return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))
