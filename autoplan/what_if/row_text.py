@@ -29,7 +29,7 @@ class Rows:
     Attributes:
         axes: what sets rows apart beside hardware and hosts.
         is_weak: whether the batch grows with the devices, and is no choice of its own.
-        smallest: the cluster with the fewest devices of each series that has several sizes; only the size changes in it.
+        smallest: the cluster with the fewest devices of each series, along which only the size changes.
     """
 
     rows: tuple[WhatIfRow, ...]
