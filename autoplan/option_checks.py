@@ -7,12 +7,14 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from autoplan.errors import UsageError
+from autoplan.errors import InputError, UsageError
 from autoplan.options import (
     BATCH_NORMS,
     GRAD_COMPRESSIONS,
     LOSS_AVERAGES,
     LOSSES,
+    MAX_SAMPLES_PER_DEVICE,
+    MAX_TIME_LIMIT_S,
     MEMORY_FORMATS,
     OBJECTIVES,
     PRECISIONS,
@@ -35,6 +37,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "loss": LOSSES,
     "compile": _SWITCH,
     "memory_format": MEMORY_FORMATS,
+    "generated": _SWITCH,
     "batch_norm": BATCH_NORMS,
     "loss_average": LOSS_AVERAGES,
     "grad_compression": GRAD_COMPRESSIONS,
@@ -61,12 +64,33 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
             raise UsageError(
                 f"{name}: found {number}\n  expected: a number above 0\n  fix: leave it out for the default"
             )
+    if options.time_limit_s is not None and options.time_limit_s > MAX_TIME_LIMIT_S:
+        raise UsageError(
+            f"time_limit_s: found {options.time_limit_s:g}\n  expected: at most {MAX_TIME_LIMIT_S:g}\n"
+            "  fix: use --require-optimal to search for as long as the proof takes"
+        )
     for name, value in options.fix:
         _check_fix(name, value, tuple(schedules))
     if options.module_level:
         _check_module_level(options)
     _check_compression(options)
     return options
+
+
+def checked_batch(global_batch: int, *, n_devices: int) -> int:
+    """The global batch, unchanged.
+
+    Raises: InputError when a step would have more micro-batches than can be replayed.
+    """
+    most = MAX_SAMPLES_PER_DEVICE * n_devices
+    if global_batch > most:
+        raise InputError.of(
+            "global_batch",
+            found=f"{global_batch} samples on {n_devices} devices",
+            expected=f"at most {most}",
+            fix="take a smaller batch; accumulating over so many micro-batches trains no better",
+        )
+    return global_batch
 
 
 def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -17,6 +17,9 @@ POWERSGD_START_STEP = 100  # until then gradients are summed whole, as the first
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so
 # large a space is slower takes minutes.
 DEFAULT_TIME_LIMIT_S = 15.0
+MAX_TIME_LIMIT_S = 1e7  # four months; solvers count in integers
+# Of a step, on average: a rank replays as many micro-batches at most, and more than 2**14 would take seconds a plan.
+MAX_SAMPLES_PER_DEVICE = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +29,8 @@ class Options:
     Attributes:
         global_batch: samples of one optimizer step; None takes DEFAULT_MICRO_BATCH_SIZE per device.
         fix: (name, value) pairs that the plan must have: dp, tp, pp, zero, shard, micro_batch, schedule, recompute,
-            loss, compile, memory_format, batch_norm, loss_average, grad_compression, powersgd_rank. Gradients are
-            compressed only where that is fixed, since it changes what is trained.
+            loss, compile, memory_format, generated, batch_norm, loss_average, grad_compression, powersgd_rank.
+            Gradients are compressed only where that is fixed, since it changes what is trained.
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.
         max_micro_batch_size: largest micro-batch considered; None considers all that divide a rank's part of the batch.

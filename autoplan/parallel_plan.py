@@ -5,7 +5,7 @@ The JSON form of each is a contract that outside scripts read: a unit in every n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SCHEMA_VERSION = 1
 ZERO_STAGES = (0, 1, 2, 3)
@@ -24,6 +24,20 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class BatchShare:
+    """What each of `dp` neighbouring data-parallel ranks takes of a batch: `n_micro_batches` of `micro_batch_size`."""
+
+    dp: int
+    micro_batch_size: int
+    n_micro_batches: int
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of all of these ranks in a step."""
+        return self.dp * self.micro_batch_size * self.n_micro_batches
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Mesh:
     """The degrees of a plan, and how a batch is cut; rank = (pp_index * dp + dp_index) * tp + tp_index.
 
@@ -36,6 +50,11 @@ class Mesh:
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
         compile: whether torch.compile makes one function of each block, and of the loss.
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".
+        generated: whether the program is generated from the graph although the user's own classes would do, because
+            it was measured faster; false with tensor or pipeline parallelism, which have no other way.
+        shares: where data parallelism spans groups of a mixed cluster, what the ranks of each take of the batch, in
+            order of rank; no shard group spans two of them. The two fields on micro-batches are then the first one's.
+            Empty where all ranks take the same.
     """
 
     pp: int = 1
@@ -50,6 +69,8 @@ class Mesh:
     sharding: str = ""
     compile: bool = False
     memory_format: str = "contiguous"
+    generated: bool = False
+    shares: tuple[BatchShare, ...] = ()
 
     @property
     def execution(self) -> Execution:
@@ -69,12 +90,28 @@ class Mesh:
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step."""
-        return self.dp * self.micro_batch_size * self.n_micro_batches
+        return sum(share.n_samples for share in self.all_shares)
+
+    @property
+    def all_shares(self) -> tuple[BatchShare, ...]:
+        """The shares of the batch; one where all ranks take the same."""
+        return self.shares or (BatchShare(self.dp, self.micro_batch_size, self.n_micro_batches),)
+
+    def of_share(self, index: int) -> Mesh:
+        """The mesh with the data-parallel ranks of one share alone."""
+        own = self.all_shares[index]
+        return replace(
+            self,
+            dp=own.dp,
+            micro_batch_size=own.micro_batch_size,
+            n_micro_batches=own.n_micro_batches,
+            shares=(),
+        )
 
     @property
     def needs_generated_model(self) -> bool:
         """Whether the program is generated from the graph, not made of the user's own classes."""
-        return self.tp > 1 or self.pp > 1
+        return self.tp > 1 or self.pp > 1 or self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +147,8 @@ class SegmentSharding:
 class GroupRanks:
     """`n_ranks` neighbouring pipeline ranks on the hosts of one group of a mixed cluster.
 
-    `group` is an index into the groups of the cluster, `hardware` the name of its profile.
+    Where the mesh has shares of the batch, those of one share: all pipeline ranks of its data-parallel ranks. `group`
+    is an index into the groups of the cluster, `hardware` the name of its profile.
     """
 
     group: int
@@ -133,7 +171,8 @@ class Plan:
             over micro-batches, or all those of the "global_batch".
         grad_compression: how gradients are made smaller to be reduced over data-parallel ranks: "none", "bf16", or
             "powersgd" with matrices of rank `powersgd_rank`; see `cost.grad_compression`.
-        groups: where the pipeline ranks are on a mixed cluster, in their order; empty with one kind of host.
+        groups: where the pipeline ranks are on a mixed cluster, in their order, or the shares of the batch in theirs;
+            empty with one kind of host.
     """
 
     mesh: Mesh
@@ -150,6 +189,13 @@ class Plan:
     grad_compression: str = "none"
     powersgd_rank: int | None = None
     groups: tuple[GroupRanks, ...] = ()
+
+    @property
+    def n_devices_of_groups(self) -> tuple[int, ...]:
+        """Devices that the plan uses of each of `groups`."""
+        mesh = self.mesh
+        degrees = (share.dp for share in mesh.shares) if mesh.shares else (mesh.dp for _ in self.groups)
+        return tuple(own.n_ranks * dp * mesh.tp for own, dp in zip(self.groups, degrees, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +240,8 @@ OUTSIDE_ALLOCATOR = "fixed"
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What the simulator says of a plan: the only judge of its time and memory.
+
+    Where the mesh has shares of the batch, a rank means one of each share.
 
     Attributes:
         step_s: seconds of one optimizer step.

@@ -21,8 +21,9 @@ def text_table(
     *,
     right: frozenset[int] = frozenset(),
     show_header: bool = True,
+    width: int | None = WIDTH,
 ) -> str:
-    """Rows of text as aligned columns; the last column wraps so that no line passes `WIDTH`.
+    """Rows of text as aligned columns; the last column wraps so that no line passes `width`; None never wraps.
 
     Cells are shown as they are, but for control characters, which become spaces.
     """
@@ -34,14 +35,19 @@ def text_table(
         first = [
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
-        last = (
-            textwrap.wrap(row[-1], max(WIDTH - indent, MIN_LAST_WIDTH)) if indent + widths[-1] > WIDTH else [first[-1]]
-        )
+        is_wide = width is not None and indent + widths[-1] > width
+        last = textwrap.wrap(row[-1], max((width or 0) - indent, MIN_LAST_WIDTH)) if is_wide else [first[-1]]
         lines.append(COLUMN_GAP.join([*first[:-1], *last[:1]]).rstrip())
         lines += [(" " * indent + rest).rstrip() for rest in last[1:]]
     if show_header:
-        lines.insert(1, "-" * min(max(len(line) for line in lines), WIDTH))
+        longest = max(len(line) for line in lines)
+        lines.insert(1, "-" * (longest if width is None else min(longest, width)))
     return "\n".join(lines)
+
+
+def folded(line: str, *, width: int = WIDTH, indent: int = 0) -> str:
+    """A line as several of at most `width` columns, those after the first indented; words stay whole."""
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _printable(cell: str) -> str:

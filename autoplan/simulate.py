@@ -20,7 +20,8 @@ gathers that begin before the input has arrived. With M micro-batches, on the sl
 
 The first line and that of the optimizer, of any rank, are together a lower bound on the step time, under any schedule.
 
-What depends on the schedule alone is kept as numbers; see `replay_script`.
+What depends on the schedule alone is kept as numbers; see `replay_script`. Where data parallelism spans groups of hosts
+of which each takes its own micro-batches, one rank of each is replayed by itself (`shared_step`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
 from autoplan.rank_memory import StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
 from autoplan.replay_script import Script, script_of
+from autoplan.shared_step import slowest_of
 from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
@@ -262,6 +264,8 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     Raises: PlanMismatchError if the stages do not cut the segments of the table into `mesh.n_stages` parts;
     InputError if the schedule does not exist for the mesh.
     """
+    if table.mesh.shares:
+        return slowest_of([simulate(own, stages, with_timeline=with_timeline) for own in table.rank_tables])
     replay = _replay(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
@@ -309,6 +313,8 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, 
 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
     """Per pipeline rank, (time, allocated bytes from then on), in order of time; raises what `simulate` does."""
+    if table.mesh.shares:
+        return tuple(curve for own in table.rank_tables for curve in memory_over_time(own, stages))
     replay = _replay(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):

@@ -101,6 +101,7 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
         executions=executions(graph, options, measured),
+        generated=_codes(options, measured),
     )
     pricers = {
         size: make_pricer(
@@ -188,6 +189,14 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
         for layout in (MEMORY_FORMATS if memory_format is None else (memory_format,))
     ]
     return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
+
+
+def _codes(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
+    """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain."""
+    wanted = fixed(options, "generated")
+    if wanted is not None:
+        return (wanted == "on",)
+    return (False, True) if measured is not None and measured.is_worth_generating else (False,)
 
 
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:

@@ -53,7 +53,7 @@ from autoplan.graph import (
 )
 from autoplan.segments import split_segments
 from autoplan.source_names import with_labels
-from autoplan.user_errors import trace_failure, user_frame
+from autoplan.user_errors import made_batch, trace_failure, user_frame
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
@@ -213,14 +213,14 @@ def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A batch with its values, as the model file makes it once a model is built."""
     with torch.device("meta"):
         source.build_model()
-    inputs, targets = source.make_batch(batch_size)
+    inputs, targets = made_batch(source.make_batch, batch_size, where=source.where)
     return inputs, targets
 
 
 def meta_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A checked batch of the model file, on the meta device."""
-    batch = source.make_batch(batch_size)
     where = f"{source.where}: make_batch({batch_size})"
+    batch = made_batch(source.make_batch, batch_size, where=source.where)
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise InputError.of(where, found=type(batch).__name__, expected="(inputs, targets)", fix="return a pair")
 

@@ -97,9 +97,9 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def format_share(share: float, *, n_decimals: int = 0) -> str:
+def format_share(share: float) -> str:
     """`54%`; a share below 1 % in two digits, `0.018%`, so that little does not read as nothing."""
-    return f"{share:.{n_decimals}%}" if share >= 0.01 or share == 0.0 else f"{share / 0.01:.2g}%"
+    return f"{share:.0%}" if share >= 0.01 or share == 0.0 else f"{share / 0.01:.2g}%"
 
 
 def format_seconds(seconds: float) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from autoplan.errors import InputError
 
 _NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py", "/autoplan/module_level.py")
 _DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
@@ -30,6 +34,21 @@ def users_place(error: BaseException) -> str:
         if not frame.filename.startswith("<") and not any(part in frame.filename for part in _NOT_THE_USERS)
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str) -> Any:
+    """What the user's `make_batch` gives.
+
+    Raises: InputError with the line of the user's file that failed.
+    """
+    try:
+        return make_batch(batch_size)
+    except Exception as error:
+        found = f"{type(error).__name__}: {first_line(error)}{users_place(error)}"
+        fix = "correct it, or the --set values it works with"
+        raise InputError.of(
+            f"{where}: make_batch failed", found=found, expected="(inputs, targets)", fix=fix
+        ) from error
 
 
 def trace_failure(name: str, error: BaseException) -> str:

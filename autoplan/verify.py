@@ -19,6 +19,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -201,13 +202,15 @@ def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]
 
 
 def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:
-    """The largest of the ranks of each pipeline rank; rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
-    n_ranks = mesh.dp * mesh.tp
-    parts = [(sizes or ())[n_ranks * rank : n_ranks * (rank + 1)] for rank in range(mesh.pp)]
+    """The largest of the ranks of each pipeline rank, or share of the batch; ranks are numbered as `Mesh` says."""
+    ends = list(accumulate(share.dp * mesh.tp for share in mesh.all_shares * mesh.pp))
+    parts = [(sizes or ())[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return [max((size for size in part if size is not None), default=None) for part in parts]
 
 
 def _of_rank(what: str, rank: int, mesh: Mesh) -> str:
+    if mesh.shares:
+        return f"{what}, share {rank}"
     return f"{what}, pp rank {rank}" if mesh.pp > 1 else what
 
 

@@ -1,4 +1,15 @@
-"""Fused attention. Flash attention: no score matrix in memory, backward recomputes it (5 products instead of 2)."""
+"""Fused attention. Flash attention: no score matrix in memory, backward recomputes it (5 products instead of 2).
+
+What may be split, beside the batch:
+
+    heads     of query, key, value alike; of the query alone, where there are few key heads (`_few_key_heads`)
+    rows      of the query, which is context parallelism: key and value whole on every rank, their gradients partial
+              sums. Where the sequence is split, that is an all-gather of key and value, and a reduce-scatter back.
+
+Heads between two all-to-alls of a split sequence are the other known form of context parallelism (Ulysses), and take
+no rule of their own. Keys are never split: there is no ring, on which they travel while ranks compute. Each rank has
+one run of rows, so that under a causal mask the last has (2 n - 1) / n^2 of the work of all n, not 1 / n.
+"""
 
 from collections.abc import Iterator
 
@@ -17,7 +28,8 @@ _BACKWARD_FRACTION = 0.46
 def _attention(op: Op, operands: Specs) -> str:
     """q, k, v [, mask]. With grouped queries k and v have fewer heads; both head counts are then split alike.
 
-    Queries may be split too (the scores of one need no other), unless a causal mask counts their positions.
+    Rows of the query may be split too (the scores of one need no other), with those of a mask. A causal mask counts
+    their positions: then that takes a function (`_causal_rows`).
     """
     q, k, v = (spec.shape for spec in operands[:3])
     leading, rows = dim_names(len(q) - 2), "s^" if _is_causal(op) else "s"
@@ -50,6 +62,19 @@ def _few_key_heads(op: Op, operands: Specs, result: TensorSpec, degree: int) -> 
         yield Strategy((sharded(1), V, V, *mask), sharded(1), is_split=True, function="grouped_attention_of_rank")
 
 
+def _causal_rows(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    """Rows of the query under a causal mask, where each has a key of its own."""
+    q, k, *rest = operands
+    if _is_causal(op) and len(rest) == 1 and q.shape[-2] == k.shape[-2]:
+        rows = sharded(len(q.shape) - 2)
+        yield Strategy((rows, V, V), rows, is_split=True, function="causal_attention_of_rows")
+
+
+def _own(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    yield from _few_key_heads(op, operands, result, degree)
+    yield from _causal_rows(op, operands, result, degree)
+
+
 def _has_heads(mask: TensorSpec, n_heads: int) -> bool:
     return len(mask.shape) == 4 and mask.shape[1] == n_heads
 
@@ -59,13 +84,17 @@ def _is_causal(op: Op) -> bool:
 
 
 def _flops(op: Op, operands: Specs, batch_size: int) -> int:
-    """2 * heads * s * t * (e + v) per sample; half of it under a causal mask."""
+    """2 * heads * pairs of a query and a key * (e + v) per sample; under a causal mask, of the rank with most pairs."""
     *leading, s, e = (extent_at(x, batch_size) for x in operands[0].shape)
     t, v = extent_at(operands[1].shape[-2], batch_size), extent_at(operands[2].shape[-1], batch_size)
+    n_pairs = s * t
+    if _is_causal(op):
+        is_split = s < extent_at(op.outputs[0].shape[-2], batch_size)
+        n_pairs = s * t - s * s // 2 if is_split else n_pairs // 2
     n_matrices = 1
     for extent in leading:
         n_matrices *= extent
-    return 2 * n_matrices * s * t * (e + v) // (2 if _is_causal(op) else 1)
+    return 2 * n_matrices * n_pairs * (e + v)
 
 
 def _statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
@@ -76,7 +105,7 @@ def _statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int
 RULES = {
     "aten.scaled_dot_product_attention.default": OpRule(
         equation=_attention,
-        strategies=_few_key_heads,
+        strategies=_own,
         flops=_flops,
         backward_flops_ratio=2.5,
         backward_bytes_ratio=2.0,

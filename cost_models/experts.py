@@ -15,12 +15,19 @@ from autoplan.rules import OpRule, Specs, Strategy
 
 
 def _grouped_flops(op: Op, operands: Specs, batch_size: int) -> int:
-    """Every row meets one expert's matrix."""
-    return 2 * op.outputs[0].n_elements(batch_size) * operands[1].at(batch_size)[1]
+    """Every row meets one expert's matrix. The experts of a rank get their share of the rows: routing is balanced."""
+    rows, weight, *ends = operands
+    count = 2 * rows.n_elements(batch_size) * weight.at(batch_size)[-1]
+    return count * weight.at(batch_size)[0] // ends[0].at(batch_size)[0] if _is_by_rows(operands) else count
+
+
+def _is_by_rows(operands: Specs) -> bool:
+    """Whether groups of rows are multiplied, each by a matrix of its own; there are other forms of the operator."""
+    return len(operands) == 3 and len(operands[1].shape) == 3
 
 
 def _own_experts(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
-    if len(operands) == 3 and len(operands[1].shape) == 3:
+    if _is_by_rows(operands):
         experts = sharded(0)
         yield Strategy((V, experts, V), E, is_split=True, function="own_experts_mm")
         yield Strategy((E, experts, V), P, is_split=True, function="own_experts_mm")

@@ -147,8 +147,9 @@ def test_advise_from_the_command_line(capsys) -> None:
     assert len(found["rules"]) == len(RULES) and "stay on one device" in found["verdict"]
     assert cli.run([*arguments, "--samples", "1e6", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Advice: ") and "8 devices over two hosts instead of 4 in one" in text
-    assert "no  one layer does not fit" in text
+    assert text.startswith("Advice\n 1. ") and "8 devices over two hosts instead of 4 in one" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "is not so\n" in text and "- one layer does not fit" in text
 
 
 def test_groups_of_a_mixed_cluster_train_together_where_that_is_faster() -> None:

@@ -160,7 +160,7 @@ def test_recommend_from_the_command_line(capsys) -> None:
     assert {"step on dgx_a100_x8", "price of dgx_a100_x8", "time to restart, / 3 and x 3"} <= {
         swing["assumption"] for swing in found["swings"]
     }
-    assert "one assumption at its" in recommendation_text(again)
+    assert "cost with one assumption at its" in recommendation_text(again)
     assert cli.run([*arguments, "--deadline", "1ms", "--max-hosts", "1", "--jobs", "1"]) == 6
     out, err = capsys.readouterr()
     assert "dgx_h100_x8: not looked at: the peak rate of 1 host does not meet" in out and "not proved" in err

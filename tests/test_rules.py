@@ -347,6 +347,23 @@ def test_a_dim_cut_in_equal_pieces_may_be_sharded_in_as_many_blocks(name, dim):
     assert sharded(dim, 2) in [s.operands[0] for s in found]
 
 
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_splits_a_product_does_its_share_of_it(name):
+    graph = traced(name)
+    for degree in DEGREES:
+        for op, strategies in strategies_of(graph, degree):
+            if op.target not in RULES or RULES[op.target].efficiency != "matmul":
+                continue
+            whole = tuple(graph.specs()[n] for n in operand_names(op))
+            total_flops = forward_flops(RULES[op.target], op, operands=whole, batch_size=BATCH)
+            for strategy in (s for s in strategies if s.is_split):
+                local = tuple(local_spec(spec, y, degree) for spec, y in zip(whole, strategy.operands, strict=True))
+                flops = forward_flops(RULES[op.target], op, operands=local, batch_size=BATCH, whole_operands=whole)
+                # the slowest rank of a causal mask has 2 - 1 / n shares; padding is less than one row more per rank
+                assert total_flops <= degree * flops < 2 * total_flops, (op.target, strategy)
+
+
 def test_flops_of_products_and_attention_by_hand():
     def flops(name, target):
         graph = traced(name)
@@ -358,6 +375,14 @@ def test_flops_of_products_and_attention_by_hand():
     assert flops("linear", "aten.linear.default") == 2 * 32 * 12 * 24
     # causal: half of 2 * 4 samples * 4 heads * 8 * 8 * (3 + 3)
     assert flops("attention", "aten.scaled_dot_product_attention.default") == 4 * 4 * 8 * 8 * 6
+
+
+def test_flops_of_causal_rows_are_those_of_the_last_rank():
+    (op,) = [op for op in traced("attention").ops if op.target == "aten.scaled_dot_product_attention.default"]
+    whole = tuple(traced("attention").specs()[n] for n in operand_names(op))
+    local = (local_spec(whole[0], sharded(2), 4), *whole[1:])
+    # 7/16 of the whole: 28 of the 64 cells above; the last 2 rows read 7 and 8 keys, less the half of the diagonal
+    assert forward_flops(RULES[op.target], op, operands=local, batch_size=BATCH) == 4 * 4 * 64 * 6 * 7 // 16
 
 
 def test_extents_of_a_batch_are_multiples_of_it():

@@ -23,9 +23,10 @@ from autoplan.units import GiB
 from autoplan.what_if import asking
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.prices import read_prices
+from autoplan.what_if.report_text import assumption_texts
+from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import SHARES, Assumptions, WhatIfRow, fastest, pace, varying
 from autoplan.what_if.sweep import Sweep
-from autoplan.what_if.tables import assumption_texts, whatif_table
 
 HOUR_S = 3600.0
 
@@ -97,7 +98,7 @@ def test_page_and_table_name_the_same_fastest_point() -> None:
     rows = (lost, *ROWS[:3], _row("b", 2, tokens_per_s=2399.0))
     assert fastest(rows) is rows[4]
     (line,) = (line for line in whatif_table(rows).splitlines() if "fastest" in line)
-    assert line.split()[:2] == ["b", "2"]
+    assert line.split()[:3] == ["2", "x", "b"]
     assert "1,200 tokens/sfastest computedb, 2 hosts" in " ".join(_Page(sweep_page(rows, title="toy")).text.split())
 
 

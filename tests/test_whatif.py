@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +24,11 @@ from autoplan.what_if.asking import WhatIf, ask
 from autoplan.what_if.conditions import Loading, Reliability
 from autoplan.what_if.flags import flag_tables
 from autoplan.what_if.money import Money, Own
-from autoplan.what_if.points import Point, combinations, points, searched
+from autoplan.what_if.points import combinations, points, searched
 from autoplan.what_if.question import Question, checked_question, parse_question, read_question
+from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import SHARES
-from autoplan.what_if.tables import row_to_dict, whatif_csv, whatif_schema, whatif_table, whatif_to_dict
+from autoplan.what_if.tables import row_to_dict, whatif_csv, whatif_schema, whatif_to_dict
 
 CHECKOUT = Path(__file__).parent.parent
 GPT = str(CHECKOUT / "examples" / "gpt.py")
@@ -317,15 +317,6 @@ def test_mlp_reads_no_tokens() -> None:
 def _answer(*rows) -> WhatIf:
     sweep = sweeping.Sweep((), n_kept=0, is_interrupted=False, processor_s=1.0, wall_s=1.0)
     return WhatIf(tuple(rows), sweep, toy_assumptions())
-
-
-def test_fastest_is_the_smallest_of_equals_and_cheapest_has_a_price() -> None:
-    results = [toy_result(n_hosts=n, n_devices=4 * n) for n in (4, 1, 2)]
-    rows = [toy_row(result=item, point=Point("a", item.n_hosts, 8, "bf16"), n_samples=100) for item in results]
-    table = " ".join(whatif_table(rows).partition("global batch")[0].split())
-    marks = [part.partition(" a ")[0] for part in re.split(r"[0-9.]+ \([0-9.]+ to [0-9.]+\) ", table)[1:]]
-    assert marks == ["as fast", "fastest, cheapest", "as fast"]
-    assert "a x 4: dp 4; 12 of 16 devices idle" in whatif_table(rows)
 
 
 def _check(value: object, schema: dict) -> None:

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.plain_text import WIDTH
 
 if TYPE_CHECKING:
     from autoplan.answer import Answer
+
+MIN_WIDTH = 72  # of text; narrower terminals break lines themselves
 
 
 def print_answer(answer: Answer, render: Callable[[Answer], str], output_format: str) -> None:
@@ -63,6 +66,14 @@ def stdout_kept_clean() -> Iterator[None]:
         ctypes.CDLL(None).fflush(None)
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def text_width() -> int:
+    """Columns of text on stdout: those of the terminal; `WIDTH` in files and pipes, which are the same everywhere."""
+    try:
+        return max(MIN_WIDTH, os.get_terminal_size(1).columns)
+    except OSError:
+        return WIDTH
 
 
 def tell(text: str) -> None:

@@ -12,7 +12,7 @@ import click
 from autoplan.errors import InputError, StoppedError, UsageError
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
 
-from .console import print_result, stdout_kept_clean, tell, tell_points
+from .console import print_result, stdout_kept_clean, tell, tell_points, text_width
 from .shared_options import (
     DEFAULTS,
     amount_options,
@@ -81,8 +81,9 @@ def whatif_command(
     from autoplan.html_report.sweep_page import sweep_page, sweep_title
     from autoplan.output_folder import check_page, write_page
     from autoplan.what_if.asking import ask
+    from autoplan.what_if.report_text import assumption_texts, whatif_report
     from autoplan.what_if.sweep import default_n_jobs
-    from autoplan.what_if.tables import assumption_texts, whatif_csv, whatif_report, whatif_schema, whatif_to_dict
+    from autoplan.what_if.tables import whatif_csv, whatif_schema, whatif_to_dict
 
     if asks_schema:
         print_result(json.dumps(whatif_schema(), indent=2))
@@ -98,7 +99,7 @@ def whatif_command(
         write_page(html, sweep_page(answer.rows, title=sweep_title(question), notes=notes), force=force)
         tell(f"wrote {html}")
     if output_format == "table":
-        print_result(whatif_report(answer, search=question.search))
+        print_result(whatif_report(answer, search=question.search, width=text_width()))
     else:
         rows = answer.rows
         print_result(
@@ -150,7 +151,7 @@ def recommend_command(
             progress=tell_points,
         )
     text = json.dumps(recommendation_to_dict(answer), indent=2, allow_nan=False)
-    print_result(text if output_format == "json" else recommendation_text(answer))
+    print_result(text if output_format == "json" else recommendation_text(answer, width=text_width()))
     if answer.is_interrupted:
         raise KeyboardInterrupt
     if answer.best is None:
@@ -174,7 +175,8 @@ def advise_command(
     model: str, deadline: str | None, max_hosts: int, n_jobs: int | None, output_format: str, **flags: Any
 ) -> None:
     """Whether to go multi-GPU, and how: one line per rule that applies to MODEL on these devices and links."""
-    from autoplan.what_if.advising import advice_text, advice_to_dict, advise
+    from autoplan.what_if.advice_text import advice_text
+    from autoplan.what_if.advising import advice_to_dict, advise
     from autoplan.what_if.recommending import parse_deadline
     from autoplan.what_if.sweep import default_n_jobs
 
@@ -187,7 +189,7 @@ def advise_command(
             progress=tell_points,
         )
     text = json.dumps(advice_to_dict(advice), indent=2, allow_nan=False)
-    print_result(text if output_format == "json" else advice_text(advice))
+    print_result(text if output_format == "json" else advice_text(advice, width=text_width()))
     if advice.is_interrupted:
         raise KeyboardInterrupt
 

@@ -2,14 +2,14 @@
 
 train.py            the program
 model.py            the user's file as it is
-parallel_model.py   the model rewritten for one rank; only with tensor or pipeline parallelism
+parallel_model.py   the model rewritten for one rank; with tensor or pipeline parallelism, or where it is faster
 runtime/            copied as it is from `autoplan.runtime`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -82,6 +82,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "zero_shard_degree": mesh.zero_shard_degree,
         "micro_batch_size": mesh.micro_batch_size,
         "n_micro_batches": mesh.n_micro_batches,
+        **({"shares": tuple(map(astuple, mesh.shares))} if mesh.shares else {}),
         "schedule": mesh.schedule,
         "n_chunks": mesh.n_chunks,
         "precision": plan.precision,

@@ -47,6 +47,7 @@ def opening(writer: Writer, body: str) -> str:
         "from torch.distributed import ProcessGroup",
         *(["from torch.nn import functional as F"] if needs_functional else []),
         "",
+        *import_lines("runtime.attention", _imported(writer, "attention")),
         *import_lines("runtime.chunked_loss", _imported(writer, "chunked_loss")),
         *import_lines("runtime.collectives", _imported(writer, "collectives")),
         *import_lines("runtime.experts", _imported(writer, "experts")),

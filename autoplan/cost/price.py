@@ -21,6 +21,7 @@ from functools import cache, partial
 
 from autoplan.chunked_loss import is_in_compiled
 from autoplan.cost.batch import make_batch_pricer
+from autoplan.cost.between import Exchange
 from autoplan.cost.boundaries import (
     Cuts,
     legal_cuts,
@@ -74,7 +75,8 @@ LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
 Pricer = Callable[[Mesh], CostTable]
-PartPricer = Callable[[Mesh, int], CostTable]  # with so many of the mesh's pipeline ranks on this cluster
+# With so many of the mesh's pipeline ranks on this cluster, and replicas of its data-parallel ranks on others.
+PartPricer = Callable[[Mesh, int, Exchange | None], CostTable]
 
 
 def make_pricer(
@@ -104,7 +106,7 @@ def make_pricer(
         loss=loss,
         compression=compression,
     )
-    return lambda mesh: price(mesh, mesh.pp)
+    return lambda mesh: price(mesh, mesh.pp, None)
 
 
 def make_part_pricer(
@@ -118,7 +120,8 @@ def make_part_pricer(
     loss: str | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> PartPricer:
-    """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
+    """Likewise, of a mesh with only some of its ranks on this cluster; others are elsewhere: further pipeline ranks,
+    or, with an exchange, further data-parallel ranks, which the mesh leaves out.
 
     The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
@@ -136,7 +139,7 @@ def make_part_pricer(
     blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
-    def price(mesh: Mesh, n_ranks: int) -> CostTable:
+    def price(mesh: Mesh, n_ranks: int, exchange: Exchange | None) -> CostTable:
         """The cost table of one mesh."""
         groups = groups_of(mesh.dp * mesh.tp * n_ranks, mesh.dp, mesh.tp, mesh.zero_shard_degree)
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
@@ -144,7 +147,7 @@ def make_part_pricer(
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
         work = (*layout, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
-        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
+        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1, exchange)
         copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(*layout, groups.stages)
         found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
@@ -161,7 +164,7 @@ def make_part_pricer(
             overlap_slowdown=profile.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
-            reserved_fixed_bytes=_fixed_bytes(mesh),
+            reserved_fixed_bytes=_fixed_bytes(mesh.pp > 1, placement.is_divided, mesh.tp > 1),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
             action_s=_action_s(mesh, profile.device, lead_s=lead_s),
@@ -335,10 +338,9 @@ def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
     return max(0.0, host_s - lead_s / mesh.n_stages) / n_actions
 
 
-def _fixed_bytes(mesh: Mesh) -> int:
-    """Context and communicators."""
-    n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
+def _fixed_bytes(*communicates: bool) -> int:
+    """Context and communicators, one per axis that `communicates`."""
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(communicates)
 
 
 def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:

@@ -93,7 +93,7 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
         Card(format_seconds(estimate.step_s), "a step", kind, interval_text),
         Card(rate[0], rate[1], kind, rate[2]),
         Card(
-            "unknown" if share is None else format_share(share, n_decimals=1),
+            "unknown" if share is None else format_share(share),
             "MFU",
             kind,
             "of the dense peak of the devices used",
@@ -116,7 +116,7 @@ def _basis(best: Candidate) -> str:
 
 def _decision(answer: Answer) -> list[tuple[str, str]]:
     fix = () if answer.request is None else answer.request.options.fix
-    return [*plan_rows(answer.best.plan), *([("asked for", fix_text(fix))] if fix else [])]
+    return [*plan_rows(answer.best.plan, answer.splits), *([("asked for", fix_text(fix))] if fix else [])]
 
 
 def _kinds_text(answer: Answer) -> str:

@@ -14,6 +14,7 @@ from autoplan.html_report.provenance import provenance_kind, trust_kind
 from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.plan_words import mesh_values
 from autoplan.report import BREAKDOWN_LABELS, REASONS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
@@ -53,7 +54,7 @@ def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: boo
         row += cells(
             (format_seconds(estimate.step_s), estimate.step_s),
             (f"{slower:+.1%}", slower),
-            ("-", None) if share is None else (format_share(share, n_decimals=1), share),
+            ("-", None) if share is None else (format_share(share), share),
             kind=trust_kind(trust(estimate)),
         )
     else:
@@ -179,7 +180,7 @@ def _candidate_record(answer: Answer, name: str, item: Candidate) -> Record:
     cost = cost_usd(answer, item)
     return {
         "name": name,
-        **{field: getattr(plan.mesh, field) for field in plan.mesh.__dataclass_fields__},
+        **mesh_values(plan.mesh),
         "recompute": plan.recompute,
         "precision": plan.precision,
         "fits": estimate.fits,

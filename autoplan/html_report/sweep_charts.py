@@ -20,7 +20,7 @@ from autoplan.html_report.svg import Chart
 from autoplan.plain_text import rate_text
 from autoplan.report import BREAKDOWN_LABELS
 from autoplan.units import format_seconds, format_usd
-from autoplan.what_if.rows import AXES, SHARES, WhatIfRow, fastest, pace, point_name, varying
+from autoplan.what_if.rows import AXES, SHARES, WhatIfRow, fastest, pace, point_name, rate_unit, varying
 
 MAX_CURVES = 8
 MAX_BARS = 24
@@ -35,11 +35,6 @@ _LABELS = {
 }
 _AROUND = 7  # the colour of all that is lost around the step
 _SERIES = {name: BREAKDOWN_SERIES.get(f"{name}_s", _AROUND) for name in SHARES} | {"optimizer": 6}
-
-
-def rate_unit(rows: Sequence[WhatIfRow]) -> str:
-    """What `pace` counts."""
-    return "tokens/s" if any(row.tokens_per_s is not None for row in rows) else "samples/s"
 
 
 def sweep_charts(rows: Sequence[WhatIfRow]) -> tuple[Chart, ...]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.html_report.page import render
 from autoplan.html_report.provenance import provenance_kind
-from autoplan.html_report.sweep_charts import rate_unit, sweep_charts
+from autoplan.html_report.sweep_charts import sweep_charts
 from autoplan.html_report.table import Card, Cell, Table
 from autoplan.plain_text import rate_text
 from autoplan.units import GiB, format_seconds, format_share, format_usd
-from autoplan.what_if.rows import AXES, Axis, WhatIfRow, fastest, pace, point_name, varying
+from autoplan.what_if.rows import AXES, Axis, WhatIfRow, fastest, pace, point_name, rate_unit, varying
 
 if TYPE_CHECKING:
     from autoplan.what_if.question import Question
@@ -96,7 +95,7 @@ def _speeds_table(rows: Sequence[WhatIfRow], axes: Sequence[Axis]) -> Table:
             _cell(low_s, format_seconds),
             _cell(high_s, format_seconds),
             _cell(pace(row), rate_text),
-            _cell(row.mfu, partial(format_share, n_decimals=1)),
+            _cell(row.mfu, format_share),
             _cell(row.goodput, "{:.1%}".format),
             _cell(None if left_bytes is None else left_bytes / GiB, "{:.1f} GiB".format),
             _cell(row.n_idle_devices, "{:.0f}".format),

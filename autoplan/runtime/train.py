@@ -95,7 +95,7 @@ def timed_step(
     loss = model.step(batch)
     _wait_for(device)
     step_s = time.perf_counter() - start_s
-    on_cuda = device.type == "cuda"
+    peaks = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else None
     samples_per_s = model.config.global_batch_size / (step_s + data_wait_s)
     return StepRecord(
         step=step,
@@ -105,8 +105,8 @@ def timed_step(
         step_s=step_s,
         data_wait_s=data_wait_s,
         samples_per_s=samples_per_s,
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None,
+        peak_allocated_bytes=None if peaks is None else peaks["allocated_bytes"]["all"]["peak"],
+        peak_reserved_bytes=None if peaks is None else peaks["reserved_bytes"]["all"]["peak"],
         tokens_per_s=workload.tokens_per_s(samples_per_s),
         mfu=workload.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
         loss_scale=None if model.loss_scale is None else model.loss_scale.value,

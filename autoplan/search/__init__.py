@@ -101,7 +101,8 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
     if warm_start is not None and index is not None:
         judge(state, index, warm_start.stages)
     for index, mesh in enumerate(state.meshes):
-        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.execution)
+        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
+        key = (*layout, mesh.zero_stage, mesh.pp > 1, mesh.execution, mesh.generated)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         forward_s, backward_s = state.compute_s[key]

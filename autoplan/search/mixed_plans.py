@@ -6,11 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import in_flight
+from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import Judged
+from autoplan.search.partition import Cut, partitions_below
 from autoplan.search.plans import obeys_recompute
+from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.simulate import simulate
 
 MAX_REPAIRS = 4  # of one plan that lacks memory
@@ -62,3 +67,29 @@ def neighbours(stages: tuple[StagePlan, ...], edges: tuple[int, ...]) -> Iterato
                     StagePlan(start, stop, tuple(i for i in range(start, stop) if i in chosen))
                     for start, stop in pairwise(ends)
                 )
+
+
+def best_of_shares(table: CostTable, *, recompute: str | None) -> tuple[Judged | None, float]:
+    """A plan of a mesh with shares of the batch, and a bound; that is INFINITY when some share does not fit at all.
+
+    All shares recompute the same segments: what is fastest where that fits, else what one of them needs, or all
+    together.
+    """
+    cuts, bound_s = [], 0.0
+    for own in table.rank_tables:
+        whole = partitions_below(own, recompute=recompute, limit_s=INFINITY, n_most=1)
+        if not whole:
+            return None, INFINITY
+        cuts.append(whole[0])
+        bound_s = max(bound_s, _least_s(own, whole[0], recompute=recompute))
+    needed = [cut.stages for cut in cuts]
+    recomputed = {segment for (stage,) in needed for segment in stage.recomputed}
+    together = (replace(needed[0][0], recomputed=tuple(sorted(recomputed))),)
+    plans = dict.fromkeys([*(cut.fastest for cut in cuts), *needed, together])
+    return fitting(table, plans, recompute=recompute), bound_s
+
+
+def _least_s(table: CostTable, cut: Cut, *, recompute: str | None) -> float:
+    """No plan of the one stage is faster, given how much it must recompute."""
+    relaxed_s = RelaxedStep.of_cuts(table, recompute=recompute).least_s(np.array([cut.sizes]), np.array([cut.again]))
+    return max(float(relaxed_s[0]), simulate(table, cut.fastest).step_s)

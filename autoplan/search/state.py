@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
-from autoplan.parallel_plan import Execution, Mesh
+from autoplan.parallel_plan import Mesh
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed
 from autoplan.search.one_mesh import Judged, Program
@@ -32,7 +32,7 @@ class SearchState:
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int, int, bool, Execution], tuple[float, float]] = field(default_factory=dict)
+    compute_s: dict[tuple[Hashable, ...], tuple[float, float]] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index

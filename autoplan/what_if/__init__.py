@@ -1,7 +1,7 @@
 """What-if: the same model on other clusters, one search per point, and what a run there takes, costs and draws.
 
     Question --points--> Point --search, in processes, cached--> PointResult --conditions, money--> WhatIfRow
-    WhatIfRow --> table, CSV, JSON (`tables`), Recommendation (`recommending`), Advice (`advising`)
+    WhatIfRow --> text (`row_text`), CSV, JSON (`tables`), Recommendation (`recommending`), Advice (`advising`)
 
 A `PointResult` is physics: the best plan of a cluster, its step and memory. A `WhatIfRow` (module `rows`; every field
 has its unit in its name, what is unknown is None) adds what the user says of failures, loading and prices, and needs
@@ -11,7 +11,8 @@ no search: another price or failure rate changes rows in microseconds.
 """
 
 from autoplan.what_if.points import Point, PointResult
+from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import WhatIfRow
-from autoplan.what_if.tables import whatif_csv, whatif_schema, whatif_table, whatif_to_dict
+from autoplan.what_if.tables import whatif_csv, whatif_schema, whatif_to_dict
 
 __all__ = ["Point", "PointResult", "WhatIfRow", "whatif_csv", "whatif_schema", "whatif_table", "whatif_to_dict"]

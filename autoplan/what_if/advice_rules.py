@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.hardware import HardwareProfile
-from autoplan.plain_text import count
-from autoplan.units import SECONDS_PER_HOUR, GiB, format_rate, format_seconds
+from autoplan.plain_text import count, rate_text
+from autoplan.units import SECONDS_PER_HOUR, format_bytes, format_rate, format_seconds
 from autoplan.what_if.conditions import SECONDS_PER_DAY
 from autoplan.what_if.rows import WhatIfRow
 
@@ -110,10 +110,6 @@ def stop_at(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
     per_device = [(speed_up(row, known[0]) or 0.0) / row.n_devices for row in known]
     best = max(per_device)
     return [row for row, value in zip(known, per_device, strict=True) if value * DEARER >= best][-1]
-
-
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / GiB:,.1f} GiB"
 
 
 def _share(row: WhatIfRow) -> str:
@@ -225,7 +221,8 @@ def shard_state(facts: Facts) -> Advice:
         "does not fit on one device because of weights and optimizer state",
         not _fits(facts.one) and facts.state_bytes > limit >= facts.layer_bytes and _fits(facts.host),
         "shard them within the host (ZeRO)",
-        f"state {_gib(facts.state_bytes)}, device {_gib(limit)}; the host: {facts.host.plan or facts.host.status}",
+        f"state {format_bytes(facts.state_bytes)}, device {format_bytes(limit)}; "
+        f"the host: {facts.host.plan or facts.host.status}",
     )
 
 
@@ -237,7 +234,8 @@ def drop_activations(facts: Facts) -> Advice:
         "activations do not fit beside the state",
         (not _fits(facts.one) and facts.state_bytes <= limit) or recomputed > LITTLE,
         "recompute, or split the sequence by tensor parallelism, before more ZeRO",
-        f"state {_gib(facts.state_bytes)} of {_gib(limit)}; the host's plan spends {recomputed:.0%} on recomputation",
+        f"state {format_bytes(facts.state_bytes)} of {format_bytes(limit)}; "
+        f"the host's plan spends {recomputed:.0%} on recomputation",
     )
 
 
@@ -248,7 +246,8 @@ def split_layers(facts: Facts) -> Advice:
         "one layer does not fit on a device",
         facts.layer_bytes > limit,
         "tensor parallelism, within the host's fast links only",
-        f"{facts.layer or 'the largest segment'}: {_gib(facts.layer_bytes)} of state, device {_gib(limit)}",
+        f"{facts.layer or 'the largest segment'}: {format_bytes(facts.layer_bytes)} of state, "
+        f"device {format_bytes(limit)}",
     )
 
 
@@ -337,8 +336,8 @@ def failures_first(facts: Facts) -> Advice:
         f"more than {MANY_DEVICES} devices, or more than a week",
         is_large and row.mtbf_s is not None,
         "plan for failures first: spare hosts, fast checkpoints, automatic restart",
-        f"{row.n_devices} devices: a failure every {(row.mtbf_s or 0.0) / SECONDS_PER_HOUR:,.3g} h, a checkpoint every "
-        f"{row.checkpoint_interval_steps} steps, {lost:.1%} of the time lost"
+        f"{row.n_devices} devices: a failure every {rate_text((row.mtbf_s or 0.0) / SECONDS_PER_HOUR)} h, "
+        f"a checkpoint every {row.checkpoint_interval_steps} steps, {lost:.1%} of the time lost"
         if row.mtbf_s is not None
         else "no plan",
     )

@@ -26,7 +26,7 @@ from autoplan.what_if.points import combinations
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.sweep import INTERRUPTED
-from autoplan.what_if.tables import row_to_dict, whatif_table
+from autoplan.what_if.tables import row_to_dict
 
 
 def advise(
@@ -153,18 +153,6 @@ def _largest_segment(graph: OpGraph, precision: str) -> tuple[str, int]:
     ]
     name, n_elements = max(sizes, key=lambda item: item[1])
     return name, n_elements * _element_bytes(precision)
-
-
-def advice_text(answer: AdviceAnswer) -> str:
-    """The verdict, every rule with its figures, and the clusters they were read from."""
-    cells = [
-        ("yes" if item.applies else "no", item.situation, (f"{item.advice}. " if item.applies else "") + item.figures)
-        for item in answer.rules
-    ]
-    shown = sorted(cells, key=lambda cell: cell[0] == "no")
-    lines = [f"{mark:>3}  {situation}\n       {text}" for mark, situation, text in shown]
-    table = whatif_table(answer.rows).rstrip() if answer.rows else ""
-    return "\n\n".join(filter(None, [f"Advice: {answer.verdict}.", "\n".join(lines), table])) + "\n"
 
 
 def advice_to_dict(answer: AdviceAnswer) -> dict[str, Any]:

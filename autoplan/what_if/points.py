@@ -205,6 +205,8 @@ def fix_of(best: Candidate) -> str:
     mesh = best.plan.mesh
     parts = [f"dp={mesh.dp}", f"tp={mesh.tp}", f"pp={mesh.pp}", f"zero={mesh.zero_stage}"]
     parts += [f"shard={mesh.zero_shard_degree}"] if mesh.zero_stage else []
-    parts += [f"micro_batch={mesh.micro_batch_size}", f"recompute={best.plan.recompute}"]
+    sizes = {share.micro_batch_size for share in mesh.all_shares}
+    parts += [f"micro_batch={size}" for size in sizes if len(sizes) == 1]
+    parts += [f"recompute={best.plan.recompute}"]
     parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
     return ",".join(parts)

@@ -6,39 +6,41 @@ from dataclasses import asdict
 from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.plain_text import count, text_table
+from autoplan.plain_text import WIDTH, count, folded, text_table
 from autoplan.units import format_seconds, format_usd
 from autoplan.what_if.answer_changes import cluster_name, swing_cells
 from autoplan.what_if.recommending import Recommendation
-from autoplan.what_if.tables import row_to_dict, whatif_table
+from autoplan.what_if.row_text import bullets, price_text, whatif_table
+from autoplan.what_if.tables import row_to_dict
 
 
-def recommendation_text(answer: Recommendation) -> str:
+def recommendation_text(answer: Recommendation, *, width: int = WIDTH) -> str:
     """One sentence, the alternatives, what would change it, and what it rests on."""
-    parts = [_sentence(answer)]
+    parts = [folded(_sentence(answer), width=width)]
     shown = [row for row in (answer.best, answer.nearest, *answer.alternatives) if row is not None]
     if shown:
-        parts.append(whatif_table(shown).rstrip())
-    tornado = swings_table(answer)
+        parts.append(whatif_table(shown, width=width).rstrip())
+    tornado = swings_table(answer, width=width)
     for title, texts in (
         ("What would change it", answer.changes),
         ("Looked at", answer.looked_at if answer.best is None else ()),
         ("It rests on", answer.assumptions),
     ):
         if texts:
-            parts.append("\n".join([title, *(f"- {text}" for text in texts)]))
+            parts.append(f"{title}\n{bullets(texts, width=width)}")
         if title == "What would change it" and tornado:
             parts.append(tornado)
     return "\n\n".join(parts) + "\n"
 
 
-def swings_table(answer: Recommendation) -> str:
+def swings_table(answer: Recommendation, *, width: int = WIDTH) -> str:
     """The tornado; empty without any swing."""
     if answer.best is None or not answer.swings:
         return ""
-    header = ("one assumption at its", "low end", "high end", "then best")
+    what = "cost" if answer.limit.deadline_s is not None else "time"
+    header = (f"{what} with one assumption at its", "low end", "high end", "best then")
     cells = [swing_cells(swing, answer.best, answer.limit) for swing in answer.swings]
-    return text_table(header, cells, right=frozenset({1, 2})).rstrip()
+    return text_table(header, cells, right=frozenset({1, 2}), width=width).rstrip()
 
 
 def _sentence(answer: Recommendation) -> str:
@@ -47,13 +49,13 @@ def _sentence(answer: Recommendation) -> str:
     if row is None:
         return f"Nothing that was looked at trains it {answer.wanted}, nor at all ({looked})."
     assert row.train_s is not None and row.cost_usd is not None
-    figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)}"
+    figures = f"{format_seconds(row.train_s)}, {format_usd(row.cost_usd)} at {price_text(row)}"
     if answer.best is None:
         return (
             f"None found: no plan found trains it {answer.wanted} ({looked}). Nearest: {cluster_name(row)}: {figures}."
         )
     verb = "Rent" if answer.wanted.startswith("within") else "Take"
-    return f"{verb} {cluster_name(row)}: it trains the model {answer.wanted}: {figures} ({looked})."
+    return f"{verb} {cluster_name(row)}: it trains the model {answer.wanted}: {figures}; {looked}."
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from autoplan.what_if.condition_tables import Condition
 from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
 from autoplan.what_if.question import Question, check_single, checked_question
+from autoplan.what_if.report_text import assumption_texts
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.sweep import INTERRUPTED
-from autoplan.what_if.tables import assumption_texts
 
 DEFAULT_GLOBAL_BATCH = 512
 N_ALTERNATIVES = 3

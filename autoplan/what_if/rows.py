@@ -159,6 +159,11 @@ def pace(row: WhatIfRow) -> float | None:
     return None if per_s is None or row.goodput is None else per_s * row.goodput
 
 
+def rate_unit(rows: Sequence[WhatIfRow]) -> str:
+    """What `pace` counts."""
+    return "tokens/s" if any(row.tokens_per_s is not None for row in rows) else "samples/s"
+
+
 def as_fast(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """The rows than which none is faster, by more than a search leaves open."""
     known = [(per_s, row) for row in rows if (per_s := pace(row)) is not None]

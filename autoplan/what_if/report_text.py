@@ -1,0 +1,48 @@
+"""The whole answer of a what-if as text: its rows, how they were searched, and what they rest on, with dates."""
+
+from __future__ import annotations
+
+from autoplan.plain_text import WIDTH, count
+from autoplan.units import GB, SECONDS_PER_HOUR, format_seconds
+from autoplan.what_if.asking import WhatIf
+from autoplan.what_if.row_text import bullets, whatif_table
+from autoplan.what_if.rows import Assumptions
+
+
+def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
+    """The table, and what it rests on."""
+    sweep = answer.sweep
+    searched = "plans under schedule 1f1b; --search full looks at all schedules" if search == "quick" else "all plans"
+    gaps = [row.gap for row in answer.rows if row.gap is not None]
+    proof = f"; none of them is faster by more than {max(gaps):.1%}" if gaps else ""
+    notes = [
+        f"searched: {searched}{proof}",
+        f"{count(len(sweep.results), 'point')}, {sweep.n_kept} known before; {sweep.processor_s:.3g} processor seconds",
+        *assumption_texts(answer.assumptions),
+    ]
+    return f"{whatif_table(answer.rows, width=width)}\nIt rests on\n{bullets(notes, width=width)}\n"
+
+
+def assumption_texts(given: Assumptions) -> tuple[str, ...]:
+    """What the totals rest on, with dates."""
+    reliability, money = given.reliability, given.money
+    spares = f", {count(reliability.n_spare_hosts, 'spare host')}" if reliability.n_spare_hosts else ""
+    checkpoint = (
+        f"{reliability.checkpoint_bytes_per_s_per_host / GB:.3g} GB/s per host to save"
+        if reliability.checkpoint_s is None
+        else f"{format_seconds(reliability.checkpoint_s)} for a checkpoint"
+    )
+    prices = "prices: " + ", ".join(
+        [
+            *(["--price"] if given.given_usd else []),
+            *([given.prices.where] if given.prices is not None else []),
+            f"hardware profiles, and {given.shipped.where} (each with its date)",
+        ]
+    )
+    return (
+        f"failures: one per device in {reliability.device_mtbf_s / SECONDS_PER_HOUR:,.0f} h, restart "
+        f"{format_seconds(reliability.restart_s)}, {checkpoint}{spares}",
+        f"{prices}; rent: {money.rent.replace('_', '-')}; totals as of {given.today.isoformat()}",
+        f"power: that of the board x load {money.load:.0%} x PUE {money.pue:g}"
+        + ("" if money.host_power_w else ", hosts themselves not counted"),
+    )

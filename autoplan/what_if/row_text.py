@@ -1,0 +1,298 @@
+"""Rows as text for a terminal: speeds, totals, losses of wall time, energy and owning, plans, and how to read them.
+
+Each table is a tuple of `Column`s; one that is unknown everywhere is left out, and what it means is said below.
+A table that is too wide for the terminal has the name of each point on a line of its own.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.plain_text import WIDTH, count, folded, rate_text, text_table
+from autoplan.units import MILLION, THOUSAND, GiB, format_seconds, format_share, format_usd
+from autoplan.what_if.loss_text import loss_table
+from autoplan.what_if.rows import Axis, WhatIfRow, as_fast, fastest, pace, point_name, rate_unit, varying
+
+N_EXPLAINED = 24  # rows whose losses and plans are printed; of more, they are in CSV and JSON
+ABSENT = "n/a"
+KWH_PER_MWH = 1000
+STACKED_INDENT = 4
+Series = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a table, and what their columns compare each with.
+
+    Attributes:
+        axes: what sets rows apart beside hardware and hosts.
+        has_equal_work: whether clusters of several sizes train the same batch: strong scaling.
+        smallest: the cluster with the fewest devices of each series, along which only the size changes.
+    """
+
+    rows: tuple[WhatIfRow, ...]
+    axes: tuple[Axis, ...]
+    has_equal_work: bool
+    smallest: Mapping[Series, WhatIfRow]
+    fastest: WhatIfRow | None
+    as_fast: tuple[WhatIfRow, ...]
+    cheapest_usd: float | None
+
+    @classmethod
+    def of(cls, rows: Sequence[WhatIfRow]) -> Rows:
+        """What these rows have in common."""
+        sizes: dict[Series, set[int]] = {}
+        for row in rows:
+            sizes.setdefault((*_kind(row), row.global_batch), set()).add(row.n_devices)
+        is_strong = any(len(found) > 1 for found in sizes.values())
+        smallest: dict[Series, WhatIfRow] = {}
+        for row in sorted(rows, key=lambda row: row.n_devices, reverse=True):
+            if pace(row) is not None:
+                smallest[_series(row, is_strong=is_strong)] = row
+        cheapest = min((row.cost_usd for row in rows if row.cost_usd is not None), default=None)
+        axes = tuple(axis for axis in varying(rows) if axis.field not in ("hardware", "n_hosts"))
+        return cls(tuple(rows), axes, is_strong, smallest, fastest(rows), as_fast(rows), cheapest)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of a row as text; `note` says what it is, `is_kept` that it stands though it is unknown everywhere."""
+
+    name: str
+    text: Callable[[WhatIfRow, Rows], str]
+    note: str = ""
+    is_right: bool = True
+    is_kept: bool = False
+
+
+def whatif_table(rows: Sequence[WhatIfRow], *, width: int = WIDTH) -> str:
+    """The rows with the fastest (of equal ones the smallest) and the cheapest marked, their losses and their plans."""
+    known = Rows.of(rows)
+    parts = [_table(known, _speed_columns(rows), width=width), _batch_text(rows)]
+    parts.append(_table(known, TOTALS, width=width) if any(row.train_s is not None for row in rows) else "")
+    if len(rows) <= N_EXPLAINED:
+        planned = [row for row in rows if row.shares]
+        parts.append(loss_table(planned, [_label(row, known) for row in planned], width=width) if planned else "")
+        parts.append(_table(known, OWNING, width=width) if any(row.train_s is not None for row in rows) else "")
+        parts.append(_plans_text(rows, width=width))
+        parts.append(_notes_text(known, width=width))
+    parts.append(_prices_text(rows, width=width))
+    parts.append(_warnings_text(rows, width=width))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+def _speed_columns(rows: Sequence[WhatIfRow]) -> tuple[Column, ...]:
+    unit = rate_unit(rows)
+    rate = Column(unit, _pace, f"{unit}: over all of the wall time, with what is lost to failures")
+    return (*SPEEDS[:2], rate, *SPEEDS[2:])
+
+
+def _step(row: WhatIfRow, rows: Rows) -> str:
+    return row.status if row.step_s is None else format_seconds(row.step_s)
+
+
+def _off_by(row: WhatIfRow, rows: Rows) -> str:
+    if row.step_s is None or row.step_s_interval is None:
+        return ABSENT
+    low_s, high_s = row.step_s_interval
+    return f"{low_s / row.step_s - 1.0:+.0%} {high_s / row.step_s - 1.0:+.0%}"
+
+
+def _pace(row: WhatIfRow, rows: Rows) -> str:
+    per_s = pace(row)
+    return ABSENT if per_s is None else rate_text(per_s)
+
+
+def _mfu(row: WhatIfRow, rows: Rows) -> str:
+    return ABSENT if row.mfu is None else format_share(row.mfu)
+
+
+def _scaling(row: WhatIfRow, rows: Rows) -> str:
+    """Only where a series has several clusters."""
+    per_s, than = pace(row), rows.smallest.get(_series(row, is_strong=rows.has_equal_work))
+    than_per_s = None if than is None else pace(than)
+    if per_s is None or than is None or than_per_s is None or all(row.n_devices == than.n_devices for row in rows.rows):
+        return ABSENT
+    return f"{per_s / row.n_devices / (than_per_s / than.n_devices):.0%}"
+
+
+def _series(row: WhatIfRow, *, is_strong: bool) -> Series:
+    """All that tells a row from others but its size; under weak scaling the batch is a part of the size."""
+    return (*_kind(row), row.global_batch) if is_strong else _kind(row)
+
+
+def _kind(row: WhatIfRow) -> Series:
+    model = (row.precision, row.overrides)
+    return (row.hardware, *model, row.network_scale, row.host_link, row.n_nics, row.condition)
+
+
+def _memory(row: WhatIfRow, rows: Rows) -> str:
+    if row.peak_bytes is None or not row.memory_limit_bytes:
+        return ABSENT
+    return f"{row.peak_bytes / row.memory_limit_bytes:.0%}"
+
+
+def _quickest(row: WhatIfRow, rows: Rows) -> str:
+    return "" if row not in rows.as_fast else "fastest" if row is rows.fastest else "as fast"
+
+
+def _cheapest(row: WhatIfRow, rows: Rows) -> str:
+    return "cheapest" if row.cost_usd is not None and row.cost_usd == rows.cheapest_usd else ""
+
+
+def _train(row: WhatIfRow, rows: Rows) -> str:
+    return ABSENT if row.train_s is None else format_seconds(row.train_s)
+
+
+def _device_hours(row: WhatIfRow, rows: Rows) -> str:
+    return ABSENT if row.device_hours is None else rate_text(row.device_hours)
+
+
+def _usd(usd: float | None) -> str:
+    return ABSENT if usd is None else format_usd(usd).removesuffix(" USD")
+
+
+def _offers(row: WhatIfRow, rows: Rows) -> str:
+    """`5.12k to 19.4k`."""
+    if row.cost_usd_interval is None:
+        return ABSENT
+    low, high = row.cost_usd_interval
+    if low == high:
+        return "one price"
+    unit, factor = next(
+        ((unit, factor) for unit, factor in (("M", MILLION), ("k", THOUSAND)) if low >= factor), ("", 1)
+    )
+    return f"{low / factor:.3g}{unit} to {high / factor:.3g}{unit}"
+
+
+def _kw(row: WhatIfRow, rows: Rows) -> str:
+    return ABSENT if row.power_kw is None else rate_text(row.power_kw)
+
+
+def _mwh(row: WhatIfRow, rows: Rows) -> str:
+    return ABSENT if row.energy_kwh is None else rate_text(row.energy_kwh / KWH_PER_MWH)
+
+
+def _break_even(row: WhatIfRow, rows: Rows) -> str:
+    return ABSENT if row.break_even_utilisation is None else f"{row.break_even_utilisation:.0%}"
+
+
+SPEEDS = (
+    Column("step", _step),
+    Column("off by", _off_by, "off by: 90 % interval of the step, from the errors of earlier estimates"),
+    Column("MFU", _mfu, "MFU: model FLOPs / (time x peak rate of the devices)"),
+    Column(
+        "scaling",
+        _scaling,
+        "scaling: speed of one device, as a share of that in the smallest cluster of the same hardware",
+    ),
+    Column("memory", _memory, "memory: of the fullest device, at the peak"),
+    Column("", _quickest, is_right=False),
+)
+TOTALS = (
+    Column("trains in", _train),
+    Column("device-hours", _device_hours, "device-hours: of whole hosts, spare ones too, idle or not"),
+    Column("cost USD", lambda row, rows: _usd(row.cost_usd), is_kept=True),
+    Column("low to high", _offers, "low to high: the same run at the cheapest and at the dearest offer"),
+    Column("", _cheapest, is_right=False),
+)
+OWNING = (
+    Column("USD per 1e9 tokens", lambda row, rows: _usd(row.usd_per_billion_tokens)),
+    Column("kW", _kw),
+    Column("MWh", _mwh, "kW, MWh: of the whole cluster, and of the whole run"),
+    Column("own USD", lambda row, rows: _usd(row.own_cost_usd), "own USD: the same run on hardware of one's own"),
+    Column("own above", _break_even, "own above: owning is cheaper when used for more than this share of all hours"),
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def _table(known: Rows, columns: Sequence[Column], *, width: int) -> str:
+    """The columns that say something, the names of points before them, or above each line where both are too wide."""
+    shown = [column for column in columns if _says_something(column, known)]
+    header = [column.name for column in shown]
+    cells = [[column.text(row, known) for column in shown] for row in known.rows]
+    labels = [_label(row, known) for row in known.rows]
+    right = frozenset(index for index, column in enumerate(shown) if column.is_right)
+    whole = text_table(
+        ["cluster", *header],
+        [[label, *line] for label, line in zip(labels, cells, strict=True)],
+        right=frozenset(index + 1 for index in right),
+        width=None,
+    )
+    if max(map(len, whole.splitlines())) <= width:
+        return whole
+    bare = textwrap.indent(text_table(header, cells, right=right, width=None), " " * STACKED_INDENT)
+    head, rule, *lines = bare.splitlines()
+    stacked = [text for label, line in zip(labels, lines, strict=True) for text in (label, line)]
+    return "\n".join([head, rule, *stacked])
+
+
+def _says_something(column: Column, known: Rows) -> bool:
+    return column.is_kept or any(column.text(row, known) not in ("", ABSENT) for row in known.rows)
+
+
+def _label(row: WhatIfRow, known: Rows) -> str:
+    """` 2 x dgx_a100_x8, bf16`: the cluster, and what else sets it apart."""
+    digits = max(len(str(other.n_hosts)) for other in known.rows)
+    return ", ".join(filter(None, [f"{row.n_hosts:>{digits}} x {row.hardware}", point_name(row, known.axes)]))
+
+
+def _plans_text(rows: Sequence[WhatIfRow], *, width: int) -> str:
+    """The plan of each point, or why it has none; conditions change no plan."""
+    bare = [replace(row, condition="") for row in rows]
+    known = Rows.of(bare)
+    lines = [f"{_label(row, known)}: {row.plan or row.detail or row.status}{_idle(row)}{_room(row)}" for row in bare]
+    return "\n".join(folded(line, width=width, indent=STACKED_INDENT) for line in dict.fromkeys(lines))
+
+
+def _idle(row: WhatIfRow) -> str:
+    return f"; {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
+
+
+def _room(row: WhatIfRow) -> str:
+    left_bytes = row.memory_headroom_bytes
+    return "" if left_bytes is None else f"; {left_bytes / GiB:.1f} GiB left"
+
+
+def _batch_text(rows: Sequence[WhatIfRow]) -> str:
+    batches = {row.global_batch for row in rows}
+    return f"global batch: {count(batches.pop(), 'sample')} on every cluster" if len(batches) == 1 else ""
+
+
+def _notes_text(known: Rows, *, width: int) -> str:
+    columns = (*_speed_columns(known.rows), *(TOTALS if any(row.train_s for row in known.rows) else ()))
+    columns += OWNING if any(row.train_s for row in known.rows) else ()
+    return bullets((column.note for column in columns if column.note and _says_something(column, known)), width=width)
+
+
+def price_text(row: WhatIfRow) -> str:
+    """`2.95 USD per device-hour (offers: 1.99 to 5.00)`; of a row with a cost."""
+    assert row.usd_per_device_hour is not None
+    text = f"{row.usd_per_device_hour:.2f} USD per device-hour"
+    if row.cost_usd_interval is None or not row.device_hours or row.cost_usd_interval[0] == row.cost_usd_interval[1]:
+        return text
+    low, high = (usd / row.device_hours for usd in row.cost_usd_interval)
+    return f"{text} (offers: {low:.2f} to {high:.2f})"
+
+
+def _prices_text(rows: Sequence[WhatIfRow], *, width: int) -> str:
+    priced = [row for row in rows if row.cost_usd is not None]
+    texts = [f"price of {row.device}: {price_text(row)}, {row.price_date or 'no date known'}" for row in priced]
+    return "\n".join(folded(text, width=width, indent=2) for text in dict.fromkeys(texts))
+
+
+def _warnings_text(rows: Sequence[WhatIfRow], *, width: int) -> str:
+    texts = dict.fromkeys(text for row in rows for text in row.warnings)
+    return "\n".join(folded(f"! {text}", width=width, indent=2) for text in texts)
+
+
+def bullets(texts: Iterable[str], *, width: int = WIDTH) -> str:
+    """Sentences as a list."""
+    return "\n".join(folded(f"- {text}", width=width, indent=2) for text in texts)

@@ -1,0 +1,58 @@
+"""Rows as text: what each table says, in the width of the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from whatif_toys import toy_result, toy_row
+
+from autoplan.what_if.loss_text import LOSSES, bar
+from autoplan.what_if.points import Point
+from autoplan.what_if.row_text import whatif_table
+from autoplan.what_if.rows import SHARES
+
+
+def test_fastest_is_the_smallest_of_equals_and_cheapest_has_a_price() -> None:
+    results = [toy_result(n_hosts=n, n_devices=4 * n) for n in (4, 1, 2)]
+    rows = [toy_row(result=item, point=Point("a", item.n_hosts, 8, "bf16"), n_samples=100) for item in results]
+    speeds, _, totals = whatif_table(rows).partition("global batch")
+    assert [line.rpartition("%")[2].strip() for line in speeds.splitlines()[2:5]] == ["as fast", "fastest", "as fast"]
+    (cheapest,) = (line for line in totals.splitlines() if line.endswith("cheapest"))
+    assert cheapest.startswith("1 x a ")
+    assert "4 x a: dp 4; 12 of 16 devices idle; 20.0 GiB left" in whatif_table(rows)
+
+
+def test_scaling_is_speed_per_device_against_the_smallest_cluster() -> None:
+    # twice the devices are 1.6 times as fast: 80 % each
+    one = toy_row(point=Point("a", 1, 8, "bf16"))
+    two = replace(one, n_hosts=2, n_devices=8, tokens_per_s=1.6 * one.tokens_per_s)
+    lines = whatif_table([one, two]).splitlines()
+    assert "scaling" in lines[0] and "100%" in lines[2] and "80%" in lines[3]
+
+
+@pytest.mark.parametrize("width", [72, 80, 120])
+def test_no_line_of_the_text_is_wider_than_the_terminal(width: int) -> None:
+    names = ("dgx_a100_x8", "dgx_h100_x8+leaf_spine_400g")
+    rows = [
+        toy_row(
+            result=toy_result(n_hosts=n, n_devices=8 * n), point=Point(name, n, 8, "bf16", (("size", 7),)), n_samples=n
+        )
+        for name in names
+        for n in (1, 1000)
+    ]
+    text = whatif_table([*rows, replace(rows[0], overrides=("size=13",))], width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("1000 x dgx_h100_x8+leaf_spine_400g") >= 4
+
+
+def test_every_share_has_a_column() -> None:
+    assert sorted(part for loss in LOSSES for part in loss.parts) == sorted(SHARES)
+    assert len({loss.letter for loss in LOSSES}) == len(LOSSES)
+
+
+def test_bars_are_whole_and_say_what_the_numbers_say() -> None:
+    # 10 letters: 5.5, 2.5 and 2 become 6, 2 and 2, or 5, 3 and 2
+    assert bar("#d-", (0.55, 0.25, 0.2), width=10) == "######dd--"
+    assert bar("#d", (1.0, 0.0), width=16) == "#" * 16
+    assert len(bar("#d-", (1 / 3, 1 / 3, 1 / 3), width=20)) == 20
