@@ -217,11 +217,11 @@ def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> t
     return tuple(
         (s, d)
         for s, d in choices
-        if zero in (None, s) and shard in (None, d) and compresses(compression, zero_stage=s, shard_degree=d, dp=dp)
+        if zero in (None, s) and shard in (None, d) and can_compress(compression, zero_stage=s, shard_degree=d, dp=dp)
     )
 
 
-def compresses(compression: str | None, *, zero_stage: int, shard_degree: int, dp: int) -> bool:
+def can_compress(compression: str | None, *, zero_stage: int, shard_degree: int, dp: int) -> bool:
     """Whether gradients can be compressed so: by PowerSGD where all ranks have all of them, else in one collective."""
     if compression in (None, "none"):
         return True

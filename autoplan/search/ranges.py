@@ -140,7 +140,7 @@ def figures_of(table: CostTable) -> tuple[int, ...]:
     return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name != "cut_s")
 
 
-def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> Array:
+def hidden_extra_s(compute_s: Array | float, communication_s: Array | float, slower: float) -> Array:
     """What communication adds to compute that must wait for its end: the rest of it, and the slowdown by the overlap.
 
     `slower` is the slowdown - 1.

@@ -67,7 +67,7 @@ def _cut(state: SearchState, index: int) -> float:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
         bound_s = partition.bound_s
         if partition.stages:
-            judge(state, index, partition.stages)
+            consider(state, index, partition.stages)
     if bound_s == INFINITY:
         state.rejections[index] = short_somewhere(table, 1)
     return bound_s
@@ -83,7 +83,7 @@ def _share_out(state: SearchState, index: int) -> None:
         _keep_if_better(state, index, plan)
 
 
-def judge(state: SearchState, index: int, stages: tuple[StagePlan, ...]) -> None:
+def consider(state: SearchState, index: int, stages: tuple[StagePlan, ...]) -> None:
     """Keep a plan that is allowed, fits, and is the fastest of its mesh."""
     if not obeys_recompute(state.table(state.meshes[index]), stages, recompute=state.recompute):
         return
