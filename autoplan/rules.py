@@ -20,8 +20,8 @@ Operands that lack the split letter are V, not R: each rank computes only part o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from autoplan.graph import Argument, Extent, Op, Ref, TensorSpec, extent_at
@@ -40,6 +40,7 @@ class Strategy:
         is_split: whether each rank does only its share of the arithmetic.
         function: a function of `runtime` that runs instead of the op ("" for the op itself).
         all_reduce_elements: elements per sample that this function all-reduces in forward (loss statistics).
+        exchanged: operands, by position, and -1 for the result, that this function passes through an all-to-all.
     """
 
     operands: tuple[Layout, ...]
@@ -47,6 +48,7 @@ class Strategy:
     is_split: bool = False
     function: str = ""
     all_reduce_elements: int = 0
+    exchanged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,12 @@ def operand_names(op: Op) -> tuple[str, ...]:
     collect(op.args)
     collect(tuple(value for _, value in op.kwargs))
     return tuple(found)
+
+
+def exchanged_specs(op: Op, strategy: Strategy, specs: Mapping[str, TensorSpec]) -> Specs:
+    """The global tensors that the op passes through an all-to-all in this strategy."""
+    whole = (*(specs[name] for name in operand_names(op)), op.outputs[0])
+    return tuple(whole[position] for position in strategy.exchanged)
 
 
 def equation_of(rule: OpRule, op: Op, operands: Specs) -> str | None:
@@ -249,7 +257,7 @@ def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_
         for layout, gradient in zip(strategy.operands, has_gradient, strict=True)
     )
     result = R if strategy.result == V and not result_has_gradient else strategy.result
-    return Strategy(operands, result, strategy.is_split, strategy.function, strategy.all_reduce_elements)
+    return replace(strategy, operands=operands, result=result)
 
 
 def forward_flops(

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.rank_memory import StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
+from autoplan.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
 from autoplan.replay_script import Script, script_of
 from autoplan.shared_step import slowest_of
 from autoplan.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
@@ -257,7 +257,7 @@ def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
 
 
 def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
-    """The estimate of a plan: `stages` on the mesh of `table`.
+    """The estimate of a plan: `stages` on the mesh of `table`, one per share of the batch where it has some.
 
     The breakdown is that of the slowest rank (of the first, if several are equally slow).
 
@@ -265,7 +265,8 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     InputError if the schedule does not exist for the mesh.
     """
     if table.mesh.shares:
-        return slowest_of([simulate(own, stages, with_timeline=with_timeline) for own in table.rank_tables])
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return slowest_of([simulate(own, (stage,), with_timeline=with_timeline) for own, stage in of_shares])
     replay = _replay(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
@@ -278,13 +279,13 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
-    parts = tuple(reserved_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
+    parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
     return Estimate(
         step_s=slowest.total_s,
         breakdown=slowest,
         allocated_bytes=tuple(peak.total_bytes for peak in peaks),
-        reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
+        needed_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),
@@ -314,7 +315,8 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
     """Per pipeline rank, (time, allocated bytes from then on), in order of time; raises what `simulate` does."""
     if table.mesh.shares:
-        return tuple(curve for own in table.rank_tables for curve in memory_over_time(own, stages))
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return tuple(curve for own, stage in of_shares for curve in memory_over_time(own, (stage,)))
     replay = _replay(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):

@@ -390,7 +390,7 @@ def _make_plan(
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],
-        recompute=_recompute_name(graph, kept),
+        recompute=_recompute_name(graph, kept, n_copies=len(mesh.all_shares)),
         loss=loss,
         batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
         loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
@@ -399,7 +399,8 @@ def _make_plan(
     )
 
 
-def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...]) -> str:
+def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...], *, n_copies: int) -> str:
+    """Of stages that have every block so many times."""
     n_recomputed = sum(len(stage.recomputed) for stage in stages)
-    n_blocks = sum(segment.is_block for segment in graph.segments)
+    n_blocks = n_copies * sum(segment.is_block for segment in graph.segments)
     return "none" if n_recomputed == 0 else "full" if n_recomputed == n_blocks else "selective"

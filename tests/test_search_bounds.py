@@ -218,7 +218,7 @@ def test_a_shortfall_is_proof_that_no_plan_fits() -> None:
                 continue
             n_proofs += 1
             for stages in all_stages(toy, mesh):
-                assert max(simulate(table, stages).reserved_bytes) >= table.memory_limit_bytes + short_bytes
+                assert max(simulate(table, stages).needed_bytes) >= table.memory_limit_bytes + short_bytes
     assert n_proofs > 50
 
 
@@ -234,7 +234,7 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
         message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=8,
     )  # fmt: skip
-    assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).reserved_bytes == (8, 8)
+    assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).needed_bytes == (8, 8)
     assert shortfall_bytes(table) == 0
 
 

@@ -406,7 +406,7 @@ def test_peak_memory_of_two_stages_by_hand():
     table = table_of(costs, mesh=pipeline(2, 4), reserved_ratio=1.25, reserved_fixed_bytes=50)
     estimate = simulate(table, (StagePlan(0, 2), StagePlan(2, 4)))
     assert estimate.allocated_bytes == (379, 787)
-    assert estimate.reserved_bytes == (524, 1034)
+    assert estimate.needed_bytes == (524, 1034)
     assert dict(estimate.memory_parts_bytes[1]) == {
         "state": 700,
         "workspaces": 0,
@@ -418,7 +418,7 @@ def test_peak_memory_of_two_stages_by_hand():
         "pending_gradients": 0,
         "working": 2,
         "fragmentation": 197,
-        "fixed": 50,
+        "context_and_communicators": 50,
     }
 
 
@@ -599,7 +599,7 @@ def test_doubling_all_times_doubles_the_step(plan):
         action_s=2 * table.action_s,
     )
     assert simulate(twice, stages).step_s == 2 * simulate(table, stages).step_s
-    assert simulate(twice, stages).reserved_bytes == simulate(table, stages).reserved_bytes
+    assert simulate(twice, stages).needed_bytes == simulate(table, stages).needed_bytes
 
 
 @given(plans())
@@ -626,7 +626,7 @@ def test_step_is_never_below_the_work_of_any_rank(plan):
 @given(plans())
 def test_memory_parts_sum_to_reserved_and_the_curve_peaks_at_allocated(plan):
     estimate = simulate(*plan)
-    assert [sum(n for _, n in parts) for parts in estimate.memory_parts_bytes] == list(estimate.reserved_bytes)
+    assert [sum(n for _, n in parts) for parts in estimate.memory_parts_bytes] == list(estimate.needed_bytes)
     assert all(n >= 0 for parts in estimate.memory_parts_bytes for _, n in parts)
     curves = memory_over_time(*plan)
     assert tuple(max(n for _, n in curve) for curve in curves) == estimate.allocated_bytes

@@ -139,9 +139,9 @@ def write_records(
     path: Path, model: ParallelModel, records: Sequence[StepRecord], profile: StepProfile | None = None
 ) -> None:
     """Write all steps as JSON from rank 0, with peak memory and profiled step of every rank; all ranks must call it."""
-    peaks: list[Any] = [None] * model.config.n_ranks
-    own = (records[-1].peak_allocated_bytes, records[-1].peak_reserved_bytes) if records else (None, None)
-    dist.all_gather_object(peaks, own)
+    sizes: list[Any] = [None] * model.config.n_ranks
+    peaks = (records[-1].peak_allocated_bytes, records[-1].peak_reserved_bytes) if records else (None, None)
+    dist.all_gather_object(sizes, (*peaks, _outside_allocator_bytes(model.mesh.device)))
     profiles: list[Any] = [None] * model.config.n_ranks
     dist.all_gather_object(profiles, None if profile is None else asdict(profile))
     if model.mesh.rank != 0:
@@ -152,11 +152,20 @@ def write_records(
         "device": device_name(model.mesh.device),
         "torch_version": torch.__version__,
         "steps": [asdict(record) for record in records],
-        "peak_allocated_bytes_per_rank": [allocated for allocated, _ in peaks],
-        "peak_reserved_bytes_per_rank": [reserved for _, reserved in peaks],
+        "peak_allocated_bytes_per_rank": [allocated for allocated, _, _ in sizes],
+        "peak_reserved_bytes_per_rank": [reserved for _, reserved, _ in sizes],
+        "outside_allocator_bytes_per_rank": [outside for _, _, outside in sizes],
         "profiled_step_per_rank": None if profile is None else profiles,
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _outside_allocator_bytes(device: torch.device) -> int | None:
+    """Device memory in use besides the allocator's: context and communicators, and all of other processes on it."""
+    if device.type != "cuda":
+        return None
+    free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+    return all_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -196,7 +196,7 @@ def _result(problem: Problem, answer: Answer) -> PointResult:
         tokens_per_s=tokens_per_s(answer.workload, best),
         mfu=mfu(answer.workload, best),
         breakdown=tuple((name, getattr(estimate.breakdown, name)) for name in estimate.breakdown.__dataclass_fields__),
-        peak_bytes=estimate.reserved_bytes[rank],
+        peak_bytes=estimate.needed_bytes[rank],
         memory_limit_bytes=estimate.limit_bytes(rank),
     )
 
