@@ -15,7 +15,7 @@ from autoplan import api
 from autoplan.layout import parse_layout, sharded
 from autoplan.options import Options
 from autoplan.runtime.attention import causal_attention_of_rows
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
 from autoplan.split_names import splits
@@ -38,7 +38,7 @@ def context_parallel_plan(model, feature):
         degree=mesh["tp"],
         rules=load_rules(),
         prices=dataclasses.replace(plain, op_s=op_s),
-        solve=partial(solve, time_limit_s=None),
+        solve=partial(minimize, time_limit_s=None),
     )
     return dataclasses.replace(family_plan(model, feature), shardings=found[mesh["sharding"]])
 
