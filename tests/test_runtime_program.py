@@ -80,7 +80,7 @@ def test_profiled_step_of_every_rank_is_the_sum_of_its_parts(tmp_path):
 def test_program_that_forgets_to_reduce_gradients_fails_its_check_after_the_first_step(tmp_path):
     emit(tmp_path, config={"dp": 2, "blocks": ("blocks.0",)}, has_parallel_model=False)
     zero = (tmp_path / "runtime" / "zero.py").read_text()
-    broken = zero.replace("sync(zero_stage >= 2 or is_last_micro_batch)", "sync(False)")
+    broken = zero.replace("reduces=zero_stage >= 2 or is_last_micro_batch", "reduces=False")
     assert broken != zero
     (tmp_path / "runtime" / "zero.py").write_text(broken)
     done = run_folder(tmp_path, 2, *CHECK)
