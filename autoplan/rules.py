@@ -172,7 +172,7 @@ def all_strategies(
     """Every legal strategy of an op on an axis of `degree` ranks; an op without a rule is replicated.
 
     `blocks` are the block counts in which dims may be split, `padded_extents` the extents that may be padded
-    (`sharding.block_counts`, `sharding.padded_extents`); `has_expert_rows` asks for layout E.
+    (`op_strategies.block_counts`, `.padded_extents`); `has_expert_rows` asks for layout E.
     """
     n = len(operands)
     found = [Strategy((R,) * n, R), Strategy((V,) * n, V)]
