@@ -256,11 +256,11 @@ def _summary(answer: Answer) -> dict[str, Any]:
         tokens,
         tokens if tokens is not None else samples_per_s(candidate),
         mfu(workload, candidate),
-        list(estimate.reserved_bytes),
+        list(estimate.needed_bytes),
         list(estimate.allocated_bytes),
         [list(bounds) for bounds in allocated_interval_bytes(candidate)],
         estimate.memory_limit_bytes,
-        [estimate.limit_bytes(rank) for rank in range(len(estimate.reserved_bytes))],
+        [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))],
         breakdown_by_axis_s(estimate.breakdown),
         dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
     )

@@ -241,7 +241,7 @@ class TimelineEvent:
 
 
 # The part of `memory_parts_bytes` for the device context and communication buffers.
-OUTSIDE_ALLOCATOR = "fixed"
+OUTSIDE_ALLOCATOR = "context_and_communicators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +253,9 @@ class Estimate:
     Attributes:
         step_s: seconds of one optimizer step.
         allocated_bytes: per pipeline rank, the most bytes the training itself has allocated at once.
-        reserved_bytes: per pipeline rank, `allocated_bytes` with allocator rounding, fragmentation, the device
-            context and communication buffers; this is what must not exceed `memory_limit_bytes`.
-        memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `reserved_bytes`.
+        needed_bytes: per pipeline rank, `allocator_bytes` and what lies outside of the allocator: the device context
+            and communication buffers. This is what must not exceed `memory_limit_bytes`.
+        memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `needed_bytes`.
         memory_limit_bytes: what a device offers; of several kinds, the one with the least.
         rank_limits_bytes: per pipeline rank, what its devices offer, where they differ; empty where all are alike.
         segment_sources: per segment, whether its times are "measured", "scaled" or "calibrated"; empty without a
@@ -265,7 +265,7 @@ class Estimate:
     step_s: float
     breakdown: Breakdown
     allocated_bytes: tuple[int, ...]
-    reserved_bytes: tuple[int, ...]
+    needed_bytes: tuple[int, ...]
     memory_parts_bytes: tuple[tuple[tuple[str, int], ...], ...]
     memory_limit_bytes: int
     segment_sources: tuple[str, ...] = ()
@@ -274,9 +274,9 @@ class Estimate:
 
     @property
     def allocator_bytes(self) -> tuple[int, ...]:
-        """Per pipeline rank, `reserved_bytes` without what lies outside of the allocator."""
-        pairs = zip(self.reserved_bytes, self.memory_parts_bytes, strict=True)
-        return tuple(reserved - dict(parts).get(OUTSIDE_ALLOCATOR, 0) for reserved, parts in pairs)
+        """Per pipeline rank, what torch's allocator reserves: `allocated_bytes`, rounded, and fragmentation."""
+        pairs = zip(self.needed_bytes, self.memory_parts_bytes, strict=True)
+        return tuple(needed - dict(parts).get(OUTSIDE_ALLOCATOR, 0) for needed, parts in pairs)
 
     def limit_bytes(self, rank: int) -> int:
         """What the devices of a pipeline rank offer."""
@@ -285,9 +285,9 @@ class Estimate:
     @property
     def tightest_rank(self) -> int:
         """The pipeline rank that has the least memory left, or lacks the most."""
-        return max(range(len(self.reserved_bytes)), key=lambda rank: self.reserved_bytes[rank] - self.limit_bytes(rank))
+        return max(range(len(self.needed_bytes)), key=lambda rank: self.needed_bytes[rank] - self.limit_bytes(rank))
 
     @property
     def fits(self) -> bool:
         """Whether every rank stays within its memory limit."""
-        return self.reserved_bytes[self.tightest_rank] <= self.limit_bytes(self.tightest_rank)
+        return self.needed_bytes[self.tightest_rank] <= self.limit_bytes(self.tightest_rank)

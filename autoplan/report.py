@@ -131,7 +131,7 @@ def _kind_of_ranks(plan: Plan) -> str:
 def tightest_bytes(estimate: Estimate) -> tuple[int, int]:
     """What the pipeline rank with the least memory left needs, and what its devices offer."""
     rank = estimate.tightest_rank
-    return estimate.reserved_bytes[rank], estimate.limit_bytes(rank)
+    return estimate.needed_bytes[rank], estimate.limit_bytes(rank)
 
 
 def plan_table(answer: Answer) -> str:
@@ -180,25 +180,25 @@ def breakdown_table(breakdown: Breakdown) -> str:
 
 
 def memory_table(estimate: Estimate) -> str:
-    """Peak memory of each pipeline rank against the limit."""
+    """Peak memory of each pipeline rank: allocated, reserved by torch's allocator, and needed, against the limit."""
     rows = []
-    for rank, (allocated, reserved) in enumerate(zip(estimate.allocated_bytes, estimate.reserved_bytes, strict=True)):
+    sizes = zip(estimate.allocated_bytes, estimate.allocator_bytes, estimate.needed_bytes, strict=True)
+    for rank, (allocated, reserved, needed) in enumerate(sizes):
         limit_bytes = estimate.limit_bytes(rank)
-        share = reserved / limit_bytes
+        share = needed / limit_bytes
         bar = "#" * min(round(share * BAR_WIDTH), BAR_WIDTH)
-        note = "" if reserved <= limit_bytes else f" short of {(reserved - limit_bytes) / GiB:.1f} GiB"
+        note = "" if needed <= limit_bytes else f" short of {(needed - limit_bytes) / GiB:.1f} GiB"
         rows.append(
             (
                 str(rank),
-                f"{allocated / GiB:.2f}",
-                f"{reserved / GiB:.2f}",
+                *(f"{n_bytes / GiB:.2f}" for n_bytes in (allocated, reserved, needed)),
                 f"{share:.0%}",
                 f"[{bar:<{BAR_WIDTH}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
             )
         )
-    of_all = "of its device" if estimate.rank_limits_bytes else of_limit(estimate.memory_limit_bytes).strip()
-    header = ("rank", "allocated GiB", "reserved GiB", "share", of_all)
-    return text_table(header, rows, right=frozenset({0, 1, 2, 3}))
+    of_all = "its device" if estimate.rank_limits_bytes else f"{estimate.memory_limit_bytes / GiB:.1f}"
+    header = ("rank", "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
+    return text_table(header, rows, right=frozenset({0, 1, 2, 3, 4}))
 
 
 def of_limit(limit_bytes: int) -> str:

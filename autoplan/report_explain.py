@@ -111,7 +111,7 @@ def _difference(best: Candidate, other: Candidate, *, other_name: str) -> str:
     parts = [(label, *(getattr(item.breakdown, name) for item in estimates)) for name, label in BREAKDOWN_LABELS]
     parts = [part for part in parts if part[1] or part[2]] + [("step", *(item.step_s for item in estimates))]
     rows = [(label, format_seconds(a), format_seconds(b), _signed(b - a, format_seconds)) for label, a, b in parts]
-    a, b = (max(item.reserved_bytes) for item in estimates)
+    a, b = (max(item.needed_bytes) for item in estimates)
     rows.append(("peak memory", format_bytes(a), format_bytes(b), _signed(b - a, format_bytes)))
     return text_table(("", "chosen", other_name, "difference"), rows, right=frozenset({1, 2, 3}))
 

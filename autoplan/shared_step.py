@@ -21,7 +21,7 @@ def slowest_of(estimates: Sequence[Estimate]) -> Estimate:
     return replace(
         slowest,
         allocated_bytes=tuple(chain.from_iterable(estimate.allocated_bytes for estimate in estimates)),
-        reserved_bytes=tuple(chain.from_iterable(estimate.reserved_bytes for estimate in estimates)),
+        needed_bytes=tuple(chain.from_iterable(estimate.needed_bytes for estimate in estimates)),
         memory_parts_bytes=tuple(chain.from_iterable(estimate.memory_parts_bytes for estimate in estimates)),
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),

@@ -33,10 +33,10 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.rank_memory import StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
+from autoplan.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
 from autoplan.replay_script import Script, script_of
 from autoplan.shared_step import slowest_of
-from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
+from autoplan.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
@@ -88,7 +88,7 @@ def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> floa
     return cut_s
 
 
-def _check_stages(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
+def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
     mesh, n_segments = table.mesh, len(table.kinds)
     if len(stages) != mesh.n_stages or stages[-1].stop != n_segments:
         raise PlanMismatchError.of(
@@ -169,7 +169,7 @@ class _Pass:
 
     clock: _RankClock
     slowdown: float
-    work: tuple[SegmentWork, ...]
+    work: tuple[SegmentPass, ...]
     times: dict[float, PassTimes]
     action_s: float
     link: _Link
@@ -180,7 +180,7 @@ def _passes(
     table: CostTable, stages: tuple[_Stage, ...], *, script: Script, clocks: tuple[_RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentWork, ...]], dict[float, PassTimes]] = {}
+    known: dict[tuple[float, tuple[SegmentPass, ...]], dict[float, PassTimes]] = {}
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
@@ -248,7 +248,7 @@ class _Replay:
 
 
 def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
-    _check_stages(table, plans)
+    _check_order(table, plans)
     mesh = table.mesh
     script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
     stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
@@ -279,13 +279,13 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
-    parts = tuple(reserved_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
+    parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
     return Estimate(
         step_s=slowest.total_s,
         breakdown=slowest,
         allocated_bytes=tuple(peak.total_bytes for peak in peaks),
-        reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
+        needed_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),

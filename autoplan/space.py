@@ -36,7 +36,7 @@ from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, Stage
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import shard_graph
 
 Value = TypeVar("Value")
@@ -337,7 +337,7 @@ def _layouts(
             batch_size=batch_size,
             communication=part,
         )
-        return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
+        return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(minimize, time_limit_s=None))
 
     figures = sharding_figures(profile, degree=degree)
     named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}, price {part}", figures)

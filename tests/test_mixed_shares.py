@@ -105,7 +105,7 @@ def test_a_share_costs_what_its_group_alone_does_and_the_exchange(tmp_path: Path
     parts = [simulate(own, (stage,)) for own, stage in zip(table.rank_tables, stages, strict=True)]
     estimate = simulate(table, stages)
     assert estimate.step_s == max(part.step_s for part in parts)
-    assert estimate.reserved_bytes == tuple(part.reserved_bytes[0] for part in parts)
+    assert estimate.needed_bytes == tuple(part.needed_bytes[0] for part in parts)
     assert (estimate.limit_bytes(0), estimate.limit_bytes(1)) == tuple(part.memory_limit_bytes for part in parts)
     assert len(memory_over_time(table, stages)) == 2
 

@@ -44,7 +44,7 @@ def generate(
     """The program of a plan; `header` becomes the docstring of train.py.
 
     `model_text` is the user's model file, `overrides` the arguments of its build_model, `workload` the fields of
-    `runtime.metrics.Workload`, `device_bytes` what the program is expected to reserve, per pipeline rank; it refuses
+    `runtime.PlannedFigures`, `device_bytes` what the program is expected to reserve, per pipeline rank; it refuses
     devices that have less.
     """
     found = {

@@ -102,11 +102,12 @@ def memory_table(answer: Answer) -> Table:
         every = [
             *(known.get(part, 0) for part in parts),
             estimate.allocated_bytes[rank],
-            estimate.reserved_bytes[rank],
+            estimate.allocator_bytes[rank],
+            estimate.needed_bytes[rank],
             estimate.limit_bytes(rank),
         ]
         rows.append(cells((str(rank), rank), *((f"{size / GiB:.2f}", float(size)) for size in every)))
-    header = ("rank", *(part.replace("_", " ") for part in parts), "allocated", "reserved", "limit")
+    header = ("rank", *(part.replace("_", " ") for part in parts), "allocated", "reserved", "needed", "limit")
     return Table(header, tuple(rows), frozenset(range(len(header))), COMPUTED)
 
 
@@ -206,7 +207,8 @@ def _memory_records(answer: Answer) -> list[Record]:
             "rank": rank,
             **{f"{part}_bytes": size for part, size in parts},
             "allocated_bytes": estimate.allocated_bytes[rank],
-            "reserved_bytes": estimate.reserved_bytes[rank],
+            "reserved_bytes": estimate.allocator_bytes[rank],
+            "needed_bytes": estimate.needed_bytes[rank],
             "limit_bytes": estimate.limit_bytes(rank),
         }
         for rank, parts in enumerate(estimate.memory_parts_bytes)

@@ -200,11 +200,7 @@ def _of_mesh(
     space: MixedSpace, options: Options, mesh: Mesh, groups: tuple[int, ...], dp: Array, *, known_s: float
 ) -> Iterator[_Open]:
     batch = space.pipelines.global_batch
-    least = {
-        size: [_least(space, mesh, groups, place, size) for place in range(len(groups))]
-        for size in _sizes(batch, options)
-        if size * int(dp.min()) < batch
-    }
+    least = {size: _least(space, mesh, groups, size) for size in _sizes(batch, options) if size * int(dp.min()) < batch}
     is_free = len(groups) <= FREE_SIZES and mesh.tp == 1
     for sizes in product(least, repeat=len(groups)) if is_free else [(size,) * len(groups) for size in least]:
         own = [least[size][place] for place, size in enumerate(sizes)]
@@ -227,20 +223,20 @@ def _sizes(batch: int, options: Options) -> tuple[int, ...]:
     return tuple(size for size in divisors(batch) if largest is None or size <= largest)
 
 
-def _least(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...], place: int, size: int) -> _Least | None:
-    """Of one group with micro-batches of this size; None where the model does not fit."""
+def _least(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...], size: int) -> list[_Least | None]:
+    """Of each group with micro-batches of this size; None where the model does not fit."""
 
-    def table(n_micro_batches: int) -> CostTable:
+    def tables(n_micro_batches: int) -> tuple[CostTable, ...]:
         shares = (BatchShare(mesh.zero_shard_degree, size, n_micro_batches),) * len(groups)
-        return space.price(mesh_of(mesh, shares), tuple(GroupRanks(group, 1) for group in groups)).rank_tables[place]
+        return space.price(mesh_of(mesh, shares), tuple(GroupRanks(group, 1) for group in groups)).rank_tables
 
-    single = table(1)  # needs the least memory, and has no gradients to add up
-    if shortfall_bytes(single) > 0:
-        return None
-    once_s = _least_once_s(single)
-    if mesh.zero_stage < 2:  # gradients that were added up may be copied for their reduction in less time
-        once_s = min(once_s, _least_once_s(table(2)))
-    return _Least(sum(least_compute_s(single)), once_s)
+    single = tables(1)  # needs the least memory, and has no gradients to add up
+    fits = [shortfall_bytes(table) == 0 for table in single]
+    once_s = [_least_once_s(table) for table in single]
+    if mesh.zero_stage < 2 and any(fits):  # gradients that were added up may take less time to be copied
+        once_s = list(map(min, once_s, (_least_once_s(table) for table in tables(2))))
+    own = zip(single, once_s, fits, strict=True)
+    return [_Least(sum(least_compute_s(table)), least_s) if is_held else None for table, least_s, is_held in own]
 
 
 def _least_once_s(table: CostTable) -> float:

@@ -108,8 +108,8 @@ def _candidates(segments: Segments, spans: list[tuple[int, int]], shape: Shape, 
 
 def _short_bytes(estimate: Estimate) -> list[int]:
     """What each rank lacks; 0 or less where it fits."""
-    limits = estimate.rank_limits_bytes or (estimate.memory_limit_bytes,) * len(estimate.reserved_bytes)
-    return [n_bytes - limit for n_bytes, limit in zip(estimate.reserved_bytes, limits, strict=True)]
+    limits = estimate.rank_limits_bytes or (estimate.memory_limit_bytes,) * len(estimate.needed_bytes)
+    return [n_bytes - limit for n_bytes, limit in zip(estimate.needed_bytes, limits, strict=True)]
 
 
 @dataclass(slots=True)
