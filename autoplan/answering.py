@@ -12,8 +12,8 @@ from autoplan.semantics import notes
 from autoplan.split_names import splits
 
 if TYPE_CHECKING:
-    from autoplan.api import Problem
     from autoplan.hardware import HardwareProfile
+    from autoplan.problem import Problem
 
 MODULE_LEVEL_LIMITS = (
     "planned at module level: data parallelism, ZeRO and recomputation; no tensor or pipeline parallelism, because the"

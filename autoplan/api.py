@@ -1,6 +1,6 @@
 """The library: each function is a piece of the data flow and nothing else; the command line calls the same ones.
 
-Problem = load_profile + trace + options     make_problem
+Problem = load_hardware + trace + options    problem.make_problem
 Answer  = search over its prices             decide; solve, which adds what would make something fit; score
 folder  = generate + report                  program_files, emit
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,46 +17,37 @@ from typing import TYPE_CHECKING, Any
 from autoplan.answer import Answer
 from autoplan.answering import answer_of
 from autoplan.errors import InfeasibleError, InputError, UsageError
-from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
-from autoplan.option_checks import check_options, checked_batch
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
+from autoplan.hardware_cluster import Cluster, load_hardware
+from autoplan.options import MEMORY_FORMATS, Options
+from autoplan.problem import Overrides, Problem, checked, global_batch_size, make_problem, model_file, trace_model
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from autoplan.cost.table import CostTable
-    from autoplan.graph import OpGraph
     from autoplan.hardware import HardwareProfile
-    from autoplan.measured_profile import MeasuredProfile
     from autoplan.parallel_plan import Estimate, Plan
     from autoplan.what_if.rows import WhatIfRow
 
-Overrides = Mapping[str, Any]
+__all__ = [
+    "Problem",
+    "decide",
+    "discover_rules",
+    "emit",
+    "estimate",
+    "judge",
+    "make_problem",
+    "measurement_folder",
+    "memory_curves",
+    "plan",
+    "program_files",
+    "score",
+    "solve",
+    "trace_model",
+    "whatif",
+]
 DEFAULT_MEASURED_SIZES = (1, 2, 4)  # micro-batches that `autoplan profile` measures
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One question: this model on that hardware under these options.
-
-    Attributes:
-        model_file: the file the graph was traced from; an emitted folder holds a copy of it.
-        profile: equal hosts, or a mixed cluster.
-        hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
-        model: what the user named: the model file, or `hf:CONFIG.JSON`, for which `model_file` was written.
-        overrides: (name, value) arguments of its build_model, or fields of its configuration.
-        measured: what `options.profile` holds of this model, device and precision.
-    """
-
-    graph: OpGraph
-    profile: Hardware
-    options: Options
-    model_file: Path
-    hw: str
-    model: str
-    overrides: tuple[tuple[str, Any], ...] = ()
-    measured: MeasuredProfile | None = None
 
 
 def plan(
@@ -76,32 +67,6 @@ def estimate(
     return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=Options(**options)), plan)
 
 
-def trace_model(model: str | Path, *, overrides: Overrides | None = None, module_level: bool = False) -> OpGraph:
-    """The graph of a model; it runs the model file's code, on meta tensors, unless the trace is cached.
-
-    With `module_level` the model itself runs, on the CPU, and the graph is one of whole modules.
-    """
-    from autoplan.graph_cache import cached_graph
-
-    path, overrides = model_file(model, overrides or {})
-
-    def trace_now() -> OpGraph:
-        from autoplan import module_level as modules
-        from autoplan import trace
-
-        source = trace.model_source(path, dict(overrides))
-        return modules.trace_modules(source) if module_level else trace.trace_model(source)
-
-    return cached_graph(path, overrides, trace_now, way="module level" if module_level else "")
-
-
-def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
-    """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
-    from autoplan.hugging_face import is_hugging_face, write_model_file
-
-    return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
-
-
 def discover_rules(
     model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> str:
@@ -113,23 +78,6 @@ def discover_rules(
     graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its operators
     targets = ops or ops_without_rule(graph, rule_files=rules)
     return rule_discovery.rules_text(rule_discovery.discover_rules(graph, targets))
-
-
-def make_problem(
-    model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
-) -> Problem:
-    """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
-    from autoplan.measurements import measurements_of
-
-    profile = load_hardware(hw, n_hosts=hosts)
-    options = checked(options)
-    _check_hardware(profile, options)
-    path, arguments = model_file(model, overrides or {})
-    graph = trace_model(path, overrides=arguments, module_level=options.module_level)
-    if options.strict:
-        _refuse_ops_without_rule(graph, options.rules)
-    measured = None if isinstance(profile, Cluster) else measurements_of(options, graph, profile, model=path.name)
-    return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
 
 
 def measurement_folder(
@@ -353,24 +301,6 @@ def emit(
     write_folder(Path(folder), files, force=force)
 
 
-def global_batch_size(problem: Problem) -> int:
-    """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    n_devices = problem.profile.n_devices
-    return checked_batch(problem.options.global_batch or default_global_batch(n_devices), n_devices=n_devices)
-
-
-def default_global_batch(n_devices: int) -> int:
-    """Samples of one step when the user names none."""
-    return DEFAULT_MICRO_BATCH_SIZE * n_devices
-
-
-def checked(options: Options) -> Options:
-    """The options, unchanged; raises UsageError for a value that is not possible."""
-    from autoplan.registry import load_table
-
-    return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))
-
-
 def _nothing(status: str, why: str) -> SearchResult:
     """The result when not one mesh could be tried."""
     return SearchResult(status, None, (), (), (), bound_s=None, n_meshes=0, search_s=0.0, nearest_fix=why)
@@ -429,27 +359,7 @@ def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
         return _nothing("unusable", str(error))
 
 
-def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
-    from autoplan.space import ops_without_rule
-
-    names = ops_without_rule(graph, rule_files=rule_files)
-    if names:
-        raise InputError(
-            f"--strict: found ops without a cost rule: {', '.join(names)}\n"
-            "  expected: a rule for every op\n"
-            "  fix: let `autoplan rule MODEL` find rules and give them with --rules FILE, or leave --strict out"
-        )
-
-
 def _load_profile(name: str, n_hosts: int) -> HardwareProfile:
     from autoplan.hardware import load_profile
 
     return load_profile(name, n_hosts=n_hosts)
-
-
-def _check_hardware(profile: Hardware, options: Options) -> None:
-    """Refuse options that this hardware cannot have before time is spent on a trace."""
-    from autoplan.cluster_space import check_mixed_options
-
-    if isinstance(profile, Cluster):
-        check_mixed_options(options, profile)

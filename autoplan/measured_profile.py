@@ -37,7 +37,7 @@ _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
 # As in measuring.timing: a host that is faster than this share of the device's time is not what that waits for.
 HOST_BOUND = 0.9
 # The part of the time of the user's own modules, which read better, that generated code must save to be offered.
-WORTH_GENERATING = 0.02
+WORTH_GENERATING = 0.05
 _TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
 
 

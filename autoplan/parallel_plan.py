@@ -171,6 +171,8 @@ class Plan:
             over micro-batches, or all those of the "global_batch".
         grad_compression: how gradients are made smaller to be reduced over data-parallel ranks: "none", "bf16", or
             "powersgd" with matrices of rank `powersgd_rank`; see `cost.grad_compression`.
+        stages: where the mesh has shares of the batch, one per share instead: the whole model, with what its ranks
+            recompute; whether the last segment is among that is the same in all.
         groups: where the pipeline ranks are on a mixed cluster, in their order, or the shares of the batch in theirs;
             empty with one kind of host.
     """
@@ -189,6 +191,11 @@ class Plan:
     grad_compression: str = "none"
     powersgd_rank: int | None = None
     groups: tuple[GroupRanks, ...] = ()
+
+    @property
+    def program_stages(self) -> tuple[StagePlan, ...]:
+        """The stages that the program is cut into; shares of the batch have the same one."""
+        return self.stages[:1] if self.mesh.shares else self.stages
 
     @property
     def n_devices_of_groups(self) -> tuple[int, ...]:

@@ -160,6 +160,9 @@ def _check_shares(mesh: Mesh) -> None:
 
 def _check_stages(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> None:
     n_segments, cuts = len(graph.segments), legal_cuts(graph)
+    if mesh.shares:
+        _check_stages_of_shares(stages, mesh, graph)
+        return
     if len(stages) != mesh.n_stages:
         _refuse("stages", f"{len(stages)} of them", f"{mesh.n_stages}, which is pp x n_chunks")
     start = 0
@@ -176,6 +179,16 @@ def _check_stages(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> 
         start = stage.stop
     if start != n_segments:
         _refuse(f"stages[{len(stages) - 1}].stop", start, f"{n_segments}, the end of the model")
+
+
+def _check_stages_of_shares(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> None:
+    if len(stages) != len(mesh.shares):
+        _refuse("stages", f"{len(stages)} of them", f"{len(mesh.shares)}, one for each of mesh.shares")
+    for index, stage in enumerate(stages):
+        try:
+            _check_stages((stage,), mesh.of_share(index), graph)
+        except InputError as error:
+            raise InputError(f"plan: of mesh.shares[{index}]\n{error}") from error
 
 
 def _check_split_backward(plan: Plan) -> None:

@@ -227,11 +227,13 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`."""
-    n_recomputed = sum(len(stage.recomputed) for stage in plan.stages)
-    if n_recomputed == 0:
+    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`; of each share `0 + 12`."""
+    stages = plan.stages
+    counts = [len(stage.recomputed) for stage in stages]
+    if not any(counts):
         return "no recompute"
-    return f"{plan.recompute} recompute ({n_recomputed} of {sum(s.stop - s.start for s in plan.stages)} segments)"
+    n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
+    return f"{plan.recompute} recompute ({n_recomputed} of {stages[-1].stop} segments)"
 
 
 def rejected_csv(rejected: Sequence[Rejection]) -> str:

@@ -36,7 +36,7 @@ from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
 from autoplan.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
 from autoplan.replay_script import Script, script_of
 from autoplan.shared_step import slowest_of
-from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
+from autoplan.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
@@ -88,7 +88,7 @@ def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> floa
     return cut_s
 
 
-def _check_stages(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
+def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
     mesh, n_segments = table.mesh, len(table.kinds)
     if len(stages) != mesh.n_stages or stages[-1].stop != n_segments:
         raise PlanMismatchError.of(
@@ -169,7 +169,7 @@ class _Pass:
 
     clock: _RankClock
     slowdown: float
-    work: tuple[SegmentWork, ...]
+    work: tuple[SegmentPass, ...]
     times: dict[float, PassTimes]
     action_s: float
     link: _Link
@@ -180,7 +180,7 @@ def _passes(
     table: CostTable, stages: tuple[_Stage, ...], *, script: Script, clocks: tuple[_RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentWork, ...]], dict[float, PassTimes]] = {}
+    known: dict[tuple[float, tuple[SegmentPass, ...]], dict[float, PassTimes]] = {}
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
@@ -248,7 +248,7 @@ class _Replay:
 
 
 def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
-    _check_stages(table, plans)
+    _check_order(table, plans)
     mesh = table.mesh
     script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
     stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
@@ -257,7 +257,7 @@ def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
 
 
 def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
-    """The estimate of a plan: `stages` on the mesh of `table`.
+    """The estimate of a plan: `stages` on the mesh of `table`, one per share of the batch where it has some.
 
     The breakdown is that of the slowest rank (of the first, if several are equally slow).
 
@@ -265,7 +265,8 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     InputError if the schedule does not exist for the mesh.
     """
     if table.mesh.shares:
-        return slowest_of([simulate(own, stages, with_timeline=with_timeline) for own in table.rank_tables])
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return slowest_of([simulate(own, (stage,), with_timeline=with_timeline) for own, stage in of_shares])
     replay = _replay(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
@@ -314,7 +315,8 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
     """Per pipeline rank, (time, allocated bytes from then on), in order of time; raises what `simulate` does."""
     if table.mesh.shares:
-        return tuple(curve for own in table.rank_tables for curve in memory_over_time(own, stages))
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return tuple(curve for own, stage in of_shares for curve in memory_over_time(own, (stage,)))
     replay = _replay(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):

@@ -13,7 +13,6 @@ Step and allocated memory have a predicted interval and are judged by it.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -30,6 +29,7 @@ from autoplan.intervals import is_inside
 from autoplan.output_folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
 from autoplan.plain_text import WIDTH, text_table
+from autoplan.processes import start_process
 from autoplan.units import format_bytes, format_seconds
 
 Start = Callable[[Sequence[str], Path], int]
@@ -101,11 +101,6 @@ class Verification:
     interval_source: str
     comparisons: tuple[Comparison, ...]
     details: dict[str, Any]
-
-
-def start_process(command: Sequence[str], folder: Path) -> int:
-    """Run a command in a folder, its output going to stderr; returns its exit code."""
-    return subprocess.run(command, cwd=folder, stdout=sys.stderr.fileno(), check=False).returncode
 
 
 def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:

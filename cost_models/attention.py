@@ -7,8 +7,9 @@ What may be split, beside the batch:
               sums. Where the sequence is split, that is an all-gather of key and value, and a reduce-scatter back.
 
 Heads between two all-to-alls of a split sequence are the other known form of context parallelism (Ulysses), and take
-no rule of their own. Keys are never split: there is no ring, on which they travel while ranks compute. Each rank has
-one run of rows, so that under a causal mask the last has (2 n - 1) / n^2 of the work of all n, not 1 / n.
+no rule of their own. Keys are never split: there is no ring, on which they travel while ranks compute. Under a causal
+mask the last rows have most to do; there ranks exchange rows first, so that each has early and late ones, and exchange
+the results back.
 """
 
 from collections.abc import Iterator
@@ -63,11 +64,13 @@ def _few_key_heads(op: Op, operands: Specs, result: TensorSpec, degree: int) -> 
 
 
 def _causal_rows(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
-    """Rows of the query under a causal mask, where each has a key of its own."""
+    """Rows of the query under a causal mask, where each has a key of its own; two runs of them for every rank."""
     q, k, *rest = operands
-    if _is_causal(op) and len(rest) == 1 and q.shape[-2] == k.shape[-2]:
+    n_rows, n_keys = q.shape[-2], k.shape[-2]
+    is_square = len(rest) == 1 and n_rows == n_keys and isinstance(n_rows, int)
+    if _is_causal(op) and is_square and n_rows % (2 * degree) == 0:
         rows = sharded(len(q.shape) - 2)
-        yield Strategy((rows, V, V), rows, is_split=True, function="causal_attention_of_rows")
+        yield Strategy((rows, V, V), rows, is_split=True, function="causal_attention_of_rows", exchanged=(0, -1))
 
 
 def _own(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
@@ -84,22 +87,22 @@ def _is_causal(op: Op) -> bool:
 
 
 def _flops(op: Op, operands: Specs, batch_size: int) -> int:
-    """2 * heads * pairs of a query and a key * (e + v) per sample; under a causal mask, of the rank with most pairs."""
+    """2 * heads * s * t * (e + v) per sample; half of it under a causal mask."""
     *leading, s, e = (extent_at(x, batch_size) for x in operands[0].shape)
     t, v = extent_at(operands[1].shape[-2], batch_size), extent_at(operands[2].shape[-1], batch_size)
-    n_pairs = s * t
-    if _is_causal(op):
-        is_split = s < extent_at(op.outputs[0].shape[-2], batch_size)
-        n_pairs = s * t - s * s // 2 if is_split else n_pairs // 2
     n_matrices = 1
     for extent in leading:
         n_matrices *= extent
-    return 2 * n_matrices * n_pairs * (e + v)
+    return 2 * n_matrices * s * t * (e + v) // (2 if _is_causal(op) else 1)
 
 
-def _statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    """One float32 log-sum-exp per query row."""
-    return operands[0].n_elements(batch_size) // int(extent_at(operands[0].shape[-1], 1)) * _STATISTICS_BYTES
+def _kept_inside(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    """One float32 log-sum-exp per query row; and the results of other ranks' rows, before they are exchanged."""
+    query, value = operands[0], operands[2]
+    n_rows = query.n_elements(batch_size) // int(extent_at(query.shape[-1], 1))
+    is_exchanged = _is_causal(op) and query.shape[-2] != op.outputs[0].shape[-2]
+    results = TensorSpec((*query.shape[:-1], value.shape[-1]), query.dtype)
+    return n_rows * _STATISTICS_BYTES + (results.n_bytes(batch_size, precision) if is_exchanged else 0)
 
 
 RULES = {
@@ -111,7 +114,7 @@ RULES = {
         backward_bytes_ratio=2.0,
         n_backward_kernels=3,
         saves=(0, 1, 2, -1),
-        extra_saved_bytes=_statistics,
+        extra_saved_bytes=_kept_inside,
         efficiency="matmul",
         rate_fraction=_FORWARD_FRACTION,
         backward_rate_fraction=_BACKWARD_FRACTION,

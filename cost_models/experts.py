@@ -4,7 +4,17 @@
 
 Every expert may be split inside, as any product is. Or whole experts go to ranks (expert parallelism): each rank
 computes the rows of its own experts, between two products of the same rows in layout E, and the results sum to the
-whole.
+whole. Both are splits over the tensor-parallel ranks, so the expert degree is the tensor-parallel degree. Attention
+need not be split by heads over these ranks: with the sequence split between blocks it may have whole weights, and some
+of the tokens on each rank (see `attention`), as under data parallelism. The batch is never split over them.
+
+How tokens then reach their experts depends on how the model says it:
+
+    sorted (here)       all-gather of the tokens, reduce-scatter of the results; every rank sorts all tokens. An
+                        all-to-all is out of reach: [batch, tokens] becomes one dim of rows, which cannot be split along
+                        the tokens, and `sort` and the reads in its order need all rows.
+    slots, in einsums   "bgtec,bgtm->ebgcm" and its like, with groups of tokens along the sequence: groups are split,
+                        and then experts: one all-to-all there, one back. It takes no rule but that of `einsum`.
 """
 
 from collections.abc import Iterator

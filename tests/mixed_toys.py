@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import permutations, product
 
 from brute_force import Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
@@ -108,10 +109,26 @@ def toy_shares(toys: tuple[Toy, ...]) -> Iterator[tuple[Mesh, Groups]]:
                 yield replace(mesh, shares=shares), (GroupRanks(0, 1), GroupRanks(1, 1))
 
 
+def best_of_shares_by_trying(toys: tuple[Toy, ...], table: CostTable) -> float | None:
+    """The least step time of a mesh with shares: of each share all plans, which must agree on the last segment."""
+    choices = [_all_of_share(toy, own) for toy, own in zip(toys, table.rank_tables, strict=True)]
+    pairs = (pair for pair in product(*choices) if len({is_again for is_again, _ in pair}) == 1)
+    return min((max(step_s for _, step_s in pair) for pair in pairs), default=None)
+
+
+@lru_cache(maxsize=64)
+def _all_of_share(toy: Toy, table: CostTable) -> list[tuple[bool, float]]:
+    """Of all plans that fit: whether the last segment is recomputed, and the step time."""
+    judged = ((stages, simulate(table, stages)) for stages in all_stages(toy, table.mesh))
+    last = toy.space.n_segments - 1
+    return [(last in stages[0].recomputed, item.step_s) for stages, item in judged if item.fits]
+
+
 def best_of_all(toys: tuple[Toy, Toy], between_s: float) -> float | None:
     """The least step time of any plan that fits, by trying."""
     times = [best_by_trying(toy, EXACT) for toy in toys]
-    for mesh, groups in (*toy_pipelines(toys), *toy_shares(toys)):
+    times += [best_of_shares_by_trying(toys, table_between(toys, between_s, *own)) for own in toy_shares(toys)]
+    for mesh, groups in toy_pipelines(toys):
         table = table_between(toys, between_s, mesh, groups)
         estimates = (simulate(table, stages) for stages in all_stages(toys[0], mesh))
         times.append(min((item.step_s for item in estimates if item.fits), default=None))

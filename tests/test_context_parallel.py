@@ -1,11 +1,11 @@
 """Context parallelism: each rank has some rows of the query and all keys; exact in float64, and found by the search."""
 
 import dataclasses
-import types
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.families import FEATURES, family_plan, tolerance
 from distributed.launch import run_ranks
 from distributed.programs import EXAMPLES, check_programs, graph_of, prices, write_programs
@@ -78,17 +78,28 @@ def test_masked_attention_split_by_context_equals_one_process(tmp_path):
     assert_exact(tmp_path, {"mistral_hf": "TP 2", "t5_hf": "TP 2"})
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_rows_of_a_rank_compile_without_a_break(rank):
-    q, k = torch.rand(1, 2, 2, 4, dtype=torch.float64), torch.rand(1, 2, 6, 4, dtype=torch.float64)
-    group = types.SimpleNamespace(size=lambda: 3, rank=lambda: rank)
+def check_compiled_rows():
+    """On one rank: compiled without a break, result and gradients against the whole attention."""
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.rand(1, 2, 8, 4, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    q, k, v = (x.detach().requires_grad_() for x in whole)
+    own = q.detach().chunk(n_ranks, dim=2)[rank].requires_grad_()
+    rows = partial(causal_attention_of_rows, tp=dist.group.WORLD)
+    found = torch.compile(rows, backend="aot_eager", fullgraph=True)(own, k, v)
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    dist.all_reduce(k.grad)
+    dist.all_reduce(v.grad)
+    pairs = ((found, expected), (own.grad, whole[0].grad))
+    of_rank = [(a - b.chunk(n_ranks, dim=2)[rank]).abs().max() for a, b in pairs]
+    return float(max(*of_rank, (k.grad - whole[1].grad).abs().max(), (v.grad - whole[2].grad).abs().max()))
 
-    def rows(q, k):
-        return causal_attention_of_rows(q, k, k, group)
 
-    whole = F.scaled_dot_product_attention(torch.cat([q, q, q], dim=2), k, k, is_causal=True)
-    compiled = torch.compile(rows, backend="aot_eager", fullgraph=True)(q, k)
-    torch.testing.assert_close(compiled, whole[:, :, 2 * rank : 2 * rank + 2], rtol=0, atol=1e-12)
+@pytest.mark.nightly
+def test_rows_of_a_rank_compile_without_a_break():
+    assert max(run_ranks(check_compiled_rows, 2)) < 1e-12
 
 
 def test_the_search_splits_by_context_where_heads_cannot_be():
@@ -106,5 +117,4 @@ def test_the_search_splits_by_context_where_heads_cannot_be():
     one_device = api.decide(
         dataclasses.replace(problem, options=Options(global_batch=1, fix=(("tp", "1"), ("pp", "1"))))
     )
-    # the slower rank has 3/4 of the causal attention, and half of the rest
-    assert 0.5 < found.best.estimate.step_s / one_device.best.estimate.step_s < 0.75
+    assert 0.5 < found.best.estimate.step_s / one_device.best.estimate.step_s < 0.6  # half, and communication

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autoplan.layout import parse_layout, sharded
 from autoplan.runtime.experts import use_float64_grouped_products
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
 from autoplan.split_names import splits
@@ -43,7 +43,7 @@ def expert_parallel_plan(model, feature, *, is_split_by_context=False):
         degree=mesh["tp"],
         rules=load_rules(),
         prices=split_by_expert,
-        solve=partial(solve, time_limit_s=None),
+        solve=partial(minimize, time_limit_s=None),
     )
     return dataclasses.replace(family_plan(model, feature), shardings=found[mesh["sharding"]])
 

@@ -22,7 +22,8 @@ from autoplan.measured_profile import parse_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.plan_checks import check_plan
-from autoplan.profiling import results_table, run_measurements, start_process
+from autoplan.processes import start_process
+from autoplan.profiling import results_table, run_measurements
 from autoplan.report import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images

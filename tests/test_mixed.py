@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from brute_force import all_stages, random_toy, with_space
+from distributed.programs import EXAMPLES
 from mixed_toys import EXACT, best_of_all, best_s, layered, mixed_space, two_toys
 
 from autoplan import api
 from autoplan.answer import answer_from_json, answer_to_json
+from autoplan.cluster_space import mixed_space as real_mixed_space
 from autoplan.cost.between import between_s
 from autoplan.cost.mixed import joined, make_mixed_pricer
 from autoplan.cost.price import make_pricer
@@ -26,11 +28,12 @@ from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan
 from autoplan.report import plan_report
 from autoplan.report_explain import explain_report
+from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_meshes import families
 from autoplan.search.partition import best_partition
 from autoplan.simulate import simulate
-from autoplan.space import load_rules
+from autoplan.space import load_rules, priced_space
 
 # ------------------------------------------------------------------------------------------------------ brute force
 
@@ -104,6 +107,26 @@ def test_more_hosts_in_any_group_are_never_slower(seed: int, group: int) -> None
     few, more = (search_mixed(mixed_space(own), options=EXACT) for own in (toys, larger))
     assert few.best is None or more.best is not None
     assert few.best is None or more.best.estimate.step_s <= few.best.estimate.step_s * (1 + 1e-6)
+
+
+@pytest.mark.nightly
+def test_more_devices_of_either_kind_never_make_a_real_plan_slower(tmp_path: Path) -> None:
+    text, graph = (EXAMPLES / "a100_v100.toml").read_text(), api.trace_model(EXAMPLES / "llama.py")
+    options = Options(global_batch=4096, precision="fp16")
+
+    def step_s(n_a100_hosts: int, n_v100_hosts: int) -> float:
+        file = tmp_path / f"{n_a100_hosts}_{n_v100_hosts}.toml"
+        hosts = text.replace("n_hosts = 8", f"n_hosts = {n_a100_hosts}")
+        file.write_text(hosts.replace("n_hosts = 4", f"n_hosts = {n_v100_hosts}"))
+        space = real_mixed_space(graph, load_cluster(file), options, global_batch=4096)
+        return best_s(search_mixed(space, options=options))
+
+    a100 = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=64), options, global_batch=4096)
+    alone = search(a100.space, price=a100.price, options=options, make_plan=a100.make_plan)
+    both_s = step_s(64, 64)
+    assert both_s <= best_s(alone)
+    for fewer in ((32, 64), (64, 32)):
+        assert both_s <= step_s(*fewer) * (1.0 + GOOD_ENOUGH)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -21,8 +21,9 @@ from autoplan.measured_profile import MeasuredProfile, SegmentTime, parse_profil
 from autoplan.options import Options
 from autoplan.output_folder import write_folder
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
+from autoplan.processes import start_process
 from autoplan.profile_folder import value_ranges
-from autoplan.profiling import results_table, run_measurements, start_process
+from autoplan.profiling import results_table, run_measurements
 from autoplan.report import plan_report
 from autoplan.segment_key import WHOLE, assignment_key, content_key
 from autoplan.space import price_plan, priced_space

@@ -23,7 +23,12 @@ CASES = {
     "ZeRO 0": Config(dp=4, shares=SHARES),
     "ZeRO 0, one rank of one kind": Config(dp=4, shares=((3, 1, 2), (1, 4, 3))),
     **{f"ZeRO {stage}": Config(dp=4, shares=SHARES, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)},
-    "ZeRO 1, recompute": Config(dp=4, shares=SHARES, zero_stage=1, zero_shard_degree=2, recompute=BLOCKS[:2]),
+    **{
+        f"ZeRO {stage}, one share recomputes": Config(
+            dp=4, shares=SHARES, zero_stage=stage, zero_shard_degree=2, share_recompute=((), BLOCKS)
+        )
+        for stage in (1, 3)
+    },
     "tensor parallel": Config(dp=2, tp=2, shares=((1, 2, 3), (1, 2, 1))),
     "mean over all targets": Config(dp=4, shares=SHARES, zero_stage=1, zero_shard_degree=2, ignored_target=IGNORED),
     "one kind": Config(dp=4, shares=((2, 2, 2), (2, 2, 2))),

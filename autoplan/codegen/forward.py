@@ -12,7 +12,7 @@ from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.codegen.value_names import ValueNames, operator_name
 from autoplan.graph import COMPUTE, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
 from autoplan.layout import Conversion, Layout, R, conversion, local_spec
-from autoplan.rules import OpRule, Strategy, operand_names
+from autoplan.rules import OpRule, Strategy, exchanged_specs, operand_names
 from autoplan.semantics import drop_probability
 from autoplan.sharding import SegmentLayouts
 
@@ -173,7 +173,7 @@ def _op_line(
         reads=tuple(reads),
         makes=tuple((result.name, "") for result in results),
         wishes=_wishes(context.names, results),
-        comment=_statistics_comment(context, strategy),
+        comment=_inner_comment(context, op, strategy),
         nests=_nests(context, op, rule, strategy, len(results)),
         is_view=is_view,
         has_effect=_has_effect(op),
@@ -239,7 +239,12 @@ def _n_unpadded(context: ForwardContext, op: Op, strategy: Strategy) -> int | No
     return None
 
 
-def _statistics_comment(context: ForwardContext, strategy: Strategy) -> str:
+def _inner_comment(context: ForwardContext, op: Op, strategy: Strategy) -> str:
+    """What the function of a strategy communicates."""
+    exchanged = exchanged_specs(op, strategy, context.facts.specs)
+    if exchanged:
+        n_bytes = sum(spec.n_bytes(1, context.precision) for spec in exchanged)
+        return f"all-to-all of rows there and back, so that all ranks do as much: {n_bytes:,} bytes per sample each way"
     if not strategy.all_reduce_elements:
         return ""
     n_bytes = strategy.all_reduce_elements * (8 if context.precision == "fp64" else 4)

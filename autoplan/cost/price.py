@@ -14,6 +14,7 @@ shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -133,6 +134,7 @@ def make_part_pricer(
     batch = make_batch_pricer(graph, profile.device, precision)
     groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
+    blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
     def price(mesh: Mesh, n_ranks: int, exchange: Exchange | None) -> CostTable:
@@ -147,7 +149,7 @@ def make_part_pricer(
         copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(*layout, groups.stages)
         found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
-        lead_s = sum(found[segment.kind][0].lead_s for segment in graph.segments if segment.is_block)
+        lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(
             mesh=mesh,
             kinds=kinds,

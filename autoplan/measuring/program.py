@@ -34,7 +34,7 @@ from .timing import Call, Clock, Round, copies_s, round_times
 from .values import DTYPES
 
 SCHEMA_VERSION = 1
-SECONDS = 0.35
+SECONDS = 1.0
 BACKEND = "inductor"
 MAX_SPREAD = 0.10
 

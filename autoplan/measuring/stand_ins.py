@@ -68,8 +68,9 @@ class RankOfOne:
 def replace_collectives() -> LocalCollectives:
     """From now on generated code communicates with nobody."""
     module: Any = importlib.import_module("runtime.collectives")
+    attention: Any = importlib.import_module("runtime.attention")
     local = LocalCollectives()
-    module.dist = local
+    module.dist = attention.dist = local
     module._all_gather_tensor, module._reduce_scatter_tensor = local.all_gather, local.reduce_scatter
     return local
 

@@ -37,7 +37,7 @@ from .mesh import (
     stop_process_group,
     world_size,
 )
-from .metrics import EvaluationRecord, MetricLog, StepRecord, Workload
+from .metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
@@ -70,7 +70,7 @@ __all__ = [
     "StepTrace",
     "TrainingData",
     "Weights",
-    "Workload",
+    "PlannedFigures",
     "WorldSizeError",
     "add_checkpoint_options",
     "attach",

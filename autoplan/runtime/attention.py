@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -75,28 +76,90 @@ def causal_attention_of_rows(
 ) -> torch.Tensor:
     """Causal attention of this rank's rows of the query: row i of all of them reads keys 0 to i.
 
-    query: [..., rows / tp, size], key, value: [..., rows, size], whole on every rank. Later ranks read more keys: the
-    last one does (2 n - 1) / n^2 of the work of all n ranks.
+    query: [..., rows / tp, size], key, value: [..., rows, size], whole on every rank. Later rows read more keys. So the
+    rows are taken as 2 n runs for n ranks, of which rank r computes runs r and 2 n - 1 - r, as much as any other rank:
 
-        keys      0 1 2 3 4 5
-        rank 0    x                    the first rows: causal as it is
-                  x x
-        rank 1    x x x                later rows: of the keys up to their last one, causal from the lower right
-                  x x x x
+        rank        0 0 1 1 2 2        holds these runs, and has them again in the result
+        computed by 0 1 2 2 1 0
     """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    if tp is None or tp.size() == 1:
+        return _attention_of_run(query, key, value, 0, tp, **options)
+    last, n_rows = 2 * tp.size() - 1, query.shape[-2] // 2
+    early, late = exchange_runs(torch.stack(query.chunk(2, dim=-2)), tp, is_return=False)
+    attended = [
+        _attention_of_run(run, key, value, number * n_rows, tp, **options)
+        for run, number in ((early, tp.rank()), (late, last - tp.rank()))
+    ]
+    return torch.cat(tuple(exchange_runs(torch.stack(attended), tp, is_return=True)), dim=-2)
+
+
+def exchange_runs(runs: torch.Tensor, tp: ProcessGroup, *, is_return: bool) -> torch.Tensor:
+    """runs: [2, ...], runs 2 r and 2 r + 1 of rank r, for runs r and 2 n - 1 - r; or back. All-to-all both ways."""
+    exchanged: torch.Tensor = _ExchangeOfRuns.apply(runs, tp, is_return)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _ExchangeOfRuns(torch.autograd.Function):
+    """Backward goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, runs: torch.Tensor, tp: ProcessGroup, is_return: bool) -> torch.Tensor:
+        ctx.tp, ctx.is_return = tp, is_return
+        return _exchanged(runs, tp, is_return)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchanged(gradient, ctx.tp, not ctx.is_return), None, None
+
+
+def _exchanged(runs: torch.Tensor, tp: ProcessGroup, is_return: bool) -> torch.Tensor:
+    """Of two runs the one from, or for, the lower rank stands first on the way."""
+    n_ranks, rank = tp.size(), tp.rank()
+    computing = [min(run, 2 * n_ranks - 1 - run) for run in (2 * rank, 2 * rank + 1)]
+    holding = [rank // 2, (2 * n_ranks - 1 - rank) // 2]
+    is_swapped = computing[0] > computing[1]
+    leaving = runs.flip(0) if is_swapped and not is_return else runs.contiguous()
+    arriving = torch.empty_like(leaving)
+    dist.all_to_all_single(
+        arriving,
+        leaving,
+        output_split_sizes=_counts(computing if is_return else holding, n_ranks),
+        input_split_sizes=_counts(holding if is_return else computing, n_ranks),
+        group=tp,
+    )
+    return arriving.flip(0) if is_swapped and is_return else arriving.clone()
+
+
+def _counts(ranks: list[int], n_ranks: int) -> list[int]:
+    return [ranks.count(rank) for rank in range(n_ranks)]
+
+
+def _attention_of_run(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: int,
+    tp: ProcessGroup | None,
+    *,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Causal attention of consecutive rows, from row `first` of all on: of the keys up to their last one."""
     n_rows, n_keys = query.shape[-2], key.shape[-2]
-    end = n_rows * (1 if tp is None else tp.rank() + 1)
+    end = first + n_rows
     if _takes_flash(query, value) and _has_flash():
         seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
         return _flash_from_lower_right(query, *seen, tp, dropout_p=dropout_p, scale=scale)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True} if enable_gqa else {"scale": scale}
     if dropout_p:  # ranks must draw for equal shapes, so all keys are read
-        mask = torch.ones(n_rows, n_keys, dtype=torch.bool, device=query.device).tril(end - n_rows)
+        mask = torch.ones(n_rows, n_keys, dtype=torch.bool, device=query.device).tril(first)
         return rank_attention(query, key, value, tp=tp, attn_mask=mask, dropout_p=dropout_p, **options)
     key, value = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
-    if end == n_rows:
+    if first == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    mask = torch.ones(n_rows, end, dtype=torch.bool, device=query.device).tril(end - n_rows)
+    mask = torch.ones(n_rows, end, dtype=torch.bool, device=query.device).tril(first)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 

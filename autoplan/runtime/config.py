@@ -28,6 +28,7 @@ class Config:
         micro_batch_size: samples of one micro-batch on one data-parallel rank.
         shares: where data-parallel ranks take different shares of a batch, in order of rank: how many ranks, their
             micro_batch_size and n_micro_batches; the two fields are then those of the first. Empty where all are alike.
+        share_recompute: `recompute` of each of `shares`, where they differ.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble_v"; without effect when `pp` is 1.
         n_chunks: pipeline stages per rank.
         precision: "bf16", "fp16", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in float32.
@@ -56,6 +57,7 @@ class Config:
     micro_batch_size: int = 1
     n_micro_batches: int = 1
     shares: tuple[tuple[int, int, int], ...] = ()
+    share_recompute: tuple[tuple[str, ...], ...] = ()
     schedule: str = "1f1b"
     n_chunks: int = 1
     precision: str = "fp32"
@@ -101,6 +103,8 @@ class Config:
     def _check_shares(self) -> None:
         if sum(n_ranks for n_ranks, _, _ in self.shares) != self.dp:
             raise ValueError(f"shares: found {self.shares}, expected ranks that are together dp = {self.dp}")
+        if self.share_recompute and len(self.share_recompute) != len(self.shares):
+            raise ValueError(f"share_recompute: found {self.share_recompute}, expected one of each of {self.shares}")
         if any(n_ranks % self.zero_shard_degree for n_ranks, _, _ in self.shares):
             raise ValueError(
                 f"zero_shard_degree: found {self.zero_shard_degree}, expected a divisor of the ranks of each share"
@@ -160,6 +164,10 @@ class Config:
             return self.micro_batch_size, self.n_micro_batches
         _, size, n_micro_batches = self.shares[self.share_of(dp_rank)]
         return size, n_micro_batches
+
+    def recompute_of(self, dp_rank: int) -> tuple[str, ...]:
+        """Names of the modules that a data-parallel rank recomputes."""
+        return self.share_recompute[self.share_of(dp_rank)] if self.share_recompute else self.recompute
 
     def samples_of(self, dp_rank: int) -> slice:
         """Which samples of a global batch a data-parallel rank takes."""

@@ -110,7 +110,7 @@ class ParallelModel(nn.Module):
                     defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
-                apply_recompute(stage, config.recompute)
+                apply_recompute(stage, config.recompute_of(mesh.dp_rank))
                 self.compressed.append(apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config))
                 stage.to(mesh.device)
                 take_images(stage, config.memory_format, blocks=blocks)

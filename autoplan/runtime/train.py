@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .data import Batch, global_batch, local_batch
 from .loading import Position, TrainingData
-from .metrics import EvaluationRecord, StepRecord, Workload, device_name
+from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare
 from .step_profile import StepProfile
@@ -27,7 +27,7 @@ from .step_trace import StepTrace
 # Python's collector looks through all objects whenever it likes, which stopped a step for 200 ms on one rank and so on
 # all (H200, 2026-11-21). It runs between steps instead, on all ranks in the same one.
 STEPS_PER_COLLECTION = 50
-UNKNOWN_WORKLOAD = Workload()
+UNKNOWN = PlannedFigures()
 
 
 def train_steps(
@@ -35,7 +35,7 @@ def train_steps(
     data: TrainingData,
     *,
     n_steps: int,
-    workload: Workload = UNKNOWN_WORKLOAD,
+    planned: PlannedFigures = UNKNOWN,
     trace: StepTrace | None = None,
 ) -> Iterator[StepRecord]:
     """Train until the run has taken `n_steps`, with those before a resume; yields what each step took."""
@@ -50,7 +50,7 @@ def train_steps(
             batch = next(data)
             data_wait_s = time.perf_counter() - start_s
             with trace.around(step) if trace is not None else nullcontext(False) as is_profiled:
-                record = timed_step(model, batch, step, data_wait_s=data_wait_s, workload=workload)
+                record = timed_step(model, batch, step, data_wait_s=data_wait_s, planned=planned)
             yield replace(record, is_profiled=is_profiled)
     finally:
         gc.enable()
@@ -85,7 +85,7 @@ def timed_step(
     step: int,
     *,
     data_wait_s: float = 0.0,
-    workload: Workload = UNKNOWN_WORKLOAD,
+    planned: PlannedFigures = UNKNOWN,
 ) -> StepRecord:
     """Run one optimizer step and measure it; waits for the device, at the end also for the copy of the next batch."""
     device, learning_rate = model.mesh.device, model.learning_rate
@@ -107,8 +107,8 @@ def timed_step(
         samples_per_s=samples_per_s,
         peak_allocated_bytes=None if peaks is None else peaks["allocated_bytes"]["all"]["peak"],
         peak_reserved_bytes=None if peaks is None else peaks["reserved_bytes"]["all"]["peak"],
-        tokens_per_s=workload.tokens_per_s(samples_per_s),
-        mfu=workload.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
+        tokens_per_s=planned.tokens_per_s(samples_per_s),
+        mfu=planned.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
         loss_scale=None if model.loss_scale is None else model.loss_scale.value,
         was_updated=model.was_updated,
     )

@@ -40,7 +40,7 @@ from autoplan.search.plans import obeys_recompute
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
 from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, Price, SearchState
-from autoplan.search.steps import examine, judge
+from autoplan.search.steps import consider, examine
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 
@@ -99,7 +99,7 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
             state.first_plan_s = recipes_s
     index = None if warm_start is None else index_of.get(warm_start.mesh)
     if warm_start is not None and index is not None:
-        judge(state, index, warm_start.stages)
+        consider(state, index, warm_start.stages)
     for index, mesh in enumerate(state.meshes):
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
         key = (*layout, mesh.zero_stage, mesh.pp > 1, mesh.execution, mesh.generated)

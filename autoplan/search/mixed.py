@@ -188,9 +188,8 @@ def _examine_share(state: _Search, least_s: float, mesh: Mesh, groups: Groups) -
     best, bound_s = best_of_shares(table, recompute=recompute)
     bound_s = max(bound_s, least_s)
     known_s = min(state.best_s, INFINITY if best is None else best.estimate.step_s)
-    if bound_s < faster_than(known_s, gap=state.gap) and _is_small(table):
-        best = fitting(table, all_plans(runs_of(table), mesh), recompute=recompute)
-        bound_s = INFINITY if best is None else best.estimate.step_s
+    if bound_s < faster_than(known_s, gap=state.gap) and all(map(_is_small, table.rank_tables)):
+        best, bound_s = best_of_shares(table, recompute=recompute, tries_all=True)
     _keep(state, table, groups, best, bound_s=bound_s)
 
 

@@ -187,11 +187,7 @@ def _of_mesh(
     space: MixedSpace, options: Options, mesh: Mesh, groups: tuple[int, ...], dp: Array, *, known_s: float
 ) -> Iterator[_Open]:
     batch = space.pipelines.global_batch
-    least = {
-        size: [_least(space, mesh, groups, place, size) for place in range(len(groups))]
-        for size in _sizes(batch, options)
-        if size * int(dp.min()) < batch
-    }
+    least = {size: _least(space, mesh, groups, size) for size in _sizes(batch, options) if size * int(dp.min()) < batch}
     is_free = len(groups) <= FREE_SIZES and mesh.tp == 1
     for sizes in product(least, repeat=len(groups)) if is_free else [(size,) * len(groups) for size in least]:
         own = [least[size][place] for place, size in enumerate(sizes)]
@@ -214,17 +210,18 @@ def _sizes(batch: int, options: Options) -> tuple[int, ...]:
     return tuple(size for size in divisors(batch) if largest is None or size <= largest)
 
 
-def _least(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...], place: int, size: int) -> _Least | None:
-    """Of one group with micro-batches of this size; None where the model does not fit."""
-    found = []
+def _least(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...], size: int) -> list[_Least | None]:
+    """Of each group with micro-batches of this size; None where the model does not fit."""
+    found: list[list[_Least]] = [[] for _ in groups]
     for n_micro_batches in (1, 2):  # gradients are added up or not; more change nothing
         shares = tuple(BatchShare(mesh.zero_shard_degree, size, n_micro_batches) for _ in groups)
-        table = space.price(mesh_of(mesh, shares), tuple(GroupRanks(group, 1) for group in groups)).rank_tables[place]
-        if shortfall_bytes(table) == 0:
-            found.append(_Least(sum(least_compute_s(table)), _least_once_s(table)))
-    if not found:
-        return None
-    return _Least(min(item.compute_s for item in found), min(item.once_s for item in found))
+        joined = space.price(mesh_of(mesh, shares), tuple(GroupRanks(group, 1) for group in groups))
+        for own, table in zip(found, joined.rank_tables, strict=True):
+            if shortfall_bytes(table) == 0:
+                own.append(_Least(sum(least_compute_s(table)), _least_once_s(table)))
+    return [
+        _Least(min(item.compute_s for item in own), min(item.once_s for item in own)) if own else None for own in found
+    ]
 
 
 def _least_once_s(table: CostTable) -> float:

@@ -236,14 +236,14 @@ class _Passes:
 def _stages(mesh: Mesh, tables: tuple[CostTable, ...], passes: tuple[_Passes, ...], ranges: Ranges) -> list[_Stage]:
     """The stages of a mesh; `tables` and `passes` are those of each rank."""
     n, is_gpipe = mesh.n_micro_batches, mesh.schedule == "gpipe"
-    cuts_s = {own.cut_s: _first_cut_s(own, ranges) for own in tables}
+    cuts_s = {key: _first_cut_s(own, ranges) for key, own in {id(own.cut_s): own for own in tables}.items()}
     stages = []
     for stage, own in enumerate(passes):
         missing_bytes, again_s = own.memory.recomputing(in_flight(mesh, stage))
         whole_s = own.backward_s + again_s
         # Under gpipe the path reaches the stages after `s` with the last micro-batch.
         opening_s = own.forward_s if is_gpipe and stage > 0 else own.first_forward_s
-        edges_s = 2.0 * cuts_s[tables[stage - 1].cut_s] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
+        edges_s = 2.0 * cuts_s[id(tables[stage - 1].cut_s)] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
         n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
         fits = np.isfinite(again_s)
         action_s = own.table.action_s

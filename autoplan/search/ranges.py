@@ -69,7 +69,7 @@ class Segments:
     def of(cls, table: CostTable, recompute: str | None) -> Segments:
         """The segments of the table."""
         base, other, is_again = zip(*_choices(table, recompute), strict=True)
-        kinds = list(table.kinds)
+        kinds = np.array(table.kinds)
 
         def column(value: Callable[[SegmentCost], float], costs: tuple[SegmentCost, ...] = base) -> Array:
             return np.array([value(cost) for cost in costs], dtype=float)[kinds]
@@ -92,7 +92,7 @@ class Segments:
         added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
         per_byte = np.where(spared > 0.0, added / np.maximum(spared, ONE_BYTE), INFINITY)
         easy = int(per_byte.argmin())
-        is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (kinds.count(kinds[easy]) == 1)
+        is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (table.kinds.count(table.kinds[easy]) == 1)
         alone, other_alone = column(partial(alone_bytes, table)), column(partial(alone_bytes, table), other)
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
         return cls(
@@ -115,7 +115,7 @@ class Segments:
             spared_bytes=np.maximum(spared, 0.0),
             easy_bytes=np.where(is_easy, spared, 0.0),
             pending_bytes=column(lambda cost: cost.pending_bytes),
-            is_again=tuple(is_again[kind] for kind in kinds),
+            is_again=tuple(map(is_again.__getitem__, table.kinds)),
         )
 
 
@@ -140,7 +140,7 @@ def figures_of(table: CostTable) -> tuple[int, ...]:
     return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name != "cut_s")
 
 
-def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> Array:
+def hidden_extra_s(compute_s: Array | float, communication_s: Array | float, slower: float) -> Array:
     """What communication adds to compute that must wait for its end: the rest of it, and the slowdown by the overlap.
 
     `slower` is the slowdown - 1.
@@ -163,7 +163,7 @@ class Ranges:
         edges: the first segment of each piece, and the end.
         start, stop: of the first range of each kind, in pieces.
         by_count: where the kinds of each length begin, from length 1 on.
-        kind: (stop, count - 1), the kind of the `count` pieces before boundary `stop`; 0 if they began before it.
+        kind: (stop, count - 1), the kind of the `count` pieces before boundary `stop`; 0 if there are not as many.
     """
 
     edges: Array
@@ -179,8 +179,8 @@ class Ranges:
         """The ranges that a stage may be."""
         edges = stage_edges(table)
         widest_possible = len(edges) - table.mesh.pp
-        tables = dict.fromkeys((own.cut_s, own.message_bytes) for own in (table, *table.rank_tables))
-        marks = tuple(values for pair in tables for values in pair if values)
+        columns = [values for own in (table, *table.rank_tables) for values in (own.cut_s, own.message_bytes) if values]
+        marks = tuple(dict.fromkeys(map(_places_of_values, {id(values): values for values in columns}.values())))
         width = min(width, widest_possible)
         return cls(np.array(edges), width, widest_possible, *_kinds_of_ranges(table.kinds, edges, marks, width))
 
@@ -203,7 +203,7 @@ class Ranges:
         return per_segment[self.edges[self.stop] - 1]
 
     def largest(self, per_piece: Array) -> Array:
-        """The largest value of any piece of each range: of the two stretches, of 2^n pieces, that make it."""
+        """The largest value of any piece of each range, which two stretches of a power of two pieces make up."""
         found, stretches, length = np.empty(len(self.start)), per_piece, 1
         for own in np.split(np.arange(len(self.start)), self.by_count[_powers_of_two(self.width)]):
             while len(own) and 2 * length <= self.stop[own[0]] - self.start[own[0]]:
@@ -226,6 +226,13 @@ class Ranges:
         return np.minimum.reduceat(values, self.by_count)
 
 
+@lru_cache(maxsize=64)
+def _places_of_values(values: tuple[float | None, ...]) -> tuple[int, ...]:
+    """Where each value occurs first: the same for boundaries that are alike in the same places."""
+    first = {value: place for place, value in reversed(list(enumerate(values)))}
+    return tuple(map(first.__getitem__, values))
+
+
 def _powers_of_two(most: int) -> list[int]:
     """2 - 1, 4 - 1, 8 - 1, ... below `most`."""
     return [2**power - 1 for power in range(1, most.bit_length() + 1) if 2**power <= most]
@@ -233,7 +240,7 @@ def _powers_of_two(most: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _kinds_of_ranges(
-    kinds: tuple[int, ...], edges: tuple[int, ...], marks: tuple[tuple[float | None, ...], ...], width: int
+    kinds: tuple[int, ...], edges: tuple[int, ...], marks: tuple[tuple[int, ...], ...], width: int
 ) -> tuple[Array, Array, Array, Array]:
     """`start`, `stop`, `by_count` and `kind` of `Ranges`; `marks` are what a stage sees of the boundaries of segments.
 

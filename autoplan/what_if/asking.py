@@ -9,13 +9,13 @@ from datetime import date
 from itertools import product
 
 from autoplan.answer import tokens_per_sample
-from autoplan.api import checked, default_global_batch, model_file, trace_model
 from autoplan.cluster_space import check_mixed_options
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
 from autoplan.hardware_file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
+from autoplan.problem import checked, default_global_batch, model_file, trace_model
 from autoplan.what_if.links import changed
 from autoplan.what_if.points import Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices
@@ -80,9 +80,11 @@ def ask(
     graphs = {hashes[model]: graph for model, graph in traced.items()}
     sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
     rows = tuple(
-        row_of(point, result, condition, n_samples=question.n_samples, n_tokens=question.n_tokens)
+        row_of(
+            point, result, replace(given, condition=condition), n_samples=question.n_samples, n_tokens=question.n_tokens
+        )
         for point, result in zip(asked, sweep.results, strict=True)
-        for condition in _conditions(question, given)
+        for condition in question.conditions
     )
     return WhatIf(rows, sweep, given)
 
@@ -94,24 +96,14 @@ def _hardware(name: str, n_hosts: int, n_nics: int | None) -> Hardware:
 
 
 def assumptions_of(question: Question, *, today: date) -> Assumptions:
-    """What rows of a question are made with."""
+    """What rows of a question are made with, under its first condition."""
     return Assumptions(
         shipped=read_prices(),
         today=today,
-        money=question.money,
-        reliability=question.reliability,
-        loading=question.loading,
+        condition=question.conditions[0],
         prices=None if question.prices_file is None else read_prices(question.prices_file),
         given_usd=question.given_usd,
     )
-
-
-def _conditions(question: Question, given: Assumptions) -> tuple[Assumptions, ...]:
-    """The assumptions under each condition of the question."""
-    return tuple(
-        replace(given, money=item.money, reliability=item.reliability, loading=item.loading, condition=item.words)
-        for item in question.conditions
-    ) or (given,)
 
 
 def clusters_of(hw: Sequence[str], hosts: Sequence[int]) -> tuple[tuple[str, int], ...]:

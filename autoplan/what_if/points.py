@@ -18,12 +18,13 @@ from itertools import product
 from typing import Any
 
 from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
-from autoplan.api import Problem, decide
+from autoplan.api import decide
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import Cluster
 from autoplan.options import Options
+from autoplan.problem import Problem
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 

@@ -14,7 +14,7 @@ from autoplan.graph_cache import cached_graph
 from autoplan.layout import local_spec
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import forward_flops, operand_names
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import ShardingPrices, shard_graph
 from autoplan.space import load_rules
 
@@ -111,7 +111,7 @@ def shardings_of(model: str, degree: int, seed: int | None = None) -> dict[str, 
         degree=degree,
         rules=load_rules(),
         prices=prices(graph, degree, seed=seed),
-        solve=partial(solve, time_limit_s=None),
+        solve=partial(minimize, time_limit_s=None),
     )
 
 
