@@ -16,6 +16,7 @@ from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
 from autoplan.json_values import decode, encode
+from autoplan.measured_ops import SegmentComparison
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult
@@ -96,12 +97,16 @@ class Answer:
     Attributes:
         notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
         request: what was asked; None when that cannot be asked again.
+        ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
+        splits: what its tensor-parallel ranks split, one phrase each; see `split_names`.
     """
 
     workload: Workload
     result: SearchResult
     notes: tuple[str, ...] = ()
     request: Request | None = None
+    ops: tuple[SegmentComparison, ...] = ()
+    splits: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -167,9 +172,9 @@ def _peak_flops_per_s(workload: Workload, plan: Plan) -> float | None:
     """Of the devices the plan uses, together."""
     if not plan.groups:
         return None if workload.peak_flops_per_s is None else workload.peak_flops_per_s * plan.mesh.n_devices
-    peaks = [(own.n_ranks, workload.groups[own.group].peak_flops_per_s) for own in plan.groups]
-    known = [count * peak for count, peak in peaks if peak is not None]
-    return plan.mesh.dp * plan.mesh.tp * sum(known) if len(known) == len(peaks) else None
+    peaks = [workload.groups[own.group].peak_flops_per_s for own in plan.groups]
+    known = [n * peak for n, peak in zip(plan.n_devices_of_groups, peaks, strict=True) if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
@@ -225,7 +230,9 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "stopped_by": result.stopped_by,
         "ops_without_rule": list(answer.workload.ops_without_rule),
         "notes": list(answer.notes),
+        "splits": list(answer.splits),
         "request": encode(answer.request),
+        "ops": encode(answer.ops),
         "workload": encode(answer.workload),
         "best": encode(result.best),
         "alternatives": encode(result.alternatives),
@@ -249,11 +256,11 @@ def _summary(answer: Answer) -> dict[str, Any]:
         tokens,
         tokens if tokens is not None else samples_per_s(candidate),
         mfu(workload, candidate),
-        list(estimate.reserved_bytes),
+        list(estimate.needed_bytes),
         list(estimate.allocated_bytes),
         [list(bounds) for bounds in allocated_interval_bytes(candidate)],
         estimate.memory_limit_bytes,
-        [estimate.limit_bytes(rank) for rank in range(len(estimate.reserved_bytes))],
+        [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))],
         breakdown_by_axis_s(estimate.breakdown),
         dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
     )
@@ -312,6 +319,8 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
         result=decode(SearchResult, result, where),
         notes=decode(tuple[str, ...], content["notes"], f"{where}: notes"),
         request=decode(Request | None, content["request"], f"{where}: request"),
+        ops=decode(tuple[SegmentComparison, ...], content.get("ops", []), f"{where}: ops"),
+        splits=decode(tuple[str, ...], content.get("splits", []), f"{where}: splits"),
     )
 
 

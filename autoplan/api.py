@@ -1,6 +1,6 @@
 """The library: each function is a piece of the data flow and nothing else; the command line calls the same ones.
 
-Problem = load_profile + trace + options     make_problem
+Problem = load_hardware + trace + options    problem.make_problem
 Answer  = search over its prices             decide; solve, which adds what would make something fit; score
 folder  = generate + report                  program_files, emit
 """
@@ -9,59 +9,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
+from autoplan.answer import Answer
+from autoplan.answering import answer_of
 from autoplan.errors import InfeasibleError, InputError, UsageError
-from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, MEMORY_FORMATS, Options
+from autoplan.hardware_cluster import Cluster, load_hardware
+from autoplan.options import MEMORY_FORMATS, Options
+from autoplan.problem import Overrides, Problem, checked, global_batch_size, make_problem, model_file, trace_model
 from autoplan.search.result import Candidate, Remedy, SearchResult
-from autoplan.semantics import notes
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from autoplan.cost.table import CostTable
-    from autoplan.graph import OpGraph
     from autoplan.hardware import HardwareProfile
-    from autoplan.measured_profile import MeasuredProfile
     from autoplan.parallel_plan import Estimate, Plan
     from autoplan.what_if.rows import WhatIfRow
 
-Overrides = Mapping[str, Any]
+__all__ = [
+    "Problem",
+    "decide",
+    "discover_rules",
+    "emit",
+    "estimate",
+    "judge",
+    "make_problem",
+    "measurement_folder",
+    "memory_curves",
+    "plan",
+    "program_files",
+    "score",
+    "solve",
+    "trace_model",
+    "whatif",
+]
 DEFAULT_MEASURED_SIZES = (1, 2, 4)  # micro-batches that `autoplan profile` measures
-MODULE_LEVEL_LIMITS = (
-    "planned at module level: data parallelism, ZeRO and recomputation; no tensor or pipeline parallelism, because the"
-    " operators inside of modules and the values between them were not traced",
-    "all parameters are gathered and reduced at once, since each rank may use others",
-    "times and memory are those of the ways that two small runs took through the model",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One question: this model on that hardware under these options.
-
-    Attributes:
-        model_file: the file the graph was traced from; an emitted folder holds a copy of it.
-        profile: equal hosts, or a mixed cluster.
-        hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
-        model: what the user named: the model file, or `hf:CONFIG.JSON`, for which `model_file` was written.
-        overrides: (name, value) arguments of its build_model, or fields of its configuration.
-        measured: what `options.profile` holds of this model, device and precision.
-    """
-
-    graph: OpGraph
-    profile: Hardware
-    options: Options
-    model_file: Path
-    hw: str
-    model: str
-    overrides: tuple[tuple[str, Any], ...] = ()
-    measured: MeasuredProfile | None = None
 
 
 def plan(
@@ -81,40 +67,6 @@ def estimate(
     return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=Options(**options)), plan)
 
 
-def trace_model(model: str | Path, *, overrides: Overrides | None = None, module_level: bool = False) -> OpGraph:
-    """The graph of a model; it runs the model file's code, on meta tensors, unless the trace is cached.
-
-    With `module_level` the model itself runs, on the CPU, and the graph is one of whole modules.
-    """
-    from autoplan.graph_cache import cached_graph
-
-    path, overrides = model_file(model, overrides or {})
-
-    def trace_now() -> OpGraph:
-        from autoplan import module_level as modules
-        from autoplan import trace
-
-        source = trace.model_source(path, dict(overrides))
-        return modules.trace_modules(source) if module_level else trace.trace_model(source)
-
-    return cached_graph(path, overrides, trace_now, way="module level" if module_level else "")
-
-
-def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
-    """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
-    from autoplan.hugging_face import is_hugging_face, write_model_file
-
-    return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
-
-
-def model_name(model: str | Path) -> str:
-    """What reports call a MODEL: its file's name; a configuration also by its folder, since all have one name."""
-    from autoplan.hugging_face import PREFIX, is_hugging_face
-
-    path = Path(str(model).removeprefix(PREFIX))
-    return PREFIX + "/".join(path.parts[-2:]) if is_hugging_face(model) else path.name
-
-
 def discover_rules(
     model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> str:
@@ -126,47 +78,6 @@ def discover_rules(
     graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its operators
     targets = ops or ops_without_rule(graph, rule_files=rules)
     return rule_discovery.rules_text(rule_discovery.discover_rules(graph, targets))
-
-
-def make_problem(
-    model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
-) -> Problem:
-    """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
-    profile = load_hardware(hw, n_hosts=hosts)
-    options = checked(options)
-    _check_hardware(profile, options)
-    path, arguments = model_file(model, overrides or {})
-    graph = trace_model(path, overrides=arguments, module_level=options.module_level)
-    if options.strict:
-        _refuse_ops_without_rule(graph, options.rules)
-    measured = None if isinstance(profile, Cluster) else measurements_of(options, graph, profile, model=path.name)
-    return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
-
-
-def measurements_of(
-    options: Options, graph: OpGraph, profile: HardwareProfile, *, model: str
-) -> MeasuredProfile | None:
-    """What the file `options.profile` holds of this model on this device; None when there is no file.
-
-    Raises: InputError when it belongs to another model, device or precision, or is damaged.
-    """
-    from autoplan.graph import GraphFacts
-    from autoplan.measured_profile import parse_profile
-    from autoplan.output_folder import read_text_file
-    from autoplan.segment_key import content_key
-
-    if options.profile is None:
-        return None
-    file, facts = Path(options.profile), GraphFacts.of(graph)
-    contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
-    return parse_profile(
-        read_text_file(file),
-        where=str(file),
-        device=profile.device.name,
-        precision=options.precision,
-        contents=contents,
-        model=model,
-    )
 
 
 def measurement_folder(
@@ -283,7 +194,7 @@ def solve(problem: Problem) -> Answer:
     from autoplan.report import remedy_text
     from autoplan.search.remedies import find_remedies
 
-    answer = decide(problem)
+    answer = _with_ops(problem, decide(problem))
     if answer.result.status != "infeasible" or answer.result.n_meshes == 0:
         return answer
     found: list[Remedy] = []
@@ -309,8 +220,17 @@ def decide(
     result = _search(problem, warm_start=warm_start, clock=clock)
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
-    said = () if result.best is None else notes(problem.graph, result.best.plan)
-    return Answer(_workload(problem), result, said, _request(problem))
+    return answer_of(problem, result)
+
+
+def _with_ops(problem: Problem, answer: Answer) -> Answer:
+    """The answer with the ops of its best plan, where `autoplan profile` measured them."""
+    from autoplan.measurements import ops_of_plan
+
+    if problem.measured is None or isinstance(problem.profile, Cluster) or answer.result.best is None:
+        return answer
+    plan = answer.result.best.plan
+    return replace(answer, ops=ops_of_plan(problem.options, problem.graph, problem.profile, plan, problem.measured))
 
 
 def score(problem: Problem, plan: Plan) -> Answer:
@@ -331,7 +251,7 @@ def score(problem: Problem, plan: Plan) -> Answer:
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
     problem = replace(problem, options=replace(problem.options, precision=plan.precision))
-    return Answer(_workload(problem), result, notes(problem.graph, plan), _request(problem))
+    return answer_of(problem, result)
 
 
 def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
@@ -379,24 +299,6 @@ def emit(
         classes = tuple(segment.class_name for segment in problem.graph.segments)
         files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
     write_folder(Path(folder), files, force=force)
-
-
-def global_batch_size(problem: Problem) -> int:
-    """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
-
-
-def default_global_batch(n_devices: int) -> int:
-    """Samples of one step when the user names none."""
-    return DEFAULT_MICRO_BATCH_SIZE * n_devices
-
-
-def checked(options: Options) -> Options:
-    """The options, unchanged; raises UsageError for a value that is not possible."""
-    from autoplan.option_checks import check_options
-    from autoplan.registry import load_table
-
-    return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))
 
 
 def _nothing(status: str, why: str) -> SearchResult:
@@ -457,96 +359,7 @@ def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
         return _nothing("unusable", str(error))
 
 
-def _request(problem: Problem) -> Request:
-    settings = tuple(f"{name}={value!r}" for name, value in problem.overrides)
-    n_hosts = 1 if isinstance(problem.profile, Cluster) else problem.profile.n_hosts  # as --hosts was given
-    return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
-
-
-def _workload(problem: Problem) -> Workload:
-    from autoplan.space import flops_per_sample, load_rules, ops_without_rule
-    from autoplan.untried import untried
-
-    graph, profile = problem.graph, problem.profile
-    kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
-    return Workload(
-        model=model_name(problem.model),
-        hardware=profile.name,
-        device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
-        n_hosts=profile.n_hosts,
-        n_devices=profile.n_devices,
-        n_parameters=graph.n_parameters(),
-        flops_per_sample=flops_per_sample(graph, rule_files=problem.options.rules),
-        tokens_per_sample=tokens_per_sample(graph),
-        peak_flops_per_s=None if isinstance(profile, Cluster) else peaks[0],
-        price_usd_per_device_hour=_mean_price_usd(kinds),
-        segment_names=tuple(segment.name for segment in graph.segments),
-        provenance=_provenance(problem),
-        ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
-        objective=problem.options.objective,
-        limits=MODULE_LEVEL_LIMITS
-        if graph.is_module_level
-        else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
-        groups=tuple(
-            WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
-            for kind, peak in zip(kinds, peaks, strict=True)
-        )
-        if isinstance(profile, Cluster)
-        else (),
-    )
-
-
-def _kinds(profile: Hardware) -> tuple[HardwareProfile, ...]:
-    """Each kind of host."""
-    return profile.groups if isinstance(profile, Cluster) else (profile,)
-
-
-def _peaks_flops_per_s(problem: Problem) -> list[float | None]:
-    """Of each kind of device, in the precision asked for."""
-    precision = problem.options.precision
-    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in _kinds(problem.profile)]
-
-
-def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
-    """Of a device-hour, over all devices; None unless all are known."""
-    known = [(kind.n_devices, kind.price_usd_per_device_hour) for kind in kinds]
-    total_usd = sum(count * price for count, price in known if price is not None)
-    return None if None in dict(known).values() else total_usd / sum(count for count, _ in known)
-
-
-def _provenance(problem: Problem) -> tuple[tuple[str, str], ...]:
-    """(figure, where it comes from) of all hardware, and of the times of segments."""
-    profile = problem.profile
-    of_groups = [
-        (f"{group.name}: {name}", source)
-        for group in (profile.groups if isinstance(profile, Cluster) else ())
-        for name, source in group.sources
-    ]
-    measured = () if problem.measured is None else (("times of segments", problem.measured.source),)
-    return (*of_groups, *profile.sources, *measured)
-
-
-def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
-    from autoplan.space import ops_without_rule
-
-    names = ops_without_rule(graph, rule_files=rule_files)
-    if names:
-        raise InputError(
-            f"--strict: found ops without a cost rule: {', '.join(names)}\n"
-            "  expected: a rule for every op\n"
-            "  fix: let `autoplan rule MODEL` find rules and give them with --rules FILE, or leave --strict out"
-        )
-
-
 def _load_profile(name: str, n_hosts: int) -> HardwareProfile:
     from autoplan.hardware import load_profile
 
     return load_profile(name, n_hosts=n_hosts)
-
-
-def _check_hardware(profile: Hardware, options: Options) -> None:
-    """Refuse options that this hardware cannot have before time is spent on a trace."""
-    from autoplan.cluster_space import check_mixed_options
-
-    if isinstance(profile, Cluster):
-        check_mixed_options(options, profile)

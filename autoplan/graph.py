@@ -212,6 +212,10 @@ class OpGraph:
     loss: str
     dissolved: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        """Of a few fields: what is remembered per graph must not read all its ops each time."""
+        return hash((self.name, self.loss, len(self.ops), self.parameters[-1:]))
+
     def specs(self) -> dict[str, TensorSpec]:
         """The first spec of every value by name: inputs, parameters, op results."""
         table: dict[str, TensorSpec] = {item.name: item.spec for item in self.inputs}
@@ -285,12 +289,19 @@ def crossing_values(graph: OpGraph, start: int, *, invariant: frozenset[str]) ->
 
     Invariants (`invariant_values`) are computed again on each stage, and targets are given to the last one directly.
     """
-    read = {name for segment in graph.segments[start:] for name in segment.inputs}
-    if start == len(graph.segments):
-        return ()
-    made = {op.name for op in graph.ops[: graph.segments[start].start]}
-    made |= {item.name for item in graph.inputs if item.path[0] != "targets"}
-    return tuple(sorted(read & made - invariant))
+    return () if start == len(graph.segments) else crossings(graph, invariant=invariant)[start]
+
+
+def crossings(graph: OpGraph, *, invariant: frozenset[str]) -> list[tuple[str, ...]]:
+    """The `crossing_values` of every segment."""
+    last_read = {name: number for number, segment in enumerate(graph.segments) for name in segment.inputs}
+    alive = {item.name for item in graph.inputs if item.path[0] != "targets"} & last_read.keys() - invariant
+    found = []
+    for number, segment in enumerate(graph.segments):
+        alive = {name for name in alive if last_read[name] >= number}
+        found.append(tuple(sorted(alive)))
+        alive |= {op.name for op in graph.ops_of(segment)} & last_read.keys() - invariant
+    return found
 
 
 def gradient_values(ops: tuple[Op, ...], parameters: tuple[Parameter, ...]) -> frozenset[str]:
@@ -335,5 +346,11 @@ class GraphFacts:
     @classmethod
     def of(cls, graph: OpGraph) -> GraphFacts:
         """The facts of one graph."""
-        names = frozenset(parameter.name for parameter in graph.parameters)
-        return cls(graph.specs(), gradient_values(graph.ops, graph.parameters), invariant_values(graph), names)
+        return _facts(graph)
+
+
+@lru_cache(maxsize=4)
+def _facts(graph: OpGraph) -> GraphFacts:
+    names = frozenset(parameter.name for parameter in graph.parameters)
+    gradients = gradient_values(graph.ops, graph.parameters)
+    return GraphFacts(graph.specs(), gradients, invariant_values(graph), names)

@@ -26,6 +26,7 @@ from platformdirs import user_cache_dir
 from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
 TRACERS = (
+    "overlaid_graph.py",
     "trace.py",
     "constant_masks.py",
     "module_level.py",

@@ -122,6 +122,7 @@ _CONVERSIONS = {
     ("S", "S"): Conversion("all_to_all", "all_to_all", "all_to_all"),
 }
 NOTHING = Conversion("", "", "")
+EXCHANGE = Conversion("", "all_to_all", "all_to_all")  # inside of an op; see `rules.Strategy.exchanged`
 
 
 def conversion(source: Layout, target: Layout, *, has_gradient: bool) -> Conversion | None:

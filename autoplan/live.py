@@ -11,12 +11,12 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from autoplan.api import checked, default_global_batch, measurements_of
 from autoplan.errors import PlanMismatchError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
+from autoplan.problem import checked, default_global_batch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -98,6 +98,7 @@ def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
 
 
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
+    from autoplan.measurements import measurements_of
     from autoplan.search import search
     from autoplan.space import priced_space
 

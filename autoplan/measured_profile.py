@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.errors import InputError
+from autoplan.measured_ops import OPS, SegmentOps, check_ops, segment_ops
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
 
@@ -35,6 +36,8 @@ _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 # As in measuring.timing: a host that is faster than this share of the device's time is not what that waits for.
 HOST_BOUND = 0.9
+# The part of the time of the user's own modules, which read better, that generated code must save to be offered.
+WORTH_GENERATING = 0.05
 _TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
 
 
@@ -76,17 +79,29 @@ class MeasuredProfile:
         optimizer_element_s: gradient norm and one AdamW step, per element; None when not measured.
         source: file, device, and versions, for reports.
         failed: (segment, tp, execution) that did not run, where it does without compiling or in contiguous memory.
+        ops: of eager segments; none in files of before they were measured.
     """
 
     segments: tuple[SegmentTime, ...]
     optimizer_element_s: float | None
     source: str
     failed: tuple[tuple[str, int, Execution], ...] = ()
+    ops: tuple[SegmentOps, ...] = ()
 
     @property
     def executions(self) -> frozenset[Execution]:
         """The ways in which something was measured."""
         return frozenset(row.execution for row in self.segments)
+
+    @property
+    def is_worth_generating(self) -> bool:
+        """Whether some block ran faster as generated code than as the user's own module."""
+        times: dict[tuple[object, ...], dict[bool, float]] = {}
+        for row in self.segments:
+            key = row.content, row.assignment, row.tp, row.micro_batch_size, row.execution
+            times.setdefault(key, {})[row.is_own] = row.forward_s + row.backward_s
+        pairs = (found for found in times.values() if len(found) == len((GENERATED, OWN)))
+        return any(found[False] < (1.0 - WORTH_GENERATING) * found[True] for found in pairs)
 
     def rows(self, executions: Mapping[str, Execution], *, own: bool = False) -> tuple[SegmentTime, ...]:
         """The measurements of segments that run so, by content.
@@ -123,6 +138,11 @@ def parse_profile(
         optimizer_element_s=optimizer[-1] if optimizer else None,
         source=f"{where}: {device}, {'; '.join(versions)}",
         failed=tuple(_failures(segments)),
+        ops=tuple(
+            segment_ops(row)
+            for row in {row_key(row): row for row in own if row["what"] == OPS}.values()
+            if row["status"] == MEASURED and row["content"] in contents
+        ),
     )
 
 
@@ -200,14 +220,13 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
 
 def _check_numbers(row: Mapping[str, Any], where: str) -> None:
     has_times = row["status"] in (MEASURED, NOISY)
-    is_known = row["what"] in ("segment", "optimizer") and row["status"] in STATUSES
-    _require(
-        where, is_known, f"{row['what']}, {row['status']}", "a segment or the optimizer, measured", "profile again"
-    )
+    is_known = row["what"] in ("segment", "optimizer", OPS) and row["status"] in STATUSES
+    expected = "a segment, its ops or the optimizer, measured"
+    _require(where, is_known, f"{row['what']}, {row['status']}", expected, "profile again")
     if row["what"] == "optimizer":
         names: tuple[str, ...] = ("per_element_s",)
     else:
-        names = (*_TIME_FIELDS, "saved_bytes")
+        names = () if row["what"] == OPS else (*_TIME_FIELDS, "saved_bytes")
         compiled = _execution(row).compile
         _require(f"{where}: compiled", isinstance(compiled, bool), compiled, "true or false", "profile again")
         memory_format = _execution(row).memory_format
@@ -220,6 +239,8 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
             _require(f"{where}: {name}", fits, row.get(name), "a text" if kind is str else "a count", "profile again")
         working = row.get("working_bytes")
         _require(f"{where}: working_bytes", working is None or _is_amount(working), working, "bytes", "profile again")
+    if row["what"] == OPS and has_times:
+        check_ops(row, where)
     for name in names if has_times else ():
         _require(f"{where}: {name}", _is_amount(row.get(name)), row.get(name), "0 or more", "profile again")
 

@@ -36,6 +36,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "loss": LOSSES,
     "compile": _SWITCH,
     "memory_format": MEMORY_FORMATS,
+    "generated": _SWITCH,
     "batch_norm": BATCH_NORMS,
     "loss_average": LOSS_AVERAGES,
     "grad_compression": GRAD_COMPRESSIONS,

@@ -137,7 +137,7 @@ def launch_groups(answer: Answer) -> tuple[LaunchGroup, ...]:
     if not plan.groups:
         kind = workload.hardware, workload.n_devices // workload.n_hosts
         return (_launch_group(*kind, n_devices=plan.mesh.n_devices),)
-    kinds = [(workload.groups[own.group], own.n_ranks * plan.mesh.dp * plan.mesh.tp) for own in plan.groups]
+    kinds = zip((workload.groups[own.group] for own in plan.groups), plan.n_devices_of_groups, strict=True)
     return tuple(_launch_group(kind.hardware, kind.n_devices_per_host, n_devices=n) for kind, n in kinds)
 
 

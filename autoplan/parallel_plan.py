@@ -5,7 +5,7 @@ The JSON form of each is a contract that outside scripts read: a unit in every n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 SCHEMA_VERSION = 1
 ZERO_STAGES = (0, 1, 2, 3)
@@ -24,6 +24,20 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class BatchShare:
+    """What each of `dp` neighbouring data-parallel ranks takes of a batch: `n_micro_batches` of `micro_batch_size`."""
+
+    dp: int
+    micro_batch_size: int
+    n_micro_batches: int
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of all of these ranks in a step."""
+        return self.dp * self.micro_batch_size * self.n_micro_batches
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Mesh:
     """The degrees of a plan, and how a batch is cut; rank = (pp_index * dp + dp_index) * tp + tp_index.
 
@@ -36,6 +50,11 @@ class Mesh:
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
         compile: whether torch.compile makes one function of each block, and of the loss.
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".
+        generated: whether the program is generated from the graph although the user's own classes would do, because
+            it was measured faster; false with tensor or pipeline parallelism, which have no other way.
+        shares: where data parallelism spans groups of a mixed cluster, what the ranks of each take of the batch, in
+            order of rank; no shard group spans two of them. The two fields on micro-batches are then the first one's.
+            Empty where all ranks take the same.
     """
 
     pp: int = 1
@@ -50,6 +69,8 @@ class Mesh:
     sharding: str = ""
     compile: bool = False
     memory_format: str = "contiguous"
+    generated: bool = False
+    shares: tuple[BatchShare, ...] = ()
 
     @property
     def execution(self) -> Execution:
@@ -69,12 +90,28 @@ class Mesh:
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step."""
-        return self.dp * self.micro_batch_size * self.n_micro_batches
+        return sum(share.n_samples for share in self.all_shares)
+
+    @property
+    def all_shares(self) -> tuple[BatchShare, ...]:
+        """The shares of the batch; one where all ranks take the same."""
+        return self.shares or (BatchShare(self.dp, self.micro_batch_size, self.n_micro_batches),)
+
+    def of_share(self, index: int) -> Mesh:
+        """The mesh with the data-parallel ranks of one share alone."""
+        own = self.all_shares[index]
+        return replace(
+            self,
+            dp=own.dp,
+            micro_batch_size=own.micro_batch_size,
+            n_micro_batches=own.n_micro_batches,
+            shares=(),
+        )
 
     @property
     def needs_generated_model(self) -> bool:
         """Whether the program is generated from the graph, not made of the user's own classes."""
-        return self.tp > 1 or self.pp > 1
+        return self.tp > 1 or self.pp > 1 or self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +147,8 @@ class SegmentSharding:
 class GroupRanks:
     """`n_ranks` neighbouring pipeline ranks on the hosts of one group of a mixed cluster.
 
-    `group` is an index into the groups of the cluster, `hardware` the name of its profile.
+    Where the mesh has shares of the batch, those of one share: all pipeline ranks of its data-parallel ranks. `group`
+    is an index into the groups of the cluster, `hardware` the name of its profile.
     """
 
     group: int
@@ -133,7 +171,10 @@ class Plan:
             over micro-batches, or all those of the "global_batch".
         grad_compression: how gradients are made smaller to be reduced over data-parallel ranks: "none", "bf16", or
             "powersgd" with matrices of rank `powersgd_rank`; see `cost.grad_compression`.
-        groups: where the pipeline ranks are on a mixed cluster, in their order; empty with one kind of host.
+        stages: where the mesh has shares of the batch, one per share instead: the whole model, with what its ranks
+            recompute; whether the last segment is among that is the same in all.
+        groups: where the pipeline ranks are on a mixed cluster, in their order, or the shares of the batch in theirs;
+            empty with one kind of host.
     """
 
     mesh: Mesh
@@ -150,6 +191,18 @@ class Plan:
     grad_compression: str = "none"
     powersgd_rank: int | None = None
     groups: tuple[GroupRanks, ...] = ()
+
+    @property
+    def program_stages(self) -> tuple[StagePlan, ...]:
+        """The stages that the program is cut into; shares of the batch have the same one."""
+        return self.stages[:1] if self.mesh.shares else self.stages
+
+    @property
+    def n_devices_of_groups(self) -> tuple[int, ...]:
+        """Devices that the plan uses of each of `groups`."""
+        mesh = self.mesh
+        degrees = (share.dp for share in mesh.shares) if mesh.shares else (mesh.dp for _ in self.groups)
+        return tuple(own.n_ranks * dp * mesh.tp for own, dp in zip(self.groups, degrees, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +241,21 @@ class TimelineEvent:
 
 
 # The part of `memory_parts_bytes` for the device context and communication buffers.
-OUTSIDE_ALLOCATOR = "fixed"
+OUTSIDE_ALLOCATOR = "context_and_communicators"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What the simulator says of a plan: the only judge of its time and memory.
 
+    Where the mesh has shares of the batch, a rank means one of each share.
+
     Attributes:
         step_s: seconds of one optimizer step.
         allocated_bytes: per pipeline rank, the most bytes the training itself has allocated at once.
-        reserved_bytes: per pipeline rank, `allocated_bytes` with allocator rounding, fragmentation, the device
-            context and communication buffers; this is what must not exceed `memory_limit_bytes`.
-        memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `reserved_bytes`.
+        needed_bytes: per pipeline rank, `allocator_bytes` and what lies outside of the allocator: the device context
+            and communication buffers. This is what must not exceed `memory_limit_bytes`.
+        memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `needed_bytes`.
         memory_limit_bytes: what a device offers; of several kinds, the one with the least.
         rank_limits_bytes: per pipeline rank, what its devices offer, where they differ; empty where all are alike.
         segment_sources: per segment, whether its times are "measured", "scaled" or "calibrated"; empty without a
@@ -210,7 +265,7 @@ class Estimate:
     step_s: float
     breakdown: Breakdown
     allocated_bytes: tuple[int, ...]
-    reserved_bytes: tuple[int, ...]
+    needed_bytes: tuple[int, ...]
     memory_parts_bytes: tuple[tuple[tuple[str, int], ...], ...]
     memory_limit_bytes: int
     segment_sources: tuple[str, ...] = ()
@@ -219,9 +274,9 @@ class Estimate:
 
     @property
     def allocator_bytes(self) -> tuple[int, ...]:
-        """Per pipeline rank, `reserved_bytes` without what lies outside of the allocator."""
-        pairs = zip(self.reserved_bytes, self.memory_parts_bytes, strict=True)
-        return tuple(reserved - dict(parts).get(OUTSIDE_ALLOCATOR, 0) for reserved, parts in pairs)
+        """Per pipeline rank, what torch's allocator reserves: `allocated_bytes`, rounded, and fragmentation."""
+        pairs = zip(self.needed_bytes, self.memory_parts_bytes, strict=True)
+        return tuple(needed - dict(parts).get(OUTSIDE_ALLOCATOR, 0) for needed, parts in pairs)
 
     def limit_bytes(self, rank: int) -> int:
         """What the devices of a pipeline rank offer."""
@@ -230,9 +285,9 @@ class Estimate:
     @property
     def tightest_rank(self) -> int:
         """The pipeline rank that has the least memory left, or lacks the most."""
-        return max(range(len(self.reserved_bytes)), key=lambda rank: self.reserved_bytes[rank] - self.limit_bytes(rank))
+        return max(range(len(self.needed_bytes)), key=lambda rank: self.needed_bytes[rank] - self.limit_bytes(rank))
 
     @property
     def fits(self) -> bool:
         """Whether every rank stays within its memory limit."""
-        return self.reserved_bytes[self.tightest_rank] <= self.limit_bytes(self.tightest_rank)
+        return self.needed_bytes[self.tightest_rank] <= self.limit_bytes(self.tightest_rank)

@@ -51,6 +51,8 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
         _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
     if plan.batch_norm not in BATCH_NORMS:
         _refuse("batch_norm", plan.batch_norm, f"one of {', '.join(BATCH_NORMS)}")
+    if plan.mesh.shares and plan.batch_norm != BATCH_NORMS[0]:
+        _refuse("batch_norm", plan.batch_norm, f"{BATCH_NORMS[0]}, since ranks have different numbers of micro-batches")
     if plan.loss_average not in LOSS_AVERAGES:
         _refuse("loss_average", plan.loss_average, f"one of {', '.join(LOSS_AVERAGES)}")
     check_loss_average(graph, plan.loss_average)
@@ -62,6 +64,8 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
     if plan.mesh.execution != Execution() and plan.groups:
         expected = "compile false and memory_format contiguous: others have a price only where they were measured"
         _refuse("mesh", plan.mesh.execution, expected)
+    if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
+        _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     rules = load_rules(rule_files)
@@ -72,6 +76,8 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
 
 def _check_compression(plan: Plan) -> None:
     name, rank = plan.grad_compression, plan.powersgd_rank
+    if name != "none" and plan.mesh.shares:
+        _refuse("grad_compression", name, "none, since gradients are summed over groups of hosts")
     if name not in GRAD_COMPRESSIONS:
         _refuse("grad_compression", name, f"one of {', '.join(GRAD_COMPRESSIONS)}")
     if (rank is not None) != (name == "powersgd") or (rank is not None and rank < 1):
@@ -91,14 +97,19 @@ def _check_groups(plan: Plan, groups: tuple[HardwareProfile, ...], *, name: str)
     if not groups:
         return
     mesh, indices = plan.mesh, [own.group for own in plan.groups]
+    if mesh.shares and len(mesh.shares) != len(indices):
+        _refuse("mesh.shares", f"{len(mesh.shares)} of them", f"one for each of the {len(indices)} groups")
     if len(set(indices)) != len(indices) or not set(indices) <= set(range(len(groups))):
         _refuse("groups", indices, f"different ones among 0 to {len(groups) - 1}, the groups of {name}")
-    if any(own.n_ranks < 1 for own in plan.groups) or sum(own.n_ranks for own in plan.groups) != mesh.pp:
-        _refuse("groups", [own.n_ranks for own in plan.groups], f"1 rank or more each, together pp, which is {mesh.pp}")
+    counts = [own.n_ranks for own in plan.groups]
+    if mesh.shares and counts != [mesh.pp] * len(counts):
+        _refuse("groups", counts, f"pp, which is {mesh.pp}, for each share of the batch")
+    if not mesh.shares and (min(counts) < 1 or sum(counts) != mesh.pp):
+        _refuse("groups", counts, f"1 rank or more each, together pp, which is {mesh.pp}")
     if len(indices) > 1 and mesh.n_chunks > 1:
         _refuse("mesh.n_chunks", mesh.n_chunks, "1, since the pipeline is on several groups")
-    for own in plan.groups:
-        group, n_devices = groups[own.group], own.n_ranks * mesh.dp * mesh.tp
+    for own, n_devices in zip(plan.groups, plan.n_devices_of_groups, strict=True):
+        group = groups[own.group]
         if own.hardware != group.name or n_devices > group.n_devices:
             raise PlanMismatchError(
                 f"the plan needs {n_devices} devices of {own.hardware} in group {own.group} of {name},"
@@ -110,6 +121,8 @@ def _check_mesh(mesh: Mesh) -> None:
     for name in COUNTS:
         if getattr(mesh, name) < 1:
             _refuse(f"mesh.{name}", getattr(mesh, name), "at least 1")
+    if mesh.shares:
+        _check_shares(mesh)
     if mesh.zero_stage not in ZERO_STAGES:
         _refuse("mesh.zero_stage", mesh.zero_stage, "0, 1, 2 or 3")
     if mesh.dp % mesh.zero_shard_degree != 0:
@@ -127,8 +140,29 @@ def _check_mesh(mesh: Mesh) -> None:
         build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)
 
 
+def _check_shares(mesh: Mesh) -> None:
+    for index, share in enumerate(mesh.shares):
+        for name in ("dp", "micro_batch_size", "n_micro_batches"):
+            if getattr(share, name) < 1:
+                _refuse(f"mesh.shares[{index}].{name}", getattr(share, name), "at least 1")
+        if share.dp % mesh.zero_shard_degree != 0:
+            expected = f"a multiple of zero_shard_degree, which is {mesh.zero_shard_degree}"
+            _refuse(f"mesh.shares[{index}].dp", share.dp, expected)
+    if len(mesh.shares) < 2 or mesh.dp != sum(share.dp for share in mesh.shares):
+        _refuse("mesh.shares", [share.dp for share in mesh.shares], f"two or more, together dp, which is {mesh.dp}")
+    first = mesh.shares[0]
+    if (mesh.micro_batch_size, mesh.n_micro_batches) != (first.micro_batch_size, first.n_micro_batches):
+        found = f"{mesh.micro_batch_size} x {mesh.n_micro_batches}"
+        _refuse("mesh", found, f"the micro-batches of shares[0], {first.micro_batch_size} x {first.n_micro_batches}")
+    if mesh.pp > 1:
+        _refuse("mesh.pp", mesh.pp, "1, since ranks have different numbers of micro-batches")
+
+
 def _check_stages(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> None:
     n_segments, cuts = len(graph.segments), legal_cuts(graph)
+    if mesh.shares:
+        _check_stages_of_shares(stages, mesh, graph)
+        return
     if len(stages) != mesh.n_stages:
         _refuse("stages", f"{len(stages)} of them", f"{mesh.n_stages}, which is pp x n_chunks")
     start = 0
@@ -145,6 +179,16 @@ def _check_stages(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> 
         start = stage.stop
     if start != n_segments:
         _refuse(f"stages[{len(stages) - 1}].stop", start, f"{n_segments}, the end of the model")
+
+
+def _check_stages_of_shares(stages: tuple[StagePlan, ...], mesh: Mesh, graph: OpGraph) -> None:
+    if len(stages) != len(mesh.shares):
+        _refuse("stages", f"{len(stages)} of them", f"{len(mesh.shares)}, one for each of mesh.shares")
+    for index, stage in enumerate(stages):
+        try:
+            _check_stages((stage,), mesh.of_share(index), graph)
+        except InputError as error:
+            raise InputError(f"plan: of mesh.shares[{index}]\n{error}") from error
 
 
 def _check_split_backward(plan: Plan) -> None:

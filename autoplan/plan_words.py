@@ -25,7 +25,25 @@ def _how(plan: Plan) -> str:
     return f"in {plan.grad_compression}"
 
 
+def dp_text(mesh: Mesh) -> str:
+    """The data-parallel ranks, of each share of the batch: `64+32`."""
+    return "+".join(str(share.dp) for share in mesh.all_shares)
+
+
+def micro_batches_text(mesh: Mesh, times: str = "x") -> str:
+    """Size and number of micro-batches of a rank, in each share of the batch: `1x16+1x5`."""
+    texts = [f"{share.micro_batch_size}{times}{share.n_micro_batches}" for share in mesh.all_shares]
+    return ("+" if times == "x" else " + ").join(texts)
+
+
+def mesh_values(mesh: Mesh) -> dict[str, object]:
+    """The fields of a mesh as values of a table; shares of the batch as `64+32: 1x7+1x2`, or nothing."""
+    values = {name: getattr(mesh, name) for name in Mesh.__dataclass_fields__}
+    return {**values, "shares": f"{dp_text(mesh)}: {micro_batches_text(mesh)}" if mesh.shares else ""}
+
+
 def execution_words(mesh: Mesh) -> tuple[str, ...]:
     """What is not plain about how modules run."""
     is_plain = mesh.memory_format == Execution().memory_format
-    return (*(["compiled"] * mesh.compile), *([] if is_plain else [mesh.memory_format]))
+    formats = [] if is_plain else [mesh.memory_format]
+    return (*(["compiled"] * mesh.compile), *formats, *(["generated"] * mesh.generated))

@@ -9,7 +9,6 @@ api.measurement_folder --> folder --> python measure.py --> measured.json, one l
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from autoplan.errors import MeasureError, OutputError
 from autoplan.measured_profile import MEASURED, NOISY, NOT_COMPILED, OWN, STATUSES
 from autoplan.output_folder import read_text_file, write_folder
 from autoplan.plain_text import text_table
+from autoplan.processes import start_process
 from autoplan.units import MiB, format_seconds
 
 Start = Callable[[Sequence[str]], int]
@@ -30,11 +30,6 @@ Start = Callable[[Sequence[str]], int]
 def cache_file(is_fresh: bool = False) -> Path | None:
     """Where results of all runs of this user are kept; none where all are to be measured again."""
     return None if is_fresh else Path(user_cache_dir("autoplan")) / "measurements.sqlite"
-
-
-def start_process(command: Sequence[str]) -> int:
-    """Run a command, its output going to stderr; returns its exit code."""
-    return subprocess.run(command, stdout=sys.stderr.fileno(), check=False).returncode
 
 
 def run_measurements(

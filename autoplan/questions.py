@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.answer import Answer
-from autoplan.api import Problem, checked, decide, judge, make_problem, score
+from autoplan.api import Problem, decide, judge, make_problem, score
 from autoplan.betterments import SensitivityRow
 from autoplan.errors import InputError
 from autoplan.hardware_cluster import Cluster, Hardware
 from autoplan.hugging_face import PREFIX
 from autoplan.option_checks import parse_overrides
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
+from autoplan.problem import checked
 from autoplan.search.result import Candidate
 from autoplan.units import GB, GiB
 

@@ -270,8 +270,8 @@ def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Mom
         )
 
 
-def reserved_parts(table: CostTable, memory: Memory) -> tuple[tuple[str, int], ...]:
-    """What the rank reserves, by part: its memory, and what the allocator and the device add."""
+def needed_parts(table: CostTable, memory: Memory) -> tuple[tuple[str, int], ...]:
+    """What the rank needs of its device, by part: its memory, and what the allocator and the device add."""
     rounding = math.ceil(memory.total_bytes * table.reserved_ratio) - memory.total_bytes
     return (
         *zip(Memory._fields, memory, strict=True),

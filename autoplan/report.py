@@ -14,7 +14,7 @@ from io import StringIO
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
-from autoplan.plan_words import choice_rows, choice_words, execution_words
+from autoplan.plan_words import choice_rows, choice_words, dp_text, execution_words, mesh_values, micro_batches_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
 from autoplan.units import GiB, format_seconds, format_share
@@ -73,7 +73,7 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
             "",
             f"    {launch_line}",
             "",
-            text_table(("", ""), plan_rows(plan), show_header=False),
+            text_table(("", ""), plan_rows(plan, answer.splits), show_header=False),
             "",
             f"Estimate: {format_seconds(estimate.step_s)} a step, {rate_text(samples_per_s(answer.best))} samples/s, "
             f"{peak:.1f} GiB of {limit:.1f} GiB.",
@@ -82,32 +82,39 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
     )
 
 
-def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The decision as (name, value) pairs."""
+def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The decision as (name, value) pairs; `splits` are what tensor parallelism splits."""
     mesh = plan.mesh
     schedule = mesh.schedule if mesh.pp > 1 else "none (one stage)"
     zero = f"stage {mesh.zero_stage}"
     if mesh.zero_stage:
         zero += f" over {mesh.zero_shard_degree} ranks"
     return [
-        ("data parallel", str(mesh.dp)),
+        ("data parallel", dp_text(mesh)),
         ("tensor parallel", str(mesh.tp)),
+        *([("tensor-parallel split", "; ".join(splits))] if splits else []),
         ("pipeline parallel", str(mesh.pp) + (f" x {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")),
         ("ZeRO", zero),
-        ("micro-batch", f"{mesh.micro_batch_size} samples x {mesh.n_micro_batches} per step"),
+        ("micro-batch", f"{micro_batches_text(mesh, ' samples x ')} per step"),
         ("global batch", f"{mesh.global_batch_size} samples"),
         ("schedule", schedule),
         ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
         ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
         *choice_rows(plan),
-        *([("pipeline ranks", groups_text(plan))] if plan.groups else []),
+        *([(_kind_of_ranks(plan), groups_text(plan))] if plan.groups else []),
     ]
 
 
 def groups_text(plan: Plan) -> str:
-    """Where the pipeline ranks are on a mixed cluster: `8 on dgx_a100_x8 (28 segments), 4 on v100_x8 (6 segments)`."""
+    """Where the pipeline ranks are on a mixed cluster: `8 on dgx_a100_x8 (28 segments), 4 on v100_x8 (6 segments)`.
+
+    Where data parallelism spans groups, the data-parallel ranks: `8 on dgx_a100_x8 (384 samples), ...`.
+    """
     if len(plan.groups) == 1:
         return f"all on {plan.groups[0].hardware}"
+    if plan.mesh.shares:
+        pairs = zip(plan.mesh.shares, plan.groups, strict=True)
+        return ", ".join(f"{own.dp} on {at.hardware} ({count(own.n_samples, 'sample')})" for own, at in pairs)
     texts, first = [], 0
     for own in plan.groups:
         stages = plan.stages[first : first + own.n_ranks]
@@ -117,10 +124,14 @@ def groups_text(plan: Plan) -> str:
     return ", ".join(texts)
 
 
+def _kind_of_ranks(plan: Plan) -> str:
+    return "data-parallel ranks" if plan.mesh.shares else "pipeline ranks"
+
+
 def tightest_bytes(estimate: Estimate) -> tuple[int, int]:
     """What the pipeline rank with the least memory left needs, and what its devices offer."""
     rank = estimate.tightest_rank
-    return estimate.reserved_bytes[rank], estimate.limit_bytes(rank)
+    return estimate.needed_bytes[rank], estimate.limit_bytes(rank)
 
 
 def plan_table(answer: Answer) -> str:
@@ -141,11 +152,11 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
     if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
         zero += f"/{mesh.zero_shard_degree}"
     return (
-        str(mesh.dp),
+        dp_text(mesh),
         str(mesh.tp),
-        "+".join(str(own.n_ranks) for own in plan.groups) or str(mesh.pp),
+        str(mesh.pp) if mesh.shares else "+".join(str(own.n_ranks) for own in plan.groups) or str(mesh.pp),
         zero,
-        f"{mesh.micro_batch_size}x{mesh.n_micro_batches}",
+        micro_batches_text(mesh),
         mesh.schedule if mesh.pp > 1 else "-",
         plan.recompute,
         format_seconds(estimate.step_s) if estimate.fits else "-",
@@ -169,25 +180,25 @@ def breakdown_table(breakdown: Breakdown) -> str:
 
 
 def memory_table(estimate: Estimate) -> str:
-    """Peak memory of each pipeline rank against the limit."""
+    """Peak memory of each pipeline rank: allocated, reserved by torch's allocator, and needed, against the limit."""
     rows = []
-    for rank, (allocated, reserved) in enumerate(zip(estimate.allocated_bytes, estimate.reserved_bytes, strict=True)):
+    sizes = zip(estimate.allocated_bytes, estimate.allocator_bytes, estimate.needed_bytes, strict=True)
+    for rank, (allocated, reserved, needed) in enumerate(sizes):
         limit_bytes = estimate.limit_bytes(rank)
-        share = reserved / limit_bytes
+        share = needed / limit_bytes
         bar = "#" * min(round(share * BAR_WIDTH), BAR_WIDTH)
-        note = "" if reserved <= limit_bytes else f" short of {(reserved - limit_bytes) / GiB:.1f} GiB"
+        note = "" if needed <= limit_bytes else f" short of {(needed - limit_bytes) / GiB:.1f} GiB"
         rows.append(
             (
                 str(rank),
-                f"{allocated / GiB:.2f}",
-                f"{reserved / GiB:.2f}",
+                *(f"{n_bytes / GiB:.2f}" for n_bytes in (allocated, reserved, needed)),
                 f"{share:.0%}",
                 f"[{bar:<{BAR_WIDTH}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
             )
         )
-    of_all = "of its device" if estimate.rank_limits_bytes else of_limit(estimate.memory_limit_bytes).strip()
-    header = ("rank", "allocated GiB", "reserved GiB", "share", of_all)
-    return text_table(header, rows, right=frozenset({0, 1, 2, 3}))
+    of_all = "its device" if estimate.rank_limits_bytes else f"{estimate.memory_limit_bytes / GiB:.1f}"
+    header = ("rank", "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
+    return text_table(header, rows, right=frozenset({0, 1, 2, 3, 4}))
 
 
 def of_limit(limit_bytes: int) -> str:
@@ -205,10 +216,10 @@ def notes_text(answer: Answer) -> str:
 
 def describe_mesh(mesh: Mesh) -> str:
     """A mesh in one line: `dp 4, tp 2, pp 1, ZeRO 1, micro-batch 2 x 8`."""
-    text = f"dp {mesh.dp}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}"
+    text = f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}"
     if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
         text += f" over {mesh.zero_shard_degree}"
-    text += f", micro-batch {mesh.micro_batch_size} x {mesh.n_micro_batches}"
+    text += f", micro-batch {micro_batches_text(mesh, ' x ')}"
     if mesh.pp > 1:
         text += f", {mesh.schedule}"
     text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
@@ -216,22 +227,23 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def recompute_text(plan: Plan) -> str:
-    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`."""
-    n_recomputed = sum(len(stage.recomputed) for stage in plan.stages)
-    if n_recomputed == 0:
+    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`; of each share `0 + 12`."""
+    stages = plan.stages
+    counts = [len(stage.recomputed) for stage in stages]
+    if not any(counts):
         return "no recompute"
-    return f"{plan.recompute} recompute ({n_recomputed} of {sum(s.stop - s.start for s in plan.stages)} segments)"
+    n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
+    return f"{plan.recompute} recompute ({n_recomputed} of {stages[-1].stop} segments)"
 
 
 def rejected_csv(rejected: Sequence[Rejection]) -> str:
     """Every rejected mesh with its reason, as CSV text."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    mesh_fields = tuple(Mesh.__dataclass_fields__)
-    writer.writerow((*mesh_fields, "reason", "detail", "step_s", "short_bytes"))
+    writer.writerow((*Mesh.__dataclass_fields__, "reason", "detail", "step_s", "short_bytes"))
     for item in rejected:
-        mesh_values = (getattr(item.mesh, name) for name in mesh_fields)
-        writer.writerow((*mesh_values, item.reason, item.detail, item.step_s, item.short_bytes))
+        values = mesh_values(item.mesh).values()
+        writer.writerow((*values, item.reason, item.detail, item.step_s, item.short_bytes))
     return text.getvalue()
 
 
@@ -239,7 +251,7 @@ def describe_plan(plan: Plan) -> str:
     """Mesh and recomputation on one line, or on two when one is too short."""
     line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
     line = line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
-    return f"{line},\npipeline ranks: {groups_text(plan)}" if plan.groups else line
+    return f"{line},\n{_kind_of_ranks(plan)}: {groups_text(plan)}" if plan.groups else line
 
 
 def heading_parts(answer: Answer) -> list[str]:
@@ -321,6 +333,7 @@ def _speed(answer: Answer) -> str:
         f"step {format_seconds(candidate.estimate.step_s)} "
         f"({trust(candidate.estimate)}: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
         describe_plan(candidate.plan),
+        *([textwrap.fill(f"tensor parallel: {'; '.join(answer.splits)}", WIDTH)] if answer.splits else []),
         *filter(None, [segment_sources_text(candidate.estimate)]),
     ]
     if n_idle:

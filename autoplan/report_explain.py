@@ -27,6 +27,7 @@ from autoplan.report import (
     status_text,
     tightest_bytes,
 )
+from autoplan.report_ops import ops_text
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
 
@@ -43,7 +44,7 @@ def explain_report(answer: Answer) -> str:
         lines += [title, describe_plan(candidate.plan), _difference(answer.best, candidate, other_name="next best")]
     if answer.result.baselines:
         lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
-    lines += [breakdown_table(answer.best.estimate.breakdown)]
+    lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
     lines += [memory_table(answer.best.estimate), notes_text(answer)]
     lines += [rejections_text(answer.result.rejected), _sources(answer)]
     return "\n\n".join(line for line in lines if line) + "\n"
@@ -110,7 +111,7 @@ def _difference(best: Candidate, other: Candidate, *, other_name: str) -> str:
     parts = [(label, *(getattr(item.breakdown, name) for item in estimates)) for name, label in BREAKDOWN_LABELS]
     parts = [part for part in parts if part[1] or part[2]] + [("step", *(item.step_s for item in estimates))]
     rows = [(label, format_seconds(a), format_seconds(b), _signed(b - a, format_seconds)) for label, a, b in parts]
-    a, b = (max(item.reserved_bytes) for item in estimates)
+    a, b = (max(item.needed_bytes) for item in estimates)
     rows.append(("peak memory", format_bytes(a), format_bytes(b), _signed(b - a, format_bytes)))
     return text_table(("", "chosen", other_name, "difference"), rows, right=frozenset({1, 2, 3}))
 

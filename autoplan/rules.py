@@ -20,8 +20,8 @@ Operands that lack the split letter are V, not R: each rank computes only part o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from autoplan.graph import Argument, Extent, Op, Ref, TensorSpec, extent_at
@@ -40,6 +40,7 @@ class Strategy:
         is_split: whether each rank does only its share of the arithmetic.
         function: a function of `runtime` that runs instead of the op ("" for the op itself).
         all_reduce_elements: elements per sample that this function all-reduces in forward (loss statistics).
+        exchanged: operands, by position, and -1 for the result, that this function passes through an all-to-all.
     """
 
     operands: tuple[Layout, ...]
@@ -47,6 +48,7 @@ class Strategy:
     is_split: bool = False
     function: str = ""
     all_reduce_elements: int = 0
+    exchanged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,12 @@ def operand_names(op: Op) -> tuple[str, ...]:
     return tuple(found)
 
 
+def exchanged_specs(op: Op, strategy: Strategy, specs: Mapping[str, TensorSpec]) -> Specs:
+    """The global tensors that the op passes through an all-to-all in this strategy."""
+    whole = (*(specs[name] for name in operand_names(op)), op.outputs[0])
+    return tuple(whole[position] for position in strategy.exchanged)
+
+
 def equation_of(rule: OpRule, op: Op, operands: Specs) -> str | None:
     """The equation for this call of the op."""
     return rule.equation(op, operands) if callable(rule.equation) else rule.equation
@@ -164,7 +172,7 @@ def all_strategies(
     """Every legal strategy of an op on an axis of `degree` ranks; an op without a rule is replicated.
 
     `blocks` are the block counts in which dims may be split, `padded_extents` the extents that may be padded
-    (`sharding.block_counts`, `sharding.padded_extents`); `has_expert_rows` asks for layout E.
+    (`op_strategies.block_counts`, `.padded_extents`); `has_expert_rows` asks for layout E.
     """
     n = len(operands)
     found = [Strategy((R,) * n, R), Strategy((V,) * n, V)]
@@ -249,7 +257,7 @@ def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_
         for layout, gradient in zip(strategy.operands, has_gradient, strict=True)
     )
     result = R if strategy.result == V and not result_has_gradient else strategy.result
-    return Strategy(operands, result, strategy.is_split, strategy.function, strategy.all_reduce_elements)
+    return replace(strategy, operands=operands, result=result)
 
 
 def forward_flops(

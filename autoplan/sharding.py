@@ -27,10 +27,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from autoplan.graph import Extent, GraphFacts, Op, OpGraph, Segment, TensorSpec
-from autoplan.layout import NOTHING, Conversion, E, Layout, R, can_shard, conversion, padded, parse_layout, sharded
+from autoplan.graph import GraphFacts, Op, OpGraph, Segment, TensorSpec
+from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, padded, parse_layout, sharded
+from autoplan.op_strategies import legal_strategies
 from autoplan.parallel_plan import SegmentSharding
-from autoplan.rules import OpRule, Strategy, all_strategies, normalize, operand_names, padded_dims
+from autoplan.rules import OpRule, Strategy, operand_names
 from autoplan.search.linear_model import LinearModel, Solution
 
 MICROSECONDS = 1e6  # the unit of the objective: solvers want numbers near 1
@@ -131,93 +132,6 @@ def _shared_parameters(graph: OpGraph) -> tuple[str, ...]:
         for name in segment.parameters:
             readers.setdefault(name, set()).add(segment.kind)
     return tuple(name for name, kinds in readers.items() if len(kinds) > 1)
-
-
-@dataclass(frozen=True, slots=True)
-class OpCall:
-    """One op of a segment, its operands, and what its rule allows beside its equation (`own`)."""
-
-    op: Op
-    rule: OpRule | None
-    names: tuple[str, ...]
-    operands: tuple[TensorSpec, ...]
-    own: tuple[Strategy, ...]
-
-
-def op_calls(
-    ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int, rules: Mapping[str, OpRule]
-) -> tuple[OpCall, ...]:
-    """The ops with what every question about their strategies needs."""
-    found = []
-    for op in ops:
-        rule, names = rules.get(op.target), operand_names(op)
-        operands = tuple(specs[name] for name in names)
-        own: tuple[Strategy, ...] = ()
-        if rule is not None and rule.strategies is not None:
-            own = tuple(rule.strategies(op, operands, op.outputs[0], degree))
-        found.append(OpCall(op, rule, names, operands, own))
-    return tuple(found)
-
-
-def legal_strategies(
-    ops: tuple[Op, ...],
-    specs: Mapping[str, TensorSpec],
-    gradients: frozenset[str],
-    degree: int,
-    rules: Mapping[str, OpRule],
-) -> dict[Op, tuple[Strategy, ...]]:
-    """The strategies of each op of a segment, with V only where there is a gradient that could vary."""
-    calls = op_calls(ops, specs, degree, rules)
-    blocks, extents = block_counts(calls), padded_extents(calls)
-    has_expert_rows = any(strategy.result == E for call in calls for strategy in call.own)
-    found = {}
-    for call in calls:
-        flags = tuple(name in gradients for name in call.names)
-        candidates = all_strategies(
-            call.rule,
-            call.op,
-            operands=call.operands,
-            degree=degree,
-            blocks=blocks[call.op.name],
-            padded_extents=extents,
-            has_expert_rows=has_expert_rows,
-        )
-        normal = (normalize(s, flags, result_has_gradient=call.op.name in gradients) for s in candidates)
-        found[call.op] = tuple(dict.fromkeys(normal))
-    return found
-
-
-def block_counts(calls: tuple[OpCall, ...]) -> dict[str, tuple[int, ...]]:
-    """In how many blocks each op may split a dim: 1, and what its neighbours ask for.
-
-    An op that cuts a dim in three (a fused QKV) asks for 3; that spreads over element-wise ops, up to the products
-    that make or consume the value.
-    """
-    asked: dict[str, set[int]] = {name: set() for call in calls for name in (call.op.name, *call.names)}
-    for call in calls:
-        for strategy in call.own:
-            asked[call.op.name].add(strategy.result.blocks)
-            for name, layout in zip(call.names, strategy.operands, strict=True):
-                asked[name].add(layout.blocks)
-    elementwise = [c for c in calls if c.rule and c.rule.equation and c.rule.efficiency != "matmul"]
-    for call in (*elementwise, *reversed(elementwise)):
-        spread = set().union(*(asked[name] for name in (call.op.name, *call.names)))
-        for name in (call.op.name, *call.names):
-            asked[name] |= spread
-    return {c.op.name: tuple(sorted({1}.union(*(asked[name] for name in (c.op.name, *c.names))))) for c in calls}
-
-
-def padded_extents(calls: tuple[OpCall, ...]) -> frozenset[Extent]:
-    """The extents that are worth padding: those at which an op has a function that knows where the padding begins.
-
-    A vocabulary, which the embedding and the loss can split, is; the other ops in between pass the padding on.
-    """
-    found: set[Extent] = set()
-    for call in calls:
-        for strategy in call.own:
-            if strategy.function:
-                found |= padded_dims(strategy, call.operands, call.op.outputs[0])
-    return frozenset(found)
 
 
 def _storage_layouts(graph: OpGraph, name: str, degree: int) -> tuple[Layout, ...]:

@@ -20,7 +20,8 @@ gathers that begin before the input has arrived. With M micro-batches, on the sl
 
 The first line and that of the optimizer, of any rank, are together a lower bound on the step time, under any schedule.
 
-What depends on the schedule alone is kept as numbers; see `replay_script`.
+What depends on the schedule alone is kept as numbers; see `replay_script`. Where data parallelism spans groups of hosts
+of which each takes its own micro-batches, one rank of each is replayed by itself (`shared_step`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.rank_memory import StageBytes, memories, moment_after, moments, reserved_parts, stage_bytes
+from autoplan.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
 from autoplan.replay_script import Script, script_of
-from autoplan.stage_pass import PassTimes, SegmentWork, pass_work, replay_pass
+from autoplan.shared_step import slowest_of
+from autoplan.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
@@ -86,7 +88,7 @@ def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> floa
     return cut_s
 
 
-def _check_stages(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
+def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
     mesh, n_segments = table.mesh, len(table.kinds)
     if len(stages) != mesh.n_stages or stages[-1].stop != n_segments:
         raise PlanMismatchError.of(
@@ -167,7 +169,7 @@ class _Pass:
 
     clock: _RankClock
     slowdown: float
-    work: tuple[SegmentWork, ...]
+    work: tuple[SegmentPass, ...]
     times: dict[float, PassTimes]
     action_s: float
     link: _Link
@@ -178,7 +180,7 @@ def _passes(
     table: CostTable, stages: tuple[_Stage, ...], *, script: Script, clocks: tuple[_RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentWork, ...]], dict[float, PassTimes]] = {}
+    known: dict[tuple[float, tuple[SegmentPass, ...]], dict[float, PassTimes]] = {}
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
@@ -246,7 +248,7 @@ class _Replay:
 
 
 def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
-    _check_stages(table, plans)
+    _check_order(table, plans)
     mesh = table.mesh
     script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
     stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
@@ -255,13 +257,16 @@ def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
 
 
 def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
-    """The estimate of a plan: `stages` on the mesh of `table`.
+    """The estimate of a plan: `stages` on the mesh of `table`, one per share of the batch where it has some.
 
     The breakdown is that of the slowest rank (of the first, if several are equally slow).
 
     Raises: PlanMismatchError if the stages do not cut the segments of the table into `mesh.n_stages` parts;
     InputError if the schedule does not exist for the mesh.
     """
+    if table.mesh.shares:
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return slowest_of([simulate(own, (stage,), with_timeline=with_timeline) for own, stage in of_shares])
     replay = _replay(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
@@ -274,13 +279,13 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
-    parts = tuple(reserved_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
+    parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
     return Estimate(
         step_s=slowest.total_s,
         breakdown=slowest,
         allocated_bytes=tuple(peak.total_bytes for peak in peaks),
-        reserved_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
+        needed_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),
@@ -309,6 +314,9 @@ def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, 
 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
     """Per pipeline rank, (time, allocated bytes from then on), in order of time; raises what `simulate` does."""
+    if table.mesh.shares:
+        of_shares = zip(table.rank_tables, stages, strict=True)
+        return tuple(curve for own, stage in of_shares for curve in memory_over_time(own, (stage,)))
     replay = _replay(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):

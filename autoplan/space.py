@@ -36,7 +36,7 @@ from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, Stage
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import shard_graph
 
 Value = TypeVar("Value")
@@ -101,6 +101,7 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
         executions=executions(graph, options, measured),
+        generated=_codes(options, measured),
     )
     pricers = {
         size: make_pricer(
@@ -188,6 +189,14 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
         for layout in (MEMORY_FORMATS if memory_format is None else (memory_format,))
     ]
     return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
+
+
+def _codes(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
+    """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain."""
+    wanted = fixed(options, "generated")
+    if wanted is not None:
+        return (wanted == "on",)
+    return (False, True) if measured is not None and measured.is_worth_generating else (False,)
 
 
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
@@ -328,7 +337,7 @@ def _layouts(
             batch_size=batch_size,
             communication=part,
         )
-        return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(solve, time_limit_s=None))
+        return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(minimize, time_limit_s=None))
 
     figures = sharding_figures(profile, degree=degree)
     named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}, price {part}", figures)
@@ -381,7 +390,7 @@ def _make_plan(
         graph_hash=graph_hash,
         hardware=hardware[0],
         n_hosts=hardware[1],
-        recompute=_recompute_name(graph, kept),
+        recompute=_recompute_name(graph, kept, n_copies=len(mesh.all_shares)),
         loss=loss,
         batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
         loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
@@ -390,7 +399,8 @@ def _make_plan(
     )
 
 
-def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...]) -> str:
+def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...], *, n_copies: int) -> str:
+    """Of stages that have every block so many times."""
     n_recomputed = sum(len(stage.recomputed) for stage in stages)
-    n_blocks = sum(segment.is_block for segment in graph.segments)
+    n_blocks = n_copies * sum(segment.is_block for segment in graph.segments)
     return "none" if n_recomputed == 0 else "full" if n_recomputed == n_blocks else "selective"

@@ -26,7 +26,7 @@ from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, forward
 from autoplan.schedules import GRADIENT_KINDS
 
 
-class SegmentWork(NamedTuple):
+class SegmentPass(NamedTuple):
     """What one pass does in one segment: gather its parameters, compute, reduce its gradients."""
 
     busy_s: float
@@ -65,16 +65,16 @@ class PassTimes:
 
 def pass_work(
     table: CostTable, choices: Sequence[tuple[int, bool]], kind: str, *, is_edge: bool, is_first: bool
-) -> tuple[SegmentWork, ...]:
+) -> tuple[SegmentPass, ...]:
     """What a pass of this kind does in each segment of a stage, in its order: a backward pass from the last on.
 
     `choices` are (kind, whether it is recomputed) of the stage's segments. The first forward and the last backward pass
     of a step are at its edge. `is_first`: of the first stage.
     """
 
-    def work(cost: SegmentCost) -> SegmentWork:
+    def work(cost: SegmentCost) -> SegmentPass:
         busy_s = forward_s(cost) if kind == "F" else backward_part_s(cost, kind, is_first=is_first)
-        return SegmentWork(busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
+        return SegmentPass(busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
 
     gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
@@ -82,7 +82,7 @@ def pass_work(
     return tuple(works[choice] for choice in (choices if kind == "F" else reversed(choices)))
 
 
-def replay_pass(work: tuple[SegmentWork, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
+def replay_pass(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
     """The times of one pass through `work`, in this order; `left_s` is communication the rank still has to do."""
     busy_s = sum(item.busy_s for item in work)
     if left_s == 0.0 and not any(item.gather_s or item.reduce_s for item in work):

@@ -19,7 +19,6 @@ import importlib.util
 import inspect
 import io
 import logging
-import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,36 +27,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.constant_masks import constant_masks, fold_masks
 from autoplan.dissolved import watch_dissolved
-from autoplan.effects import COPY, restore_effects
 from autoplan.errors import InputError, TraceError
-from autoplan.graph import (
-    COMPUTE,
-    LOSS_PATH,
-    Argument,
-    Extent,
-    Input,
-    Op,
-    OpGraph,
-    Parameter,
-    PerSample,
-    Ref,
-    Symbol,
-    TensorSpec,
-)
-from autoplan.segments import split_segments
-from autoplan.source_names import with_labels
+from autoplan.graph import OpGraph
+from autoplan.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Trace, overlay
 from autoplan.user_errors import made_batch, trace_failure, user_frame
-
-BATCH_A, BATCH_B = 2, 3
-DTYPE = torch.bfloat16
-_DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +131,7 @@ def trace_model(source: ModelSource) -> OpGraph:
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
     first, second = _trace(source, BATCH_A), _trace(source, BATCH_B)
-    return _overlay(source, first, second)
+    return overlay(source, first, second)
 
 
 # ---------------------------------------------------------------- one trace
@@ -181,15 +159,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    program: torch.export.ExportedProgram
-    model: nn.Module
-    batch: tuple[Any, Any]
-    dissolved: tuple[str, ...]
-
-
-def _trace(source: ModelSource, batch_size: int) -> _Trace:
+def _trace(source: ModelSource, batch_size: int) -> Trace:
     with torch.device("meta"):
         model = source.build_model()
     if not isinstance(model, nn.Module):
@@ -206,7 +176,7 @@ def _trace(source: ModelSource, batch_size: int) -> _Trace:
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
-    return _Trace(program, model, batch, tuple(sorted(dissolved)))
+    return Trace(program, model, batch, tuple(sorted(dissolved)))
 
 
 def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
@@ -262,221 +232,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-# ---------------------------------------------------------------- two traces, one graph
-
-
-def _overlay(source: ModelSource, first: _Trace, second: _Trace) -> OpGraph:
-    where, has_loss_fn = source.where, source.loss_fn is not None
-    nodes_a = _kept_nodes(first.program)
-    nodes_b = _kept_nodes(second.program)
-    if [(n.op, str(n.target)) for n in nodes_a] != [(n.op, str(n.target)) for n in nodes_b]:
-        raise TraceError(
-            f"{where}: the model runs other operators at batch {BATCH_A} than at batch {BATCH_B}\n"
-            "  expected: the same operators for every batch size\n"
-            "  fix: remove the branch on the batch size from forward"
-        )
-    value_names = _value_names(first, nodes_a)
-    ops = tuple(
-        _overlay_op(a, b, value_names) for a, b in zip(nodes_a, nodes_b, strict=True) if a.op == "call_function"
-    )
-    output_names, written = _outputs(first, value_names)
-    ops = restore_effects(ops, written=written)
-    ops = fold_masks(ops, constant_masks(nodes_a, nodes_b, traced_dtype=DTYPE))
-    loss, *model_outputs = output_names
-    output_names = output_names if has_loss_fn else [loss]
-    ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
-    ops = with_labels(ops, {node.name: node.meta.get("stack_trace") or "" for node in nodes_a})
-    _check_loss(where, loss, ops)
-    model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
-    inputs = _graph_inputs(first, second, value_names)
-    parameters = graph_parameters(first.model, second.model)
-    class_names = {path: type(module).__name__ for path, module in first.model.named_modules()}
-    segments = split_segments(ops, parameters=parameters, kept=tuple(output_names), class_names=class_names)
-    outputs = tuple(dict.fromkeys(model_outputs))
-    return OpGraph(source.name, inputs, parameters, ops, segments, outputs, loss, first.dissolved)
-
-
-def _outputs(trace: _Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], dict[str, str]]:
-    """Names of what the model and its loss return, and which value each written buffer takes."""
-    signature = trace.program.graph_signature
-    output = next(node for node in trace.program.graph.nodes if node.op == "output")
-    nodes = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]
-    written = signature.buffers_to_mutate
-    returned = [names[node] for node in nodes if node.name not in written]
-    buffers = {names[node]: written[node.name].removeprefix("model.") for node in nodes if node.name in written}
-    return returned, buffers
-
-
-def _kept_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    return [
-        node
-        for node in program.graph.nodes
-        if node.op in ("placeholder", "call_function") and _target_name(node) not in _DROPPED_TARGETS
-    ]
-
-
-def _target_name(node: torch.fx.Node) -> str:
-    return "getitem" if node.target is operator.getitem else str(node.target)
-
-
-def _value_names(trace: _Trace, nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, str]:
-    """Graph names: parameters by their first name in the model, everything else by its node name."""
-    signature = trace.program.graph_signature
-    canonical = {alias: group[0] for group in _alias_groups(trace.model) for alias in group}
-    lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    names = {}
-    for node in nodes:
-        lifted_name = lifted.get(node.name)
-        names[node] = canonical[lifted_name.removeprefix("model.")] if lifted_name else node.name
-        if node.name in signature.inputs_to_lifted_tensor_constants:
-            raise TraceError(
-                f"{signature.inputs_to_lifted_tensor_constants[node.name]}: forward uses a tensor"
-                " that is neither a parameter nor a buffer\n  fix: register it with self.register_buffer(...)"
-            )
-    return names
-
-
-def _alias_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter and buffer; several names when it is tied."""
-    groups: dict[int, list[str]] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        groups.setdefault(id(tensor), []).append(name)
-    return tuple(tuple(group) for group in groups.values())
-
-
-def _overlay_op(a: torch.fx.Node, b: torch.fx.Node, names: dict[torch.fx.Node, str]) -> Op:
-    where = f"{a.name} ({_target_name(a)})"
-    return Op(
-        name=a.name,
-        target=_target_name(a),
-        args=tuple(_overlay_argument(x, y, names, where) for x, y in zip(a.args, b.args, strict=True)),
-        kwargs=tuple((key, _overlay_argument(a.kwargs[key], b.kwargs[key], names, where)) for key in a.kwargs),
-        outputs=_overlay_specs(a.meta["val"], b.meta["val"], where),
-        module_path=_module_path(a),
-    )
-
-
-def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: str) -> Argument:
-    if isinstance(a, torch.fx.Node):
-        return Ref(names[a])
-    if isinstance(a, list | tuple):
-        return tuple(_overlay_argument(x, y, names, where) for x, y in zip(a, b, strict=True))
-    if isinstance(a, torch.dtype):
-        return Symbol("dtype:" + _dtype_name(a))
-    if isinstance(a, torch.device):
-        return Symbol("device")
-    if isinstance(a, bool) or a is None or isinstance(a, str):
-        return a
-    if isinstance(a, int):
-        return _overlay_extent(a, b, where)
-    if isinstance(a, float):
-        if a != b and not (a != a and b != b):
-            raise TraceError(
-                f"{where}: the number {a} depends on the batch size; use a reduction such as mean() instead"
-            )
-        return a
-    return Symbol(str(a))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return COMPUTE if dtype == DTYPE else str(dtype).removeprefix("torch.")
-
-
-def _overlay_extent(a: int, b: int, where: str) -> Extent:
-    if a == b:
-        return a
-    if a % BATCH_A == 0 and b % BATCH_B == 0 and a // BATCH_A == b // BATCH_B:
-        return PerSample(a // BATCH_A)
-    raise TraceError(
-        f"{where}: a size is {a} for batch {BATCH_A} and {b} for batch {BATCH_B}\n"
-        "  expected: sizes that do not depend on the batch or are a multiple of it\n"
-        "  fix: keep the batch as the first dim of its tensors"
-    )
-
-
-def _overlay_specs(a: Any, b: Any, where: str) -> tuple[TensorSpec, ...]:
-    if isinstance(a, torch.Tensor):
-        shape = tuple(_overlay_extent(int(x), int(y), where) for x, y in zip(a.shape, b.shape, strict=True))
-        return (TensorSpec(shape, _dtype_name(a.dtype)),)
-    return tuple(spec for x, y in zip(a, b, strict=True) for spec in _overlay_specs(x, y, where))
-
-
-def _module_path(node: torch.fx.Node) -> str:
-    """The innermost module of the user's model that ran this op; LOSS_PATH for ops of the loss function."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if path == "model" or path.startswith("model.")]
-    return paths[-1].removeprefix("model").removeprefix(".") if paths else LOSS_PATH
-
-
-def _live_ops(ops: tuple[Op, ...], kept: set[str]) -> tuple[Op, ...]:
-    """The ops that some kept value depends on."""
-    reads = nx.DiGraph((name, op.name) for op in ops for name in op.input_names())
-    live = kept.union(*(nx.ancestors(reads, name) for name in kept if name in reads))
-    return tuple(op for op in ops if op.name in live)
-
-
-def _made_by_model(name: str, ops: tuple[Op, ...]) -> str:
-    """The value the model returned, where the trace names an alias of it that the loss function made.
-
-    A loss that broadcasts (`mse_loss`) gets the same tensor back, and the trace keeps the later of the two names.
-    """
-    table = {op.name: op for op in ops}
-    while name in table and table[name].module_path == LOSS_PATH:
-        op = table[name]
-        source = table[op.args[0].name] if op.target == "getitem" else op
-        position = op.args[1] if op.target == "getitem" else 0
-        name = source.input_names()[position]
-    return name
-
-
-def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
-    spec = next((op.outputs[0] for op in ops if op.name == loss), None)
-    if spec is None or spec.shape != () or not spec.is_float:
-        raise InputError.of(
-            f"{where}: loss",
-            found="no value" if spec is None else f"a tensor of {len(spec.shape)} dims",
-            expected="a floating-point scalar from loss_fn(outputs, targets), or from the model itself",
-            fix="add loss_fn to the model file, or let the model return its loss",
-        )
-
-
-def _graph_inputs(first: _Trace, second: _Trace, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
-    user_inputs = set(first.program.graph_signature.user_inputs)
-    nodes = [n for n in first.program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
-    leaves_a, leaves_b = pytree.tree_flatten_with_path(first.batch)[0], pytree.tree_leaves(second.batch)
-    inputs = []
-    for node, (path, a), b in zip(nodes, leaves_a, leaves_b, strict=True):
-        if isinstance(a, torch.Tensor):
-            inputs.append(Input(names[node], _overlay_specs(a, b, node.name)[0], input_path(path)))
-    return tuple(inputs)
-
-
-def input_path(steps: tuple[Any, ...]) -> tuple[str | int, ...]:
-    """`Input.path` of a tensor, from the steps that lead to it in (inputs, targets)."""
-    role, *rest = (step.idx if hasattr(step, "idx") else step.key for step in steps)
-    return ("inputs", "targets")[role], *rest
-
-
-def graph_parameters(model_a: nn.Module, model_b: nn.Module) -> tuple[Parameter, ...]:
-    """Parameters and buffers of the model, each once, with the shapes that two builds of it agree on."""
-    parameters_a, parameters_b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
-    tensors_a = {**parameters_a, **dict(model_a.named_buffers())}
-    tensors_b = {**parameters_b, **dict(model_b.named_buffers())}
-    persistent = set(model_a.state_dict(keep_vars=True))
-    return tuple(
-        Parameter(
-            name=group[0],
-            spec=_overlay_specs(tensors_a[group[0]], tensors_b[group[0]], group[0])[0],
-            aliases=group,
-            is_trainable=group[0] in parameters_a and tensors_a[group[0]].requires_grad,
-            is_buffer=group[0] not in parameters_a,
-            is_persistent=group[0] in persistent,
-        )
-        for group in _alias_groups(model_a)
-    )
 
 
 # ---------------------------------------------------------------- errors of the user's code

@@ -13,12 +13,12 @@ Step and allocated memory have a predicted interval and are judged by it.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +29,13 @@ from autoplan.intervals import is_inside
 from autoplan.output_folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
 from autoplan.plain_text import WIDTH, text_table
+from autoplan.processes import start_process
 from autoplan.units import format_bytes, format_seconds
 
 Start = Callable[[Sequence[str], Path], int]
 
-STEP, PROFILED_STEP, ALLOCATED, RESERVED = "step", "profiled step", "allocated", "reserved"
+STEP, PROFILED_STEP = "step", "profiled step"
+ALLOCATED, RESERVED, NEEDED = "allocated", "reserved", "needed"
 # component: (fields of the predicted `Breakdown`, what the profiled step says: a field, or an axis of `exposed_s`)
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "compute and recompute": (("compute_s", "recompute_s"), "compute_s"),
@@ -99,11 +101,6 @@ class Verification:
     interval_source: str
     comparisons: tuple[Comparison, ...]
     details: dict[str, Any]
-
-
-def start_process(command: Sequence[str], folder: Path) -> int:
-    """Run a command in a folder, its output going to stderr; returns its exit code."""
-    return subprocess.run(command, cwd=folder, stdout=sys.stderr.fileno(), check=False).returncode
 
 
 def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
@@ -189,25 +186,36 @@ def _measured_step_s(measured: Mapping[str, Any]) -> float | None:
 
 
 def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]:
-    """Allocated memory of each pipeline rank, then what the allocator reserved."""
+    """Memory of each pipeline rank: allocated, what the allocator reserved, and that with what lies outside of it."""
     estimate, mesh = answer.best.estimate, answer.best.plan.mesh
     allocated = _per_pipeline_rank(measured.get("peak_allocated_bytes_per_rank"), mesh)
-    reserved = _per_pipeline_rank(measured.get("peak_reserved_bytes_per_rank"), mesh)
+    reserved_by_rank = measured.get("peak_reserved_bytes_per_rank") or ()
+    outside_by_rank = measured.get("outside_allocator_bytes_per_rank") or ()
+    reserved = _per_pipeline_rank(reserved_by_rank, mesh)
+    needed = _per_pipeline_rank(list(map(_sum, reserved_by_rank, outside_by_rank)), mesh)
     intervals = allocated_interval_bytes(answer.best)
     for rank, predicted in enumerate(estimate.allocated_bytes):
         yield _comparison(_of_rank(ALLOCATED, rank, mesh), "bytes", predicted, allocated[rank], intervals[rank])
     for rank, predicted in enumerate(estimate.allocator_bytes):
         yield _comparison(_of_rank(RESERVED, rank, mesh), "bytes", predicted, reserved[rank])
+    for rank, predicted in enumerate(estimate.needed_bytes):
+        yield _comparison(_of_rank(NEEDED, rank, mesh), "bytes", predicted, needed[rank])
+
+
+def _sum(reserved: int | None, outside: int | None) -> int | None:
+    return None if reserved is None or outside is None else reserved + outside
 
 
 def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:
-    """The largest of the ranks of each pipeline rank; rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
-    n_ranks = mesh.dp * mesh.tp
-    parts = [(sizes or ())[n_ranks * rank : n_ranks * (rank + 1)] for rank in range(mesh.pp)]
+    """The largest of the ranks of each pipeline rank, or share of the batch; ranks are numbered as `Mesh` says."""
+    ends = list(accumulate(share.dp * mesh.tp for share in mesh.all_shares * mesh.pp))
+    parts = [(sizes or ())[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     return [max((size for size in part if size is not None), default=None) for part in parts]
 
 
 def _of_rank(what: str, rank: int, mesh: Mesh) -> str:
+    if mesh.shares:
+        return f"{what}, share {rank}"
     return f"{what}, pp rank {rank}" if mesh.pp > 1 else what
 
 

@@ -129,7 +129,7 @@ def check_on(program: Path, device: str) -> dict[str, object]:
 
 def measure(model: str) -> None:
     """Print the cost of planning one family as JSON; a process of its own, so that its peak memory is its own."""
-    from autoplan.search.solve import solve
+    from autoplan.search.solve import minimize
     from autoplan.sharding import shard_graph
     from autoplan.space import load_rules
     from autoplan.trace import model_source, trace_model
@@ -142,7 +142,7 @@ def measure(model: str) -> None:
 
     def counted(problem):
         sizes.append(len(problem.costs))
-        return solve(problem, time_limit_s=None)
+        return minimize(problem, time_limit_s=None)
 
     started_s = time.perf_counter()
     shard_graph(graph, degree=2, rules=load_rules(), prices=prices(graph, 2), solve=counted)

@@ -294,7 +294,7 @@ def plan_of(folder: Path) -> dict:
 
 def prediction_of(folder: Path) -> dict:
     estimate = json.loads((folder / "plan.json").read_text())["best"]["estimate"]
-    names = ("allocated_bytes", "reserved_bytes")
+    names = ("allocated_bytes", "needed_bytes")
     largest = {f"predicted_{name}": max(estimate[name]) for name in names}
     return {"predicted_step_s": estimate["step_s"]} | largest
 

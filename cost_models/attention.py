@@ -1,4 +1,16 @@
-"""Fused attention. Flash attention: no score matrix in memory, backward recomputes it (5 products instead of 2)."""
+"""Fused attention. Flash attention: no score matrix in memory, backward recomputes it (5 products instead of 2).
+
+What may be split, beside the batch:
+
+    heads     of query, key, value alike; of the query alone, where there are few key heads (`_few_key_heads`)
+    rows      of the query, which is context parallelism: key and value whole on every rank, their gradients partial
+              sums. Where the sequence is split, that is an all-gather of key and value, and a reduce-scatter back.
+
+Heads between two all-to-alls of a split sequence are the other known form of context parallelism (Ulysses), and take
+no rule of their own. Keys are never split: there is no ring, on which they travel while ranks compute. Under a causal
+mask the last rows have most to do; there ranks exchange rows first, so that each has early and late ones, and exchange
+the results back.
+"""
 
 from collections.abc import Iterator
 
@@ -17,7 +29,8 @@ _BACKWARD_FRACTION = 0.46
 def _attention(op: Op, operands: Specs) -> str:
     """q, k, v [, mask]. With grouped queries k and v have fewer heads; both head counts are then split alike.
 
-    Queries may be split too (the scores of one need no other), unless a causal mask counts their positions.
+    Rows of the query may be split too (the scores of one need no other), with those of a mask. A causal mask counts
+    their positions: then that takes a function (`_causal_rows`).
     """
     q, k, v = (spec.shape for spec in operands[:3])
     leading, rows = dim_names(len(q) - 2), "s^" if _is_causal(op) else "s"
@@ -50,6 +63,21 @@ def _few_key_heads(op: Op, operands: Specs, result: TensorSpec, degree: int) -> 
         yield Strategy((sharded(1), V, V, *mask), sharded(1), is_split=True, function="grouped_attention_of_rank")
 
 
+def _causal_rows(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    """Rows of the query under a causal mask, where each has a key of its own; two runs of them for every rank."""
+    q, k, *rest = operands
+    n_rows, n_keys = q.shape[-2], k.shape[-2]
+    is_square = len(rest) == 1 and n_rows == n_keys and isinstance(n_rows, int)
+    if _is_causal(op) and is_square and n_rows % (2 * degree) == 0:
+        rows = sharded(len(q.shape) - 2)
+        yield Strategy((rows, V, V), rows, is_split=True, function="causal_attention_of_rows", exchanged=(0, -1))
+
+
+def _own(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
+    yield from _few_key_heads(op, operands, result, degree)
+    yield from _causal_rows(op, operands, result, degree)
+
+
 def _has_heads(mask: TensorSpec, n_heads: int) -> bool:
     return len(mask.shape) == 4 and mask.shape[1] == n_heads
 
@@ -68,21 +96,25 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     return 2 * n_matrices * s * t * (e + v) // (2 if _is_causal(op) else 1)
 
 
-def _statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    """One float32 log-sum-exp per query row."""
-    return operands[0].n_elements(batch_size) // int(extent_at(operands[0].shape[-1], 1)) * _STATISTICS_BYTES
+def _kept_inside(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    """One float32 log-sum-exp per query row; and the results of other ranks' rows, before they are exchanged."""
+    query, value = operands[0], operands[2]
+    n_rows = query.n_elements(batch_size) // int(extent_at(query.shape[-1], 1))
+    is_exchanged = _is_causal(op) and query.shape[-2] != op.outputs[0].shape[-2]
+    results = TensorSpec((*query.shape[:-1], value.shape[-1]), query.dtype)
+    return n_rows * _STATISTICS_BYTES + (results.n_bytes(batch_size, precision) if is_exchanged else 0)
 
 
 RULES = {
     "aten.scaled_dot_product_attention.default": OpRule(
         equation=_attention,
-        strategies=_few_key_heads,
+        strategies=_own,
         flops=_flops,
         backward_flops_ratio=2.5,
         backward_bytes_ratio=2.0,
         n_backward_kernels=3,
         saves=(0, 1, 2, -1),
-        extra_saved_bytes=_statistics,
+        extra_saved_bytes=_kept_inside,
         efficiency="matmul",
         rate_fraction=_FORWARD_FRACTION,
         backward_rate_fraction=_BACKWARD_FRACTION,

@@ -4,7 +4,17 @@
 
 Every expert may be split inside, as any product is. Or whole experts go to ranks (expert parallelism): each rank
 computes the rows of its own experts, between two products of the same rows in layout E, and the results sum to the
-whole.
+whole. Both are splits over the tensor-parallel ranks, so the expert degree is the tensor-parallel degree. Attention
+need not be split by heads over these ranks: with the sequence split between blocks it may have whole weights, and some
+of the tokens on each rank (see `attention`), as under data parallelism. The batch is never split over them.
+
+How tokens then reach their experts depends on how the model says it:
+
+    sorted (here)       all-gather of the tokens, reduce-scatter of the results; every rank sorts all tokens. An
+                        all-to-all is out of reach: [batch, tokens] becomes one dim of rows, which cannot be split along
+                        the tokens, and `sort` and the reads in its order need all rows.
+    slots, in einsums   "bgtec,bgtm->ebgcm" and its like, with groups of tokens along the sequence: groups are split,
+                        and then experts: one all-to-all there, one back. It takes no rule but that of `einsum`.
 """
 
 from collections.abc import Iterator
@@ -15,12 +25,19 @@ from autoplan.rules import OpRule, Specs, Strategy
 
 
 def _grouped_flops(op: Op, operands: Specs, batch_size: int) -> int:
-    """Every row meets one expert's matrix."""
-    return 2 * op.outputs[0].n_elements(batch_size) * operands[1].at(batch_size)[1]
+    """Every row meets one expert's matrix. The experts of a rank get their share of the rows: routing is balanced."""
+    rows, weight, *ends = operands
+    count = 2 * rows.n_elements(batch_size) * weight.at(batch_size)[-1]
+    return count * weight.at(batch_size)[0] // ends[0].at(batch_size)[0] if _is_by_rows(operands) else count
+
+
+def _is_by_rows(operands: Specs) -> bool:
+    """Whether groups of rows are multiplied, each by a matrix of its own; there are other forms of the operator."""
+    return len(operands) == 3 and len(operands[1].shape) == 3
 
 
 def _own_experts(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:
-    if len(operands) == 3 and len(operands[1].shape) == 3:
+    if _is_by_rows(operands):
         experts = sharded(0)
         yield Strategy((V, experts, V), E, is_split=True, function="own_experts_mm")
         yield Strategy((E, experts, V), P, is_split=True, function="own_experts_mm")

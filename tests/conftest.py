@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from autoplan.answer import Answer, Workload
-from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan, StagePlan, TimelineEvent
+from autoplan.parallel_plan import OUTSIDE_ALLOCATOR, Breakdown, Estimate, Mesh, Plan, StagePlan, TimelineEvent
 from autoplan.search.result import Candidate, Rejection, Remedy, SearchResult
 from autoplan.units import GiB
 
@@ -54,13 +54,13 @@ TIMELINE = (
 
 
 def make_estimate(*, breakdown: Breakdown = BREAKDOWN, peaks_gib: tuple[float, float] = (5.0, 8.0)) -> Estimate:
-    reserved = tuple(round(peak * GiB) for peak in peaks_gib)
+    needed = tuple(round(peak * GiB) for peak in peaks_gib)
     return Estimate(
         step_s=breakdown.total_s,
         breakdown=breakdown,
-        allocated_bytes=tuple(size - GiB for size in reserved),
-        reserved_bytes=reserved,
-        memory_parts_bytes=tuple((("state", size - GiB), ("context", GiB)) for size in reserved),
+        allocated_bytes=tuple(size - GiB for size in needed),
+        needed_bytes=needed,
+        memory_parts_bytes=tuple((("state", size - GiB), (OUTSIDE_ALLOCATOR, GiB)) for size in needed),
         memory_limit_bytes=10 * GiB,
         timeline=TIMELINE,
     )

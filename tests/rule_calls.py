@@ -465,6 +465,10 @@ CALLS = {
         lambda x, w: F.scaled_dot_product_attention(*[heads(x * w, 4)] * 3, is_causal=True),
         [(12,)],
     ),
+    "attention of 12 rows": (  # which make two runs on each of 3 ranks
+        lambda x, w: F.scaled_dot_product_attention(*[(x * w).transpose(1, 2)] * 3, is_causal=True, scale=0.5),
+        [(12,)],
+    ),
     "attention to all": (lambda x, w: F.scaled_dot_product_attention(*[heads(x * w, 4)] * 3), [(12,)]),
     "attention with masks": (masked_attention, [(12,), (1, 4, 8, 8)]),
     "attention of 4 heads, 2 key heads": grouped(4, 2, is_causal=True),

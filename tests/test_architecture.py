@@ -27,7 +27,8 @@ TORCH_PLACES = (
     "autoplan/measure_links.py",
     "autoplan/measure_pipeline.py",
     "autoplan/measure_sharding.py",
-    "autoplan/rule_discovery.py",
+    "autoplan/overlaid_graph.py",
+    "autoplan/rule_trials.py",
     "autoplan/runtime/",
 )
 SOLVER_PLACES = ("autoplan/search/second_solver.py", "autoplan/search/solve.py")

@@ -256,10 +256,10 @@ def bad_step(bad_rank, value, is_fused):
     model_file = SimpleNamespace(build_model=tiny_gpt.build_model, loss_fn=loss_fn, build_optimizer=build_optimizer)
     model = ParallelModel(Config(**FSDP), model_file, mesh=mesh)
     model.n_steps = 11
-    model.step(tiny_gpt.make_batch(model.config.local_batch_size))
+    model.step(tiny_gpt.make_batch(model.config.global_batch_size // model.config.dp))
     before = [tensor.clone() for tensor in trained_tensors(model)]
     try:
-        model.step(tiny_gpt.make_batch(model.config.local_batch_size))
+        model.step(tiny_gpt.make_batch(model.config.global_batch_size // model.config.dp))
     except FloatingPointError as error:
         return str(error), all(map(torch.equal, trained_tensors(model), before))
     return "", False

@@ -18,6 +18,7 @@ import pytest
 import autoplan
 from autoplan import api, cli, errors, verify
 from autoplan.answer import Answer, answer_to_json
+from autoplan.answering import model_name
 from autoplan.option_checks import check_options, parse_fix, parse_overrides
 from autoplan.options import Options
 from autoplan.output_folder import report_files, write_folder
@@ -289,8 +290,8 @@ def test_fixing_what_a_model_does_not_have_exits_2(capsys) -> None:
 
 
 def test_reports_call_a_configuration_by_its_folder_and_a_model_file_by_its_name() -> None:
-    assert api.model_name("hf:models/llama-8b/config.json") == "hf:llama-8b/config.json"
-    assert api.model_name(Path("models/llama.py")) == "llama.py"
+    assert model_name("hf:models/llama-8b/config.json") == "hf:llama-8b/config.json"
+    assert model_name(Path("models/llama.py")) == "llama.py"
 
 
 def test_estimate_refuses_a_plan_file_without_a_plan_and_fix_beside_a_plan(

@@ -27,6 +27,10 @@ def two_rank_cases(model):
         "zero2": make_plan(model, dp=2, zero_stage=2, zero_shard_degree=2, n_micro_batches=2),
         "zero3": make_plan(model, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2),
         "zero3_recompute": make_plan(model, dp=2, zero_stage=3, zero_shard_degree=2, recompute="full"),
+        "zero1_generated": make_plan(model, dp=2, zero_stage=1, zero_shard_degree=2, generated=True),
+        "zero3_generated": make_plan(
+            model, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2, recompute="full", generated=True
+        ),
         "pp2": make_plan(model, pp=2, micro_batch_size=2, n_micro_batches=4),
         "pp2_gpipe_recompute": make_plan(model, pp=2, n_micro_batches=2, schedule="gpipe", recompute="half"),
         "pp2_interleaved": make_plan(model, pp=2, n_micro_batches=4, schedule="interleaved", n_chunks=2),

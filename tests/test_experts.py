@@ -3,52 +3,88 @@
 import dataclasses
 from functools import partial
 
-import pytest
 import torch
-from distributed.families import family_plan
+from distributed.families import FEATURES, family_plan
 from distributed.launch import run_ranks
 from distributed.programs import check_programs, graph_of, prices, write_programs
 from torch.nn import functional as F
 
 from autoplan.layout import parse_layout, sharded
 from autoplan.runtime.experts import use_float64_grouped_products
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
+from autoplan.split_names import splits
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+DEAR_S = 1.0  # beside prices of microseconds
 
 
-def expert_parallel_plan(degree):
-    """The plan when splitting an expert's weights otherwise is dear."""
-    graph = graph_of("mixture")
-    plain = prices(graph, degree)
+def expert_parallel_plan(model, feature, *, is_split_by_context=False):
+    """The plan when splitting an expert's weights otherwise is dear, and attention that is not split along its rows."""
+    graph, mesh = graph_of(model), FEATURES[feature]
+    plain = prices(graph, mesh["tp"])
 
     def is_expert_weight(spec):
         return spec.at(1) == spec.at(2) and len(spec.shape) == 3
 
+    def op_s(op, strategy):
+        is_dear = is_split_by_context and op.target == ATTENTION and strategy.result != sharded(2)
+        return plain.op_s(op, strategy) + DEAR_S * is_dear
+
     split_by_expert = dataclasses.replace(
         plain,
-        parameter_s=lambda spec, layout: float(is_expert_weight(spec) and layout != sharded(0)),
-        conversion_s=lambda spec, step: float(is_expert_weight(spec)),
+        op_s=op_s,
+        parameter_s=lambda spec, layout: DEAR_S * (is_expert_weight(spec) and layout != sharded(0)),
+        conversion_s=lambda spec, step: DEAR_S if is_expert_weight(spec) else plain.conversion_s(spec, step),
     )
     found = shard_graph(
         graph,
-        degree=degree,
+        degree=mesh["tp"],
         rules=load_rules(),
         prices=split_by_expert,
-        solve=partial(solve, time_limit_s=None),
+        solve=partial(minimize, time_limit_s=None),
     )
-    return dataclasses.replace(family_plan("mixture", f"TP {degree}"), shardings=found["R"])
+    return dataclasses.replace(family_plan(model, feature), shardings=found[mesh["sharding"]])
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_expert_parallelism_equals_one_process(tmp_path, degree):
-    plan = expert_parallel_plan(degree)
-    layouts = {name: parse_layout(text) for sharding in plan.shardings for name, text in sharding.values}
-    assert layouts["blocks.0.experts.up"] == layouts["blocks.0.experts.down"] == sharded(0)
-    rows = write_programs(tmp_path, {"case": ("mixture", plan)})
-    assert "own_experts_mm(" in (tmp_path / "parallel_case.py").read_text()
-    for differences in run_ranks(check_programs, degree, str(tmp_path), rows, 3):
-        assert max(max(step) for step in differences["case"]) <= 1e-9
+def layouts_of(plan):
+    return {name: parse_layout(text) for sharding in plan.shardings for name, text in sharding.values}
+
+
+def assert_exact(folder, plans):
+    """Trains each model under its plan; all take the same number of ranks. Returns the text of each program."""
+    rows = write_programs(folder, {model: (model, plan) for model, plan in plans.items()})
+    for differences in run_ranks(check_programs, *{plan.mesh.tp for plan in plans.values()}, str(folder), rows, 3):
+        for model, steps in differences.items():
+            assert max(max(step) for step in steps) <= 1e-9, model
+    return {model: (folder / f"parallel_{model}.py").read_text() for model in plans}
+
+
+def test_expert_parallelism_equals_one_process_on_four_ranks(tmp_path):
+    plan = expert_parallel_plan("mixture", "TP 4")
+    assert layouts_of(plan)["blocks.0.experts.up"] == layouts_of(plan)["blocks.0.experts.down"] == sharded(0)
+    assert "own_experts_mm(" in assert_exact(tmp_path, {"mixture": plan})["mixture"]
+
+
+def test_experts_and_sequence_split_over_the_same_ranks_equal_one_process(tmp_path):
+    """Each rank has a part of the tokens for attention, and some whole experts: tokens go to experts and come back."""
+    plans = {
+        model: expert_parallel_plan(model, "TP 2, split sequence", is_split_by_context=True)
+        for model in ("mixture", "capacity_mixture")
+    }
+    for plan in plans.values():
+        layouts = layouts_of(plan)
+        assert layouts["blocks.0.experts.up"] == layouts["blocks.0.experts.down"] == sharded(0)
+        assert layouts["scaled_dot_product_attention"] == sharded(2)
+    said = {model: splits(graph_of(model), plan) for model, plan in plans.items()}
+    assert "whole experts (expert parallelism)" in said["mixture"]
+    assert "stacks of weights matrix by matrix (of experts: expert parallelism)" in said["capacity_mixture"]
+    texts = assert_exact(tmp_path, plans)
+    # sorted by expert, tokens are gathered; with slots for them they are sent: [experts, batch, groups, slots, width]
+    assert "own_experts_mm(" in texts["mixture"]
+    assert "all_to_all(rows, 2, 0, self.tp)" in texts["capacity_mixture"]
+    assert "all_to_all(rows, 0, 2, self.tp)" in texts["capacity_mixture"]
 
 
 def test_grouped_products_in_float64_are_products_group_by_group():

@@ -1,5 +1,7 @@
 """Compressed reductions of gradients: against reductions by hand, torch's own DDP with its hook, and in training."""
 
+import contextlib
+import io
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,15 @@ from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.plan_checks import check_plan
-from autoplan.runtime import Config, ParallelModel, build_rank_mesh, global_batch, local_batch
+from autoplan.runtime import (
+    Checkpoints,
+    Config,
+    ParallelModel,
+    build_rank_mesh,
+    global_batch,
+    load_checkpoint,
+    local_batch,
+)
 from autoplan.runtime.construction import build_whole_model
 from autoplan.space import load_rules
 
@@ -145,31 +155,84 @@ def _training():
     return losses, torch.equal(*others)
 
 
+N_SAVED, N_MORE = 5, 3
+
+
+def _resumed(folder):
+    """Losses after a checkpoint: of the run that wrote it, of one that goes on, and of one in other blocks."""
+    config = Config(dp=2, precision="fp64", micro_batch_size=2, blocks=BLOCKS, **POWER_SGD)
+    mesh = build_rank_mesh(config, "cpu")
+
+    def started(config, path=None):
+        model = ParallelModel(config, tiny_gpt, mesh=mesh, learning_rate=1e-2)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            if path is not None:
+                load_checkpoint(model, path)
+        return model, said.getvalue()
+
+    def losses(model, n_steps):
+        return [model.step(_batch(tiny_gpt, config, model.n_steps)).item() for _ in range(n_steps)]
+
+    first, _ = started(config)
+    losses(first, N_SAVED)
+    checkpoints = Checkpoints(first, folder)
+    checkpoints.save()
+    path = checkpoints.wait()
+    checkpoints.close()
+    (second, said), (third, of_other_blocks) = started(config, path), started(replace(config, blocks=()), path)
+    return [losses(model, N_MORE) for model in (first, second, third)], said, of_other_blocks
+
+
+def _said_by_one_rank(folder):
+    model = ParallelModel(Config(precision="fp64"), tiny_gpt, mesh=build_rank_mesh(Config(), "cpu"))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        load_checkpoint(model, Path(folder, f"step-{N_SAVED:08d}"))
+    return said.getvalue()
+
+
 # ---------------------------------------------------------------- one launch for all that takes two ranks
 
 
-def _on_two_ranks():
-    return [_difference_from_hand(stage) for stage in (0, 1, 2, 3)], _differences_from_ddp(), _training()
+def _on_two_ranks(folder):
+    differences = [_difference_from_hand(stage) for stage in (0, 1, 2, 3)]
+    return differences, _differences_from_ddp(), _training(), _resumed(folder)
 
 
 @pytest.fixture(scope="module")
-def by_rank():
-    return run_ranks(_on_two_ranks, 2)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder):
+    return run_ranks(_on_two_ranks, 2, str(folder))
 
 
 def test_bf16_gradients_are_those_rounded_and_reduced_by_hand_under_every_zero_stage(by_rank):
-    assert max(difference for of_stages, _, _ in by_rank for difference in of_stages) <= 1e-9
+    assert max(difference for of_stages, *_ in by_rank for difference in of_stages) <= 1e-9
 
 
 def test_power_sgd_trains_as_torch_ddp_with_its_own_hook(by_rank):
-    for _, rows, _ in by_rank:
+    for _, rows, *_ in by_rank:
         assert max(of_ddp for of_ddp, _ in rows) <= 1e-9
         assert max(of_whole for _, of_whole in rows) > 1e-4  # what both do is another thing than the whole gradient
 
 
 def test_a_training_with_power_sgd_converges_and_replicas_stay_equal(by_rank):
-    for _, _, (losses, are_equal) in by_rank:
+    for _, _, (losses, are_equal), _ in by_rank:
         assert are_equal and losses[-1] < 0.2 * losses[0]
+
+
+def test_a_run_with_power_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(by_rank):
+    for *_, ((undisturbed, resumed, in_other_blocks), said, _) in by_rank:
+        assert resumed == undisturbed and said == ""
+        assert in_other_blocks[0] == pytest.approx(undisturbed[0], abs=1e-9)  # the loss before the first reduction
+        assert abs(in_other_blocks[-1] - undisturbed[-1]) > 1e-6  # which are whole
+
+
+def test_under_another_plan_or_number_of_ranks_what_power_sgd_remembers_is_dropped_and_that_is_said(by_rank, folder):
+    lines = [said for *_, (_, _, said) in by_rank] + run_ranks(_said_by_one_rank, 1, str(folder))
+    assert ["is dropped, and their steps are counted from 0" in line for line in lines] == [True, False, True]
 
 
 def _pipeline_on_four_ranks():

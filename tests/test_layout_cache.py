@@ -35,8 +35,8 @@ def solved(monkeypatch):
         calls.append(model)
         return solve(model, **limits)
 
-    solve = space.solve
-    monkeypatch.setattr(space, "solve", counted)
+    solve = space.minimize
+    monkeypatch.setattr(space, "minimize", counted)
     return calls
 
 

@@ -39,7 +39,8 @@ def seeded_net():
 
 
 def parallel_losses(fixes):
-    """On one rank: three losses under each fix, and the plan's degrees."""
+    """On one rank: three losses under each fix, and the plan's degrees; the process keeps its number of threads."""
+    torch.set_num_threads(3)
     found = []
     for fix in fixes:
         options = {"global_batch": 8, "precision": "fp64", "fix": tuple(fix.items()), "device_type": "cpu"}
@@ -49,6 +50,7 @@ def parallel_losses(fixes):
         own = slice(model.mesh.dp_rank * share, (model.mesh.dp_rank + 1) * share)
         losses = [model.step((inputs[own], targets[own])).item() for _ in range(3)]
         found.append((losses, (model.config.dp, model.config.tp, model.config.pp)))
+    assert torch.get_num_threads() == 3
     return found
 
 

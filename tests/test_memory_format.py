@@ -22,7 +22,8 @@ from autoplan.measured_profile import parse_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.plan_checks import check_plan
-from autoplan.profiling import results_table, run_measurements, start_process
+from autoplan.processes import start_process
+from autoplan.profiling import results_table, run_measurements
 from autoplan.report import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images
@@ -63,7 +64,7 @@ def checked_and_watched(root, rows):
         parallel = importlib.import_module(f"parallel_{name}") if is_rewritten else None
         mesh = runtime.build_rank_mesh(config, "cpu")
         model = runtime.ParallelModel(config, model_file, parallel, mesh=mesh, overrides=overrides)
-        batch = model_file.make_batch(config.local_batch_size)
+        batch = model_file.make_batch(config.micro_batch_size * config.n_micro_batches)
         with ConvolutionInputs() as inputs:
             model.step(batch)
         orders[name] = inputs.found

@@ -6,111 +6,41 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import permutations, product
 from pathlib import Path
 
 import pytest
-from brute_force import Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
+from brute_force import all_stages, random_toy, with_space
+from distributed.programs import EXAMPLES
+from mixed_toys import EXACT, best_of_all, best_s, layered, mixed_space, two_toys
 
 from autoplan import api
 from autoplan.answer import answer_from_json, answer_to_json
-from autoplan.cost.mixed import between_s, joined, make_mixed_pricer
+from autoplan.cluster_space import mixed_space as real_mixed_space
+from autoplan.cost.between import between_s
+from autoplan.cost.mixed import joined, make_mixed_pricer
 from autoplan.cost.price import make_pricer
-from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, PlanMismatchError, UsageError
 from autoplan.hardware import load_profile
 from autoplan.hardware_cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
 from autoplan.options import Options
-from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
+from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan
 from autoplan.report import plan_report
 from autoplan.report_explain import explain_report
+from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.mixed import search_mixed
-from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace, families
+from autoplan.search.mixed_meshes import families
 from autoplan.search.partition import best_partition
-from autoplan.search.result import SearchResult
 from autoplan.simulate import simulate
-from autoplan.space import load_rules
-
-EXACT = Options(max_micro_batch_size=2, top=1, require_optimal=True)
-
-
-def table_between(toys: tuple[Toy, ...], between_s: float, mesh: Mesh, groups: Groups) -> CostTable:
-    """The table of a toy pipeline; a transfer from group to group takes `between_s`."""
-    tables = [toys[own.group].price(mesh) for own in groups]
-    cuts = tuple(between_s if legal else None for legal in toys[0].space.cuts)
-    return joined(tables, [own.n_ranks for own in groups], [cuts] * (len(groups) - 1), per_step_s=0.02)
-
-
-def mixed_space(toys: tuple[Toy, ...], between_s: float = 0.1) -> MixedSpace:
-    def plan(mesh: Mesh, groups: Groups, stages: tuple[StagePlan, ...]) -> Plan:
-        return Plan(mesh=mesh, stages=stages, groups=groups)
-
-    return MixedSpace(
-        groups=tuple(GroupSpace(toy.space, toy.price, make_plan) for toy in toys),
-        pipelines=toys[0].space,
-        price=lambda mesh, groups: table_between(toys, between_s, mesh, groups),
-        make_plan=plan,
-    )
-
-
-def slower(toy: Toy, rng: random.Random) -> Toy:
-    """The same model on other devices: each kind of segment slower or faster by a factor of its own, other memory."""
-    costs = []
-    for cost in toy.kind_costs:
-        speed, names = rng.uniform(0.4, 3.0), ("forward_s", "backward_s", "weight_backward_s")
-        costs.append(replace(cost, **{name: getattr(cost, name) * speed for name in names}))
-    return replace(
-        toy,
-        kind_costs=tuple(costs),
-        overlap_slowdown=rng.choice([1.0, 1.3, 1.7]),
-        memory_limit_bytes=int(toy.memory_limit_bytes * rng.uniform(0.4, 2.0)),
-    )
-
-
-def two_toys(seed: int, *, n_devices: int = 2) -> tuple[Toy, Toy]:
-    rng = random.Random(seed)
-    toy = random_toy(seed, n_segments=rng.randint(3, 5), n_devices=n_devices)
-    return toy, slower(toy, rng)
-
-
-def toy_pipelines(toys: tuple[Toy, ...]) -> Iterator[tuple[Mesh, Groups]]:
-    """Every pipeline over both groups of two devices: (ranks of each, tp, dp), micro-batch, ZeRO and schedule."""
-    batch = toys[0].space.global_batch
-    shapes = [(1, 1, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)]
-    for order, (first, second, tp, dp), size in product(permutations((0, 1)), shapes, (1, 2)):
-        n, pp = batch // dp // size, first + second
-        for zero, schedule in product(range(4) if dp > 1 else (0,), ("1f1b", "gpipe")):
-            if n * size * dp != batch or (schedule == "1f1b" and n < pp) or pp > toys[0].space.n_pieces:
-                continue
-            sharding = "a" if tp > 1 else ""
-            mesh = Mesh(pp, dp, tp, zero, dp if zero else 1, size, n, schedule, 1, sharding)
-            yield mesh, (GroupRanks(order[0], first), GroupRanks(order[1], second))
-
-
-def best_of_all(toys: tuple[Toy, Toy], between_s: float) -> float | None:
-    """The least step time of any plan that fits, by trying."""
-    times = [best_by_trying(toy, EXACT) for toy in toys]
-    for mesh, groups in toy_pipelines(toys):
-        table = table_between(toys, between_s, mesh, groups)
-        estimates = (simulate(table, stages) for stages in all_stages(toys[0], mesh))
-        times.append(min((item.step_s for item in estimates if item.fits), default=None))
-    return min((step_s for step_s in times if step_s is not None), default=None)
-
-
-def best_s(result: SearchResult) -> float:
-    assert result.status in ("optimal", "infeasible")
-    return float("inf") if result.best is None else result.best.estimate.step_s
-
+from autoplan.space import load_rules, priced_space
 
 # ------------------------------------------------------------------------------------------------------ brute force
 
 
 @pytest.mark.parametrize("block", range(8))
 def test_the_plan_equals_brute_force_on_64_random_clusters(block: int) -> None:
-    n_over_both = 0
+    n_over_both = n_shared = 0
     for seed in range(8 * block, 8 * block + 8):
         toys, between_s = two_toys(seed), random.Random(seed).choice([0.0, 0.1, 0.5])
         want = best_of_all(toys, between_s)
@@ -120,7 +50,8 @@ def test_the_plan_equals_brute_force_on_64_random_clusters(block: int) -> None:
             assert result.best is not None
             assert best_s(result) == pytest.approx(want, rel=1e-6), seed
             n_over_both += len(result.best.plan.groups) == 2
-    assert n_over_both > 0
+            n_shared += bool(result.best.plan.mesh.shares)
+    assert n_over_both >= n_shared > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -178,22 +109,31 @@ def test_more_hosts_in_any_group_are_never_slower(seed: int, group: int) -> None
     assert few.best is None or more.best.estimate.step_s <= few.best.estimate.step_s * (1 + 1e-6)
 
 
+@pytest.mark.nightly
+def test_more_devices_of_either_kind_never_make_a_real_plan_slower(tmp_path: Path) -> None:
+    text, graph = (EXAMPLES / "a100_v100.toml").read_text(), api.trace_model(EXAMPLES / "llama.py")
+    options = Options(global_batch=4096, precision="fp16")
+
+    def step_s(n_a100_hosts: int, n_v100_hosts: int) -> float:
+        file = tmp_path / f"{n_a100_hosts}_{n_v100_hosts}.toml"
+        hosts = text.replace("n_hosts = 8", f"n_hosts = {n_a100_hosts}")
+        file.write_text(hosts.replace("n_hosts = 4", f"n_hosts = {n_v100_hosts}"))
+        space = real_mixed_space(graph, load_cluster(file), options, global_batch=4096)
+        return best_s(search_mixed(space, options=options))
+
+    a100 = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=64), options, global_batch=4096)
+    alone = search(a100.space, price=a100.price, options=options, make_plan=a100.make_plan)
+    both_s = step_s(64, 64)
+    assert both_s <= best_s(alone)
+    for fewer in ((32, 64), (64, 32)):
+        assert both_s <= step_s(*fewer) * (1.0 + GOOD_ENOUGH)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_order_of_the_groups_in_the_file_changes_nothing(seed: int) -> None:
     toys = two_toys(seed)
     one, other = (search_mixed(mixed_space(own), options=EXACT) for own in (toys, toys[::-1]))
     assert best_s(one) == pytest.approx(best_s(other), rel=1e-9)
-
-
-def layered(n_layers: int, *, layer_s: float) -> Toy:
-    """A model of equal layers on one device, with room for everything."""
-    toy = random_toy(0, n_segments=n_layers, n_devices=1, global_batch=16, tight=False)
-    costs = tuple(
-        replace(cost, forward_s=layer_s, backward_s=2 * layer_s, launch_forward_s=0.0, launch_backward_s=0.0)
-        for cost in toy.kind_costs[:1]
-    )
-    toy = replace(toy, kind_costs=costs, cut_s=0.0, memory_limit_bytes=2**50)
-    return with_space(toy, kinds=(0,) * n_layers, cuts=(True,) * (n_layers - 1), n_devices_per_host=1)
 
 
 def test_a_group_twice_as_fast_gets_twice_the_layers() -> None:

@@ -14,10 +14,10 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_profile
+from autoplan.op_strategies import legal_strategies
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
-from autoplan.sharding import legal_strategies
 from autoplan.space import load_rules
 from autoplan.trace import model_source, trace_model
 

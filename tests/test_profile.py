@@ -21,8 +21,9 @@ from autoplan.measured_profile import MeasuredProfile, SegmentTime, parse_profil
 from autoplan.options import Options
 from autoplan.output_folder import write_folder
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
+from autoplan.processes import start_process
 from autoplan.profile_folder import value_ranges
-from autoplan.profiling import results_table, run_measurements, start_process
+from autoplan.profiling import results_table, run_measurements
 from autoplan.report import plan_report
 from autoplan.segment_key import WHOLE, assignment_key, content_key
 from autoplan.space import price_plan, priced_space
@@ -101,6 +102,29 @@ def test_every_kind_is_measured_at_every_degree_and_micro_batch(measured, proble
             assert {row["segment"] for row in rows} == names, (degree, size)
     assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in segment_rows(measured.rows))
     assert [row["what"] for row in measured.rows].count("optimizer") == 1
+
+
+def test_the_ops_of_every_kind_are_measured_once_at_the_largest_micro_batch(measured, problem) -> None:
+    lines = [row for row in measured.rows if row["what"] == "ops"]
+    segments = {(row["content"], row["assignment"], row["tp"]) for row in segment_rows(measured.rows)}
+    assert {(row["content"], row["assignment"], row["tp"]) for row in lines} == segments and len(lines) == len(segments)
+    assert all(row["status"] == "measured" and row["micro_batch_size"] == max(BATCHES) for row in lines)
+    (block,) = (row for row in lines if row["segment"] == "blocks.0" and row["tp"] == 1)
+    # 2 samples x 16 tokens of width 32: query, key and value in one product, and back; four times as wide, and back
+    products = {tuple(map(tuple, op["shapes"]))[1]: op for op in block["ops"] if op["op"] == "aten::linear"}
+    assert set(products) == {(96, 32), (32, 32), (128, 32), (32, 128)}
+    assert all(op["n_calls"] == 1 and op["forward_s"] > 0 and op["backward_s"] > 0 for op in products.values())
+    # with tensor parallelism the collectives of the block are not among its ops
+    assert not any(op["op"].startswith("_") for row in lines for op in row["ops"])
+    assert len(problem.measured.ops) == len(lines)
+
+
+def test_a_plan_sets_the_measured_ops_beside_the_computed_ones(problem) -> None:
+    blocks = next(found for found in api.solve(problem).ops if found.segment == "blocks.0")
+    assert (blocks.n_segments, blocks.micro_batch_size) == (2, 2)
+    products = [row for row in blocks.ops if row.op == "aten::linear"]
+    assert len(products) == 4 and all(row.shapes for row in products)
+    assert all(row.measured.total_s > 0 and row.computed.total_s > 0 for row in products)
 
 
 def test_each_line_says_what_it_depends_on(measured) -> None:

@@ -78,7 +78,7 @@ def test_why_not_of_what_the_plan_has_says_so(asked) -> None:
 def test_why_not_of_what_does_not_fit_says_by_how_much_and_where(asked) -> None:
     # 2 % of a GiB above the context and workspaces of a device: only plans that shard their state fit
     problem, answer = asked
-    fixed_bytes = dict(answer.best.estimate.memory_parts_bytes[0])["fixed"]
+    fixed_bytes = dict(answer.best.estimate.memory_parts_bytes[0])["context_and_communicators"]
     small = _with_device(problem, memory_bytes=fixed_bytes + 2**20)
     text = why_not_report(questions.why_not(small, answer, fix=(("zero", "0"),)))
     assert "it is proved that no plan with dp=4, pp=1, zero=0 fits" in text
@@ -125,7 +125,7 @@ def test_sensitivity_says_which_plan_more_memory_would_allow(asked) -> None:
     fix = (("dp", "1"), ("tp", "1"), ("pp", "1"))
     free = replace(problem, options=replace(problem.options, fix=fix, global_batch=2**16))
     best = api.decide(free).best
-    tight = _with_device(free, memory_bytes=max(best.estimate.reserved_bytes) - 1)
+    tight = _with_device(free, memory_bytes=max(best.estimate.needed_bytes) - 1)
     chosen = api.decide(tight).best
     memory = next(row for row in questions.sensitivity(tight, api.decide(tight)) if row.change == "+1 GiB of memory")
     assert memory.step_s == pytest.approx(best.estimate.step_s)
@@ -157,7 +157,7 @@ def test_an_infeasible_answer_comes_with_remedies_that_fit(asked) -> None:
         replace(problem, options=replace(problem.options, fix=(("dp", "8"), ("pp", "1"), ("tp", "1"), ("zero", zero))))
         for zero in "03"
     )
-    needed_bytes = [max(api.decide(item).best.estimate.reserved_bytes) for item in (whole, eighth)]
+    needed_bytes = [max(api.decide(item).best.estimate.needed_bytes) for item in (whole, eighth)]
     found = api.solve(_with_device(whole, memory_bytes=sum(needed_bytes) // 2))
     assert (found.result.status, found.result.closest.stage) == ("infeasible", 0)
     first = found.result.remedies[0]

@@ -244,7 +244,7 @@ def test_rows_beside_the_page_are_the_figures_of_the_answer(answer: Answer) -> N
     chosen = content["candidates"][0]
     assert (chosen["name"], chosen["pp"], chosen["step_s"], chosen["fits"]) == ("chosen", 2, 1.6, True)
     assert sum(chosen[f"{part}_s"] for part in PARTS) == pytest.approx(chosen["step_s"])
-    assert [row["reserved_bytes"] for row in content["memory"]] == [5 * GiB, 8 * GiB]
+    assert [row["needed_bytes"] for row in content["memory"]] == [5 * GiB, 8 * GiB]
     moments = list(csv.DictReader(io.StringIO(files["memory_over_time.csv"])))
     assert [int(row["allocated_bytes"]) for row in moments] == [GiB, 4 * GiB, 7 * GiB, 2 * GiB]
 
@@ -295,7 +295,7 @@ def _large(answer: Answer, *, n_ranks: int, n_micro_batches: int, n_spans: int) 
         small,
         step_s=1.0,
         allocated_bytes=(7 * GiB,) * n_ranks,
-        reserved_bytes=(8 * GiB,) * n_ranks,
+        needed_bytes=(8 * GiB,) * n_ranks,
         memory_parts_bytes=(small.memory_parts_bytes[1],) * n_ranks,
         timeline=tuple(events),
     )

@@ -20,9 +20,9 @@ from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.graph import GraphFacts, extent_at
 from autoplan.layout import R, V, local_spec, sharded
+from autoplan.op_strategies import legal_strategies
 from autoplan.rules import forward_flops, operand_names
-from autoplan.runtime import collectives, experts
-from autoplan.sharding import legal_strategies
+from autoplan.runtime import attention, collectives, experts
 from autoplan.space import load_rules
 from autoplan.trace import module_source, trace_model
 
@@ -200,6 +200,14 @@ class Ranks:
         x.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
         self.barrier.wait()
 
+    def all_to_all_single(self, arriving, leaving, *, output_split_sizes, input_split_sizes, group):
+        self.tensors[group.rank()] = leaving.split(input_split_sizes)
+        self.barrier.wait()
+        found = torch.cat([sent[group.rank()] for sent in self.tensors])
+        assert [len(sent[group.rank()]) for sent in self.tensors] == output_split_sizes
+        arriving.copy_(found)
+        self.barrier.wait()
+
     def each(self, function):
         """function(group) on every rank; the results in order."""
         results, errors = [None] * self.degree, []
@@ -277,6 +285,7 @@ def check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=0.0)
 
     ranks = Ranks(degree)
     monkeypatch.setattr(collectives, "dist", ranks)
+    monkeypatch.setattr(attention, "dist", ranks)
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
     found = ranks.each(on_rank)
     for index, result in enumerate(expected):
@@ -345,6 +354,23 @@ def test_a_dim_cut_in_equal_pieces_may_be_sharded_in_as_many_blocks(name, dim):
     (op,) = [op for op in graph.ops if len(op.outputs) > 1]
     found = legal_strategies(graph.ops, facts.specs, facts.gradients, 2, RULES)[op]
     assert sharded(dim, 2) in [s.operands[0] for s in found]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_splits_a_product_does_its_share_of_it(name):
+    graph = traced(name)
+    for degree in DEGREES:
+        for op, strategies in strategies_of(graph, degree):
+            if op.target not in RULES or RULES[op.target].efficiency != "matmul":
+                continue
+            whole = tuple(graph.specs()[n] for n in operand_names(op))
+            total_flops = forward_flops(RULES[op.target], op, operands=whole, batch_size=BATCH)
+            for strategy in (s for s in strategies if s.is_split):
+                local = tuple(local_spec(spec, y, degree) for spec, y in zip(whole, strategy.operands, strict=True))
+                flops = forward_flops(RULES[op.target], op, operands=local, batch_size=BATCH, whole_operands=whole)
+                # padding is less than one row more per rank
+                assert total_flops <= degree * flops < 2 * total_flops, (op.target, strategy)
 
 
 def test_flops_of_products_and_attention_by_hand():

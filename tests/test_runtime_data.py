@@ -50,9 +50,13 @@ def test_steps_draw_different_batches_and_leave_the_random_state():
 
 def test_micro_batches_of_a_wrong_batch_are_refused_with_both_numbers():
     batch = local_batch(make_batch(12), config=CONFIG, dp_rank=1)
-    assert [inputs["ids"].tolist() for inputs, _ in micro_batches(batch, CONFIG)] == [[6, 7], [8, 9], [10, 11]]
+    assert [inputs["ids"].tolist() for inputs, _ in micro_batches(batch, CONFIG, dp_rank=1)] == [
+        [6, 7],
+        [8, 9],
+        [10, 11],
+    ]
     with pytest.raises(ValueError, match=r"\[5\] samples .* 3 micro-batches x 2 samples = 6"):
-        micro_batches(make_batch(5), CONFIG)
+        micro_batches(make_batch(5), CONFIG, dp_rank=1)
 
 
 def test_nested_values_keep_their_types():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autoplan.errors import InputError
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, check_steps, global_batch
-from autoplan.runtime.loss_average import mean_count, weigh
+from autoplan.runtime.loss_average import total_count, weigh
 from autoplan.semantics import check_loss_average, ignored_target
 from autoplan.trace import load_model_file, model_source, trace_model
 
@@ -126,7 +126,7 @@ def test_weights_turn_the_mean_over_micro_batches_into_the_mean_over_targets():
     # 3 targets count of the first, 1 of the second: the mean is 2, the weights are 3/2 and 1/2; (3 a + b) / 4.
     batches = [torch.tensor([[1, 2], [0, 9]]), torch.tensor([[9, 9], [9, 1]])]
     losses = torch.tensor([5.0, 1.0])
-    mean = mean_count(batches, ignored=9)
+    mean = total_count(batches, ignored=9) / 2
     weighted = [weigh(loss, targets, ignored=9, mean=mean) for loss, targets in zip(losses, batches, strict=True)]
     assert sum(weighted) / 2 == (3 * 5.0 + 1.0) / 4
 
@@ -142,7 +142,7 @@ def test_a_micro_batch_without_a_target_that_counts_adds_nothing_to_loss_and_gra
 
 def test_targets_that_are_no_integers_are_refused():
     with pytest.raises(ValueError, match="one tensor of integers"):
-        mean_count([torch.randn(2)], ignored=0)
+        total_count([torch.randn(2)], ignored=0)
 
 
 def family_graph(name):

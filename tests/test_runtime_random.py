@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
-from autoplan.runtime.random import grouped_attention_of_rank, rank_attention, rank_dropout
+from autoplan.runtime.attention import causal_attention_of_rows, grouped_attention_of_rank, rank_attention
+from autoplan.runtime.random import rank_dropout
 
 N, P_DROP, SEED = 40_000, 0.25, 7
 
@@ -61,6 +62,7 @@ def _check_attention(tp):
     for attention in (
         lambda: rank_attention(q, q, torch.ones_like(q), tp=tp, dropout_p=P_DROP),
         lambda: grouped_attention_of_rank(q, key, value, tp, dropout_p=P_DROP),
+        lambda: causal_attention_of_rows(q[:, :, :32], q, torch.ones_like(q), tp, dropout_p=P_DROP),
     ):
         torch.manual_seed(SEED)
         found = attention()

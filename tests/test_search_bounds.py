@@ -39,7 +39,7 @@ from autoplan.search.ranges import Segments
 from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.relaxed_step import RelaxedStep
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.simulate import simulate
 
 
@@ -188,7 +188,7 @@ def test_the_program_never_believes_a_plan_slower_than_it_is_and_accepts_what_fi
         estimate = simulate(table, stages)
         form = formulate(table, shape_of(table.mesh))
         _fix(form.model.lower, form.model.upper, form, stages)
-        solution = solve(form.model, time_limit_s=None)
+        solution = minimize(form.model, time_limit_s=None)
         if estimate.fits:
             assert solution.objective is not None
             assert solution.objective * form.unit_s <= estimate.step_s * (1 + 1e-7)
@@ -218,7 +218,7 @@ def test_a_shortfall_is_proof_that_no_plan_fits() -> None:
                 continue
             n_proofs += 1
             for stages in all_stages(toy, mesh):
-                assert max(simulate(table, stages).reserved_bytes) >= table.memory_limit_bytes + short_bytes
+                assert max(simulate(table, stages).needed_bytes) >= table.memory_limit_bytes + short_bytes
     assert n_proofs > 50
 
 
@@ -234,7 +234,7 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
         message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=8,
     )  # fmt: skip
-    assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).reserved_bytes == (8, 8)
+    assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).needed_bytes == (8, 8)
     assert shortfall_bytes(table) == 0
 
 
@@ -328,7 +328,7 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     _fix(form.model.lower, form.model.upper, form, stages)
     form.model.costs[form.total] = 0.0
     form.model.costs[form.times[BACKWARD, 0]] = 1.0
-    assert solve(form.model, time_limit_s=None).objective == pytest.approx(4.0 / form.unit_s)
+    assert minimize(form.model, time_limit_s=None).objective == pytest.approx(4.0 / form.unit_s)
 
 
 def test_an_unlimited_program_can_always_be_solved() -> None:
@@ -336,7 +336,7 @@ def test_an_unlimited_program_can_always_be_solved() -> None:
     form = formulate(table, shape_of(table.mesh))
     assert form.model.upper[form.total] == INFINITY
     # equal stages of 2 segments: (4 + 3) x 6 s + transfers there and back, 2 x 3 x 0.25 s, on the longest path
-    solution = solve(form.model, time_limit_s=None)
+    solution = minimize(form.model, time_limit_s=None)
     assert solution.objective is not None
     assert solution.objective * form.unit_s == pytest.approx(43.5)
 

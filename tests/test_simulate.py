@@ -13,7 +13,7 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import build_schedule, stage_ranks
 from autoplan.search.bounds import step_bound_s
 from autoplan.simulate import memory_over_time, simulate
-from autoplan.stage_pass import SegmentWork, replay_pass
+from autoplan.stage_pass import SegmentPass, replay_pass
 
 FREE = SegmentCost(*[0.0] * 10, *[0] * 5)
 
@@ -146,7 +146,7 @@ def test_hidden_communication_costs_the_slowdown():
 
 def test_gather_longer_than_compute_is_exposed_in_part():
     # gather 0 [0, 6], segment 0 [6, 10], gather 1 [6, 12], segment 1 [12, 16]; the pass computes 8 of 16 s
-    work = (SegmentWork(busy_s=4, gather_s=6),) * 2
+    work = (SegmentPass(busy_s=4, gather_s=6),) * 2
     times = replay_pass(work, slowdown=1.0)
     assert (times.elapsed_s, times.exposed_s, times.left_s) == (16, 8, 0)
     assert times.spans == (("gather", 0, 0, 6), ("gather", 1, 6, 12))
@@ -193,7 +193,7 @@ def test_gather_waits_for_the_reduction_before_it():
 
 def test_reductions_slower_than_compute_pile_up():
     # backward 1 + 1 s, each reduction 5 s: reduce 1 [1, 6], reduce 0 [6, 11], left over 10 - 1 = 9 at the end
-    work = (SegmentWork(busy_s=1, reduce_s=5),) * 2
+    work = (SegmentPass(busy_s=1, reduce_s=5),) * 2
     times = replay_pass(work, slowdown=1.0)
     assert (times.elapsed_s, times.exposed_s, times.left_s) == (2, 0, 9)
 
@@ -224,7 +224,7 @@ def tick(queue):
 seconds = st.integers(0, 5)
 
 
-@given(st.lists(st.builds(SegmentWork, seconds, seconds, seconds), min_size=1, max_size=5), seconds)
+@given(st.lists(st.builds(SegmentPass, seconds, seconds, seconds), min_size=1, max_size=5), seconds)
 def test_pass_agrees_with_a_replay_second_by_second(work, left_s):
     times = replay_pass(tuple(work), slowdown=1.0, left_s=left_s)
     assert (times.elapsed_s, times.left_s) == ticks_of(work, left_s=left_s)
@@ -406,7 +406,7 @@ def test_peak_memory_of_two_stages_by_hand():
     table = table_of(costs, mesh=pipeline(2, 4), reserved_ratio=1.25, reserved_fixed_bytes=50)
     estimate = simulate(table, (StagePlan(0, 2), StagePlan(2, 4)))
     assert estimate.allocated_bytes == (379, 787)
-    assert estimate.reserved_bytes == (524, 1034)
+    assert estimate.needed_bytes == (524, 1034)
     assert dict(estimate.memory_parts_bytes[1]) == {
         "state": 700,
         "workspaces": 0,
@@ -418,7 +418,7 @@ def test_peak_memory_of_two_stages_by_hand():
         "pending_gradients": 0,
         "working": 2,
         "fragmentation": 197,
-        "fixed": 50,
+        "context_and_communicators": 50,
     }
 
 
@@ -599,7 +599,7 @@ def test_doubling_all_times_doubles_the_step(plan):
         action_s=2 * table.action_s,
     )
     assert simulate(twice, stages).step_s == 2 * simulate(table, stages).step_s
-    assert simulate(twice, stages).reserved_bytes == simulate(table, stages).reserved_bytes
+    assert simulate(twice, stages).needed_bytes == simulate(table, stages).needed_bytes
 
 
 @given(plans())
@@ -626,7 +626,7 @@ def test_step_is_never_below_the_work_of_any_rank(plan):
 @given(plans())
 def test_memory_parts_sum_to_reserved_and_the_curve_peaks_at_allocated(plan):
     estimate = simulate(*plan)
-    assert [sum(n for _, n in parts) for parts in estimate.memory_parts_bytes] == list(estimate.reserved_bytes)
+    assert [sum(n for _, n in parts) for parts in estimate.memory_parts_bytes] == list(estimate.needed_bytes)
     assert all(n >= 0 for parts in estimate.memory_parts_bytes for _, n in parts)
     curves = memory_over_time(*plan)
     assert tuple(max(n for _, n in curve) for curve in curves) == estimate.allocated_bytes

@@ -15,7 +15,7 @@ import pytest
 import autoplan.search.solve as solve_module
 from autoplan.errors import SolverError
 from autoplan.search.linear_model import INFINITY, LinearModel
-from autoplan.search.solve import _quiet_stdout, solve
+from autoplan.search.solve import _quiet_stdout, minimize
 
 
 def knapsack() -> LinearModel:
@@ -28,21 +28,21 @@ def knapsack() -> LinearModel:
 
 
 def test_the_optimum_of_a_knapsack_is_found_with_its_bound() -> None:
-    solution = solve(knapsack(), time_limit_s=None)
+    solution = minimize(knapsack(), time_limit_s=None)
     assert (solution.status, solution.values, solution.objective) == ("optimal", (1.0, 0.0), -5.0)
     assert solution.bound == pytest.approx(-5.0)
 
 
 def test_the_relaxation_is_never_worse_than_the_integer_optimum() -> None:
     # b = 1 and a = 2/3: 4 + 10/3
-    relaxed = solve(knapsack(), time_limit_s=None, is_relaxed=True)
+    relaxed = minimize(knapsack(), time_limit_s=None, is_relaxed=True)
     assert relaxed.objective == pytest.approx(-4.0 - 10.0 / 3.0)
 
 
 def test_an_infeasible_model_has_a_status_and_no_values() -> None:
     model = knapsack()
     model.add_row("too much", [(0, 1.0), (1, 1.0)], lower=3.0)
-    solution = solve(model, time_limit_s=None)
+    solution = minimize(model, time_limit_s=None)
     assert (solution.status, solution.values, solution.objective) == ("infeasible", (), None)
 
 
@@ -50,7 +50,7 @@ def test_terms_of_one_column_in_one_row_are_added() -> None:
     model = LinearModel()
     x = model.add_column("x", cost=1.0, upper=9.0, is_integer=True)
     model.add_row("sum", [(x, 1.0), (x, 2.0)], lower=6.0)  # 3 x >= 6
-    assert solve(model, time_limit_s=None).values == (2.0,)
+    assert minimize(model, time_limit_s=None).values == (2.0,)
 
 
 # ----------------------------------------------------------- memory in MiB equals brute force (google/or-tools#5293)
@@ -88,14 +88,14 @@ def toy_planner(seed: int, largest: int) -> tuple[LinearModel, float | None]:
 def test_memory_rows_in_mib_give_the_optimum_of_brute_force() -> None:
     for seed in range(60):
         model, best = toy_planner(seed, largest=80_000)
-        solution = solve(model, time_limit_s=None)
+        solution = minimize(model, time_limit_s=None)
         assert (None if solution.objective is None else round(solution.objective)) == best, seed
 
 
 def test_a_row_in_bytes_is_refused_by_name_before_the_solver_sees_it() -> None:
     model, _ = toy_planner(0, largest=80 * 10**9)
     with pytest.raises(SolverError, match=r"row 'memory 0'.*2\*\*31.*coarser units"):
-        solve(model, time_limit_s=None)
+        minimize(model, time_limit_s=None)
 
 
 # --------------------------------------------------------------------------------------------- what must not get in
@@ -105,21 +105,21 @@ def test_a_nan_cost_names_its_column() -> None:
     model = knapsack()
     model.costs[1] = float("nan")
     with pytest.raises(SolverError, match="column 'b': cost is nan"):
-        solve(model, time_limit_s=None)
+        minimize(model, time_limit_s=None)
 
 
 def test_an_infinite_coefficient_names_its_row_and_column() -> None:
     model = knapsack()
     model.add_row("stage 3 memory", [(0, INFINITY)], upper=1.0)
     with pytest.raises(SolverError, match="row 'stage 3 memory': coefficient of 'a' is inf"):
-        solve(model, time_limit_s=None)
+        minimize(model, time_limit_s=None)
 
 
 def test_bounds_that_cross_name_their_column() -> None:
     model = knapsack()
     model.lower[0] = 2.0
     with pytest.raises(SolverError, match=r"column 'a': bounds \[2.0, 1.0\]"):
-        solve(model, time_limit_s=None)
+        minimize(model, time_limit_s=None)
 
 
 # ------------------------------------------------------------------------------------------------ what must not get out
@@ -168,7 +168,7 @@ def test_values_are_read_only_when_the_status_says_there_are_some(
     model = knapsack()
     if status == "infeasible":  # in truth, too: a second solver looks
         model.add_row("too much", [(0, 1.0), (1, 1.0)], lower=3.0)
-    solution = solve(model, time_limit_s=None)
+    solution = minimize(model, time_limit_s=None)
     assert (solution.status, solution.values) == (status, values or ())
     assert solution.bound == (None if status == "infeasible" else -6.0)
 
@@ -179,7 +179,7 @@ def test_values_are_read_only_when_the_status_says_there_are_some(
 def test_every_other_status_is_an_error_with_its_detail(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     monkeypatch.setattr(solve_module, "_run", lambda *_, **__: FakeResult(reason, values=None))
     with pytest.raises(SolverError, match=f"{reason}: the detail"):
-        solve(knapsack(), time_limit_s=None)
+        minimize(knapsack(), time_limit_s=None)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_answer_that_breaks_the_model_is_refused(
     fake = FakeResult("OPTIMAL", values=values, objective=objective)
     monkeypatch.setattr(solve_module, "_run", lambda *_, **__: fake)
     with pytest.raises(SolverError, match=message):
-        solve(knapsack(), time_limit_s=None)
+        minimize(knapsack(), time_limit_s=None)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_an_answer_that_breaks_the_model_is_refused(
 def test_a_second_solver_refutes_what_is_wrongly_proved(monkeypatch: pytest.MonkeyPatch, wrong: FakeResult) -> None:
     monkeypatch.setattr(solve_module, "_run", lambda *_, **__: wrong)
     with pytest.raises(SolverError, match="CP-SAT found a better solution"):
-        solve(knapsack(), time_limit_s=None)
+        minimize(knapsack(), time_limit_s=None)
 
 
 def test_a_second_solver_does_not_object_to_a_limit_met_to_the_last_digit() -> None:
@@ -216,9 +216,9 @@ def test_a_second_solver_does_not_object_to_a_limit_met_to_the_last_digit() -> N
     count = model.add_column("count", upper=9.0, is_integer=True)
     model.add_row("path", [(total, 1.0), (count, -0.5)], lower=1.0)
     model.add_row("enough", [(count, 1.0)], lower=3.0)
-    assert solve(model, time_limit_s=None).objective == pytest.approx(2.5)  # 1 + 0.5 x 3, its own limit
+    assert minimize(model, time_limit_s=None).objective == pytest.approx(2.5)  # 1 + 0.5 x 3, its own limit
     model.upper[total] = 2.5 * (1.0 - 1e-7)
-    assert solve(model, time_limit_s=None).status in ("infeasible", "optimal")  # within the tolerance of HiGHS
+    assert minimize(model, time_limit_s=None).status in ("infeasible", "optimal")  # within the tolerance of HiGHS
 
 
 def test_a_refusal_by_the_solver_shows_its_true_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_a_refusal_by_the_solver_shows_its_true_text(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(mathopt, "solve", refuse)
     with pytest.raises(SolverError, match="HiGHS is not linked in"):
-        solve(knapsack(), time_limit_s=None)
+        minimize(knapsack(), time_limit_s=None)
 
 
 def test_native_output_does_not_reach_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from distributed.launch import run_folder
 import autoplan.runtime
 from autoplan.codegen.train_script import train_script
 from autoplan.runtime.learning_rate import LearningRate
-from autoplan.runtime.metrics import EvaluationRecord, MetricLog, StepRecord, Workload
+from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 
 CHECKOUT = Path(__file__).parent.parent
 TEXT = CHECKOUT / "examples" / "data" / "stories.txt"
@@ -96,7 +96,7 @@ def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):
 
 
 def test_mfu_is_given_on_the_planned_device_only():
-    workload = Workload(flops_per_sample=2 * 10**12, peak_flops_per_s=1e13, device="Toy 1T")
+    workload = PlannedFigures(flops_per_sample=2 * 10**12, peak_flops_per_s=1e13, device="Toy 1T")
     # 8 samples/s x 2 TFLOP / (4 devices x 10 TFLOP/s) = 0.4
     assert workload.mfu(8.0, n_devices=4, device="Toy 1T") == pytest.approx(0.4)
     assert workload.mfu(8.0, n_devices=4, device="Toy 2T") is None

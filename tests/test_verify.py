@@ -11,7 +11,16 @@ from autoplan.answer import Answer, allocated_interval_bytes, step_interval_s
 from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.output_folder import report_files, write_folder
 from autoplan.units import GiB
-from autoplan.verify import ALLOCATED, RESERVED, STEP, Verification, outside_text, verification_text, verify_folder
+from autoplan.verify import (
+    ALLOCATED,
+    NEEDED,
+    RESERVED,
+    STEP,
+    Verification,
+    outside_text,
+    verification_text,
+    verify_folder,
+)
 
 AGREES = {"loss": 1e-15, "gradient": 1e-14, "parameter": 0.0}
 # 0.9 + 0.1 + (0.05 + 0.05) + 0.3 + 0.2 = 1.6 s; the other ranks began their optimizer earlier
@@ -94,11 +103,19 @@ def test_memory_is_judged_per_pipeline_rank_by_its_largest_rank(folder: Path, an
 
 
 def test_reserved_memory_is_compared_without_what_the_allocator_does_not_see(folder: Path) -> None:
-    found = _verified(folder, peak_reserved_bytes_per_rank=[5 * GiB, 4 * GiB, 8 * GiB, 8 * GiB])
+    sizes = [4 * GiB, 3 * GiB, 7 * GiB, 7 * GiB]
+    found = _verified(folder, peak_reserved_bytes_per_rank=sizes, outside_allocator_bytes_per_rank=[GiB] * 4)
     reserved = [item for item in found.comparisons if item.what.startswith(RESERVED)]
-    # the estimate's "fixed" part is left out; the toy plan has none, so 5 and 8 GiB
+    # the toy plan needs 5 and 8 GiB, of which 1 GiB is the context's
     assert [item.difference for item in reserved] == [0.0, 0.0]
     assert all(item.is_inside is None for item in reserved)
+    needed = [(item.predicted, item.measured) for item in found.comparisons if item.what.startswith(NEEDED)]
+    assert needed == [(5 * GiB, 5 * GiB), (8 * GiB, 8 * GiB)]
+
+
+def test_what_is_needed_is_not_measured_where_a_program_did_not_look(folder: Path) -> None:
+    found = _verified(folder, peak_reserved_bytes_per_rank=[4 * GiB] * 4)
+    assert [item.measured for item in found.comparisons if item.what.startswith(NEEDED)] == [None, None]
 
 
 def test_components_are_those_of_the_rank_that_was_waited_for(folder: Path) -> None:

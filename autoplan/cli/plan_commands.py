@@ -27,8 +27,8 @@ from .shared_options import (
 
 if TYPE_CHECKING:
     from autoplan.answer import Answer
-    from autoplan.api import Problem
     from autoplan.betterments import SensitivityRow
+    from autoplan.problem import Problem
 
 
 @click.command("plan")

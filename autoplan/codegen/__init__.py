@@ -2,14 +2,14 @@
 
 train.py            the program
 model.py            the user's file as it is
-parallel_model.py   the model rewritten for one rank; only with tensor or pipeline parallelism
+parallel_model.py   the model rewritten for one rank; with tensor or pipeline parallelism, or where it is faster
 runtime/            copied as it is from `autoplan.runtime`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
 from autoplan.options import POWERSGD_START_STEP
-from autoplan.parallel_plan import Execution, Plan
+from autoplan.parallel_plan import Execution, Plan, StagePlan
 from autoplan.rules import OpRule
 from autoplan.semantics import ignored_target
 
@@ -44,7 +44,7 @@ def generate(
     """The program of a plan; `header` becomes the docstring of train.py.
 
     `model_text` is the user's model file, `overrides` the arguments of its build_model, `workload` the fields of
-    `runtime.metrics.Workload`, `device_bytes` what the program is expected to reserve, per pipeline rank; it refuses
+    `runtime.PlannedFigures`, `device_bytes` what the program is expected to reserve, per pipeline rank; it refuses
     devices that have less.
     """
     found = {
@@ -71,7 +71,7 @@ def runtime_files() -> dict[str, str]:
 def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
     """The fields of `runtime.config.Config` for a plan."""
     mesh = plan.mesh
-    recomputed = [graph.segments[i].module_path for stage in plan.stages for i in stage.recomputed]
+    recomputed = tuple(dict.fromkeys(name for stage in plan.program_stages for name in _recomputed(graph, stage)))
     # Where forward branches on data, ranks may call different blocks: then all parameters are one group.
     blocks = [s.module_path for s in graph.segments if s.is_block and not graph.is_module_level]
     return {
@@ -82,13 +82,14 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "zero_shard_degree": mesh.zero_shard_degree,
         "micro_batch_size": mesh.micro_batch_size,
         "n_micro_batches": mesh.n_micro_batches,
+        **_share_values(graph, plan),
         "schedule": mesh.schedule,
         "n_chunks": mesh.n_chunks,
         "precision": plan.precision,
         "compile": mesh.compile,
         "batch_norm": plan.batch_norm,
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
-        "recompute": tuple(dict.fromkeys(recomputed)),
+        "recompute": recomputed,
         "blocks": tuple(dict.fromkeys(blocks)),
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
         **_loss_values(graph, plan),
@@ -96,6 +97,20 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
+
+
+def _recomputed(graph: OpGraph, stage: StagePlan) -> tuple[str, ...]:
+    """Names of the modules that a stage recomputes."""
+    return tuple(dict.fromkeys(graph.segments[index].module_path for index in stage.recomputed))
+
+
+def _share_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """Those of shares of the batch, each with what it recomputes where that differs."""
+    if not plan.mesh.shares:
+        return {}
+    recomputed = tuple(_recomputed(graph, stage) for stage in plan.stages)
+    own = {"share_recompute": recomputed} if len(set(recomputed)) > 1 else {}
+    return {"shares": tuple(map(astuple, plan.mesh.shares)), **own}
 
 
 def _compression_values(plan: Plan) -> dict[str, Any]:

@@ -197,8 +197,13 @@ FUNCTIONS: dict[str, Printer] = {
     "vocab_parallel_embedding": printers.split_embedding,
     "vocab_parallel_cross_entropy": printers.split_cross_entropy,
     "grouped_attention_of_rank": printers.grouped_attention,
+    "causal_attention_of_rows": printers.causal_rows,
     "own_experts_mm": printers.own_experts,
 }
 
 # The module of the runtime that holds a function of `FUNCTIONS`, where it is not `collectives`.
-FUNCTION_MODULES = {"own_experts_mm": "experts", "grouped_attention_of_rank": "random"}
+FUNCTION_MODULES = {
+    "own_experts_mm": "experts",
+    "grouped_attention_of_rank": "attention",
+    "causal_attention_of_rows": "attention",
+}

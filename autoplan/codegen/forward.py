@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
+from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.codegen.value_names import ValueNames, operator_name
 from autoplan.graph import COMPUTE, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
 from autoplan.layout import Conversion, Layout, R, conversion, local_spec
-from autoplan.rules import OpRule, Strategy, operand_names
+from autoplan.rules import OpRule, Strategy, exchanged_specs, operand_names
 from autoplan.semantics import drop_probability
 from autoplan.sharding import SegmentLayouts
 
@@ -41,6 +42,7 @@ class ForwardContext:
         facts: of the graph.
         names: what values would like to be called.
         read: values that some op reads, or that leave the graph.
+        scattered: values that are made dense as soon as they are there, see `memory_order`.
         deferred: (product of a chunked loss, keywords of its call), if the plan has one.
         imports: (module of the runtime, name) of what was used; grows while the functions are written.
     """
@@ -54,6 +56,7 @@ class ForwardContext:
     read: frozenset[str]
     buffers: frozenset[str]
     imports: set[tuple[str, str]]
+    scattered: frozenset[str] = frozenset()
     deferred: tuple[str, str] | None = None
 
     @classmethod
@@ -70,7 +73,8 @@ class ForwardContext:
         read = frozenset(name for op in graph.ops for name in op.input_names()) | {*graph.model_outputs, graph.loss}
         buffers = frozenset(parameter.name for parameter in graph.parameters if parameter.is_buffer)
         facts, names = GraphFacts.of(graph), ValueNames.of(graph)
-        return cls(graph, rules, degree, precision, facts, names, read, buffers, set(), deferred)
+        scattered = scattered_outputs(graph)
+        return cls(graph, rules, degree, precision, facts, names, read, buffers, set(), scattered, deferred)
 
 
 @dataclass(slots=True)
@@ -162,14 +166,14 @@ def _op_line(
         if stand_in in names_in(template):
             template = template.replace(f"{stand_in}.", f"{placeholder(len(reads))}.")
             reads.append(like)
-    rule = context.rules.get(op.target)
-    is_view = rule is not None and rule.is_view
+    rule, is_dense = context.rules.get(op.target), op.name in context.scattered
+    is_view = rule is not None and rule.is_view and not is_dense
     return Line(
-        template=template,
+        template=f"{template}.contiguous()" if is_dense else template,
         reads=tuple(reads),
         makes=tuple((result.name, "") for result in results),
         wishes=_wishes(context.names, results),
-        comment=_statistics_comment(context, strategy),
+        comment=_inner_comment(context, op, strategy),
         nests=_nests(context, op, rule, strategy, len(results)),
         is_view=is_view,
         has_effect=_has_effect(op),
@@ -220,7 +224,7 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         context.imports.add(("chunked_loss", "deferred_linear"))
         return text.replace("F.linear(", "deferred_linear(").removesuffix(")") + f", {context.deferred[1]})"
     if op.target == _ATTENTION and drop_probability(op) > 0 and strategy.result.kind == "S":
-        context.imports.add(("random", "rank_attention"))
+        context.imports.add(("attention", "rank_attention"))
         text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"
     return text
 
@@ -235,7 +239,12 @@ def _n_unpadded(context: ForwardContext, op: Op, strategy: Strategy) -> int | No
     return None
 
 
-def _statistics_comment(context: ForwardContext, strategy: Strategy) -> str:
+def _inner_comment(context: ForwardContext, op: Op, strategy: Strategy) -> str:
+    """What the function of a strategy communicates."""
+    exchanged = exchanged_specs(op, strategy, context.facts.specs)
+    if exchanged:
+        n_bytes = sum(spec.n_bytes(1, context.precision) for spec in exchanged)
+        return f"all-to-all of rows there and back, so that all ranks do as much: {n_bytes:,} bytes per sample each way"
     if not strategy.all_reduce_elements:
         return ""
     n_bytes = strategy.all_reduce_elements * (8 if context.precision == "fp64" else 4)

@@ -27,7 +27,7 @@ def parallel_model_text(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRul
     """The text of parallel_model.py for a plan with tensor or pipeline parallelism."""
     writer = writer_of(graph, plan, rules)
     blocks = [block_class(writer, segment) for segment in graph.first_of_kind().values() if segment.is_block]
-    stages = [stage_class(writer, index) for index in range(len(plan.stages))]
+    stages = [stage_class(writer, index) for index in range(len(plan.program_stages))]
     body = "\n\n\n".join([*blocks, *stages, loss_function(writer), runtime_tables(writer)])
     return f"{opening(writer, body)}\n\n\n{body}\n"
 
@@ -47,6 +47,7 @@ def opening(writer: Writer, body: str) -> str:
         "from torch.distributed import ProcessGroup",
         *(["from torch.nn import functional as F"] if needs_functional else []),
         "",
+        *import_lines("runtime.attention", _imported(writer, "attention")),
         *import_lines("runtime.chunked_loss", _imported(writer, "chunked_loss")),
         *import_lines("runtime.collectives", _imported(writer, "collectives")),
         *import_lines("runtime.experts", _imported(writer, "experts")),

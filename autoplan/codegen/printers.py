@@ -53,6 +53,12 @@ def grouped_attention(call: Call) -> str:
     return f"grouped_attention_of_rank({', '.join([*call.operands[:3], call.tp, *keywords])})"
 
 
+def causal_rows(call: Call) -> str:
+    """The same, for the query rows of one rank."""
+    keywords = [text for text in _attention_keywords(call) if not text.startswith("is_causal")]
+    return f"causal_attention_of_rows({', '.join([*call.operands[:3], call.tp, *keywords])})"
+
+
 def grouped_product(call: Call) -> str:
     """F.grouped_mm(rows, weight, offs=ends)."""
     rows, weight, *ends = call.operands

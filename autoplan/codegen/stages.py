@@ -19,7 +19,7 @@ from autoplan.sharding import SegmentLayouts
 
 def stage_class(writer: Writer, index: int) -> str:
     """The class `Stage<index>`."""
-    graph, stage = writer.graph, writer.plan.stages[index]
+    graph, stage = writer.graph, writer.plan.program_stages[index]
     segments = graph.segments[stage.start : stage.stop]
     paths = {s.module_path for s in segments if s.is_block}
     read = dict.fromkeys(name for s in segments for name in (foreign_parameters(s) if s.is_block else s.parameters))

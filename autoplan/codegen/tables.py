@@ -14,7 +14,8 @@ from autoplan.layout import R, can_shard, local_spec, parse_layout
 def runtime_tables(writer: Writer) -> str:
     """STAGES, BOUNDARIES, OUTPUTS, SHARDS and TIED."""
     graph, plan = writer.graph, writer.plan
-    stages = ", ".join(f"Stage{i}" for i in range(len(plan.stages))) + ("," if len(plan.stages) == 1 else "")
+    n_stages = len(plan.program_stages)
+    stages = ", ".join(f"Stage{i}" for i in range(n_stages)) + ("," if n_stages == 1 else "")
     tied = [p.aliases for p in graph.parameters if len(p.aliases) > 1 or _n_stages_with(writer, p.name) > 1]
     return "\n".join(
         [
@@ -29,7 +30,7 @@ def runtime_tables(writer: Writer) -> str:
 
 def _n_stages_with(writer: Writer, name: str) -> int:
     """In how many stages a weight lives; in several when a layer is called again further on."""
-    stages = (writer.graph.segments[stage.start : stage.stop] for stage in writer.plan.stages)
+    stages = (writer.graph.segments[stage.start : stage.stop] for stage in writer.plan.program_stages)
     return sum(any(name in segment.parameters for segment in segments) for segments in stages)
 
 
@@ -44,7 +45,7 @@ def _outputs_text(writer: Writer) -> str:
 
 
 def _boundaries_text(writer: Writer) -> str:
-    cuts = [writer.crossing(stage.start) for stage in writer.plan.stages[1:]]
+    cuts = [writer.crossing(stage.start) for stage in writer.plan.program_stages[1:]]
     return tuple_text([tuple_text([_boundary_text(writer, name) for name in crossing]) for crossing in cuts])
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 PLAN = Config(
 {config}
 )
-WORKLOAD = Workload(
+PLANNED = PlannedFigures(
 {workload}
 )
 MODEL_OVERRIDES = {overrides}
@@ -101,7 +101,7 @@ def main():
         reading |= {{"n_different": arguments.repeat_batches, "fills": arguments.fill_last_batch}}
         data = training_data(model_file, seed=arguments.seed, **reading)
         run = Run(model, arguments, data=data)
-        steps = train_steps(model, data, n_steps=arguments.steps, workload=WORKLOAD, trace=trace)
+        steps = train_steps(model, data, n_steps=arguments.steps, planned=PLANNED, trace=trace)
 
     done = []
     with log:
@@ -129,8 +129,8 @@ _CHECK_PLAINLY = """\
         config = dataclasses.replace(config, grad_compression="none")
 """
 _RUNTIME_NAMES = (
-    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "Run", "StepTrace",
-    "Workload", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
+    "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures", "Run",
+    "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
     "parse_steps", "start_process_group", "stop_process_group", "train_steps", "training_data", "watch_for_hangs",
     "write_records",
 )  # fmt: skip
@@ -147,7 +147,7 @@ def train_script(
     """The text of `train.py`.
 
     `header` is its docstring, `config` the fields of `runtime.Config` (those left out keep their defaults),
-    `workload` those of `runtime.Workload`, `overrides` the keyword arguments of `build_model`.
+    `workload` those of `runtime.PlannedFigures`, `overrides` the keyword arguments of `build_model`.
     Values are strings, numbers, booleans, None, and tuples of them.
     """
     imports = "import model as model_file\n" + ("import parallel_model\n" if has_parallel_model else "")

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from autoplan.cost.collectives import Group, send_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import N_GRAPHS
-from autoplan.graph import OpGraph, TensorSpec, crossing_values, invariant_values
+from autoplan.graph import GraphFacts, OpGraph, TensorSpec, crossings
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Mesh
@@ -54,11 +54,9 @@ def make_boundary_sizer(graph: OpGraph, precision: str) -> Callable[[int, str, i
 @lru_cache(maxsize=N_GRAPHS)
 def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
     """Per boundary: the values that cross it."""
-    specs, invariant = graph.specs(), invariant_values(graph)
-    return tuple(
-        tuple(specs[name] for name in crossing_values(graph, index, invariant=invariant))
-        for index in range(1, len(graph.segments))
-    )
+    facts = GraphFacts.of(graph)
+    of_segments = crossings(graph, invariant=facts.invariant)
+    return tuple(tuple(facts.specs[name] for name in names) for names in of_segments[1:])
 
 
 def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:

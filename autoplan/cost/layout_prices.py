@@ -12,8 +12,8 @@ from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import Op, OpGraph, TensorSpec
 from autoplan.hardware import NO_SHARDING, HardwareProfile
-from autoplan.layout import Conversion, Layout, local_spec
-from autoplan.rules import OpRule, Strategy
+from autoplan.layout import EXCHANGE, Conversion, Layout, local_spec
+from autoplan.rules import OpRule, Strategy, exchanged_specs
 from autoplan.sharding import ShardingPrices
 
 
@@ -36,7 +36,9 @@ def sharding_prices(
     def op_s(op: Op, strategy: Strategy) -> float:
         found = timed(context, local_op(context, op, strategy), batch_size)
         n_bytes = strategy.all_reduce_elements * batch_size * LOSS_STATISTIC_BYTES
-        return found.forward_s + found.backward_s + communication * context.tp_collective_s("all_reduce", n_bytes)
+        exchanged_s = sum(converted_s(spec, EXCHANGE) for spec in exchanged_specs(op, strategy, context.facts.specs))
+        reduced_s = communication * context.tp_collective_s("all_reduce", n_bytes)
+        return found.forward_s + found.backward_s + reduced_s + exchanged_s
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:
         n_elements = local_spec(spec, layout, degree).n_elements(1)

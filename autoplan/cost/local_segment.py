@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from autoplan.chunked_loss import is_sliceable
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
-from autoplan.layout import Conversion, Layout, R, V, conversion, local_spec
-from autoplan.rules import OpRule, Specs, Strategy, operand_names
+from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
+from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
 from autoplan.sharding import SegmentLayouts
 
 
@@ -76,7 +76,8 @@ class LocalSegment:
     """A segment on one rank.
 
     Attributes:
-        conversions: (global tensor, conversion) for every value that some use reads in another layout; each once.
+        conversions: (global tensor, conversion) for every value that some use reads in another layout, each once, and
+            for what ops exchange inside themselves.
         additions: (how often, tensor) of gradients that are added to others.
         loss_outputs: the model's outputs, where the loss needs them in another precision.
         inputs: its inputs that carry a gradient.
@@ -207,6 +208,8 @@ def _conversions(
         assert step is not None, (name, layouts.produced[name], layout)
         if step.function:
             found.append((context.facts.specs[name], step))
+    for op in context.graph.ops_of(segment):
+        found += [(spec, EXCHANGE) for spec in exchanged_specs(op, layouts.strategies[op.name], context.facts.specs)]
     return tuple(found)
 
 

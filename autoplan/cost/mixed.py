@@ -3,10 +3,13 @@
     pipeline ranks    0    1    2  |  3    4        rank r of group g: figures of g's devices, links and memory
     group             0    0    0  |  1    1        its cuts: sent over g's network, the last rank's over `between`
 
-A data- or tensor-parallel group never spans groups of hosts, so everything but three things is priced inside of one
-group: what the pipeline sends from group to group (`_between_cuts`), the norm of the gradient, and tied weights, which
-the first and the last stage sum (`_per_step_s`). At a boundary all dp x tp devices of a rank send at once and share
-`between`; the slowest network on the way counts.
+In a pipeline a data- or tensor-parallel group never spans groups of hosts, so everything but three things is priced
+inside of one group: what the pipeline sends from group to group (`_between_cuts`), the norm of the gradient, and tied
+weights, which the first and the last stage sum (`_per_step_s`). At a boundary all dp x tp devices of a rank send at
+once and share `between`; the slowest network on the way counts.
+
+Where data parallelism spans groups (`Mesh.shares`), the table of each has its own mesh, with its own micro-batches.
+Only the gradients, after they are reduced inside the groups, and their norm pass between them (`cost.between`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from autoplan.cost.between import Exchange, between_s
 from autoplan.cost.boundaries import Cuts, make_boundary_sizer, tied_elements, tied_weight_bytes
 from autoplan.cost.collectives import Group, send_s
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression
@@ -40,7 +44,7 @@ def make_mixed_pricer(
     loss: str | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> MixedPricer:
-    """A function that prices one mesh whose pipeline ranks are on these groups, in order."""
+    """A function that prices one mesh whose pipeline ranks, or shares of the batch, are on these groups, in order."""
     parts = [
         make_part_pricer(
             graph,
@@ -60,8 +64,16 @@ def make_mixed_pricer(
         ends = (cluster.groups[first], cluster.groups[second])
         return _between_cuts(sizes(tp, sharding, size), cluster.between, ends, n_devices=dp * tp)
 
+    @cache
+    def share(index: int, mesh: Mesh, n_groups: int) -> CostTable:
+        exchange = Exchange(cluster.between, n_groups, n_columns=mesh.zero_shard_degree * mesh.tp)
+        return parts[index](mesh, mesh.pp, exchange)
+
     def price(mesh: Mesh, groups: tuple[GroupRanks, ...]) -> CostTable:
-        tables = [parts[own.group](mesh, own.n_ranks) for own in groups]
+        if mesh.shares:
+            tables = [share(own.group, mesh.of_share(index), len(groups)) for index, own in enumerate(groups)]
+            return shared(mesh, tables, per_step_s=_per_step_s(tables, cluster.between, 0, n_devices=1))
+        tables = [parts[own.group](mesh, own.n_ranks, None) for own in groups]
         if len(groups) == 1:
             return tables[0]
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.dp
@@ -85,6 +97,12 @@ def joined(
     return replace(tables[0], rank_tables=tuple(ranks), action_s=min(table.action_s for table in tables))
 
 
+def shared(mesh: Mesh, tables: Sequence[CostTable], *, per_step_s: float) -> CostTable:
+    """One table of a mesh whose shares of the batch have these tables."""
+    tables = [replace(table, per_step_s=per_step_s) for table in tables]
+    return replace(tables[0], mesh=mesh, rank_tables=tuple(tables))
+
+
 def _between_cuts(
     sizes: tuple[int | None, ...], between: GroupLink, ends: tuple[HardwareProfile, ...], *, n_devices: int
 ) -> Cuts:
@@ -97,14 +115,6 @@ def _between_cuts(
 
     known = {n_bytes: seconds(n_bytes) for n_bytes in set(sizes) if n_bytes is not None}
     return tuple(None if n_bytes is None else known[n_bytes] for n_bytes in sizes)
-
-
-def between_s(n_bytes: float, between: GroupLink, *, n_devices: int) -> float:
-    """Time to send `n_bytes` from each of `n_devices` of a group to another one: latency + n_devices x size / rate."""
-    if n_bytes == 0:
-        return 0.0
-    rate = between.bytes_per_s_per_group * between.bus_efficiency
-    return between.latency_s + n_devices * n_bytes / rate
 
 
 def _per_step_s(tables: Sequence[CostTable], between: GroupLink, tied_bytes: int, *, n_devices: int) -> float:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from autoplan.cost.between import Exchange
 from autoplan.cost.collectives import Group
 from autoplan.cost.grad_compression import (
     NO_COMPRESSION,
@@ -91,12 +92,19 @@ class Placement:
         replicate: the ranks that have the same part.
         zero_stage: see `Mesh`.
         repeats: whether there are several micro-batches.
+        exchange: with the replicas in other groups of hosts; None where there are none.
     """
 
     shard: Group
     replicate: Group
     zero_stage: int
     repeats: bool
+    exchange: Exchange | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is more than one data-parallel rank."""
+        return self.shard.n_devices * self.replicate.n_devices > 1 or self.exchange is not None
 
     @property
     def accumulates(self) -> bool:
@@ -141,7 +149,7 @@ def parameter_cost(
     n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
     element, degree = element_bytes(context.precision), placement.shard.n_devices
     n_shard_elements = -(-n_elements // degree)
-    is_wrapped = degree * placement.replicate.n_devices > 1 or context.precision in ("bf16", "fp16")
+    is_wrapped = placement.is_divided or context.precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
     is_held = placement.zero_stage == 3 and not is_block
     reduced_bytes = element.reduced * n_shard_elements
@@ -270,4 +278,5 @@ def _reduce_s(context: ParameterContext, n_bytes: int, placement: Placement) -> 
     """Reduce-scatter inside the shard group, and all-reduce of the shards between replicas (once per step)."""
     scatter_s = context.collective_s("reduce_scatter", n_bytes, placement.shard)
     share_bytes = n_bytes / placement.shard.n_devices
-    return scatter_s, context.collective_s("all_reduce", share_bytes, placement.replicate)
+    replicas_s = context.collective_s("all_reduce", share_bytes, placement.replicate)
+    return scatter_s, replicas_s + (0.0 if placement.exchange is None else placement.exchange.seconds(share_bytes))

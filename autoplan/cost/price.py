@@ -14,12 +14,14 @@ shard axis stride tp, replicas stride tp * shard degree, and neighbouring stages
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
 from autoplan.chunked_loss import is_in_compiled
 from autoplan.cost.batch import make_batch_pricer
+from autoplan.cost.between import Exchange
 from autoplan.cost.boundaries import (
     Cuts,
     legal_cuts,
@@ -31,6 +33,7 @@ from autoplan.cost.collectives import Group, axis_group, collective_s, pair_grou
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction, execution_of
+from autoplan.cost.outside_allocator import outside_allocator_bytes
 from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
@@ -53,9 +56,6 @@ from autoplan.units import MiB
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
 
-# Assumed until measured on the target: device context and communication buffers of one process.
-CONTEXT_BYTES = 1024 * MiB
-COMMUNICATOR_BYTES = 256 * MiB
 # cuBLAS takes 32 MiB per handle on compute capability 9.0 (8 MiB before), and the threads of forward and of backward
 # have one each. The rest of 14 runs on 4 H200 once all else was counted
 # (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl) was 64 to 68 MiB.
@@ -73,7 +73,8 @@ LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
 Pricer = Callable[[Mesh], CostTable]
-PartPricer = Callable[[Mesh, int], CostTable]  # with so many of the mesh's pipeline ranks on this cluster
+# With so many of the mesh's pipeline ranks on this cluster, and replicas of its data-parallel ranks on others.
+PartPricer = Callable[[Mesh, int, Exchange | None], CostTable]
 
 
 def make_pricer(
@@ -103,7 +104,7 @@ def make_pricer(
         loss=loss,
         compression=compression,
     )
-    return lambda mesh: price(mesh, mesh.pp)
+    return lambda mesh: price(mesh, mesh.pp, None)
 
 
 def make_part_pricer(
@@ -117,7 +118,8 @@ def make_part_pricer(
     loss: str | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> PartPricer:
-    """Likewise, of a mesh with only some of its pipeline ranks, neighbours, on this cluster; others are elsewhere.
+    """Likewise, of a mesh with only some of its ranks on this cluster; others are elsewhere: further pipeline ranks,
+    or, with an exchange, further data-parallel ranks, which the mesh leaves out.
 
     The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
@@ -132,9 +134,10 @@ def make_part_pricer(
     batch = make_batch_pricer(graph, profile.device, precision)
     groups_of = cache(partial(_Groups.of, profile))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
+    blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
-    def price(mesh: Mesh, n_ranks: int) -> CostTable:
+    def price(mesh: Mesh, n_ranks: int, exchange: Exchange | None) -> CostTable:
         """The cost table of one mesh."""
         groups = groups_of(mesh.dp * mesh.tp * n_ranks, mesh.dp, mesh.tp, mesh.zero_shard_degree)
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
@@ -142,11 +145,11 @@ def make_part_pricer(
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
         work = (*layout, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
-        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1)
+        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1, exchange)
         copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(*layout, groups.stages)
         found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
-        lead_s = sum(found[segment.kind][0].lead_s for segment in graph.segments if segment.is_block)
+        lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(
             mesh=mesh,
             kinds=kinds,
@@ -159,7 +162,9 @@ def make_part_pricer(
             overlap_slowdown=profile.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
-            reserved_fixed_bytes=_fixed_bytes(mesh),
+            reserved_fixed_bytes=outside_allocator_bytes(
+                mesh, has_tied_weights=bool(tied), n_groups=1 if exchange is None else exchange.n_groups
+            ),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
             action_s=_action_s(mesh, profile.device, lead_s=lead_s),
@@ -331,12 +336,6 @@ def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
     n_transfers = 2 * (1 if mesh.n_stages == 2 else 2)
     host_s = n_actions * device.pipeline_action_s + n_transfers * device.pipeline_transfer_s
     return max(0.0, host_s - lead_s / mesh.n_stages) / n_actions
-
-
-def _fixed_bytes(mesh: Mesh) -> int:
-    """Context and communicators."""
-    n_communicators = sum(n > 1 for n in (mesh.pp, mesh.dp, mesh.tp))
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * n_communicators
 
 
 def _matrices(segment: LocalSegment, owned: frozenset[str]) -> tuple[Matrix, ...]:

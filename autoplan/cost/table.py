@@ -91,7 +91,8 @@ class CostTable:
         sources: per kind, one of SOURCES; empty when nothing was measured.
         rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
             `cut_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`, `per_step_s`,
-            what is gathered and reduced when) is the same in all of them and in this one.
+            what is gathered and reduced when) is the same in all of them and in this one. Where the mesh has shares of
+            the batch, one table per share, each with the mesh of that share.
         workspace_bytes: what libraries allocate once.
         message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
         action_s: what a rank waits for its host in every action of the pipeline, beside its segments; 0 without one.

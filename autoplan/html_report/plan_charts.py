@@ -95,8 +95,8 @@ def _step_text(candidate: Candidate) -> str:
 
 def _memory_parts_chart(estimate: Estimate) -> Chart:
     """The parts of the peak of each pipeline rank, of those with the least memory left where there are many."""
-    ranks = range(len(estimate.reserved_bytes))
-    tight = sorted(ranks, key=lambda rank: estimate.reserved_bytes[rank] - estimate.limit_bytes(rank), reverse=True)
+    ranks = range(len(estimate.needed_bytes))
+    tight = sorted(ranks, key=lambda rank: estimate.needed_bytes[rank] - estimate.limit_bytes(rank), reverse=True)
     series_of = _part_series(estimate)
     shown = sorted(tight[:MAX_RANKS])
     bars = []
@@ -106,7 +106,7 @@ def _memory_parts_chart(estimate: Estimate) -> Chart:
             for part, size in estimate.memory_parts_bytes[rank]
             if size > 0
         )
-        total = f"{estimate.reserved_bytes[rank] / GiB:.1f} of {estimate.limit_bytes(rank) / GiB:.1f} GiB"
+        total = f"{estimate.needed_bytes[rank] / GiB:.1f} of {estimate.limit_bytes(rank) / GiB:.1f} GiB"
         bars.append(Bar(f"pipeline rank {rank}", parts, total))
     names: dict[int, list[str]] = {}
     for part, number in series_of.items():

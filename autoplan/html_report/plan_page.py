@@ -121,7 +121,7 @@ def _basis(best: Candidate) -> str:
 
 def _decision(answer: Answer) -> list[tuple[str, str]]:
     fix = () if answer.request is None else answer.request.options.fix
-    return [*plan_rows(answer.best.plan), *([("asked for", fix_text(fix))] if fix else [])]
+    return [*plan_rows(answer.best.plan, answer.splits), *([("asked for", fix_text(fix))] if fix else [])]
 
 
 def _kinds_text(answer: Answer) -> str:

@@ -14,6 +14,7 @@ from autoplan.html_report.provenance import provenance_kind, trust_kind
 from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.plan_words import mesh_values
 from autoplan.report import BREAKDOWN_LABELS, REASONS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
@@ -101,11 +102,12 @@ def memory_table(answer: Answer) -> Table:
         every = [
             *(known.get(part, 0) for part in parts),
             estimate.allocated_bytes[rank],
-            estimate.reserved_bytes[rank],
+            estimate.allocator_bytes[rank],
+            estimate.needed_bytes[rank],
             estimate.limit_bytes(rank),
         ]
         rows.append(cells((str(rank), rank), *((f"{size / GiB:.2f}", float(size)) for size in every)))
-    header = ("rank", *(part.replace("_", " ") for part in parts), "allocated", "reserved", "limit")
+    header = ("rank", *(part.replace("_", " ") for part in parts), "allocated", "reserved", "needed", "limit")
     return Table(header, tuple(rows), frozenset(range(len(header))), COMPUTED)
 
 
@@ -179,7 +181,7 @@ def _candidate_record(answer: Answer, name: str, item: Candidate) -> Record:
     cost = cost_usd(answer, item)
     return {
         "name": name,
-        **{field: getattr(plan.mesh, field) for field in plan.mesh.__dataclass_fields__},
+        **mesh_values(plan.mesh),
         "recompute": plan.recompute,
         "precision": plan.precision,
         "fits": estimate.fits,
@@ -205,7 +207,8 @@ def _memory_records(answer: Answer) -> list[Record]:
             "rank": rank,
             **{f"{part}_bytes": size for part, size in parts},
             "allocated_bytes": estimate.allocated_bytes[rank],
-            "reserved_bytes": estimate.reserved_bytes[rank],
+            "reserved_bytes": estimate.allocator_bytes[rank],
+            "needed_bytes": estimate.needed_bytes[rank],
             "limit_bytes": estimate.limit_bytes(rank),
         }
         for rank, parts in enumerate(estimate.memory_parts_bytes)

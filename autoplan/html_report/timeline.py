@@ -110,21 +110,21 @@ def memory_chart(curves: Sequence[MemoryCurve], estimate: Estimate) -> Chart:
     parts = [_frame(n_ranks, lane, time)]
     n_most = max(2, MAX_POINTS // max(1, n_ranks))
     for rank, curve in enumerate(curves):
-        reserved, limit_bytes = estimate.reserved_bytes[rank], estimate.limit_bytes(rank)
+        needed, limit_bytes = estimate.needed_bytes[rank], estimate.limit_bytes(rank)
         bottom = LANES_TOP + lane * (rank + 1)
-        level = Axis(0, max(limit_bytes, reserved), bottom, bottom - lane * 0.86)
+        level = Axis(0, max(limit_bytes, needed), bottom, bottom - lane * 0.86)
         points = curve if len(curve) <= n_most else peaks(curve, span_s=estimate.step_s, n_buckets=n_most)
         most = max((size for _, size in curve), default=0)
-        told = f"pipeline rank {rank}: at most {most / GiB:.1f} GiB allocated, {reserved / GiB:.1f} reserved"
+        told = f"pipeline rank {rank}: at most {most / GiB:.1f} GiB allocated, {needed / GiB:.1f} needed"
         told += f" of {limit_bytes / GiB:.1f} GiB"
         parts.append(element("path", title(told), css="f0", d=_area(points, time, level)))
-        parts.append(line(time.start, level.at(reserved), time.stop, level.at(reserved), css=f"l3 dashed{thin}"))
+        parts.append(line(time.start, level.at(needed), time.stop, level.at(needed), css=f"l3 dashed{thin}"))
         parts.append(line(time.start, level.at(limit_bytes), time.stop, level.at(limit_bytes), css=f"limit{thin}"))
         if _is_labelled(rank, lane):
             y = min(bottom, level.at(limit_bytes) + TEXT_HEIGHT - 2)
-            parts.append(label(time.stop + 8, y, f"{reserved / GiB:.1f} of {limit_bytes / GiB:.1f} GiB", css="soft"))
+            parts.append(label(time.stop + 8, y, f"{needed / GiB:.1f} of {limit_bytes / GiB:.1f} GiB", css="soft"))
     top = LANES_TOP + lane * n_ranks + AXIS_HEIGHT
-    keys = [label(LEFT, top + 12, "Filled: allocated. Dashed: reserved at the peak. Red: what the device offers.")]
+    keys = [label(LEFT, top + 12, "Filled: allocated. Dashed: needed at the peak. Red: what the device offers.")]
     return Chart(
         name="memory",
         title="Memory over the step",

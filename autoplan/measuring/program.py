@@ -24,16 +24,17 @@ import torch
 
 from .generated import Compile, generated_builder
 from .memory import memory_of, n_more_copies
+from .ops import op_times
 from .optimizer import measure_optimizer
 from .own import OwnModel
 from .progress import Progress
-from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OWN, ResultCache, Row, key_of, read_results
-from .stand_ins import replace_collectives
+from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OPS, OWN, ResultCache, Row, key_of, read_results
+from .stand_ins import collective_names, replace_collectives
 from .timing import Call, Clock, Round, copies_s, round_times
 from .values import DTYPES
 
 SCHEMA_VERSION = 1
-SECONDS = 0.35
+SECONDS = 1.0
 BACKEND = "inductor"
 MAX_SPREAD = 0.10
 
@@ -62,6 +63,14 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
         eager = generated_builder(region, batch_size, run.dtype, device, None)
         told = memory_of(eager(), run.clock, seen)["collectives"]
     return _measured_calls(build, run.clock, seen, told=told)
+
+
+def measure_ops(task: dict[str, Any], region: dict[str, Any], run: Measuring) -> dict[str, Any]:
+    """Times of the ops of one eager segment, as a field of a result line; its collectives are left out."""
+    names = collective_names()
+    call = generated_builder(region, task["micro_batch_size"], run.dtype, run.clock.device, None)()
+    found = op_times(call, run.clock)
+    return {"status": "measured", "ops": [row for row in found if row["op"] not in names]}
 
 
 def _in_format(build: Callable[[], Call], memory_format: str) -> Callable[[], Call]:
@@ -121,7 +130,10 @@ def _driver() -> str:
 
 
 def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(fields that identify it, region) of everything to measure: optimizer, eager, compiled."""
+    """(fields that identify it, region) of everything to measure: optimizer, eager, compiled, ops.
+
+    Ops are measured at the largest micro-batch only, of generated code in contiguous memory.
+    """
     common = {"schema_version": SCHEMA_VERSION, "model": plan["model"], "precision": plan["precision"]}
     yield {**common, "what": "optimizer"}, {}
     names = ("segment", "content", "assignment", "tp", "boundary")
@@ -134,6 +146,10 @@ def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
             for module in (GENERATED,) if region["own"] is None else (GENERATED, OWN):
                 for batch_size in region["micro_batch_sizes"]:
                     yield {**common, **described, "module": module, "micro_batch_size": batch_size}, region
+    plain = {"compiled": False, "memory_format": CONTIGUOUS, "module": GENERATED}
+    for region in plan["regions"]:
+        described = {"what": OPS, **{name: region[name] for name in names}, **plain}
+        yield {**common, **described, "micro_batch_size": max(region["micro_batch_sizes"])}, region
 
 
 def measure(
@@ -222,6 +238,8 @@ def _measured(task: dict[str, Any], region: dict[str, Any], run: Measuring) -> d
     try:
         if not region:
             return measure_optimizer(run.dtype, run.clock)
+        if task["what"] == OPS:
+            return measure_ops(task, region, run)
         return measure_region(task, region, run)
     except torch.OutOfMemoryError:
         return {"status": "out of memory"}

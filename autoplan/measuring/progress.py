@@ -3,7 +3,7 @@
     [7/40] blocks.0, tp 2 S(1), micro-batch 4, compiled: forward 1.203 ms, backward 2.511 ms; about 3 min left
 
 The time left is that of the cases still to be measured; each is taken to need the mean of those measured so far that
-are compiled or not, as it is.
+are compiled, or of single ops, or neither, as it is.
 """
 
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from statistics import mean
 from typing import Any
 
-from .results import CONTIGUOUS, OWN, Row
+from .results import CONTIGUOUS, OPS, OWN, Row
 
 MINUTE_S = 60.0
 
@@ -44,8 +44,8 @@ class Progress:
         return f"[{self._n_done}/{self._n_cases}] {_described(row)}: {text}"
 
 
-def _way(row: Row) -> bool:
-    return bool(row.get("compiled"))
+def _way(row: Row) -> tuple[bool, bool]:
+    return bool(row.get("compiled")), row["what"] == OPS
 
 
 def _about(seconds: float) -> str:
@@ -59,12 +59,15 @@ def _described(row: Row) -> str:
     way = ", compiled" if row["compiled"] else ""
     way += f", {row['memory_format']}" if row["memory_format"] != CONTIGUOUS else ""
     way += ", own module" if row["module"] == OWN else ""
+    way += ", its ops" if row["what"] == OPS else ""
     return f"{row['segment']}, tp {row['tp']}{boundary}, micro-batch {row['micro_batch_size']}{way}"
 
 
 def _result(row: Row) -> str:
     if row["status"] not in ("measured", "noisy"):
         return f"{row['status']} {row.get('why', '')}".strip()
+    if row["what"] == OPS:
+        return f"{len(row['ops'])} of different kind or shape"
     if row["what"] == "optimizer":
         return f"{row['per_element_s'] * 1e12:.2f} ps per element"
     times = f"forward {row['forward_s'] * 1e3:.3f} ms, backward {row['backward_s'] * 1e3:.3f} ms"

@@ -15,6 +15,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+OPS = "ops"  # what a line is about that has the ops of a segment
 GENERATED, OWN = "generated", "own"  # whose module it is
 MEMORY_FORMATS = CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 PATIENCE_S = 10.0  # while another process writes

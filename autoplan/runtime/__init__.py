@@ -5,15 +5,15 @@ It is copied as it stands into the folder of a program.
     config, mesh           the plan, the process groups
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     collectives            tensor-parallel conversions with their gradients
-    experts, random        what else generated code calls
+    attention, experts, random                 what else generated code calls
     seeds                  where every random number of a run begins
     model_calls            the user's model and loss, whatever their inputs look like
     compiled, chunked_loss, memory_format, recompute, zero, grad_compression, pipeline, gradients, batch_norm,
     loss_average, unused
     parallel               ParallelModel: all of it in order, and one optimizer step
-    checkpoint*, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
-    learning_rate, loss_scale    what changes from step to step besides the weights
+    optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     data, loading, train         batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
@@ -37,7 +37,7 @@ from .mesh import (
     stop_process_group,
     world_size,
 )
-from .metrics import EvaluationRecord, MetricLog, StepRecord, Workload
+from .metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
@@ -70,7 +70,7 @@ __all__ = [
     "StepTrace",
     "TrainingData",
     "Weights",
-    "Workload",
+    "PlannedFigures",
     "WorldSizeError",
     "add_checkpoint_options",
     "attach",

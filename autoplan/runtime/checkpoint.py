@@ -1,6 +1,7 @@
 """Checkpoints of a training run: saved beside the training, found again, loaded under any plan.
 
     save   copy this rank's boxes to host memory  |  on a thread: write them, complete and rename the folder, remove old
+           beside the next step, see host_copies.py
     load   every rank reads the boxes that overlap its own, from whichever ranks wrote them
 
 No rank ever holds a whole model for it: host memory takes one copy of what the rank itself holds, which is kept for the
@@ -39,7 +40,10 @@ from .checkpoint_state import (
     MODEL,
     Values,
     buffer_pieces,
+    compression_pieces,
+    compression_to_fill,
     gathered,
+    has_compression,
     merged,
     optimizer_options,
     optimizer_pieces,
@@ -50,6 +54,7 @@ from .checkpoint_state import (
     restored_groups,
 )
 from .config import Config
+from .host_copies import HostCopies
 from .mesh import from_first_rank
 from .parallel import ParallelModel
 from .seeds import resumed_seed
@@ -94,22 +99,32 @@ class Checkpoints:
         self._group = host_group(model.config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
-        self._staged: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._prepared: Future[None] | None = None
+        self._copies = HostCopies(model.mesh.device)
         _prepare_folder(self.folder, self._group, is_first=model.mesh.rank == 0)
 
+    def prepare(self) -> None:
+        """Set host memory aside for the first save, on the thread; once the optimizer has taken a step."""
+        if self._prepared is None and self._model.mesh.device.type == "cuda":
+            pieces = self._lasting_pieces()[0]
+            self._prepared = self._thread.submit(self._copies.reserve, pieces)
+
     def save(self) -> None:
-        """Start to save the run as it is now; returns as soon as it is copied to host memory.
+        """Start to save the run as it is now.
+
+        It returns at once: the next update of the model waits until all is copied to host memory. Whoever changes
+        parameters in another way calls the model's `wait_for_copies` before.
 
         Raises: CheckpointError when the save before this one failed.
         """
         self.wait()
-        state_pieces, values = optimizer_pieces(self._model)
-        pieces = parameter_pieces(self._model) + state_pieces + random_pieces(self._model)[0]
-        if self._model.mesh.dp_rank == self._model.mesh.tp_rank == 0:
-            pieces += buffer_pieces(self._model)
-        staged = self._stage(pieces)
+        if self._prepared is not None:
+            self._prepared.result()
+        lasting, values = self._lasting_pieces()
+        copies, copied = self._copies.start(lasting, self._passing_pieces())
+        self._model.hold_update(copied)
         own = _RankState(optimizer_options(self._model), values)
-        self._under_way = self._thread.submit(self._write, staged, own, self._run_state())
+        self._under_way = self._thread.submit(self._write, copies, own, self._run_state())
 
     def wait(self) -> Path | None:
         """Wait until the save that is under way is complete; its folder.
@@ -139,6 +154,7 @@ class Checkpoints:
         """Complete what is under way."""
         self.wait()
         self._thread.shutdown()
+        self._copies.close()
 
     def _run_state(self) -> dict[str, Any]:
         return {
@@ -148,22 +164,19 @@ class Checkpoints:
             "extra": {name: value.state_dict() for name, value in self._extra.items()},
         }
 
-    def _stage(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces in host memory, which stays allocated for the next time; waits for the device."""
-        staged = []
-        for piece in pieces:
-            place = self._staged.get((piece.key, piece.offsets))
-            if place is None or place.shape != piece.tensor.shape or place.dtype != piece.tensor.dtype:
-                place = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
-                self._staged[piece.key, piece.offsets] = place
-            place.copy_(piece.tensor, non_blocking=True)
-            staged.append(Piece(piece.key, piece.whole_shape, piece.offsets, place))
-        if self._model.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self._model.mesh.device)
-        return staged
+    def _lasting_pieces(self) -> tuple[list[Piece], Values]:
+        """What only an update changes, and what of it is not a tensor."""
+        pieces, values = optimizer_pieces(self._model)
+        return parameter_pieces(self._model) + pieces, values
+
+    def _passing_pieces(self) -> list[Piece]:
+        is_first = self._model.mesh.dp_rank == self._model.mesh.tp_rank == 0
+        pieces = random_pieces(self._model)[0] + compression_pieces(self._model)
+        return pieces + (buffer_pieces(self._model) if is_first else [])
 
     def _write(self, pieces: Sequence[Piece], own: _RankState, run_state: Mapping[str, Any]) -> Path:
         """Write a checkpoint; runs on the thread, on all ranks together."""
+        self._copies.wait()
         step = run_state["run"]["n_steps"]
         part: Path = self._from_first(lambda: start_writing(self.folder, step))
         write_pieces(part, pieces, group=self._group)
@@ -221,12 +234,18 @@ def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[st
         is_same_mesh = all(state["plan"][field] == getattr(model.config, field) for field in _MESH_FIELDS)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: state.json is not what a program of this kind writes: {error!r}") from error
+    compressed, compressed_pieces = compression_to_fill(model, saved, state["plan"])
     own_random, generators = random_pieces(model)
     has_random = is_same_mesh and all(piece.key in saved for piece in own_random)
-    pieces += parameter_pieces(model) + buffer_pieces(model) + (own_random if has_random else [])
+    pieces += parameter_pieces(model) + buffer_pieces(model) + compressed_pieces + (own_random if has_random else [])
+    model.wait_for_copies()
     read_together(reader, pieces, model.config)
     model.optimizer.load_state_dict({"state": filled, "param_groups": groups})
     model.load_run_state(run)
+    for own, remembered in zip(filter(None, model.compressed), compressed, strict=False):
+        own.load(remembered)
+    if not compressed and (any(model.compressed) or has_compression(saved)) and model.mesh.rank == 0:
+        print(_dropped(path), file=sys.stderr)
     for name, value in (extra or {}).items():
         if name in extra_state:
             value.load_state_dict(extra_state[name])
@@ -234,6 +253,13 @@ def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[st
         restore_random(model, generators)
     else:
         torch.manual_seed(resumed_seed(torch.initial_seed(), n_steps=model.n_steps))
+
+
+def _dropped(path: Path) -> str:
+    return (
+        f"{path}: of another plan, so what compressed reductions had lost of gradients is dropped, and their steps are "
+        "counted from 0"
+    )
 
 
 def read_together(reader: IndexReader, pieces: Sequence[Piece], config: Config) -> None:

@@ -11,6 +11,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from .checkpoint_pieces import Piece
+
+N_THREADS = 4  # of a rank, that write or read
 
 # What an index consists of, by the module that defines it; element types and sizes of torch are added in `find_class`.
 _INDEX_CLASSES = {
@@ -64,8 +69,8 @@ def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup |
 
     Raises: CheckpointError on every rank when one fails.
     """
-    writer = FileSystemWriter(folder, thread_count=2)
-    with _failing_together(folder, group):
+    writer = FileSystemWriter(folder, thread_count=N_THREADS)
+    with _failing_together(folder, group), _without_checksums():
         save({}, storage_writer=writer, planner=_PieceWriter(pieces), process_group=group, no_dist=group is None)
 
 
@@ -76,6 +81,17 @@ def read_pieces(reader: IndexReader, pieces: Sequence[Piece], *, group: ProcessG
     """
     with _failing_together(reader.folder, group):
         load({}, storage_reader=reader, planner=_PieceReader(pieces), process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Inside, torch writes none: it reads none either, and they took nine tenths of the time (0.28 against 3 GB/s)."""
+    had_checksums = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(had_checksums)
 
 
 @contextmanager
@@ -113,6 +129,15 @@ class IndexReader(FileSystemReader):
                 raise CheckpointError(f"{path}: found {type(index).__name__}, expected the index of a checkpoint")
             self._index = index
         return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan wants, on several threads."""
+        parts = [LoadPlan(plan.items[first::N_THREADS]) for first in range(N_THREADS)]
+        with ThreadPoolExecutor(N_THREADS) as threads:
+            list(threads.map(super().read_data, parts, [planner] * N_THREADS))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """The saved tensors by key."""

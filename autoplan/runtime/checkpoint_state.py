@@ -5,6 +5,7 @@ tensors, under the keys that `torch.distributed.checkpoint` gives the user's own
     model.<name>                     parameters, frozen ones too, and persistent buffers
     optimizer.state.<name>.<entry>   the optimizer's state of one parameter, divided as the parameter is
     random.<rank>.<generator>        the random numbers of a rank; read again by the same mesh only
+    compressed.<rank>.<stage>.<..>   what compressed reductions of a rank remember; read again under the same plan only
 
 and a JSON object: numbers of the run, options of the optimizer by parameter, entries of its state that are not tensors.
 
@@ -31,6 +32,11 @@ from .zero import local_part
 
 MODEL = "model."
 OPTIMIZER = "optimizer.state."
+_COMPRESSED = "compressed."
+_COMPRESSION_FIELDS = (
+    "pp", "dp", "tp", "zero_stage", "zero_shard_degree", "n_chunks", "schedule", "precision", "blocks",
+    "grad_compression", "powersgd_rank",
+)  # fmt: skip
 Values = dict[str, dict[str, Any]]  # entries of the optimizer's state that are not tensors, by parameter
 
 
@@ -205,6 +211,57 @@ def _from_json(value: Any, current: Any) -> Any:
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value
+
+
+# ------------------------------------------------------------------ compressed reductions
+
+
+def compression_pieces(model: ParallelModel) -> list[Piece]:
+    """What the reductions of this rank remember from step to step."""
+    return [
+        piece
+        for index, compressed in enumerate(model.compressed)
+        if compressed is not None
+        for name, tensor in compressed.tensors().items()
+        for piece in pieces_of(_compression_key(model.mesh.rank, index) + name, tensor, whole_shape=tuple(tensor.shape))
+    ]
+
+
+def compression_to_fill(
+    model: ParallelModel, saved: Mapping[str, TensorStorageMetadata], plan: Mapping[str, Any]
+) -> tuple[list[dict[str, torch.Tensor]], list[Piece]]:
+    """What the reductions of each stage of this rank remembered, and the boxes to read into it.
+
+    Nothing, when the checkpoint is of another plan.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    pieces: list[Piece] = []
+    if not all(_as_list(plan.get(field)) == _as_list(getattr(model.config, field)) for field in _COMPRESSION_FIELDS):
+        return found, pieces
+    if not all(_compression_key(rank, 0) + "steps" in saved for rank in range(model.config.n_ranks)):
+        return found, pieces
+    for index in range(len(model.compressed)):
+        prefix, own = _compression_key(model.mesh.rank, index), dict[str, torch.Tensor]()
+        for key, entry in saved.items():
+            if key.startswith(prefix):
+                name = key.removeprefix(prefix)
+                own[name] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=model.mesh.device)
+                pieces += pieces_of(key, own[name], whole_shape=tuple(entry.size))
+        found.append(own)
+    return found, pieces
+
+
+def has_compression(saved: Iterable[str]) -> bool:
+    """Whether a checkpoint, by the keys of its tensors, holds what compressed reductions remember."""
+    return any(key.startswith(_COMPRESSED) for key in saved)
+
+
+def _compression_key(rank: int, stage: int) -> str:
+    return f"{_COMPRESSED}{rank}.{stage}."
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 # ------------------------------------------------------------------ random numbers

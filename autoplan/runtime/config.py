@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -25,6 +26,9 @@ class Config:
         zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         zero_shard_degree: over how many of the `dp` ranks that state is sharded; 1 exactly when `zero_stage` is 0.
         micro_batch_size: samples of one micro-batch on one data-parallel rank.
+        shares: where data-parallel ranks take different shares of a batch, in order of rank: how many ranks, their
+            micro_batch_size and n_micro_batches; the two fields are then those of the first. Empty where all are alike.
+        share_recompute: `recompute` of each of `shares`, where they differ.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble_v"; without effect when `pp` is 1.
         n_chunks: pipeline stages per rank.
         precision: "bf16", "fp16", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in float32.
@@ -40,7 +44,8 @@ class Config:
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
-        device_bytes: device memory that torch's allocator is expected to take, per pipeline rank; empty if not known.
+        device_bytes: device memory that torch's allocator is expected to take, per pipeline rank, or per share of the
+            batch; empty if not known.
         is_module_level: forward branches on data, so each rank may use other parameters; see `unused`.
     """
 
@@ -51,6 +56,8 @@ class Config:
     zero_shard_degree: int = 1
     micro_batch_size: int = 1
     n_micro_batches: int = 1
+    shares: tuple[tuple[int, int, int], ...] = ()
+    share_recompute: tuple[tuple[str, ...], ...] = ()
     schedule: str = "1f1b"
     n_chunks: int = 1
     precision: str = "fp32"
@@ -90,6 +97,21 @@ class Config:
             raise ValueError(f"{found}, expected none with schedule {self.schedule!r}, whose backward pass is split")
 
         self._check_compression()
+        if self.shares:
+            self._check_shares()
+
+    def _check_shares(self) -> None:
+        if sum(n_ranks for n_ranks, _, _ in self.shares) != self.dp:
+            raise ValueError(f"shares: found {self.shares}, expected ranks that are together dp = {self.dp}")
+        if self.share_recompute and len(self.share_recompute) != len(self.shares):
+            raise ValueError(f"share_recompute: found {self.share_recompute}, expected one of each of {self.shares}")
+        if any(n_ranks % self.zero_shard_degree for n_ranks, _, _ in self.shares):
+            raise ValueError(
+                f"zero_shard_degree: found {self.zero_shard_degree}, expected a divisor of the ranks of each share"
+            )
+        # What ranks do together in every micro-batch would wait for those that have fewer.
+        if self.pp > 1 or self.batch_norm != "local":
+            raise ValueError(f"shares: found {self.shares}, expected none with pp above 1 or synchronized BatchNorm")
 
     def _check_compression(self) -> None:
         name = self.grad_compression
@@ -131,15 +153,41 @@ class Config:
         """The stages of a pipeline rank, ascending."""
         return tuple(stage for stage in range(self.n_stages) if self.rank_of_stage(stage) == pp_rank)
 
-    @property
-    def local_batch_size(self) -> int:
-        """Samples of one step on one data-parallel rank."""
-        return self.micro_batch_size * self.n_micro_batches
+    def share_of(self, dp_rank: int) -> int:
+        """Which of `shares` a data-parallel rank has; 0 where all are alike."""
+        ends = accumulate(n_ranks for n_ranks, _, _ in self.shares)
+        return next((index for index, end in enumerate(ends) if dp_rank < end), 0)
+
+    def micro_batches_of(self, dp_rank: int) -> tuple[int, int]:
+        """Size and number of the micro-batches of a data-parallel rank."""
+        if not self.shares:
+            return self.micro_batch_size, self.n_micro_batches
+        _, size, n_micro_batches = self.shares[self.share_of(dp_rank)]
+        return size, n_micro_batches
+
+    def recompute_of(self, dp_rank: int) -> tuple[str, ...]:
+        """Names of the modules that a data-parallel rank recomputes."""
+        return self.share_recompute[self.share_of(dp_rank)] if self.share_recompute else self.recompute
+
+    def samples_of(self, dp_rank: int) -> slice:
+        """Which samples of a global batch a data-parallel rank takes."""
+        n_samples = [size * count for size, count in map(self.micro_batches_of, range(dp_rank + 1))]
+        return slice(sum(n_samples[:-1]), sum(n_samples))
+
+    def mean_divisor(self, dp_rank: int) -> float:
+        """By what a rank divides the losses of its micro-batches, so that the mean over ranks is that over all samples.
+
+        It is `n_micro_batches` where all ranks are alike.
+        """
+        size, _ = self.micro_batches_of(dp_rank)
+        return self.global_batch_size / (self.dp * size)
 
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step."""
-        return self.dp * self.local_batch_size
+        if not self.shares:
+            return self.dp * self.micro_batch_size * self.n_micro_batches
+        return sum(n_ranks * size * n_micro_batches for n_ranks, size, n_micro_batches in self.shares)
 
     @property
     def parameter_dtype(self) -> torch.dtype:

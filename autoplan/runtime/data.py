@@ -3,7 +3,8 @@
     global batch  | dp rank 0              | dp rank 1              |
                   | micro-batch 0 | 1 | .. | micro-batch 0 | 1 | .. |
 
-Tensor- and pipeline-parallel ranks of one dp rank take the same samples.
+Tensor- and pipeline-parallel ranks of one dp rank take the same samples. A dp rank may take more than another one, or
+in larger micro-batches (`Config.shares`).
 """
 
 from __future__ import annotations
@@ -58,19 +59,20 @@ def batch_slice(batch: Batch, start: int, stop: int) -> Batch:
 
 def local_batch(batch: Batch, *, config: Config, dp_rank: int) -> Batch:
     """The samples of one data-parallel rank of a global batch."""
-    return batch_slice(batch, dp_rank * config.local_batch_size, (dp_rank + 1) * config.local_batch_size)
+    own = config.samples_of(dp_rank)
+    return batch_slice(batch, own.start, own.stop)
 
 
-def micro_batches(batch: Batch, config: Config) -> list[Batch]:
+def micro_batches(batch: Batch, config: Config, *, dp_rank: int) -> list[Batch]:
     """The micro-batches of one data-parallel rank's batch, in order.
 
     Raises: ValueError when a tensor does not have the planned number of samples.
     """
     found = {tensor.shape[0] for tensor in flatten_tensors(batch)}
-    if found != {config.local_batch_size}:
+    size, n_micro_batches = config.micro_batches_of(dp_rank)
+    if found != {size * n_micro_batches}:
         raise ValueError(
             f"the batch of one data-parallel rank has {sorted(found)} samples in its tensors, planned: "
-            f"{config.n_micro_batches} micro-batches x {config.micro_batch_size} samples = {config.local_batch_size}"
+            f"{n_micro_batches} micro-batches x {size} samples = {size * n_micro_batches}"
         )
-    size = config.micro_batch_size
-    return [batch_slice(batch, i * size, (i + 1) * size) for i in range(config.n_micro_batches)]
+    return [batch_slice(batch, i * size, (i + 1) * size) for i in range(n_micro_batches)]

@@ -8,13 +8,13 @@ what a bucket is to DDP. Where all ranks keep all parameters (stage 0), groups a
 their reduction to the hook; else the hook takes the place of the reduce-scatter.
 
 PowerSGD reduces the first `powersgd_start_step` steps whole. From then on what a step loses, M - P Q^T, is added to the
-gradient of the next one. These errors are a rank's own and not in checkpoints: a run that goes on has none, and
-counts its steps from 0 again.
+gradient of the next one. These errors are a rank's own: a checkpoint keeps them for a run that goes on under the same
+plan. Another one has none, and counts its steps from 0 again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,22 +41,26 @@ def sharded_axes(mesh: DeviceMesh, config: Config) -> DeviceMesh:
     return mesh["shard"] if compresses(config) and config.zero_stage == 0 else mesh
 
 
-def compress_reductions(root: nn.Module, *, mesh: DeviceMesh, config: Config) -> None:
-    """Reduce the gradients of each group of `fully_shard` in and below `root` in the plan's smaller form."""
+def compress_reductions(root: nn.Module, *, mesh: DeviceMesh, config: Config) -> PowerSGD | None:
+    """Reduce the gradients of each group of `fully_shard` in and below `root` in the plan's smaller form.
+
+    What is returned remembers something from step to step.
+    """
     if not compresses(config):
-        return
+        return None
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
     if config.zero_stage > 0:
         for module in modules:
             module.set_custom_reduce_scatter(_NarrowReduceScatter())  # type: ignore[arg-type]
-        return
+        return None
     group = mesh["replica"].get_group()
     groups = [module for module in modules if _shapes(module)]
-    power_sgd = _PowerSGD.of(config, group, n_groups=len(groups)) if config.grad_compression == "powersgd" else None
+    power_sgd = PowerSGD.of(config, group, n_groups=len(groups)) if config.grad_compression == "powersgd" else None
     for index, module in enumerate(groups):
         module.set_all_reduce_hook(
             _narrow_all_reduce(group) if power_sgd is None else power_sgd.of_group(module, index)
         )
+    return power_sgd
 
 
 # ---------------------------------------------------------------- bf16
@@ -109,12 +113,12 @@ class _Bucket:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def is_last(self) -> bool:
-        """Steps are counted by `_PowerSGD`: which group is reduced last depends on the schedule."""
+        """Steps are counted by `PowerSGD`: which group is reduced last depends on the schedule."""
         return False
 
 
 @dataclass
-class _PowerSGD:
+class PowerSGD:
     """The state of all groups of one stage: torch's, and how many of them this step has reduced."""
 
     state: Any
@@ -122,7 +126,7 @@ class _PowerSGD:
     n_reduced: int = field(default=0)
 
     @classmethod
-    def of(cls, config: Config, group: ProcessGroup, *, n_groups: int) -> _PowerSGD:
+    def of(cls, config: Config, group: ProcessGroup, *, n_groups: int) -> PowerSGD:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         state = PowerSGDState(
@@ -152,6 +156,24 @@ class _PowerSGD:
             self.state.iter += self.n_reduced == 0
 
         return reduce
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the next step takes over from this one: the number of steps, and of each group the errors, P and Q."""
+        found = {"steps": torch.tensor(self.state.iter)}
+        for kind, by_group in self._kinds().items():
+            found |= {f"{kind}_{index}": tensor for index, tensor in by_group.items()}
+        return found
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `tensors` gave under the same plan."""
+        self.state.iter = int(tensors["steps"])
+        for kind, by_group in self._kinds().items():
+            names = [name for name in tensors if name.startswith(f"{kind}_")]
+            by_group.clear()
+            by_group.update({int(name.removeprefix(f"{kind}_")): tensors[name] for name in names})
+
+    def _kinds(self) -> dict[str, dict[int, torch.Tensor]]:
+        return {"error": self.state.error_dict, "p": self.state.p_memory_dict, "q": self.state.q_memory_dict}
 
 
 def _shapes(module: FSDPModule) -> tuple[torch.Size, ...]:

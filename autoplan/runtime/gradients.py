@@ -60,6 +60,7 @@ def sum_tied_gradients(tied: Sequence[TiedWeight]) -> None:
             gradient.copy_(total)
 
 
+@torch.no_grad()
 def squared_norm_share(parameters: Sequence[NamedParameter], device: torch.device) -> torch.Tensor:
     """What this rank adds to the squared global norm of the gradients, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -75,12 +76,16 @@ def clip_gradients(parameters: Sequence[NamedParameter], *, norm: torch.Tensor, 
     scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
+@torch.no_grad()
 def scale_gradients(parameters: Sequence[NamedParameter], factor: torch.Tensor) -> None:
     """Multiply all gradients by one number."""
-    for entry in parameters:
-        gradient = entry.local_gradient()
+    found = [entry.local_gradient() for entry in parameters]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in found:
         if gradient is not None:
-            gradient.mul_(factor.to(gradient.dtype))
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, factor.to(dtype))
 
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:

@@ -66,8 +66,7 @@ class Reading:
 
     def part(self, samples: Sequence[Any]) -> Sequence[Any]:
         """The samples of this rank, of a global batch."""
-        size = self.config.local_batch_size
-        return samples[self.dp_rank * size : (self.dp_rank + 1) * size]
+        return samples[self.config.samples_of(self.dp_rank)]
 
     def loader(self, dataset: Any, epoch: int, **options: Any) -> DataLoader[Any]:
         """A loader of one epoch; it draws no number from the generator of training."""

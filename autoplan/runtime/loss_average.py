@@ -1,10 +1,11 @@
 """One mean over the targets of the global batch, where the loss leaves some targets out of its mean.
 
-Micro-batch i of all m (over all data-parallel ranks) has n_i targets that count, and its loss is their mean. Then
+Micro-batch i (over all data-parallel ranks) has s_i of all s samples and n_i targets that count, and its loss is their
+mean. Then
 
-    mean over the global batch  =  sum_i n_i loss_i / sum_i n_i  =  1/m sum_i w_i loss_i,     w_i = m n_i / sum_j n_j
+    mean over the global batch  =  sum_i n_i loss_i / sum_i n_i  =  sum_i s_i/s w_i loss_i,  w_i = s/s_i n_i / sum_j n_j
 
-so weights turn the usual mean over micro-batches into it, exactly. A micro-batch without any such target adds nothing.
+so weights turn the usual mean over samples into it, exactly. A micro-batch without any such target adds nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 
 
-def mean_count(batches: Iterable[Any], *, ignored: int) -> torch.Tensor:
-    """The mean over the targets of some micro-batches of how many are not `ignored`."""
-    return torch.stack([count(targets, ignored=ignored) for targets in batches]).mean()
+def total_count(batches: Iterable[Any], *, ignored: int) -> torch.Tensor:
+    """How many targets of some micro-batches are not `ignored`."""
+    return torch.stack([count(targets, ignored=ignored) for targets in batches]).sum()
 
 
 def count(targets: Any, *, ignored: int) -> torch.Tensor:
@@ -31,7 +32,7 @@ def count(targets: Any, *, ignored: int) -> torch.Tensor:
 
 
 def weigh(loss: torch.Tensor, targets: Any, *, ignored: int, mean: torch.Tensor) -> torch.Tensor:
-    """The loss of one micro-batch times its weight; `mean` is the `mean_count` over all micro-batches of the step."""
+    """The loss of one micro-batch times its weight; `mean` is how many targets count of as many samples on average."""
     own = count(targets, ignored=ignored)
     weight = (own / mean).to(loss.dtype)
     return torch.where(own > 0, loss * weight, torch.zeros_like(loss))

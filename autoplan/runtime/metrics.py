@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class PlannedFigures:
     """Figures of the plan that turn seconds into tokens per second and MFU; None where the plan does not know.
 
     Attributes:

@@ -24,14 +24,16 @@ from .construction import build_whole_model, construction_device, local_stages, 
 from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
 from .finite import finite_update
+from .grad_compression import PowerSGD
 from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_tied_gradients
 from .learning_rate import LearningRate, build_scheduler_of
-from .loss_average import mean_count, weigh
+from .loss_average import total_count, weigh
 from .loss_scale import LossScale
 from .memory_format import take_images
 from .mesh import RankMesh, failing_after_others
 from .model_calls import call_model, loss_function
 from .named_parameters import name_parameters
+from .optimizer import LEARNING_RATE, build_optimizer_of
 from .pipeline import Pipeline
 from .recompute import apply_recompute, unchanged_buffers
 from .seeds import training_seed
@@ -40,15 +42,13 @@ from .unused import UnusedParameters
 from .weights import Shard, join_shards
 from .zero import apply_zero, finish_weights, free_gathered_parameters, free_reduced_gradients, prepare_backward, whole
 
-LEARNING_RATE = 3e-4
-
 
 class ParallelModel(nn.Module):
     """A rank's part of a model under a plan; every rank of the mesh builds one.
 
     Args:
         model_file: has `build_model`, and `loss_fn` unless the model returns its loss; optionally `build_optimizer`.
-        parallel_model: the generated stages; None when the plan has neither tensor nor pipeline parallelism.
+        parallel_model: the generated stages; None when the model is made of its own classes.
         overrides: keyword arguments for `build_model`.
         max_grad_norm: clip gradients to this global norm; None does not clip.
         learning_rates: how the learning rate changes from step to step; None keeps it, whatever the model file says.
@@ -62,6 +62,7 @@ class ParallelModel(nn.Module):
         full_build_device: where the whole model was built; the same device gives the same initial weights.
         whole: names and shapes of the user's tensors, as a checkpoint holds them.
         shards: how tensor parallelism divides parameters, by name.
+        compressed: what compressed reductions of each stage remember.
         n_steps: optimizer steps taken, in this run and those that it resumed.
         is_told_to_stop: set it on any rank, and `stops` is true on all of them after the next step.
     """
@@ -87,9 +88,10 @@ class ParallelModel(nn.Module):
             use_float64_grouped_products()
         self._parallel_model = parallel_model
         self.shards: dict[str, Shard] = {} if parallel_model is None else parallel_model.SHARDS
-        self.whole = WholeTensors({}, {})
+        self.whole, self.compressed = WholeTensors({}, {}), list[PowerSGD | None]()
         self.n_steps = 0
         self.is_told_to_stop, self._n_told = False, torch.zeros(())
+        self._copied: torch.cuda.Event | None = None
         self._max_grad_norm = max_grad_norm
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
@@ -108,8 +110,8 @@ class ParallelModel(nn.Module):
                     defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
-                apply_recompute(stage, config.recompute)
-                apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
+                apply_recompute(stage, config.recompute_of(mesh.dp_rank))
+                self.compressed.append(apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config))
                 stage.to(mesh.device)
                 take_images(stage, config.memory_format, blocks=blocks)
         if config.compile and not config.chunked_head:
@@ -123,6 +125,7 @@ class ParallelModel(nn.Module):
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.was_updated = True
+        self._mean_divisor = config.mean_divisor(mesh.dp_rank)
         self._mean_count = torch.ones((), device=mesh.device)
         self.grad_norm = torch.zeros((), device=mesh.device)
         # Dropout draws differently on each data-parallel rank and stage, and alike on tensor-parallel ranks.
@@ -151,11 +154,11 @@ class ParallelModel(nn.Module):
     def step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's samples; the mean loss of the global batch, on every rank.
 
-        The loss of a step is the mean over micro-batches of their losses, or, with `config.ignored_target`, the mean
-        over all targets of the global batch that count. Gradients stay readable until the next step. Under fp16 a step
-        whose gradients overflow changes neither parameters nor the learning rate.
+        The loss of a step is the mean over samples of the losses of their micro-batches, or, with
+        `config.ignored_target`, the mean over all targets of the global batch that count. Gradients stay readable until
+        the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
         """
-        batches = micro_batches(map_tensors(self._to_device, batch), self.config)
+        batches = micro_batches(map_tensors(self._to_device, batch), self.config, dp_rank=self.mesh.dp_rank)
         self.optimizer.zero_grad(set_to_none=True)
         self._count_targets(batches)
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
@@ -167,6 +170,7 @@ class ParallelModel(nn.Module):
             if self.was_updated:
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
+                self.wait_for_copies()
                 with self._checked(sums, own):
                     self.optimizer.step()
                 if self.scheduler is not None:
@@ -178,6 +182,16 @@ class ParallelModel(nn.Module):
     def stops(self) -> bool:
         """Whether a rank was told to stop before the last step ended; waits for the device."""
         return bool(self._n_told.item())
+
+    def hold_update(self, copied: torch.cuda.Event | None) -> None:
+        """Let the next update wait for `copied`: until then parameters and optimizer state are being read."""
+        self._copied = copied
+
+    def wait_for_copies(self) -> None:
+        """Let the device wait until nothing reads what an update changes."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self.mesh.device).wait_event(self._copied)
+            self._copied = None
 
     def run_state(self) -> dict[str, Any]:
         """Numbers of the run that a checkpoint holds; they must be JSON, those of a user's scheduler too."""
@@ -211,7 +225,7 @@ class ParallelModel(nn.Module):
         Like `step`, of which it is the forward half, it takes this data-parallel rank's samples. Batches weigh alike,
         or, with `config.ignored_target`, by how many of their targets count.
         """
-        batches = micro_batches(map_tensors(self._to_device, batch), self.config)
+        batches = micro_batches(map_tensors(self._to_device, batch), self.config, dp_rank=self.mesh.dp_rank)
         self._count_targets(batches)
         self.stages.eval()
         with unchanged_buffers(self.stages):  # generated code counts batches whatever the mode
@@ -219,7 +233,7 @@ class ParallelModel(nn.Module):
                 local_loss = self._pipeline.evaluate(batches)
             else:
                 losses = [self._loss(self._outputs(inputs), targets) for inputs, targets in batches]
-                local_loss = torch.stack(losses).mean()
+                local_loss = torch.stack(losses).sum() / self._mean_divisor
         self.stages.train()
         for stage in self.stages:
             free_gathered_parameters(stage)
@@ -277,15 +291,15 @@ class ParallelModel(nn.Module):
         return tensor.to(device=self.mesh.device, dtype=dtype, non_blocking=True)
 
     def _count_targets(self, batches: list[Batch]) -> None:
-        """Learn the mean number of targets that count, over the micro-batches of all data-parallel ranks."""
+        """Learn how many targets count of a micro-batch as large as those of this rank, on average over all ranks."""
         if self.config.ignored_target is not None:
-            self._mean_count = mean_count([targets for _, targets in batches], ignored=self.config.ignored_target)
+            total = total_count([targets for _, targets in batches], ignored=self.config.ignored_target)
             if self.config.n_ranks > 1:
-                dist.all_reduce(self._mean_count)  # ranks of one data-parallel rank have the same targets
-                self._mean_count /= self.config.n_ranks
+                dist.all_reduce(total)  # ranks of one data-parallel rank have the same targets
+            self._mean_count = total / (self.config.n_ranks * self._mean_divisor)
 
     def _run_micro_batches(self, batches: list[Batch]) -> torch.Tensor:
-        """Forward and backward passes without a pipeline; this rank's mean loss."""
+        """Forward and backward passes without a pipeline; this rank's loss, whose mean over ranks is the global one."""
         stage = self.stages[0]
         if self._unused is not None:
             self._unused.start_step()
@@ -293,7 +307,7 @@ class ParallelModel(nn.Module):
         for index, (inputs, targets) in enumerate(batches):
             outputs = self._outputs(inputs)
             free_reduced_gradients(stage)
-            loss = self._loss(outputs, targets) / len(batches)
+            loss = self._loss(outputs, targets) / self._mean_divisor
             del outputs  # autograd keeps what it needs of them; logits in 16 bits it does not
             if self._unused is not None:
                 loss = self._unused.complete(loss)
@@ -374,13 +388,3 @@ class ParallelModel(nn.Module):
         parts = [torch.empty_like(tensor) for _ in range(self.config.tp)]
         dist.all_gather(parts, tensor.contiguous(), group=self.mesh.tp_group)
         return join_shards(parts, shard)
-
-
-def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """The user's optimizer, or AdamW, in one kernel on an accelerator (it would loop over sharded parameters)."""
-    build_optimizer = getattr(model_file, "build_optimizer", None)
-    if build_optimizer is not None:
-        optimizer: torch.optim.Optimizer = build_optimizer(parameters)
-        return optimizer
-    is_fused = any(parameter.is_cuda for parameter in parameters)
-    return torch.optim.AdamW(parameters, lr=learning_rate, fused=is_fused or None)

@@ -4,8 +4,8 @@ Every rank trains the whole model beside its own part, and compares what it owns
 ranks are the result. Dropout draws differently in every process, so parity needs a model built without it.
 
 One process means: the micro-batches of all data-parallel ranks one after the other, each with its own forward pass and
-its own loss, gradients averaged. Where BatchNorm is synchronized, micro-batches i of all ranks go through one forward
-pass together, and each still has its own loss; a model that returns its loss gives one for all of them.
+its own loss, averaged over samples. Where BatchNorm is synchronized, micro-batches i of all ranks go through one
+forward pass together, and each still has its own loss; a model that returns its loss gives one for all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from .config import Config
 from .construction import build_whole_model
 from .data import Batch, batch_slice, map_tensors
 from .learning_rate import LearningRate, build_scheduler_of
-from .loss_average import mean_count, weigh
+from .loss_average import total_count, weigh
 from .model_calls import call_model, loss_of
-from .parallel import LEARNING_RATE, ParallelModel, build_optimizer_of
+from .optimizer import LEARNING_RATE, build_optimizer_of
+from .parallel import ParallelModel
 from .recompute import unchanged_buffers
 
 # Largest accepted difference of the loss (relative, above 1) and of gradients (relative to the largest gradient). In
@@ -69,7 +70,7 @@ class PlainTraining:
         self.optimizer = build_optimizer_of(model_file, trainable, learning_rate)
         self.scheduler = build_scheduler_of(model_file, self.optimizer, learning_rates)
         self.written_buffers: frozenset[str] = frozenset()
-        self._mean_count = torch.ones((), device=device)
+        self._count_of_sample = torch.ones((), device=device)  # targets that count, on average
 
     def step(self, batch: Batch, *, dp_rank: int = 0) -> float:
         """One optimizer step on a global batch; its mean loss. Buffers become those of one data-parallel rank."""
@@ -103,29 +104,35 @@ class PlainTraining:
 
     def _count_targets(self, batch: Batch) -> None:
         if self._config.ignored_target is not None:
-            self._mean_count = mean_count([batch[1]], ignored=self._config.ignored_target).to(self._device)
-            self._mean_count /= self._config.dp * self._config.n_micro_batches
+            total = total_count([batch[1]], ignored=self._config.ignored_target).to(self._device)
+            self._count_of_sample = total / self._config.global_batch_size
 
     def _single_losses(self, batch: Batch, dp_rank: int) -> Iterator[torch.Tensor]:
         """Each micro-batch's share of the loss, by itself; the passes of other ranks leave the buffers as they are."""
-        n_micro_batches, size = self._config.dp * self._config.n_micro_batches, self._config.micro_batch_size
-        for index in range(n_micro_batches):
-            inputs, targets = map_tensors(self._to_device, batch_slice(batch, index * size, (index + 1) * size))
-            is_own = index // self._config.n_micro_batches == dp_rank
-            with nullcontext() if is_own else unchanged_buffers(self.model):
-                yield self._loss(call_model(self.model, inputs), targets) / n_micro_batches
+        n_samples = self._config.global_batch_size
+        for rank, samples in self._micro_batches():
+            inputs, targets = map_tensors(self._to_device, batch_slice(batch, samples.start, samples.stop))
+            with nullcontext() if rank == dp_rank else unchanged_buffers(self.model):
+                loss = self._loss(call_model(self.model, inputs), targets, size=len(samples))
+                yield loss / (n_samples / len(samples))
+
+    def _micro_batches(self) -> Iterator[tuple[int, range]]:
+        """Of all data-parallel ranks: (rank, samples)."""
+        for rank in range(self._config.dp):
+            own, (size, _) = self._config.samples_of(rank), self._config.micro_batches_of(rank)
+            yield from ((rank, range(start, start + size)) for start in range(own.start, own.stop, size))
 
     def _joint_losses(self, batch: Batch) -> Iterator[torch.Tensor]:
         """The share of the loss of micro-batch i of all ranks, which go through the model together."""
         config, size = self._config, self._config.micro_batch_size
         for index in range(config.n_micro_batches):
-            starts = [rank * config.local_batch_size + index * size for rank in range(config.dp)]
+            starts = [config.samples_of(rank).start + index * size for rank in range(config.dp)]
             samples = torch.cat([torch.arange(start, start + size) for start in starts])
             inputs, targets = map_tensors(self._to_device, map_tensors(itemgetter(samples), batch))
             outputs = call_model(self.model, inputs)
             parts = range(config.dp) if self._loss_fn is not None else ()
-            losses = [self._loss(*self._part((outputs, targets), rank)) for rank in parts]
-            loss = torch.stack(losses).mean() if losses else self._loss(outputs, targets)
+            losses = [self._loss(*self._part((outputs, targets), rank), size=size) for rank in parts]
+            loss = torch.stack(losses).mean() if losses else self._loss(outputs, targets, size=size * config.dp)
             yield loss / config.n_micro_batches
 
     def _part(self, joint: tuple[Any, Any], rank: int) -> tuple[Any, Any]:
@@ -135,11 +142,13 @@ class PlainTraining:
         outputs, targets = map_tensors(lambda t: t[own] if t.dim() and t.shape[0] == n_samples else t, joint)
         return outputs, targets
 
-    def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+    def _loss(self, outputs: Any, targets: Any, *, size: int) -> torch.Tensor:
+        """Of a micro-batch of this size, weighted where some targets do not count."""
         loss = loss_of(self._loss_fn, outputs, targets)
         if self._config.ignored_target is None:
             return loss
-        return weigh(loss, targets, ignored=self._config.ignored_target, mean=self._mean_count)
+        mean = self._count_of_sample * size
+        return weigh(loss, targets, ignored=self._config.ignored_target, mean=mean)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._config.parameter_dtype if tensor.is_floating_point() else tensor.dtype

@@ -68,6 +68,7 @@ class Run:
         """Save after a step if it is time to; whether the run was told to stop, on any rank."""
         if self._checkpoints is None:
             return False
+        self._checkpoints.prepare()
         self.was_stopped = self._model.stops
         if self.was_stopped or (step + 1) % self._options.checkpoint_every == 0:
             self._save()

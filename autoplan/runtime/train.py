@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from .data import Batch, global_batch, local_batch
 from .loading import Position, TrainingData
-from .metrics import EvaluationRecord, StepRecord, Workload, device_name
+from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
 from .parallel import ParallelModel
 from .parity import PlainTraining, compare
 from .step_profile import StepProfile
@@ -27,7 +27,7 @@ from .step_trace import StepTrace
 # Python's collector looks through all objects whenever it likes, which stopped a step for 200 ms on one rank and so on
 # all (H200, 2026-11-21). It runs between steps instead, on all ranks in the same one.
 STEPS_PER_COLLECTION = 50
-UNKNOWN_WORKLOAD = Workload()
+UNKNOWN = PlannedFigures()
 
 
 def train_steps(
@@ -35,7 +35,7 @@ def train_steps(
     data: TrainingData,
     *,
     n_steps: int,
-    workload: Workload = UNKNOWN_WORKLOAD,
+    planned: PlannedFigures = UNKNOWN,
     trace: StepTrace | None = None,
 ) -> Iterator[StepRecord]:
     """Train until the run has taken `n_steps`, with those before a resume; yields what each step took."""
@@ -50,7 +50,7 @@ def train_steps(
             batch = next(data)
             data_wait_s = time.perf_counter() - start_s
             with trace.around(step) if trace is not None else nullcontext(False) as is_profiled:
-                record = timed_step(model, batch, step, data_wait_s=data_wait_s, workload=workload)
+                record = timed_step(model, batch, step, data_wait_s=data_wait_s, planned=planned)
             yield replace(record, is_profiled=is_profiled)
     finally:
         gc.enable()
@@ -85,7 +85,7 @@ def timed_step(
     step: int,
     *,
     data_wait_s: float = 0.0,
-    workload: Workload = UNKNOWN_WORKLOAD,
+    planned: PlannedFigures = UNKNOWN,
 ) -> StepRecord:
     """Run one optimizer step and measure it; waits for the device, at the end also for the copy of the next batch."""
     device, learning_rate = model.mesh.device, model.learning_rate
@@ -95,7 +95,7 @@ def timed_step(
     loss = model.step(batch)
     _wait_for(device)
     step_s = time.perf_counter() - start_s
-    on_cuda = device.type == "cuda"
+    peaks = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else None
     samples_per_s = model.config.global_batch_size / (step_s + data_wait_s)
     return StepRecord(
         step=step,
@@ -105,10 +105,10 @@ def timed_step(
         step_s=step_s,
         data_wait_s=data_wait_s,
         samples_per_s=samples_per_s,
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None,
-        tokens_per_s=workload.tokens_per_s(samples_per_s),
-        mfu=workload.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
+        peak_allocated_bytes=None if peaks is None else peaks["allocated_bytes"]["all"]["peak"],
+        peak_reserved_bytes=None if peaks is None else peaks["reserved_bytes"]["all"]["peak"],
+        tokens_per_s=planned.tokens_per_s(samples_per_s),
+        mfu=planned.mfu(samples_per_s, n_devices=model.config.n_ranks, device=device_name(device)),
         loss_scale=None if model.loss_scale is None else model.loss_scale.value,
         was_updated=model.was_updated,
     )
@@ -139,9 +139,9 @@ def write_records(
     path: Path, model: ParallelModel, records: Sequence[StepRecord], profile: StepProfile | None = None
 ) -> None:
     """Write all steps as JSON from rank 0, with peak memory and profiled step of every rank; all ranks must call it."""
-    peaks: list[Any] = [None] * model.config.n_ranks
-    own = (records[-1].peak_allocated_bytes, records[-1].peak_reserved_bytes) if records else (None, None)
-    dist.all_gather_object(peaks, own)
+    sizes: list[Any] = [None] * model.config.n_ranks
+    peaks = (records[-1].peak_allocated_bytes, records[-1].peak_reserved_bytes) if records else (None, None)
+    dist.all_gather_object(sizes, (*peaks, _outside_allocator_bytes(model.mesh.device)))
     profiles: list[Any] = [None] * model.config.n_ranks
     dist.all_gather_object(profiles, None if profile is None else asdict(profile))
     if model.mesh.rank != 0:
@@ -152,11 +152,20 @@ def write_records(
         "device": device_name(model.mesh.device),
         "torch_version": torch.__version__,
         "steps": [asdict(record) for record in records],
-        "peak_allocated_bytes_per_rank": [allocated for allocated, _ in peaks],
-        "peak_reserved_bytes_per_rank": [reserved for _, reserved in peaks],
+        "peak_allocated_bytes_per_rank": [allocated for allocated, _, _ in sizes],
+        "peak_reserved_bytes_per_rank": [reserved for _, reserved, _ in sizes],
+        "outside_allocator_bytes_per_rank": [outside for _, _, outside in sizes],
         "profiled_step_per_rank": None if profile is None else profiles,
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _outside_allocator_bytes(device: torch.device) -> int | None:
+    """Device memory in use besides the allocator's: context and communicators, and all of other processes on it."""
+    if device.type != "cuda":
+        return None
+    free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+    return all_bytes - free_bytes - torch.cuda.memory_reserved(device)
 
 
 def _wait_for(device: torch.device) -> None:

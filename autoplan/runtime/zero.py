@@ -29,11 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .config import Config
-from .grad_compression import compress_reductions, sharded_axes
+from .grad_compression import PowerSGD, compress_reductions, sharded_axes
 
 
-def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> None:
+def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> PowerSGD | None:
     """Divide the parameters of `root` over `mesh`, one group per block and one for the rest.
+
+    It returns what compressed reductions remember from step to step.
 
     A single data-parallel rank in full precision is left alone. A block that shares a parameter with the rest of the
     model belongs to the group of the rest. In 16-bit precision, gathered parameters and all floating-point buffers have
@@ -41,7 +43,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     """
     is_mixed = config.compute_dtype != config.parameter_dtype
     if config.dp == 1 and not is_mixed:
-        return
+        return None
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
@@ -54,7 +56,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
             fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=config.zero_stage == 3)
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
-    compress_reductions(root, mesh=mesh, config=config)
+    return compress_reductions(root, mesh=mesh, config=config)
 
 
 def free_reduced_gradients(root: nn.Module) -> None:
@@ -80,10 +82,23 @@ def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: b
         return
     free_reduced_gradients(root)
     root.set_is_last_backward(is_last_micro_batch)
-    root.set_requires_gradient_sync(zero_stage >= 2 or is_last_micro_batch)
-    if zero_stage >= 2:
-        root.set_requires_all_reduce(is_last_micro_batch)
-    root.set_reshard_after_backward(zero_stage == 3 or is_last_micro_batch)
+    _set_flags(
+        root,
+        reduces=zero_stage >= 2 or is_last_micro_batch,
+        all_reduces=is_last_micro_batch,
+        frees=zero_stage == 3 or is_last_micro_batch,
+    )
+
+
+def _set_flags(root: FSDPModule, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
+    """What backward does in all groups below `root`; most often it stays as it was, and going through them costs."""
+    flags = reduces, all_reduces, frees
+    if getattr(root, "_backward_flags", None) == flags:
+        return
+    root.set_requires_gradient_sync(reduces)
+    root.set_requires_all_reduce(all_reduces)
+    root.set_reshard_after_backward(frees)
+    root._backward_flags = flags  # type: ignore[attr-defined]
 
 
 def free_gathered_parameters(root: nn.Module) -> None:
@@ -97,8 +112,7 @@ def hold_gradients(root: nn.Module) -> None:
     """Say, before the first half of a split backward pass of `root`, that nothing is reduced or freed yet."""
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(False)
-        root.set_requires_gradient_sync(False)
-        root.set_reshard_after_backward(False)
+        _set_flags(root, reduces=False, all_reduces=False, frees=False)
 
 
 def finish_weights(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:

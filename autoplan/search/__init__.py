@@ -40,7 +40,7 @@ from autoplan.search.plans import obeys_recompute
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
 from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, Price, SearchState
-from autoplan.search.steps import examine, judge
+from autoplan.search.steps import consider, examine
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 
@@ -99,9 +99,10 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
             state.first_plan_s = recipes_s
     index = None if warm_start is None else index_of.get(warm_start.mesh)
     if warm_start is not None and index is not None:
-        judge(state, index, warm_start.stages)
+        consider(state, index, warm_start.stages)
     for index, mesh in enumerate(state.meshes):
-        key = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage, mesh.pp > 1, mesh.execution)
+        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
+        key = (*layout, mesh.zero_stage, mesh.pp > 1, mesh.execution, mesh.generated)
         if key not in state.compute_s:
             state.compute_s[key] = least_compute_s(state.table(mesh))
         forward_s, backward_s = state.compute_s[key]

@@ -105,7 +105,7 @@ def _best_of(
                 estimate = baseline.judged.estimate
                 if estimate.fits:
                     fitting.append(baseline)
-                short = max(estimate.reserved_bytes) - estimate.memory_limit_bytes
+                short = max(estimate.needed_bytes) - estimate.memory_limit_bytes
                 if closest is None or short < closest[0]:
                     closest = (short, baseline)
         if fitting:

@@ -68,7 +68,7 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
     is_split = splits_backward(mesh.schedule)
     back_s = _total(table, _input_backward_s) if is_split else backward
     action_s, n_actions = table.action_s, 2  # or more, where the backward pass is split
-    cut_s = 2 * _n_sends(mesh.schedule, pp, mesh.n_chunks) * min((s for s in table.cut_s if s is not None), default=0.0)
+    cut_s = 2 * _n_sends(mesh.schedule, pp, mesh.n_chunks) * _least_cut_s(table.cut_s)
     busiest_s = max((forward + backward) / pp, _largest(table, lambda cost: forward_s(cost) + backward_s(cost)))
     busiest_s += mesh.n_chunks * n_actions * action_s
     there_and_back_s = forward + back_s + cut_s + (2 * mesh.n_stages - is_split) * action_s
@@ -90,6 +90,11 @@ def _n_sends(schedule: str, pp: int, n_chunks: int) -> int:
     """How often an activation goes from one rank to another on its way through the stages."""
     ranks = stage_ranks(build_schedule(schedule, n_ranks=pp, n_chunks=n_chunks, n_micro_batches=pp))
     return sum(one != other for one, other in pairwise(ranks))
+
+
+@lru_cache(maxsize=64)
+def _least_cut_s(cut_s: tuple[float | None, ...]) -> float:
+    return min((own_s for own_s in cut_s if own_s is not None), default=0.0)
 
 
 def _gather_s(cost: SegmentCost) -> float:

@@ -28,9 +28,11 @@ from autoplan.search.thrift import recomputing_stages, thrifty_plan
 from autoplan.simulate import simulate
 
 MAX_TURNS = 50_000_000  # actions x choices that are replayed for one mesh; a count, so that the machine decides nothing
+QUICK_TURNS = MAX_TURNS // 4  # likewise, before a solver has tried
 MAX_CHOICES = 200_000  # replayed for one mesh, at the most
 MAX_AT_ONCE = 1024  # choices
 MAX_ROUNDS = 12  # choices simulated
+MAX_STALLED = 3  # of them, one after the other, that give no better plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +84,20 @@ class _Replays:
 
 
 def joint_bound(
-    shares: Shares, *, recompute: str | None, bound_s: float, limit_s: float, is_late: Callable[[], bool]
+    shares: Shares,
+    *,
+    recompute: str | None,
+    bound_s: float,
+    limit_s: float,
+    is_late: Callable[[], bool],
+    max_turns: int = MAX_TURNS,
 ) -> JointBound:
     """The bound raised from `bound_s`, at most to `limit_s`, or to the best plan found."""
     allowed = shares.allowed_below(limit_s)
     if allowed is None:
         return JointBound(limit_s, None)
     mesh = shares.table.mesh
-    n_choices = min(MAX_CHOICES, MAX_TURNS // (2 * mesh.n_stages * mesh.n_micro_batches))
+    n_choices = min(MAX_CHOICES, max_turns // (2 * mesh.n_stages * mesh.n_micro_batches))
     replays = _Replays(RelaxedStep.of(shares.table, shares.segments), n_choices, limit_s, is_late)
     choices, has_all_sizes = _grow_sizes(replays, allowed, shares.n_pieces)
     best = None
@@ -185,15 +193,16 @@ def _best_of(
     shares: Shares, choices: _Choices, *, recompute: str | None, limit_s: float, is_late: Callable[[], bool]
 ) -> Judged | None:
     """The fastest plan that fits of those behind the first choices, in the order of their bounds."""
-    best = None
+    best, n_stalled = None, 0
     edges = np.array(piece_edges(shares.table))
     for row in np.argsort(choices.least_s, kind="stable")[:MAX_ROUNDS]:
-        if is_late() or choices.least_s[row] >= limit_s:
+        if is_late() or choices.least_s[row] >= limit_s or n_stalled >= MAX_STALLED:
             break
+        n_stalled += 1
         spans = list(pairwise(edges[np.append(0, np.cumsum(choices.sizes[row]))].tolist()))
         plan = _plan_of(shares, spans, choices.again[row], recompute=recompute, is_late=is_late)
         if plan is not None and (best is None or plan.estimate.step_s < best.estimate.step_s):
-            best = plan
+            best, n_stalled = plan, 0
             limit_s = min(limit_s, plan.estimate.step_s)
     return best
 

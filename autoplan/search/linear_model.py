@@ -1,4 +1,4 @@
-"""A mixed-integer linear program as data; `solve.solve` is the only place that knows a solver.
+"""A mixed-integer linear program as data; `solve.minimize` is the only place that knows a solver.
 
 minimize  cost . x   subject to   lower_r <= sum_c coefficient_rc x_c <= upper_r,   x within bounds
 """
@@ -12,7 +12,7 @@ INFINITY = float("inf")
 
 @dataclass(slots=True)
 class LinearModel:
-    """Built column by column and row by row, then frozen by being handed to `solve`."""
+    """Built column by column and row by row, then frozen by being handed to `minimize`."""
 
     costs: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)

@@ -49,6 +49,7 @@ class SearchSpace:
         max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
         max_interleaved_stages: most stages in all of a schedule with several stages per rank.
         executions: how modules may run, as far as that has a price.
+        generated: whether programs without tensor and pipeline parallelism may be, or must be, generated code.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -64,6 +65,7 @@ class SearchSpace:
     max_interleaved_stages: int = 32
     uses_all_devices: bool = False
     executions: tuple[Execution, ...] = (Execution(),)
+    generated: tuple[bool, ...] = (False,)
 
     @property
     def n_segments(self) -> int:
@@ -158,8 +160,9 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
     keys = dict(space.shardings)[tp]
     batches = micro_batch_sizes(space, options, dp=dp)
     zeros = zero_choices(space, options, tp=tp, dp=dp)
-    choices = product(keys, batches, zeros, space.executions)
-    for sharding, micro_batch_size, (zero_stage, shard_degree), execution in choices:
+    codes = space.generated if tp == pp == 1 else (False,)
+    choices = product(keys, batches, zeros, space.executions, codes)
+    for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
         n_micro_batches = space.global_batch // dp // micro_batch_size
         for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
             recompute = fixed(options, "recompute")
@@ -178,6 +181,7 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
                 sharding=sharding,
                 compile=execution.compile,
                 memory_format=execution.memory_format,
+                generated=generated,
             )
 
 
@@ -216,11 +220,11 @@ def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> t
     return tuple(
         (s, d)
         for s, d in choices
-        if zero in (None, s) and shard in (None, d) and compresses(compression, zero_stage=s, shard_degree=d, dp=dp)
+        if zero in (None, s) and shard in (None, d) and can_compress(compression, zero_stage=s, shard_degree=d, dp=dp)
     )
 
 
-def compresses(compression: str | None, *, zero_stage: int, shard_degree: int, dp: int) -> bool:
+def can_compress(compression: str | None, *, zero_stage: int, shard_degree: int, dp: int) -> bool:
     """Whether gradients can be compressed so: by PowerSGD where all ranks have all of them, else in one collective."""
     if compression in (None, "none"):
         return True

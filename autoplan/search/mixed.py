@@ -1,17 +1,18 @@
 """The search on a mixed cluster: groups of hosts, each of its own kind.
 
-Plans are of two sorts, and the best of both is the answer:
+Plans are of three sorts, and the best of all is the answer:
 
     one group       everything that `search` finds in a group alone, the other groups idle
     several groups  a pipeline: some ranks in a row on one group, some on the next; dp and tp the same everywhere,
                     dp never spans groups; 1f1b or gpipe, one stage per rank; groups in every order
+    shared batch    data parallelism over several groups, pp 1, each with its own micro-batches (`mixed_shares`)
 
 The meshes of pipelines are examined in the order of their bounds (`mixed_meshes`): priced, cut by `best_partition` (a
 rank's stage by its own figures, so that faster ranks get more layers), simulated; of a small mesh all plans are. What
 is left unproved is the gap of the result.
 
 Groups alone are searched after the first half of the time, and only those whose devices could do the work of a step in
-less than the best plan takes.
+less than the best plan takes. Shared batches come next, then the rest of the pipelines.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from autoplan.search.bounds import least_compute_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
 from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MeshQueue, MixedSpace, families
-from autoplan.search.mixed_plans import fitting, neighbours, repaired
+from autoplan.search.mixed_plans import best_of_shares, fitting, neighbours, repaired
+from autoplan.search.mixed_rejections import least_short, rejection
+from autoplan.search.mixed_shares import ShareQueue
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
 from autoplan.search.partition import best_partition, partitions_below
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.result import Candidate, Rejection, SearchResult
 from autoplan.simulate import simulate
-from autoplan.units import GiB
 
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to be improved piece by piece
@@ -61,6 +63,7 @@ def search_mixed(
         state.queue = MeshQueue(state.families)
         _examine_until(state, share=0.5)
         _search_groups(state)
+        _examine_shares(state)
         _examine_until(state, share=1.0)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
@@ -90,12 +93,13 @@ class _Search:
     started_s: float
     families: tuple[Family, ...] = ()
     queue: MeshQueue = field(default_factory=lambda: MeshQueue(()))
+    shares: ShareQueue | None = None  # not yet
     found: list[_Found] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     results: dict[int, SearchResult] = field(default_factory=dict)  # of groups alone
     left_bounds_s: dict[int, float] = field(default_factory=dict)  # of groups that cannot hold a better plan
     impossible: dict[int, str] = field(default_factory=dict)  # why a group has no mesh at all
-    least_bound_s: float = INFINITY  # of pipelines examined that may hold a better plan than was found of them
+    least_bound_s: float = INFINITY  # of meshes over several groups that may hold a better plan than was found
     first_plan_s: float | None = None
     stopped: str = ""
 
@@ -162,11 +166,40 @@ def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> N
         known = [] if best is None else [best.stages]
         best = fitting(table, chain(known, all_plans(runs_of(table), mesh)), recompute=recompute)
         bound_s = INFINITY if best is None else best.estimate.step_s
+    _keep(state, table, groups, best, bound_s=bound_s)
+
+
+def _examine_shares(state: _Search) -> None:
+    """Examine meshes with shares of the batch in order of their bounds until none can be better, or time is over."""
+    state.shares = ShareQueue(state.space, state.options, known_s=state.best_s)
+    while state.shares.bound_s < state.to_beat_s:
+        if state.remaining_s() <= 0.0:
+            state.stopped = "time limit"
+            return
+        first = state.shares.pop(known_s=state.best_s)
+        if first is not None:
+            _examine_share(state, *first)
+            state.note_plan()
+
+
+def _examine_share(state: _Search, least_s: float, mesh: Mesh, groups: Groups) -> None:
+    """The plan of a mesh with shares; where the mesh is small and that proves too little, the best of all plans."""
+    table, recompute = state.space.price(mesh, groups), fixed(state.options, "recompute")
+    best, bound_s = best_of_shares(table, recompute=recompute)
+    bound_s = max(bound_s, least_s)
+    known_s = min(state.best_s, INFINITY if best is None else best.estimate.step_s)
+    if bound_s < faster_than(known_s, gap=state.gap) and all(map(_is_small, table.rank_tables)):
+        best, bound_s = best_of_shares(table, recompute=recompute, tries_all=True)
+    _keep(state, table, groups, best, bound_s=bound_s)
+
+
+def _keep(state: _Search, table: CostTable, groups: Groups, best: Judged | None, *, bound_s: float) -> None:
+    """Remember what was found of a mesh."""
     state.least_bound_s = min(state.least_bound_s, bound_s)
     if best is None:
-        state.rejections.append(_rejection(table, groups, bound_s=bound_s))
+        state.rejections.append(rejection(table, groups, bound_s=bound_s))
     else:
-        state.found.append(_Found(mesh, groups, best, min(bound_s, best.estimate.step_s)))
+        state.found.append(_Found(table.mesh, groups, best, min(bound_s, best.estimate.step_s)))
 
 
 def _settled(
@@ -218,32 +251,6 @@ def _is_small(table: CostTable) -> bool:
     return math.comb(n_pieces - 1, mesh.pp - 1) <= n_most and count_plans(runs, mesh) <= n_most
 
 
-def _least_short(own: Family) -> Rejection | None:
-    """Of the meshes that are too large altogether, the one that lacks the least memory."""
-    short_bytes = np.where(own.short_bytes > 0.0, own.short_bytes, INFINITY)
-    row = int(short_bytes.argmin())
-    if short_bytes[row] == INFINITY:
-        return None
-    mesh, groups = own.member(row)
-    detail = f"{_where(groups)}: {short_bytes[row] / GiB:.1f} GiB short at least, on average"
-    return Rejection(mesh, "memory", detail, short_bytes=int(short_bytes[row]))
-
-
-def _where(groups: Groups) -> str:
-    counts, numbers = (
-        " + ".join(map(str, of_all)) for of_all in zip(*((o.n_ranks, o.group) for o in groups), strict=True)
-    )
-    return f"{counts} ranks on groups {numbers}"
-
-
-def _rejection(table: CostTable, groups: Groups, *, bound_s: float) -> Rejection:
-    where = _where(groups)
-    if bound_s == INFINITY:
-        detail = f"{where}: some stage needs more than its device has"
-        return Rejection(table.mesh, "memory", detail, short_bytes=1)
-    return Rejection(table.mesh, "bound", f"{where}: no plan of it is faster than {bound_s:.6g} s")
-
-
 # --------------------------------------------------------------------------------------------------------- groups alone
 
 
@@ -285,6 +292,7 @@ def _work_s(group: GroupSpace, options: Options) -> float:
 def _result(state: _Search) -> SearchResult:
     n_meshes = sum(len(family.n_ranks) for family in state.families)
     n_meshes += sum(result.n_meshes for result in state.results.values())
+    n_meshes += 0 if state.shares is None else state.shares.n_meshes
     if n_meshes == 0 and state.impossible:
         raise InfeasibleError("\n".join(dict.fromkeys(state.impossible.values())))
     candidates = _candidates(state)
@@ -329,7 +337,8 @@ def _candidates(state: _Search) -> list[Candidate]:
 def _proved_s(state: _Search) -> float:
     """No plan of the space that fits is faster; 0 when that is not known of some."""
     first = state.queue.first()
-    bounds_s = [state.least_bound_s, *(() if first is None else (first[0],))]
+    shares_s = 0.0 if state.shares is None else state.shares.bound_s
+    bounds_s = [state.least_bound_s, shares_s, *(() if first is None else (first[0],))]
     for index in range(len(state.space.groups)):
         result = state.results.get(index)
         if index in state.left_bounds_s:
@@ -362,6 +371,6 @@ def _rejected(state: _Search, best: Candidate | None) -> tuple[Rejection, ...]:
         for step_s in (item.judged.estimate.step_s,)
         if best is None or not _is_of(best.plan, item)
     ]
-    too_large = [item for item in map(_least_short, state.families) if item is not None] if best is None else []
+    too_large = [item for item in map(least_short, state.families) if item is not None] if best is None else []
     of_groups = [item for result in state.results.values() for item in result.rejected]
     return (*others, *state.rejections, *too_large, *of_groups)

@@ -64,7 +64,7 @@ class MixedSpace:
         groups: each group alone.
         pipelines: batch, segments, cuts and shardings of pipelines over several groups; as many devices per host as
             divide those of every group.
-        price: the table of a mesh whose pipeline ranks are on these groups.
+        price: the table of a mesh whose pipeline ranks, or shares of the batch, are on these groups.
         make_plan: likewise its plan.
     """
 
@@ -136,15 +136,18 @@ def families(space: MixedSpace, options: Options) -> Iterator[Family]:
             yield from _families_of(space, options, order, n_ranks, tp=tp, dp=dp)
 
 
+def allowed_counts(space: MixedSpace, group: int, *, n_groups: int) -> list[int]:
+    """How many devices of a group a plan over `n_groups` groups may use."""
+    own, n_bits = space.groups[group].space, SIGNIFICANT_BITS.get(n_groups, 1)
+    hosts = ((count, math.ceil(count / own.n_devices_per_host)) for count in device_counts(own))
+    return [count for count, n in hosts if significant_bits(n) <= n_bits or count == own.n_devices]
+
+
 def _rank_counts(space: MixedSpace, options: Options, order: tuple[int, ...], *, n_devices: int) -> Array:
     """How many ranks of `n_devices` devices each group may have, one column per group of the order."""
-    n_pieces, wanted, n_bits = space.pipelines.n_pieces, fixed_int(options, "pp"), SIGNIFICANT_BITS.get(len(order), 1)
-    choices = []
-    for group in order:
-        own = space.groups[group].space
-        hosts = ((count, math.ceil(count / own.n_devices_per_host)) for count in device_counts(own))
-        counts = (count for count, n in hosts if significant_bits(n) <= n_bits or count == own.n_devices)
-        choices.append([count // n_devices for count in counts if count % n_devices == 0])
+    n_pieces, wanted = space.pipelines.n_pieces, fixed_int(options, "pp")
+    counts = [allowed_counts(space, group, n_groups=len(order)) for group in order]
+    choices = [[count // n_devices for count in own if count % n_devices == 0] for own in counts]
     grid = np.stack(np.meshgrid(*choices, indexing="ij"), axis=-1).reshape(-1, len(order))
     stages = grid.sum(axis=1)
     return grid[(stages <= n_pieces) & ((stages == wanted) if wanted is not None else True)]

@@ -26,7 +26,7 @@ from autoplan.search.formulation import add_path, decode, forbid, formulate
 from autoplan.search.linear_model import INFINITY, Solution
 from autoplan.search.paths import Path, Shape, critical_paths
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.search.terms import Formulation
 from autoplan.simulate import simulate
 from autoplan.units import MiB
@@ -85,16 +85,16 @@ class Effort:
     remaining_s: Callable[[], float | None]
 
 
-def relaxed_bound_s(program: Program, *, time_limit_s: float | None) -> float:
+def relaxed_bound_s(program: MeshProgram, *, time_limit_s: float | None) -> float:
     """No plan of the mesh is faster: the program without integrality. INFINITY when not even that is feasible."""
     program.form.model.upper[program.form.total] = INFINITY
-    solution = solve(program.form.model, time_limit_s=time_limit_s, is_relaxed=True)
+    solution = minimize(program.form.model, time_limit_s=time_limit_s, is_relaxed=True)
     if solution.status == "infeasible":
         return INFINITY
     return 0.0 if solution.objective is None else solution.objective * program.form.unit_s * (1.0 - RELATIVE_TOLERANCE)
 
 
-def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOutcome:
+def refine(program: MeshProgram, *, known: Judged | None, effort: Effort) -> MeshOutcome:
     """The best plan of the mesh, as far as it matters.
 
     The solver's own gap starts at `FIRST_GAP` and follows the gap between bound and simulator down: precision in a
@@ -120,7 +120,7 @@ def refine(program: Program, *, known: Judged | None, effort: Effort) -> MeshOut
         bound_s = program.raise_bound(solution)
         if solution.objective is None:
             break
-        plan, is_tightened = program.judge(solution)
+        plan, is_tightened = program.tighten(solution)
         if plan.estimate.fits and (best is None or plan.estimate.step_s < best.estimate.step_s):
             best = plan
         if solution.status == "feasible" and not is_tightened:
@@ -145,7 +145,7 @@ def _next_gap(gap: float, *, wrong: float, least: float) -> float:
 
 
 @dataclass(slots=True)
-class Program:
+class MeshProgram:
     """The program of a mesh, and what has been added to it."""
 
     form: Formulation
@@ -157,7 +157,7 @@ class Program:
     n_stalled: int = 0
 
     @classmethod
-    def of(cls, table: CostTable, shape: Shape, *, recompute: str | None) -> Program:
+    def of(cls, table: CostTable, shape: Shape, *, recompute: str | None) -> MeshProgram:
         """The program of a mesh, with nothing added yet."""
         form = formulate(table, shape, recompute=recompute)
         return cls(form, recompute, step_bound_s(table), _is_small(form))
@@ -167,7 +167,7 @@ class Program:
     ) -> Solution:
         """The best counts whose believed step time is at most `limit_s`."""
         self.form.model.upper[self.form.total] = limit_s / self.form.unit_s
-        return solve(self.form.model, time_limit_s=time_limit_s, relative_gap=relative_gap, node_limit=node_limit)
+        return minimize(self.form.model, time_limit_s=time_limit_s, relative_gap=relative_gap, node_limit=node_limit)
 
     def raise_bound(self, solution: Solution) -> float:
         """The best bound so far; a bound that hardly rises is counted, unless the mesh is small."""
@@ -177,7 +177,7 @@ class Program:
         self.bound_s = max(self.bound_s, risen_s)
         return self.bound_s
 
-    def judge(self, solution: Solution) -> tuple[Judged, bool]:
+    def tighten(self, solution: Solution) -> tuple[Judged, bool]:
         """Simulate the plan of a solution; tighten the program where it was wrong about it, and say whether it was."""
         assert solution.objective is not None
         stages = decode(self.form, solution.values)
@@ -225,7 +225,7 @@ def least_memory(
 ) -> tuple[Judged, int] | None:
     """The plan that exceeds the memory by the least, and how many bytes any plan lacks; None if stopped."""
     form = formulate(table, shape, recompute=recompute, measures_shortfall=True)
-    solution = solve(form.model, time_limit_s=time_limit_s)
+    solution = minimize(form.model, time_limit_s=time_limit_s)
     if solution.objective is None or solution.bound is None:
         return None
     stages = decode(form, solution.values)

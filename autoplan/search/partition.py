@@ -13,6 +13,9 @@ so for each threshold on G the least sum of A is a shortest path: `least[stop] =
 With D(x) this least sum under G <= x, the bound is the minimum of D(x) + x; between two thresholds a < b it is at least
 D(b) + a, and thresholds are halved until that is not below the best found (`_best_threshold`).
 
+How many pieces a stage may have in a step that is fast enough is known beforehand (`_most_pieces`), and so where each
+stage may begin and end: the path is looked for there only (`_bands`).
+
 A stage that lacks memory recomputes as little as will do. Exact for one kind of block: whole blocks; else the fraction
 of the kind with the most bytes per second. Ranks on different devices have times and memory of their own (`_Passes`);
 the path is the same. Everything is an array over ranges of pieces (see `ranges`).
@@ -46,6 +49,7 @@ from autoplan.search.stage_memory import StageMemory
 MAX_HALVINGS = 24
 MAX_VISITS = 4  # of `partitions_below`: stages looked at per stage that may be returned
 CLOSE_ENOUGH = 2e-4  # share of the bound; thresholds are not halved below it
+ROUNDING = 1e-9  # share by which a sum may be wrong that is made up in another way
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +69,18 @@ def best_partition(table: CostTable, *, recompute: str | None, limit_s: float = 
     `recompute` is what the user fixed, or None. Plans slower than `limit_s` are not looked at: the bound is then
     `limit_s`.
     """
-    ranges, stages = _prepared(table, recompute=recompute, limit_s=limit_s)
-    least_bottleneck_s = _least_bottleneck_s(ranges, stages)
+    ranges, stages, most_s = _prepared(table, recompute=recompute, limit_s=limit_s)
+    if ranges.width >= ranges.widest_possible and _most_pieces(ranges, stages, INFINITY).sum() < ranges.n_pieces:
+        return Partition(INFINITY, ())
+    bands = _bands(ranges, stages, most_s)
+    least_bottleneck_s = _least_bottleneck_s(bands) if bands else INFINITY
     if least_bottleneck_s == INFINITY:
-        return Partition(INFINITY if ranges.width >= ranges.widest_possible else limit_s, ())
-    floor_s, _ = _least_sum(ranges, stages, INFINITY)
+        is_all = most_s == INFINITY and ranges.width >= ranges.widest_possible
+        return Partition(INFINITY if is_all else limit_s, ())
+    floor_s, _ = _least_sum(bands, INFINITY)
     if floor_s + least_bottleneck_s + table.per_step_s >= limit_s:
         return Partition(limit_s, ())
-    bound_s, stops = _best_threshold(ranges, stages, least_bottleneck_s, floor_s=floor_s)
+    bound_s, stops = _best_threshold(bands, least_bottleneck_s, floor_s=floor_s)
     bound_s += table.per_step_s
     if bound_s >= limit_s:
         return Partition(limit_s, ())
@@ -98,8 +106,11 @@ class Cut:
 
 def partitions_below(table: CostTable, *, recompute: str | None, limit_s: float, n_most: int) -> list[Cut] | None:
     """Every way to cut the model whose bound is below `limit_s`; None if there are more than `n_most`, or nearly."""
-    ranges, stages = _prepared(table, recompute=recompute, limit_s=limit_s)
-    rest_s, worst_s = _least_rests(ranges, stages)
+    ranges, stages, most_s = _prepared(table, recompute=recompute, limit_s=limit_s)
+    bands = _bands(ranges, stages, most_s)
+    if not bands:
+        return []
+    rest_s, worst_s = _least_rests(ranges.n_pieces, bands)
     found: list[tuple[int, ...]] = []
     waiting: list[tuple[tuple[int, ...], float, float]] = [((), table.per_step_s, 0.0)]  # stops, sum of A, most of G
     for n_visited in count():
@@ -113,8 +124,9 @@ def partitions_below(table: CostTable, *, recompute: str | None, limit_s: float,
             continue
         own, start = stages[len(stops)], stops[-1] if stops else 0
         stop = np.arange(start + 1, min(start + ranges.width, ranges.n_pieces) + 1)
-        sums_s = sum_s + own.sum_s[stop, stop - start - 1]
-        mosts_s = np.maximum(most_s, own.bottleneck_s[stop, stop - start - 1])
+        spans = ranges.kind[stop, stop - start - 1]
+        sums_s = sum_s + own.sum_s[spans]
+        mosts_s = np.maximum(most_s, own.bottleneck_s[spans])
         least_s = sums_s + rest_s[len(stops) + 1][stop] + np.maximum(mosts_s, worst_s[len(stops) + 1][stop])
         for place in np.flatnonzero(least_s < limit_s):
             waiting.append(((*stops, int(stop[place])), float(sums_s[place]), float(mosts_s[place])))
@@ -124,7 +136,9 @@ def partitions_below(table: CostTable, *, recompute: str | None, limit_s: float,
 def _cut(ranges: Ranges, stages: list[_Stage], *, stops: list[int]) -> Cut:
     spans = list(pairwise([0, *stops]))
     again = tuple(
-        stage.n_recomputed(float(stage.missing_bytes[stop, stop - start - 1]), slice(*ranges.edges[[start, stop]]))
+        stage.n_recomputed(
+            float(stage.missing_bytes[ranges.kind[stop, stop - start - 1]]), slice(*ranges.edges[[start, stop]])
+        )
         for (start, stop), stage in zip(spans, stages, strict=True)
     )
     return Cut(
@@ -135,30 +149,33 @@ def _cut(ranges: Ranges, stages: list[_Stage], *, stops: list[int]) -> Cut:
     )
 
 
-def _prepared(table: CostTable, *, recompute: str | None, limit_s: float) -> tuple[Ranges, list[_Stage]]:
-    """The ranges that may be stages, and what each is as each stage."""
+def _prepared(table: CostTable, *, recompute: str | None, limit_s: float) -> tuple[Ranges, list[_Stage], float]:
+    """The ranges that may be stages, what each is as each stage, and the most that G may be of any of them."""
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     kinds = {figures_of(own): own for own in own_tables}
     segments = {kind: Segments.of(own, recompute) for kind, own in kinds.items()}
-    ranges = Ranges.of(table, _widest(table, tuple(segments.values()), limit_s=limit_s - table.per_step_s))
+    least_s = np.minimum.reduce([own.forward_s + own.backward_s for own in segments.values()])
+    limit_s -= table.per_step_s
+    ranges = Ranges.of(table, _widest(table, least_s, limit_s=limit_s))
     passes = {kind: _Passes.of(own, segments[kind], ranges) for kind, own in kinds.items()}
-    return ranges, _stages(table.mesh, own_tables, tuple(passes[figures_of(own)] for own in own_tables), ranges)
+    stages = _stages(table.mesh, own_tables, tuple(passes[figures_of(own)] for own in own_tables), ranges)
+    return ranges, stages, limit_s - float(least_s.sum()) * (1.0 - ROUNDING)
 
 
-def _widest(table: CostTable, segments: tuple[Segments, ...], *, limit_s: float) -> int:
-    """The most pieces that any stage may have in a step of at most `limit_s`; 1 or more."""
+def _widest(table: CostTable, least_s: Array, *, limit_s: float) -> int:
+    """No fewer than the most pieces that any stage may have in a step of at most `limit_s`.
+
+    All of the model, a half, a quarter and so on, so that the ranges of few widths are listed. `least_s` is the least
+    that each segment computes.
+    """
     edges = stage_edges(table)
-    n_pieces = len(edges) - 1
-    if limit_s == INFINITY:
-        return n_pieces
-    least_s = np.minimum.reduce([own.forward_s + own.backward_s for own in segments])
-    sums = np.append(0.0, np.cumsum(least_s))[list(edges)]
-    low, high = 1, n_pieces
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = table.mesh.n_micro_batches * float(np.min(sums[middle:] - sums[:-middle])) <= limit_s
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    sums, width = np.append(0.0, np.cumsum(least_s))[list(edges)], len(edges) - 1
+    while width > 1:
+        half = (width + 1) // 2
+        if table.mesh.n_micro_batches * float(np.min(sums[half:] - sums[:-half])) <= limit_s:
+            break
+        width = half
+    return width
 
 
 # ------------------------------------------------------------------------------------------------------------- stages
@@ -219,16 +236,16 @@ class _Passes:
 def _stages(mesh: Mesh, tables: tuple[CostTable, ...], passes: tuple[_Passes, ...], ranges: Ranges) -> list[_Stage]:
     """The stages of a mesh; `tables` and `passes` are those of each rank."""
     n, is_gpipe = mesh.n_micro_batches, mesh.schedule == "gpipe"
-    cuts_s = {own.cut_s: _first_cut_s(own, ranges) for own in tables}
+    cuts_s = {key: _first_cut_s(own, ranges) for key, own in {id(own.cut_s): own for own in tables}.items()}
     stages = []
     for stage, own in enumerate(passes):
         missing_bytes, again_s = own.memory.recomputing(in_flight(mesh, stage))
         whole_s = own.backward_s + again_s
         # Under gpipe the path reaches the stages after `s` with the last micro-batch.
         opening_s = own.forward_s if is_gpipe and stage > 0 else own.first_forward_s
-        edges_s = 2.0 * cuts_s[tables[stage - 1].cut_s] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
+        edges_s = 2.0 * cuts_s[id(tables[stage - 1].cut_s)] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
         n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
-        fits = np.isfinite(again_s) & ranges.exists
+        fits = np.isfinite(again_s)
         action_s = own.table.action_s
         backwards_s = np.where(fits, whole_s + own.carry_s + action_s, 0.0) * (n - 1)
         bottleneck_s = np.where(fits, backwards_s + n_forwards * own.forward_s, INFINITY)
@@ -262,50 +279,98 @@ def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
 # ------------------------------------------------------------------------------------------------------ the program
 
 
-def _least_bottleneck_s(ranges: Ranges, stages: list[_Stage]) -> float:
-    """The least possible max of G over the stages; INFINITY when no partition fits."""
-    worst = np.append(0.0, np.full(ranges.n_pieces, INFINITY))
+def _most_pieces(ranges: Ranges, stages: list[_Stage], most_s: float) -> Array:
+    """Per stage, the most pieces of any range with G up to `most_s`; 0 where there is none."""
+    most = []
     for stage in stages:
-        worst = np.maximum(worst[ranges.start], stage.bottleneck_s).min(axis=1)
+        least_s = ranges.least_of_count(stage.bottleneck_s)
+        counts = np.flatnonzero((least_s <= most_s) & np.isfinite(least_s))
+        most.append(int(counts[-1]) + 1 if len(counts) else 0)
+    return np.array(most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Where a stage may lie: arrays (stop, count) of its starts, A and G; the last two INFINITY where it may not."""
+
+    stops: Array
+    counts: Array
+    starts: Array
+    sum_s: Array
+    bottleneck_s: Array
+
+
+def _bands(ranges: Ranges, stages: list[_Stage], most_s: float) -> list[_Band]:
+    """The bands of all stages, with G up to `most_s`; none if they cannot make up the model."""
+    n_pieces, most = ranges.n_pieces, _most_pieces(ranges, stages, most_s)
+    latest = np.minimum(np.cumsum(most), n_pieces - np.arange(len(stages))[::-1])
+    earliest = np.maximum(n_pieces - most.sum() + np.cumsum(most), np.arange(1, len(stages) + 1))
+    if (latest < earliest).any() or latest[-1] < n_pieces:
+        return []
+    bands = []
+    for place, stage in enumerate(stages):
+        first, last = (int(earliest[place - 1]), int(latest[place - 1])) if place > 0 else (0, 0)
+        stops = np.arange(earliest[place], latest[place] + 1)
+        counts = np.arange(max(1, stops[0] - last), min(most[place], stops[-1] - first) + 1)
+        starts = stops[:, None] - counts
+        spans = ranges.kind[stops[0] : stops[-1] + 1, counts[0] - 1 : counts[-1]]
+        bottleneck_s = stage.bottleneck_s[spans]
+        lies = (starts >= first) & (starts <= last) & (bottleneck_s <= most_s)
+        bands.append(
+            _Band(
+                stops,
+                counts,
+                np.clip(starts, first, last),
+                np.where(lies, stage.sum_s[spans], INFINITY),
+                np.where(lies, bottleneck_s, INFINITY),
+            )
+        )
+    return bands
+
+
+def _least_bottleneck_s(bands: list[_Band]) -> float:
+    """The least possible max of G over the stages; INFINITY when no partition fits."""
+    worst, first = np.zeros(1), 0
+    for band in bands:
+        worst = np.maximum(worst[band.starts - first], band.bottleneck_s).min(axis=1)
+        first = band.stops[0]
     return float(worst[-1])
 
 
-def _least_sum(ranges: Ranges, stages: list[_Stage], threshold_s: float) -> tuple[float, list[int]]:
+def _least_sum(bands: list[_Band], threshold_s: float) -> tuple[float, list[int]]:
     """D(x): the least sum of A under G <= x, and where its stages stop; INFINITY when there is none."""
-    least = np.append(0.0, np.full(ranges.n_pieces, INFINITY))
+    least, first = np.zeros(1), 0
     chosen = []
-    for stage in stages:
-        sums = least[ranges.start] + np.where(stage.bottleneck_s <= threshold_s, stage.sum_s, INFINITY)
+    for band in bands:
+        sums = least[band.starts - first] + np.where(band.bottleneck_s <= threshold_s, band.sum_s, INFINITY)
         places = sums.argmin(axis=1)
         chosen.append(places)
-        least = sums[np.arange(len(places)), places]
+        least, first = sums[np.arange(len(places)), places], band.stops[0]
     if least[-1] == INFINITY:
         return INFINITY, []
-    stops = [ranges.n_pieces]
-    for places in reversed(chosen[1:]):
-        stops.append(stops[-1] - int(places[stops[-1]]) - 1)
+    stops = [int(bands[-1].stops[-1])]
+    for band, places in zip(reversed(bands[1:]), reversed(chosen[1:]), strict=True):
+        stops.append(stops[-1] - int(band.counts[places[stops[-1] - band.stops[0]]]))
     return float(least[-1]), stops[::-1]
 
 
-def _least_rests(ranges: Ranges, stages: list[_Stage]) -> tuple[list[Array], list[Array]]:
+def _least_rests(n_pieces: int, bands: list[_Band]) -> tuple[list[Array], list[Array]]:
     """Per stage, and at the end: the least sum of A from it on, and the least max of G, by the piece it starts with."""
-    at_end = np.append(np.full(ranges.n_pieces, INFINITY), 0.0)
+    at_end = np.append(np.full(n_pieces, INFINITY), 0.0)
     sums, worst = [at_end], [at_end]
-    for stage in reversed(stages):
-        sum_s = stage.sum_s + sums[-1][:, None]
-        worst_s = np.maximum(stage.bottleneck_s, worst[-1][:, None])
+    for band in reversed(bands):
+        sum_s = band.sum_s + sums[-1][band.stops, None]
+        worst_s = np.maximum(band.bottleneck_s, worst[-1][band.stops, None])
         for rests, values in ((sums, sum_s), (worst, worst_s)):
-            least = np.full(ranges.n_pieces + 1, INFINITY)
-            np.minimum.at(least, ranges.start, np.where(ranges.exists, values, INFINITY))
+            least = np.full(n_pieces + 1, INFINITY)
+            np.minimum.at(least, band.starts, values)
             rests.append(least)
     return sums[::-1], worst[::-1]
 
 
-def _best_threshold(
-    ranges: Ranges, stages: list[_Stage], lowest_s: float, *, floor_s: float
-) -> tuple[float, list[int]]:
+def _best_threshold(bands: list[_Band], lowest_s: float, *, floor_s: float) -> tuple[float, list[int]]:
     """The least D(x) + x from below, and the stops of the best threshold tried; `floor_s` is D(INFINITY)."""
-    least_s, stops = _least_sum(ranges, stages, lowest_s)
+    least_s, stops = _least_sum(bands, lowest_s)
     best_s = least_s + lowest_s
     waiting = [(floor_s + lowest_s, lowest_s, lowest_s + least_s - floor_s, floor_s)]  # bound, from, to, D(to)
     for _ in range(MAX_HALVINGS):
@@ -313,7 +378,7 @@ def _best_threshold(
         if bound_s >= best_s * (1.0 - CLOSE_ENOUGH):
             break
         middle_s = (low_s + high_s) / 2.0
-        least_s, found = _least_sum(ranges, stages, middle_s)
+        least_s, found = _least_sum(bands, middle_s)
         if least_s + middle_s < best_s:
             best_s, stops = least_s + middle_s, found
         heapq.heapreplace(waiting, (low_s + least_s, low_s, middle_s, least_s))
@@ -326,7 +391,10 @@ def _decode(ranges: Ranges, stages: list[_Stage], *, stops: list[int], spares: b
     found = []
     for start, stop, stage in zip([0, *stops], stops, stages, strict=False):
         first, last = int(ranges.edges[start]), int(ranges.edges[stop])
-        segments, missing_bytes = stage.segments, float(stage.missing_bytes[stop, stop - start - 1]) * spares
+        segments, missing_bytes = (
+            stage.segments,
+            float(stage.missing_bytes[ranges.kind[stop, stop - start - 1]]) * spares,
+        )
         switched = _switched(segments, range(first, last), missing_bytes=missing_bytes / stage.n_in_flight)
         recomputed = tuple(i for i in range(first, last) if segments.is_again[i] != (i in switched))
         found.append(StagePlan(first, last, recomputed))

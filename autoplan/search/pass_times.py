@@ -29,6 +29,7 @@ from autoplan.search.paths import (
     LAST_WEIGHTS,
     WEIGHTS,
 )
+from autoplan.search.ranges import hidden_extra_s
 from autoplan.search.terms import (
     Formulation,
     Terms,
@@ -44,12 +45,6 @@ from autoplan.search.terms import (
     time_of,
     weighted,
 )
-
-
-def hidden_extra_s(compute_s: float, communication_s: float, *, slowdown: float) -> float:
-    """h(c, g) of the module docstring: what communication adds to compute when compute must wait for its end."""
-    both = min(compute_s, communication_s)
-    return communication_s - both + (slowdown - 1.0) * both
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +165,7 @@ def _extras(form: Formulation, kind: _Pass, *, number: int, slot: int, again: bo
         compute_s = kind.compute(cost_of_kind(form, run.piece[slot], again))
         slowdown = min(table.overlap_slowdown, 2.0)
         if kind.gathers and gather_s > 0.0:
-            extras.append(hidden_extra_s(compute_s, gather_s + reduce_s, slowdown=slowdown))
+            extras.append(float(hidden_extra_s(compute_s, gather_s + reduce_s, slowdown - 1.0)))
         else:  # nothing to wait for: reductions only slow what they run beside
             extras.append((slowdown - 1.0) * min(compute_s, reduce_s))
     return extras

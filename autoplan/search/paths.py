@@ -246,7 +246,7 @@ def _source(name: str, *, n_stages: int) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """A moment at which the memory of a rank may peak: a pass of `stage` runs.
 
     Attributes:
@@ -262,7 +262,7 @@ class Moment:
     accumulating: frozenset[int]
 
 
-def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
+def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
     """The moments of a rank that no other moment with the same running stage exceeds."""
     in_flight: dict[int, int] = {action.stage: 0 for action in schedule[rank]}
     pending = dict(in_flight)
@@ -270,7 +270,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     for action in schedule[rank]:
         n_left[action.stage] += action.kind in GRADIENT_KINDS
     begun: set[int] = set()
-    found: dict[Moment, None] = {}
+    found: dict[PeakMoment, None] = {}
     for action in schedule[rank]:
         makes_gradients = action.kind in GRADIENT_KINDS
         in_flight[action.stage] += action.kind == "F"
@@ -278,7 +278,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
         numbers = (tuple(sorted(in_flight.items())), tuple(sorted(pending.items())))
         n_left[action.stage] -= makes_gradients
         whole = begun - {action.stage} if makes_gradients and n_left[action.stage] == 0 else begun
-        found[Moment(action.stage, *numbers, frozenset(whole))] = None
+        found[PeakMoment(action.stage, *numbers, frozenset(whole))] = None
         begun |= {action.stage} if makes_gradients else set()
         in_flight[action.stage] -= makes_gradients
         pending[action.stage] -= action.kind == "W"
@@ -287,7 +287,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     )
 
 
-def _are_exceeded(moments: list[Moment]) -> list[bool]:
+def _are_exceeded(moments: list[PeakMoment]) -> list[bool]:
     """Per moment, whether another one with the same running stage holds at least as much of everything."""
     counts = MomentCounts.of(moments)
     rows = np.column_stack([counts.accumulating, counts.in_flight, counts.pending])
@@ -306,7 +306,7 @@ class MomentCounts:
     accumulating: Array
 
     @classmethod
-    def of(cls, moments: Sequence[Moment]) -> MomentCounts:
+    def of(cls, moments: Sequence[PeakMoment]) -> MomentCounts:
         """The arrays of these moments."""
         own = [stage for stage, _ in moments[0].in_flight]
         return cls(
@@ -328,7 +328,7 @@ class Shape:
 
     ranks: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
-    moments: tuple[tuple[Moment, ...], ...]
+    moments: tuple[tuple[PeakMoment, ...], ...]
     counts: tuple[MomentCounts, ...]
 
 

@@ -7,8 +7,10 @@ are one run). Which pieces of a run a stage recomputes hardly matters, so a plan
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, pairwise, product
 
 from autoplan.cost.table import CostTable
@@ -36,8 +38,12 @@ class Run:
 
 def piece_edges(table: CostTable) -> tuple[int, ...]:
     """The first segment of each piece, and the number of segments."""
-    cuts = (index + 1 for index, cut_s in enumerate(table.cut_s) if cut_s is not None)
-    return (0, *cuts, len(table.kinds))
+    return _piece_edges(table.cut_s)
+
+
+@lru_cache(maxsize=64)
+def _piece_edges(cut_s: tuple[float | None, ...]) -> tuple[int, ...]:
+    return (0, *(index + 1 for index, own_s in enumerate(cut_s) if own_s is not None), len(cut_s) + 1)
 
 
 def runs_of(table: CostTable) -> tuple[Run, ...]:
@@ -82,8 +88,13 @@ def repeated_segments(table: CostTable) -> tuple[int, ...]:
     """The segments that "full" recomputation covers: those whose kind occurs again; all when none does."""
     if len(table.recompute_choices) < 2:
         return ()
-    repeated = {kind for kind in table.kinds if table.kinds.count(kind) > 1} or set(table.kinds)
-    return tuple(segment for segment, kind in enumerate(table.kinds) if kind in repeated)
+    return _repeated(table.kinds)
+
+
+@lru_cache(maxsize=16)
+def _repeated(kinds: tuple[int, ...]) -> tuple[int, ...]:
+    repeated = {kind for kind, number in Counter(kinds).items() if number > 1} or set(kinds)
+    return tuple(segment for segment, kind in enumerate(kinds) if kind in repeated)
 
 
 def obeys_recompute(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> bool:

@@ -1,6 +1,6 @@
 """Numbers per segment and sums over ranges of pieces, as arrays: what bounds on whole pieces are made of.
 
-Arrays over ranges are (stop, count - 1): the `count` pieces (see `plans`) before boundary `stop` as one stage. All that
+Arrays over ranges have one value per kind of range (`Ranges`): some pieces (see `plans`) as one stage. All that
 communication adds to a pass is taken between the neighbours a segment has (`hidden_extra_s`), as in
 `stage_pass.replay_pass`.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class Segments:
     def of(cls, table: CostTable, recompute: str | None) -> Segments:
         """The segments of the table."""
         base, other, is_again = zip(*_choices(table, recompute), strict=True)
-        kinds = list(table.kinds)
+        kinds = np.array(table.kinds)
 
         def column(value: Callable[[SegmentCost], float], costs: tuple[SegmentCost, ...] = base) -> Array:
             return np.array([value(cost) for cost in costs], dtype=float)[kinds]
@@ -91,7 +92,7 @@ class Segments:
         added = np.where(gathers_back > 0.0, longer + backward_extra(backward + longer) - extra, longer)
         per_byte = np.where(spared > 0.0, added / np.maximum(spared, ONE_BYTE), INFINITY)
         easy = int(per_byte.argmin())
-        is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (kinds.count(kinds[easy]) == 1)
+        is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (table.kinds.count(table.kinds[easy]) == 1)
         alone, other_alone = column(partial(alone_bytes, table)), column(partial(alone_bytes, table), other)
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
         return cls(
@@ -114,7 +115,7 @@ class Segments:
             spared_bytes=np.maximum(spared, 0.0),
             easy_bytes=np.where(is_easy, spared, 0.0),
             pending_bytes=column(lambda cost: cost.pending_bytes),
-            is_again=tuple(is_again[kind] for kind in kinds),
+            is_again=tuple(map(is_again.__getitem__, table.kinds)),
         )
 
 
@@ -139,7 +140,7 @@ def figures_of(table: CostTable) -> tuple[int, ...]:
     return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name != "cut_s")
 
 
-def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> Array:
+def hidden_extra_s(compute_s: Array | float, communication_s: Array | float, slower: float) -> Array:
     """What communication adds to compute that must wait for its end: the rest of it, and the slowdown by the overlap.
 
     `slower` is the slowdown - 1.
@@ -153,31 +154,35 @@ def hidden_extra_s(compute_s: Array, communication_s: Array, slower: float) -> A
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """All ranges of at most `width` consecutive pieces; arrays are (n_pieces + 1, width), by stop and count - 1.
+    """All ranges of at most `width` consecutive pieces, each kind of range once: arrays are over these, by length.
+
+    Two ranges within a run of equal pieces that begin and end alike are of one kind, wherever they are: a model of many
+    layers has about as many kinds as it has layers.
 
     Attributes:
         edges: the first segment of each piece, and the end.
-        start: first piece of each range; 0 where the range would begin before the model.
-        exists: whether it does not.
+        start, stop: of the first range of each kind, in pieces.
+        by_count: where the kinds of each length begin, from length 1 on.
+        kind: (stop, count - 1), the kind of the `count` pieces before boundary `stop`; 0 if there are not as many.
     """
 
     edges: Array
     width: int
     widest_possible: int
-    stop: Array
     start: Array
-    exists: Array
+    stop: Array
+    by_count: Array
+    kind: Array
 
     @classmethod
     def of(cls, table: CostTable, width: int) -> Ranges:
         """The ranges that a stage may be."""
-        edges = np.array(stage_edges(table))
-        n_pieces = len(edges) - 1
-        widest_possible = n_pieces - table.mesh.pp + 1
-        stop = np.arange(n_pieces + 1)[:, None]
-        counts = np.arange(1, min(width, widest_possible) + 1)[None, :]
-        start = stop - counts
-        return cls(edges, counts.shape[1], widest_possible, stop, np.maximum(start, 0), start >= 0)
+        edges = stage_edges(table)
+        widest_possible = len(edges) - table.mesh.pp
+        columns = [values for own in (table, *table.rank_tables) for values in (own.cut_s, own.message_bytes) if values]
+        marks = tuple(dict.fromkeys(map(_places_of_values, {id(values): values for values in columns}.values())))
+        width = min(width, widest_possible)
+        return cls(np.array(edges), width, widest_possible, *_kinds_of_ranges(table.kinds, edges, marks, width))
 
     @property
     def n_pieces(self) -> int:
@@ -191,18 +196,20 @@ class Ranges:
 
     def first(self, per_segment: Array) -> Array:
         """The value of the first segment of each range."""
-        return per_segment[np.minimum(self.edges[self.start], len(per_segment) - 1)]
+        return per_segment[self.edges[self.start]]
 
     def last(self, per_segment: Array) -> Array:
-        """The value of the last segment of each range, as one column."""
-        return per_segment[np.maximum(self.edges[self.stop] - 1, 0)]
+        """The value of the last segment of each range."""
+        return per_segment[self.edges[self.stop] - 1]
 
     def largest(self, per_piece: Array) -> Array:
-        """The largest value of any piece of each range."""
-        values = np.full((self.n_pieces + 1, self.width), -INFINITY)
-        for place in range(self.width):
-            values[place + 1 :, place] = per_piece[: self.n_pieces - place]
-        return np.maximum.accumulate(values, axis=1)
+        """The largest value of any piece of each range, which two stretches of a power of two pieces make up."""
+        found, stretches, length = np.empty(len(self.start)), per_piece, 1
+        for own in np.split(np.arange(len(self.start)), self.by_count[_powers_of_two(self.width)]):
+            while len(own) and 2 * length <= self.stop[own[0]] - self.start[own[0]]:
+                stretches, length = np.maximum(stretches[:-length], stretches[length:]), 2 * length
+            found[own] = np.maximum(stretches[self.start[own]], stretches[self.stop[own] - length])
+        return found
 
     def largest_segment(self, per_segment: Array) -> Array:
         """The largest value of any segment of each range."""
@@ -213,6 +220,55 @@ class Ranges:
         so_far = np.cumsum(saved_bytes)
         before = np.append(0.0, so_far)[self.edges]
         return self.largest_segment(so_far + alone_bytes) - before[self.start]
+
+    def least_of_count(self, values: Array) -> Array:
+        """Per number of pieces, from 1 on, the least value of any range."""
+        return np.minimum.reduceat(values, self.by_count)
+
+
+@lru_cache(maxsize=64)
+def _places_of_values(values: tuple[float | None, ...]) -> tuple[int, ...]:
+    """Where each value occurs first: the same for boundaries that are alike in the same places."""
+    first = {value: place for place, value in reversed(list(enumerate(values)))}
+    return tuple(map(first.__getitem__, values))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """2 - 1, 4 - 1, 8 - 1, ... below `most`."""
+    return [2**power - 1 for power in range(1, most.bit_length() + 1) if 2**power <= most]
+
+
+@lru_cache(maxsize=64)
+def _kinds_of_ranges(
+    kinds: tuple[int, ...], edges: tuple[int, ...], marks: tuple[tuple[int, ...], ...], width: int
+) -> tuple[Array, Array, Array, Array]:
+    """`start`, `stop`, `by_count` and `kind` of `Ranges`; `marks` are what a stage sees of the boundaries of segments.
+
+    A range may be moved to the left as long as it takes up pieces equal to its own, and marks equal to those at its
+    ends. Moved as far as that goes, it is the first of its kind.
+    """
+    n_pieces = len(edges) - 1
+    pieces = [kinds[start:stop] for start, stop in pairwise(edges)]
+    seen = [None, *(tuple(values[edge - 1] for values in marks) for edge in edges[1:-1]), None]
+    starts_back, stops_back, run_end = (np.zeros(n_pieces + 1, dtype=np.int32) for _ in range(3))
+    for edge in range(1, n_pieces + 1):
+        if seen[edge] == seen[edge - 1]:
+            stops_back[edge] = stops_back[edge - 1] + 1
+            if edge < n_pieces and pieces[edge] == pieces[edge - 1]:
+                starts_back[edge] = starts_back[edge - 1] + 1
+    run_end[n_pieces] = n_pieces
+    for piece in reversed(range(n_pieces)):
+        is_run = piece + 1 < n_pieces and pieces[piece] == pieces[piece + 1]
+        run_end[piece] = run_end[piece + 1] if is_run else piece + 1
+    stop = np.arange(n_pieces + 1, dtype=np.int32)[:, None]
+    count = np.arange(1, width + 1, dtype=np.int32)[None, :]
+    exists, start = stop >= count, np.maximum(stop - count, 0)
+    back = np.where(stop <= run_end[start], np.minimum(starts_back[start], stops_back[stop]), 0)
+    counts, stops = np.nonzero((exists & (back == 0)).T)
+    number = np.zeros(start.shape, dtype=np.int32)
+    number[stops, counts] = np.arange(len(stops))
+    kind = np.where(exists, number[np.where(exists, stop - back, 0), count - 1], 0)
+    return stops - counts - 1, stops, np.searchsorted(counts, np.arange(width)), kind
 
 
 def stage_edges(table: CostTable) -> tuple[int, ...]:

@@ -54,8 +54,8 @@ def _explain_shortage(state: SearchState, index: int) -> None:
     if closest is None:
         return
     estimate, least_bytes = closest[0].estimate, max(1, closest[1])
-    stage = max(range(mesh.pp), key=lambda rank: estimate.reserved_bytes[rank])
-    needed, limit = estimate.reserved_bytes[stage] / GiB, estimate.memory_limit_bytes / GiB
+    stage = max(range(mesh.pp), key=lambda rank: estimate.needed_bytes[rank])
+    needed, limit = estimate.needed_bytes[stage] / GiB, estimate.memory_limit_bytes / GiB
     detail = f"stage {stage} needs {needed:.1f} GiB, device has {limit:.1f} GiB: {needed - limit:.2f} GiB short"
     state.rejections[index] = Rejection(mesh, "memory", detail, estimate.step_s, least_bytes, stage)
 

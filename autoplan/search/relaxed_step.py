@@ -28,7 +28,7 @@ from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import Array, Ranges, Segments, backward_pass_s, carries, figures_of, forward_pass_s
 from autoplan.search.stage_needs import per_stage
 
-_Place = tuple[Any, Any]  # numbers or arrays of numbers: an index of arrays over places
+_Place = Any  # numbers or arrays of numbers: an index of arrays over places
 
 
 class _Turn(NamedTuple):
@@ -123,7 +123,7 @@ class _RankNeeds:
         """The least needs over the places where a stage of these `sizes` may begin, or of each range."""
 
         def least(values: Array) -> Array:
-            return np.broadcast_to(values, ranges.start.shape) if sizes is None else per_stage(ranges, sizes, values)
+            return values if sizes is None else per_stage(ranges, sizes, values)
 
         is_able = np.isfinite(segments.again_s) & (segments.spared_bytes > segments.easy_bytes)
         again_s = segments.again_s[is_able]
@@ -143,18 +143,19 @@ class RelaxedStep:
     """What `least_s` needs of a mesh.
 
     With several stages per rank, arrays over places are (stage, pieces) and the least cut counts; with one, they are
-    (stop, count - 1) as in `ranges`, so that every figure is that of the very segments.
+    over `ranges`, so that every figure is that of the very segments.
     """
 
     table: CostTable
     ranks: tuple[_RankNeeds, ...]
+    ranges: Ranges
 
     @classmethod
     def of(cls, table: CostTable, segments: Segments) -> RelaxedStep:
         """For a mesh with several stages per rank."""
         sizes = stage_sizes(table.mesh, n_pieces=len(piece_edges(table)) - 1)
-        needs = _RankNeeds.of(table, segments, Ranges.of(table, max(own[-1] for own in sizes)), sizes)
-        return cls(table, (needs,) * table.mesh.pp)
+        ranges = Ranges.of(table, max(own[-1] for own in sizes))
+        return cls(table, (_RankNeeds.of(table, segments, ranges, sizes),) * table.mesh.pp, ranges)
 
     @classmethod
     def of_cuts(cls, table: CostTable, *, recompute: str | None) -> RelaxedStep:
@@ -162,7 +163,7 @@ class RelaxedStep:
         ranges, tables = Ranges.of(table, len(piece_edges(table)) - 1), list(map(table.at_rank, range(table.mesh.pp)))
         kinds = {figures_of(own): own for own in tables}
         needs = {kind: _RankNeeds.of(own, Segments.of(own, recompute), ranges, None) for kind, own in kinds.items()}
-        return cls(table, tuple(needs[figures_of(own)] for own in tables))
+        return cls(table, tuple(needs[figures_of(own)] for own in tables), ranges)
 
     def least_s(self, sizes: Array, again: Array) -> Array:
         """Per choice of sizes and of segments recomputed, both (choice, stage), the least time of a step.
@@ -199,7 +200,7 @@ class RelaxedStep:
         """Per stage, where the arrays have its values."""
         if self.table.mesh.n_chunks > 1:
             return [(stage, own) for stage, own in enumerate(sizes.T)]
-        return [(stop, own - 1) for stop, own in zip(np.cumsum(sizes, axis=1).T, sizes.T, strict=True)]
+        return [self.ranges.kind[stop, own - 1] for stop, own in zip(np.cumsum(sizes, axis=1).T, sizes.T, strict=True)]
 
     def _cuts_s(self, sizes: Array) -> dict[tuple[int, bool], Array | float]:
         """By rank and whether forward, the time of a transfer."""
@@ -313,4 +314,4 @@ def _left_s(ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
     """
     reduced, computed = (np.append(0.0, np.cumsum(values)) for values in (reduce_s, compute_s))
     most = ranges.largest_segment(reduced[1:] - computed[:-1])
-    return np.where(ranges.exists, most, 0.0) - (reduced - computed)[ranges.edges[ranges.start]]
+    return most - (reduced - computed)[ranges.edges[ranges.start]]

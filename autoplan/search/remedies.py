@@ -98,7 +98,7 @@ def _other_value(options: Options, name: str, best: Candidate, *, n_hosts: int) 
 
 def _remedy(change: str, best: Candidate, *, fix: tuple[tuple[str, str], ...], n_hosts: int) -> Remedy:
     estimate = best.estimate
-    peak_bytes = max(estimate.reserved_bytes)
+    peak_bytes = max(estimate.needed_bytes)
     return Remedy(change, fix, n_hosts, best.plan.mesh, best.plan.recompute, estimate.step_s, peak_bytes)
 
 

@@ -135,13 +135,13 @@ def _by_symbol(passes: dict[str, Array], least: Array, *, action_s: float) -> Ar
 def per_stage(ranges: Ranges, sizes: tuple[range, ...], values: Array, *, largest: bool = False) -> Array:
     """(.., stage, pieces): the least value of a range, or the largest, over the places where the stage may begin.
 
-    `values` are (.., stop, count - 1), see `ranges`.
+    `values` are (.., range), see `ranges`.
     """
     owners, counts, stops, offsets = places_of(ranges.n_pieces, sizes)
     columns = np.repeat(counts, np.diff(offsets, append=len(stops))) - 1
     choose = np.maximum if largest else np.minimum
-    found = np.zeros((*values.shape[:-2], len(sizes), ranges.width + 1))
-    places = np.broadcast_to(values, (*values.shape[:-2], *ranges.start.shape))[..., stops, columns]
+    found = np.zeros((*values.shape[:-1], len(sizes), ranges.width + 1))
+    places = values[..., ranges.kind[stops, columns]]
     found[..., owners, counts] = choose.reduceat(places, offsets, axis=-1)
     return found
 

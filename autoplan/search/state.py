@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
-from autoplan.parallel_plan import Execution, Mesh
+from autoplan.parallel_plan import Mesh
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed
-from autoplan.search.one_mesh import Judged, Program
+from autoplan.search.one_mesh import Judged, MeshProgram
 from autoplan.search.paths import shape_of
 from autoplan.search.result import Rejection
 
@@ -32,8 +32,8 @@ class SearchState:
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[int, str, int, int, bool, Execution], tuple[float, float]] = field(default_factory=dict)
-    programs: dict[int, Program] = field(default_factory=dict)
+    compute_s: dict[tuple[Hashable, ...], tuple[float, float]] = field(default_factory=dict)
+    programs: dict[int, MeshProgram] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class SearchState:
             self.tables[mesh] = self.price(mesh)
         return self.tables[mesh]
 
-    def program(self, index: int, *, bound_s: float) -> Program:
+    def program(self, index: int, *, bound_s: float) -> MeshProgram:
         """The program of a mesh that cannot be faster than `bound_s`."""
         if index not in self.programs:
             mesh = self.meshes[index]
-            self.programs[index] = Program.of(self.table(mesh), shape_of(mesh), recompute=self.recompute)
+            self.programs[index] = MeshProgram.of(self.table(mesh), shape_of(mesh), recompute=self.recompute)
         program = self.programs[index]
         program.bound_s = max(program.bound_s, bound_s)
         return program

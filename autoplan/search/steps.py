@@ -6,7 +6,7 @@ import heapq
 
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
-from autoplan.search.joint_sizes import joint_bound
+from autoplan.search.joint_sizes import MAX_TURNS, QUICK_TURNS, joint_bound
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import Effort, Judged, faster_than, is_memory_proof, refine, relaxed_bound_s
 from autoplan.search.partition import best_partition
@@ -67,7 +67,7 @@ def _cut(state: SearchState, index: int) -> float:
         partition = best_partition(table, recompute=state.recompute, limit_s=limit_s)
         bound_s = partition.bound_s
         if partition.stages:
-            judge(state, index, partition.stages)
+            consider(state, index, partition.stages)
     if bound_s == INFINITY:
         state.rejections[index] = short_somewhere(table, 1)
     return bound_s
@@ -83,7 +83,7 @@ def _share_out(state: SearchState, index: int) -> None:
         _keep_if_better(state, index, plan)
 
 
-def judge(state: SearchState, index: int, stages: tuple[StagePlan, ...]) -> None:
+def consider(state: SearchState, index: int, stages: tuple[StagePlan, ...]) -> None:
     """Keep a plan that is allowed, fits, and is the fastest of its mesh."""
     if not obeys_recompute(state.table(state.meshes[index]), stages, recompute=state.recompute):
         return
@@ -97,21 +97,18 @@ def _keep_if_better(state: SearchState, index: int, plan: Judged) -> None:
 
 
 def _relax(state: SearchState, index: int) -> float:
-    """The bound by the linear program; with several stages per rank by all sizes together, where that is enough."""
+    """The bound by the linear program; with several stages per rank by all sizes together, where that is not enough."""
     mesh = state.meshes[index]
-    bound_s = state.queue[0][0] / state.weight(mesh)
-    if mesh.n_chunks > 1:
-        bound_s = _agree_on_sizes(state, index, bound_s)
-        if bound_s >= faster_than(state.score_to_beat() / state.weight(mesh), gap=state.gap):
-            return bound_s
-    program = state.program(index, bound_s=bound_s)
+    program = state.program(index, bound_s=state.queue[0][0] / state.weight(mesh))
     program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
     if program.bound_s == INFINITY:
         state.rejections[index] = short_somewhere(state.table(mesh), 1)
+    elif mesh.n_chunks > 1 and program.bound_s < state.score_to_beat() / state.weight(mesh):
+        program.bound_s = _agree_on_sizes(state, index, program.bound_s, max_turns=QUICK_TURNS)
     return program.bound_s
 
 
-def _agree_on_sizes(state: SearchState, index: int, bound_s: float) -> float:
+def _agree_on_sizes(state: SearchState, index: int, bound_s: float, *, max_turns: int) -> float:
     """The bound raised by all ranks together, with the plans found on the way."""
     mesh, recompute = state.meshes[index], state.recompute
     weight = state.weight(mesh)
@@ -120,7 +117,9 @@ def _agree_on_sizes(state: SearchState, index: int, bound_s: float) -> float:
     bound_s = narrowed_bound_s(shares, bound_s=bound_s, limit_s=limit_s)
     if bound_s >= limit_s:
         return bound_s
-    found = joint_bound(shares, recompute=recompute, bound_s=bound_s, limit_s=limit_s, is_late=state.is_late)
+    found = joint_bound(
+        shares, recompute=recompute, bound_s=bound_s, limit_s=limit_s, is_late=state.is_late, max_turns=max_turns
+    )
     if found.best is not None and obeys_recompute(shares.table, found.best.stages, recompute=recompute):
         _keep_if_better(state, index, found.best)
     return found.bound_s
@@ -136,7 +135,7 @@ def _solve(state: SearchState, index: int, *, to_beat: float) -> None:
     bound_s = state.queue[0][0] / weight
     limit_s = faster_than(to_beat / weight, gap=state.gap)
     if 0.0 < limit_s < state.agreed_s.get(index, 0.0):  # a better plan was found since: fewer choices are left
-        bound_s = _agree_on_sizes(state, index, bound_s)
+        bound_s = _agree_on_sizes(state, index, bound_s, max_turns=QUICK_TURNS)
         if bound_s >= limit_s:
             state.bounds_s[index] = bound_s
             if index not in state.plans:
@@ -150,10 +149,14 @@ def _solve(state: SearchState, index: int, *, to_beat: float) -> None:
     )
     program = state.program(index, bound_s=bound_s)
     outcome = refine(program, known=state.plans.get(index), effort=effort)
+    bound_s = outcome.bound_s
     if outcome.best is not None:
         state.keep(index, outcome.best)
+    is_open = not outcome.is_complete and bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap)
+    if mesh.n_chunks > 1 and is_open and not state.is_late():
+        bound_s = _agree_on_sizes(state, index, bound_s, max_turns=MAX_TURNS)
     if is_memory_proof(outcome):
         state.rejections[index] = short_somewhere(state.table(mesh), 1)
-    elif outcome.best is None:
-        state.rejections[index] = slow(mesh, outcome.bound_s)
-    state.bounds_s[index] = outcome.bound_s
+    elif index not in state.plans:
+        state.rejections[index] = slow(mesh, bound_s)
+    state.bounds_s[index] = bound_s

@@ -32,12 +32,15 @@ def balanced_stages(table: CostTable, *, recompute: str | None) -> tuple[StagePl
     segments, n_pieces = Segments.of(table, recompute), len(piece_edges(table)) - 1
     sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
     ranges = Ranges.of(table, max(own[-1] for own in sizes))
-    time_s = np.where(ranges.exists, ranges.total(segments.forward_s + segments.backward_s), INFINITY)
+    span_s = ranges.total(segments.forward_s + segments.backward_s)
+    starts = np.arange(n_pieces + 1)[:, None] - np.arange(1, ranges.width + 1)
     worst = np.append(0.0, np.full(n_pieces, INFINITY))
     chosen = []
     for own in sizes:
         columns = slice(own[0] - 1, own[-1])
-        found = np.maximum(worst[ranges.start[:, columns]], time_s[:, columns])
+        begins = starts[:, columns]
+        before_s = np.where(begins >= 0, worst[np.maximum(begins, 0)], INFINITY)
+        found = np.maximum(before_s, span_s[ranges.kind[:, columns]])
         chosen.append(found.argmin(axis=1) + own[0])
         worst = found.min(axis=1)
     counts = [n_pieces]
@@ -105,8 +108,8 @@ def _candidates(segments: Segments, spans: list[tuple[int, int]], shape: Shape, 
 
 def _short_bytes(estimate: Estimate) -> list[int]:
     """What each rank lacks; 0 or less where it fits."""
-    limits = estimate.rank_limits_bytes or (estimate.memory_limit_bytes,) * len(estimate.reserved_bytes)
-    return [n_bytes - limit for n_bytes, limit in zip(estimate.reserved_bytes, limits, strict=True)]
+    limits = estimate.rank_limits_bytes or (estimate.memory_limit_bytes,) * len(estimate.needed_bytes)
+    return [n_bytes - limit for n_bytes, limit in zip(estimate.needed_bytes, limits, strict=True)]
 
 
 @dataclass(slots=True)

@@ -12,13 +12,13 @@ from dataclasses import asdict, replace
 from datetime import date
 from typing import Any
 
-from autoplan.api import default_global_batch
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import is_cluster_file, load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
+from autoplan.problem import default_global_batch
 from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, STOPPED, AdviceAnswer, Facts, is_starved
 from autoplan.what_if.advising_mixed import advise_mixed
 from autoplan.what_if.asking import Progress, ask, trace_all

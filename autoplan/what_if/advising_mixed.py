@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
-from autoplan.api import default_global_batch
 from autoplan.errors import InputError
 from autoplan.hardware_cluster import groups_alone, load_cluster
 from autoplan.plain_text import count
+from autoplan.problem import default_global_batch
 from autoplan.units import format_seconds
 from autoplan.what_if.advice_rules import LITTLE, STOPPED, Advice, AdviceAnswer, speed_up
 from autoplan.what_if.asking import Progress, ask

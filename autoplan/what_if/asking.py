@@ -9,13 +9,13 @@ from datetime import date
 from itertools import product
 
 from autoplan.answer import tokens_per_sample
-from autoplan.api import checked, default_global_batch, model_file, trace_model
 from autoplan.cluster_space import check_mixed_options
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
 from autoplan.hardware_file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
+from autoplan.problem import checked, default_global_batch, model_file, trace_model
 from autoplan.what_if.links import changed
 from autoplan.what_if.points import Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices

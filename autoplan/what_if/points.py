@@ -18,12 +18,13 @@ from itertools import product
 from typing import Any
 
 from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
-from autoplan.api import Problem, decide
+from autoplan.api import decide
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware_cluster import Cluster
 from autoplan.options import Options
+from autoplan.problem import Problem
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 
@@ -195,7 +196,7 @@ def _result(problem: Problem, answer: Answer) -> PointResult:
         tokens_per_s=tokens_per_s(answer.workload, best),
         mfu=mfu(answer.workload, best),
         breakdown=tuple((name, getattr(estimate.breakdown, name)) for name in estimate.breakdown.__dataclass_fields__),
-        peak_bytes=estimate.reserved_bytes[rank],
+        peak_bytes=estimate.needed_bytes[rank],
         memory_limit_bytes=estimate.limit_bytes(rank),
     )
 
@@ -205,6 +206,8 @@ def fix_of(best: Candidate) -> str:
     mesh = best.plan.mesh
     parts = [f"dp={mesh.dp}", f"tp={mesh.tp}", f"pp={mesh.pp}", f"zero={mesh.zero_stage}"]
     parts += [f"shard={mesh.zero_shard_degree}"] if mesh.zero_stage else []
-    parts += [f"micro_batch={mesh.micro_batch_size}", f"recompute={best.plan.recompute}"]
+    sizes = {share.micro_batch_size for share in mesh.all_shares}
+    parts += [f"micro_batch={size}" for size in sizes if len(sizes) == 1]
+    parts += [f"recompute={best.plan.recompute}"]
     parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
     return ",".join(parts)

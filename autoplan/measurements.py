@@ -1,0 +1,46 @@
+"""What a measured profile says of one question: the measurements of its model, and the ops of a plan's segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoplan.graph import GraphFacts, OpGraph
+from autoplan.hardware import HardwareProfile
+from autoplan.measured_ops import SegmentComparison
+from autoplan.measured_profile import MeasuredProfile, parse_profile
+from autoplan.op_comparison import compare_ops
+from autoplan.options import Options
+from autoplan.output_folder import read_text_file
+from autoplan.parallel_plan import Plan
+from autoplan.segment_key import content_key
+from autoplan.space import load_rules
+
+
+def measurements_of(
+    options: Options, graph: OpGraph, profile: HardwareProfile, *, model: str
+) -> MeasuredProfile | None:
+    """What the file `options.profile` holds of this model on this device; None when there is no file.
+
+    Raises: InputError when it belongs to another model, device or precision, or is damaged.
+    """
+    if options.profile is None:
+        return None
+    file, facts = Path(options.profile), GraphFacts.of(graph)
+    contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
+    return parse_profile(
+        read_text_file(file),
+        where=str(file),
+        device=profile.device.name,
+        precision=options.precision,
+        contents=contents,
+        model=model,
+    )
+
+
+def ops_of_plan(
+    options: Options, graph: OpGraph, profile: HardwareProfile, plan: Plan, measured: MeasuredProfile
+) -> tuple[SegmentComparison, ...]:
+    """The ops of the segments of a plan, measured beside computed; none where none were measured."""
+    if not measured.ops:
+        return ()
+    return compare_ops(graph, profile, plan, measured, rules=load_rules(options.rules))

@@ -1,0 +1,84 @@
+"""Copies for a checkpoint: whole, in memory that is kept, and taken before the next update."""
+
+import time
+
+import pytest
+import torch
+from distributed import tiny_gpt
+from distributed.launch import run_ranks
+
+from autoplan.runtime import Checkpoints, Config, ParallelModel, build_rank_mesh, host_copies, load_checkpoint
+from autoplan.runtime.checkpoint_pieces import pieces_of
+from autoplan.runtime.host_copies import HostCopies
+
+DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
+
+
+def some_pieces(shift):
+    """Of several dtypes, one a single number, one a view that is not contiguous."""
+    whole = {str(dtype): (torch.arange(15).view(5, 3) + shift).to(dtype) for dtype in DTYPES}
+    whole |= {"number": torch.tensor(3.0 + shift), "columns": torch.arange(40.0).view(4, 10)[:, 2:7] + shift}
+    return [piece for key, tensor in whole.items() for piece in pieces_of(key, tensor, whole_shape=tuple(tensor.shape))]
+
+
+def test_copies_equal_the_pieces_and_memory_is_kept_for_the_next_time(monkeypatch):
+    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 128)  # so that there are several blocks
+    copies = HostCopies(torch.device("cpu"))
+    places = []
+    for shift in (0, 7):
+        pieces = some_pieces(shift)
+        found, event = copies.start(pieces[:4], pieces[4:])
+        assert event is None
+        by_key = {piece.key: piece for piece in found}
+        assert by_key.keys() == {piece.key for piece in pieces}
+        for piece in pieces:
+            copy = by_key[piece.key]
+            assert (copy.whole_shape, copy.offsets) == (piece.whole_shape, piece.offsets)
+            assert torch.equal(copy.tensor, piece.tensor)
+            assert copy.tensor.untyped_storage().nbytes() == copy.tensor.nbytes  # else all of it would be written
+        places.append({key: piece.tensor.data_ptr() for key, piece in by_key.items()})
+    assert places[0] == places[1]
+    assert len(set(places[0].values())) == len(places[0])
+
+
+def test_a_tensor_of_another_shape_gets_memory_of_its_own():
+    copies = HostCopies(torch.device("cpu"))
+    for size in (3, 1000):
+        (copy,), _ = copies.start(pieces_of("state", torch.arange(size), whole_shape=(size,)), [])
+        assert torch.equal(copy.tensor, torch.arange(size))
+
+
+def saved_beside_a_step(folder):
+    """On a GPU: seconds that `save` takes while copies wait; parameters before the next step, after it, and saved."""
+    config = Config(micro_batch_size=2)
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cuda"), learning_rate=1.0)
+    batch = tiny_gpt.make_batch(2)
+    model.step(batch)
+    checkpoints = Checkpoints(model, folder)
+    checkpoints.prepare()
+    checkpoints.save()  # the first finds its memory
+    checkpoints.wait()
+
+    def parameters():
+        return [tensor.cpu() for _, tensor in model.full_parameters()]
+
+    before = parameters()
+    with torch.cuda.stream(checkpoints._copies._stream):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+    start_s = time.perf_counter()
+    checkpoints.save()
+    save_s = time.perf_counter() - start_s
+    model.step(batch)
+    after = parameters()
+    load_checkpoint(model, checkpoints.wait())
+    checkpoints.close()
+    return save_s, before, after, parameters()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_next_step_begins_while_copies_are_made_and_updates_after_them(tmp_path):
+    ((save_s, before, after, saved),) = run_ranks(saved_beside_a_step, 1, str(tmp_path), backend="nccl")
+    assert save_s < 0.3
+    assert not all(map(torch.equal, before, after))
+    assert all(map(torch.equal, before, saved))

@@ -1,0 +1,104 @@
+"""Ranges of pieces: one of each kind stands for all, whatever is asked of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from brute_force import random_toy
+from distributed.programs import graph_of
+from mixed_toys import layered
+
+from autoplan.cost.table import CostTable
+from autoplan.graph import crossings, invariant_values
+from autoplan.parallel_plan import Mesh
+from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s
+
+N_RANDOM = 60
+
+
+def _random_table(seed: int) -> CostTable:
+    """A pipeline's table with runs of equal segments, and boundaries and ranks that are not all alike."""
+    rng = random.Random(seed)
+    mesh = Mesh(pp=2, n_micro_batches=4, dp=2, zero_stage=rng.choice((1, 3)), zero_shard_degree=2)
+    table = random_toy(seed, n_segments=rng.randint(3, 12)).price(mesh)
+
+    def some_dearer() -> tuple[float | None, ...]:
+        return tuple(cut_s if cut_s is None or rng.random() < 0.8 else cut_s + 1.0 for cut_s in table.cut_s)
+
+    table = replace(table, cut_s=some_dearer())
+    return replace(table, rank_tables=(table, replace(table, cut_s=some_dearer()))) if rng.random() < 0.5 else table
+
+
+@pytest.mark.parametrize("seed", range(N_RANDOM))
+def test_every_range_has_the_figures_of_its_kind(seed: int) -> None:
+    table = _random_table(seed)
+    ranges, segments = Ranges.of(table, len(table.kinds)), Segments.of(table, None)
+    saved, again = segments.saved_bytes, segments.alone_bytes
+    figures = {
+        "total": ranges.total(saved),
+        "first": ranges.first(saved),
+        "last": ranges.last(saved),
+        "largest": ranges.largest_segment(saved),
+        "moment": ranges.largest_moment(saved_bytes=saved, alone_bytes=again),
+    }
+    for stop in range(1, ranges.n_pieces + 1):
+        for count in range(1, min(stop, ranges.width) + 1):
+            kind = ranges.kind[stop, count - 1]
+            own = slice(ranges.edges[stop - count], ranges.edges[stop])
+            assert ranges.stop[kind] - ranges.start[kind] == count
+            expected = {
+                "total": saved[own].sum(),
+                "first": saved[own][0],
+                "last": saved[own][-1],
+                "largest": saved[own].max(),
+                "moment": (np.cumsum(saved[own]) + again[own]).max(),
+            }
+            assert {name: values[kind] for name, values in figures.items()} == pytest.approx(expected)
+            for rank_table in (table, *table.rank_tables):
+                for end, same in ((stop - count, ranges.start[kind]), (stop, ranges.stop[kind])):
+                    cuts = [None, *(rank_table.cut_s[edge - 1] for edge in ranges.edges[1:-1]), None]
+                    assert cuts[end] == cuts[same]
+
+
+@pytest.mark.parametrize("seed", range(0, N_RANDOM, 4))
+def test_passes_take_what_the_segments_of_the_range_alone_would(seed: int) -> None:
+    table = _random_table(seed)
+    ranges, segments = Ranges.of(table, len(table.kinds)), Segments.of(table, None)
+    forward, backward = forward_pass_s(segments, ranges, gathers=True), backward_pass_s(table, segments, ranges)
+    for stop in range(1, ranges.n_pieces + 1):
+        for count in range(1, min(stop, ranges.width) + 1):
+            first, last = int(ranges.edges[stop - count]), int(ranges.edges[stop])
+            alone = replace(
+                table,
+                mesh=replace(table.mesh, pp=1),
+                kinds=table.kinds[first:last],
+                cut_s=table.cut_s[first : last - 1],
+                message_bytes=(),
+                rank_tables=(),
+            )
+            whole, own = Ranges.of(alone, 1), Segments.of(alone, None)
+            kind = ranges.kind[stop, count - 1]
+            assert forward_pass_s(own, whole, gathers=True)[0] == pytest.approx(forward[kind])
+            assert backward_pass_s(alone, own, whole)[0] == pytest.approx(backward[kind])
+
+
+def test_a_run_of_many_equal_pieces_has_as_many_kinds_of_ranges_as_lengths() -> None:
+    table = layered(1000, layer_s=1.0).price(Mesh(pp=2, n_micro_batches=4))
+    ranges = Ranges.of(table, 1000)
+    # of each length: one at the beginning of the model, one inside, one at the end; of 999 no longer one inside
+    assert len(ranges.start) <= 3 * ranges.width
+    assert ranges.kind.shape == (1001, 999)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "mlp"])
+def test_what_crosses_a_boundary_was_made_before_it_and_is_read_after_it(name: str) -> None:
+    graph = graph_of(name)
+    invariant = invariant_values(graph)
+    for number, found in enumerate(crossings(graph, invariant=invariant)):
+        read = {value for segment in graph.segments[number:] for value in segment.inputs}
+        made = {op.name for op in graph.ops[: graph.segments[number].start]}
+        made |= {item.name for item in graph.inputs if item.path[0] != "targets"}
+        assert found == tuple(sorted(read & made - invariant))
