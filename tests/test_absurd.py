@@ -1,4 +1,4 @@
-"""Absurd requests: each is answered or refused, by a documented exit code, in less than a minute, without inf or nan."""
+"""Absurd requests: each is answered or refused, by a documented exit code, within a minute, without inf or nan."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_a_thousand_gpus_need_more_than_ten_gigabit_ethernet() -> None:
     assert slow.step_s > 2 * fast.step_s and slow.exposed_share > 0.3 > 0.1 > fast.exposed_share
 
 
-# ------------------------------------------------------------------------------------------ the same, as questions to ask
+# ---------------------------------------------------------------------------------------- the same, as questions to ask
 
 
 def _rates(rows: tuple[WhatIfRow, ...]) -> list[float]:
