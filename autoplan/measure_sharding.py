@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoplan.host_shares import ShardedPasses
 from autoplan.measure_links import Ranks
 from autoplan.runtime.config import Config
+from autoplan.runtime.optimizer import LEARNING_RATE, build_optimizer_of
 from autoplan.runtime.zero import apply_zero, local_part, prepare_backward
 
 N_BLOCKS, WIDTH = 16, 32
@@ -53,8 +54,7 @@ def _passes(ranks: Ranks, zero_stage: int | None, n_layers: int) -> ShardedPasse
         config = Config(dp=ranks.n_ranks, zero_stage=zero_stage, zero_shard_degree=ranks.n_ranks, precision="bf16")
         mesh = init_device_mesh(ranks.device.type, (1, ranks.n_ranks), mesh_dim_names=("replicate", "shard"))
         apply_zero(model, blocks=blocks, mesh=mesh, config=config)
-    is_fused = ranks.device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), fused=is_fused or None)
+    optimizer = build_optimizer_of(None, list(model.parameters()), LEARNING_RATE)
     steps = [_step(model, x, optimizer, zero_stage) for _ in range(N_STEPS)][N_WARM_UP:]
     seconds = [ranks.slowest(median(step[place] for step in steps)) / N_BLOCKS for place in range(len(steps[0]))]
     return ShardedPasses(zero_stage, 2 * n_layers, tuple(seconds[:-1:2]), tuple(seconds[1:-1:2]), seconds[-1])

@@ -7,13 +7,12 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from autoplan.errors import InputError, UsageError
+from autoplan.errors import UsageError
 from autoplan.options import (
     BATCH_NORMS,
     GRAD_COMPRESSIONS,
     LOSS_AVERAGES,
     LOSSES,
-    MAX_SAMPLES_PER_DEVICE,
     MAX_TIME_LIMIT_S,
     MEMORY_FORMATS,
     OBJECTIVES,
@@ -75,22 +74,6 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
         _check_module_level(options)
     _check_compression(options)
     return options
-
-
-def checked_batch(global_batch: int, *, n_devices: int) -> int:
-    """The global batch, unchanged.
-
-    Raises: InputError when a step would have more micro-batches than can be replayed.
-    """
-    most = MAX_SAMPLES_PER_DEVICE * n_devices
-    if global_batch > most:
-        raise InputError.of(
-            "global_batch",
-            found=f"{global_batch} samples on {n_devices} devices",
-            expected=f"at most {most}",
-            fix="take a smaller batch; accumulating over so many micro-batches trains no better",
-        )
-    return global_batch
 
 
 def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:

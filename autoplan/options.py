@@ -19,8 +19,6 @@ POWERSGD_START_STEP = 100  # until then gradients are summed whole, as the first
 # large a space is slower takes minutes.
 DEFAULT_TIME_LIMIT_S = 15.0
 MAX_TIME_LIMIT_S = 1e7  # four months; solvers count in integers
-# Of a step, on average: a rank replays as many micro-batches at most, and more than 2**14 would take seconds a plan.
-MAX_SAMPLES_PER_DEVICE = 2**16
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,12 @@ from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report import rejected_csv
 
 MANIFEST = "MANIFEST.json"
+REPORT_FOLDER = "report"
 MAX_FILE_BYTES = 256 * 2**20
 _MADE_BY_RUNNING = frozenset({"__pycache__"})
 
 
-def check_target(target: Path, *, force: bool) -> None:
+def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
     """Refuse a target that could not be written, before time is spent on a search.
 
     Raises: OutputError when the parent cannot be written, or something is there that may not be replaced.
@@ -38,14 +39,16 @@ def check_target(target: Path, *, force: bool) -> None:
     parent = target.absolute().parent
     if not parent.is_dir():
         raise OutputError(
-            f"{target}: the folder {parent} does not exist\n  fix: create it first, or choose another --out"
+            f"{target}: the folder {parent} does not exist\n  fix: create it first, or choose another {option}"
         )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{target}: the folder {parent} is not writable\n  fix: choose another --out")
+        raise OutputError(f"{target}: the folder {parent} is not writable\n  fix: choose another {option}")
     if not os.path.lexists(target):
         return
     if not force:
-        raise OutputError(f"{target}: already exists, nothing was changed\n  fix: choose another --out, or add --force")
+        raise OutputError(
+            f"{target}: already exists, nothing was changed\n  fix: choose another {option}, or add --force"
+        )
     _check_replaceable(target)
 
 
@@ -112,7 +115,7 @@ def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...],
     return {
         "plan.json": answer_to_json(answer) + "\n",
         "report.html": plan_page(answer, memory=memory),
-        **chart_files(answer, memory=memory),
+        **{f"{REPORT_FOLDER}/{name}": text for name, text in chart_files(answer, memory=memory).items()},
         "trace.json.gz": gzip.compress(trace.encode(), mtime=0),
         "rejected.csv": rejected_csv(answer.result.rejected),
         **dict(_launch_files(answer)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import InputError
 from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
-from autoplan.option_checks import check_options, checked_batch
+from autoplan.option_checks import check_options
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides
 
 def global_batch_size(problem: Problem) -> int:
     """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    n_devices = problem.profile.n_devices
-    return checked_batch(problem.options.global_batch or default_global_batch(n_devices), n_devices=n_devices)
+    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
 
 
 def default_global_batch(n_devices: int) -> int:

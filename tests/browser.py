@@ -79,6 +79,11 @@ class Browser:
         path.write_bytes(body)
         return body
 
+    def screenshot_of(self, clip: dict[str, float]) -> bytes:
+        """A part of the page as PNG: x, y, width and height in its units, and how much smaller it is shown."""
+        found = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(found["data"])
+
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self.unread:
             part = os.read(self.from_browser, 1 << 20)

@@ -14,7 +14,7 @@ from autoplan import cli, load_profile
 from autoplan.options import Options
 from autoplan.what_if import recommending
 from autoplan.what_if.answer_changes import FACTORS, Limit, swing_cells, swings, varied
-from autoplan.what_if.condition_tables import Condition
+from autoplan.what_if.conditions import Condition
 from autoplan.what_if.points import Point
 from autoplan.what_if.question import Question
 from autoplan.what_if.recommendation_text import recommendation_text, recommendation_to_dict
@@ -191,7 +191,7 @@ def test_a_swing_is_of_one_assumption_and_names_the_cluster_that_is_best_then() 
 
 
 def test_conditions_vary_one_thing_at_a_time() -> None:
-    base = Condition("", Question(GPT, ("a",)).money)
+    base = Condition()
     first, *others = varied(base)
     assert first == base and len(others) == 2 * len(FACTORS)
     for condition in others:

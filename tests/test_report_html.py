@@ -178,7 +178,7 @@ def test_hostile_texts_leave_each_chart_well_formed(hostile_answer: Answer) -> N
 def test_hostile_texts_come_back_from_csv_and_no_cell_is_a_formula(hostile_answer: Answer) -> None:
     formula = replace(hostile_answer.result, baselines=(make_candidate(baseline="=1+1"),))
     for hostile, shown in ((hostile_answer, HOSTILE), (replace(hostile_answer, result=formula), "'=1+1")):
-        rows = list(csv.DictReader(io.StringIO(chart_files(hostile)["report/candidates.csv"])))
+        rows = list(csv.DictReader(io.StringIO(chart_files(hostile)["candidates.csv"])))
         assert rows[-1]["name"] == shown
 
 
@@ -237,15 +237,15 @@ def test_mesh_names_the_hosts_of_one_kind(answer: Answer) -> None:
 
 def test_rows_beside_the_page_are_the_figures_of_the_answer(answer: Answer) -> None:
     files = chart_files(answer, memory=MEMORY)
-    content = json.loads(files["report/rows.json"])
+    content = json.loads(files["rows.json"])
     for name in ("candidates", "memory"):
-        rows = list(csv.DictReader(io.StringIO(files[f"report/{name}.csv"])))
+        rows = list(csv.DictReader(io.StringIO(files[f"{name}.csv"])))
         assert [set(row) for row in rows] == [set(record) for record in content[name]]
     chosen = content["candidates"][0]
     assert (chosen["name"], chosen["pp"], chosen["step_s"], chosen["fits"]) == ("chosen", 2, 1.6, True)
     assert sum(chosen[f"{part}_s"] for part in PARTS) == pytest.approx(chosen["step_s"])
     assert [row["needed_bytes"] for row in content["memory"]] == [5 * GiB, 8 * GiB]
-    moments = list(csv.DictReader(io.StringIO(files["report/memory_over_time.csv"])))
+    moments = list(csv.DictReader(io.StringIO(files["memory_over_time.csv"])))
     assert [int(row["allocated_bytes"]) for row in moments] == [GiB, 4 * GiB, 7 * GiB, 2 * GiB]
 
 

@@ -31,6 +31,14 @@ def test_scaling_is_speed_per_device_against_the_smallest_cluster() -> None:
     assert "scaling" in lines[0] and "100%" in lines[2] and "80%" in lines[3]
 
 
+def test_scaling_is_not_told_of_other_batches_and_is_told_where_batches_grow() -> None:
+    one = toy_row(point=Point("a", 1, 8, "bf16"))
+    larger = replace(one, global_batch=16, tokens_per_s=4 * one.tokens_per_s)
+    assert "scaling" not in whatif_table([one, larger])
+    weak = replace(larger, n_hosts=2, n_devices=8, tokens_per_s=1.8 * one.tokens_per_s)
+    assert "90%" in whatif_table([one, weak]).splitlines()[3]
+
+
 @pytest.mark.parametrize("width", [72, 80, 120])
 def test_no_line_of_the_text_is_wider_than_the_terminal(width: int) -> None:
     names = ("dgx_a100_x8", "dgx_h100_x8+leaf_spine_400g")

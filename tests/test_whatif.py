@@ -189,8 +189,9 @@ def test_whatif_toml_is_read_and_flags_beat_it(tmp_path: Path) -> None:
     found = read_question(path, changes=changes)
     assert found.model == str(tmp_path / "m.py") and found.hosts == (4,)
     assert found.sweeps == (("seq", (1024, 2048)),) and found.n_tokens == 1e12
-    assert found.money == Money("reserved", Own(25_000.0, utilisation=70 * 0.01), 0.12, 1.5)
-    assert found.reliability == Reliability(device_mtbf_s=1.8e8, n_spare_hosts=2, restart_s=60.0)
+    (condition,) = found.conditions
+    assert condition.money == Money("reserved", Own(25_000.0, utilisation=70 * 0.01), 0.12, 1.5)
+    assert condition.reliability == Reliability(device_mtbf_s=1.8e8, n_spare_hosts=2, restart_s=60.0)
     assert found.given_usd == (("dgx_a100_x8", 1.8),)
 
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
-from autoplan.what_if.conditions import Loading, Reliability
+from autoplan.what_if.conditions import Condition, Loading, Reliability
 from autoplan.what_if.points import Point, PointResult
 from autoplan.what_if.prices import PriceBook, parse_prices
 from autoplan.what_if.rows import Assumptions, WhatIfRow, row_of
 
 TODAY = date(2026, 5, 11)
+LISTED = {"money", "reliability", "loading"}
 LOADED_NOTHING = Loading()
 NEVER_FAILS = Reliability(device_mtbf_s=1e15, checkpoint_s=1e-9)
 PRICES = """
@@ -80,8 +81,9 @@ def toy_result(**changes: Any) -> PointResult:
 
 
 def toy_assumptions(**changes: Any) -> Assumptions:
-    """Toy prices, nothing fails."""
-    return replace(Assumptions(shipped=toy_prices(), today=TODAY, reliability=NEVER_FAILS), **changes)
+    """Toy prices, nothing fails; `changes` are of the assumptions or of their condition."""
+    condition = Condition(**{"reliability": NEVER_FAILS, **{name: changes.pop(name) for name in LISTED & set(changes)}})
+    return replace(Assumptions(shipped=toy_prices(), today=TODAY, condition=condition), **changes)
 
 
 def toy_row(*, n_samples: float | None = None, n_tokens: float | None = None, **changes: Any) -> WhatIfRow:

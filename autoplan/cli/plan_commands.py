@@ -13,6 +13,7 @@ from autoplan.errors import InfeasibleError, InputError, StoppedError, Tolerance
 from autoplan.options import Options
 
 from .console import json_text, print_answer, print_result, stdout_kept_clean, tell
+from .page_files import PageFiles
 from .shared_options import (
     DEFAULTS,
     cluster_options,
@@ -148,9 +149,8 @@ def explain_command(
     path: Path,
     why_not: tuple[str, ...],
     asks_sensitivity: bool,
-    html: Path | None,
-    force: bool,
     output_format: str,
+    **page_files: Any,
 ) -> None:
     """Say why this plan, why not the next best, and what each second is spent on.
 
@@ -158,18 +158,16 @@ def explain_command(
     """
     from autoplan import api, questions
     from autoplan.answer import answer_to_dict
-    from autoplan.html_report import plan_page
+    from autoplan.html_report import chart_files, plan_page
     from autoplan.option_checks import parse_fix
-    from autoplan.output_folder import check_page, read_answer, write_page
+    from autoplan.output_folder import read_answer
     from autoplan.report_explain import explain_report, sensitivity_report, why_not_report
 
-    if html is not None:
-        check_page(html, force=force)
+    beside = PageFiles(**page_files)
+    beside.check()
     answer = read_answer(path)
     if not why_not and not asks_sensitivity:
-        if html is not None:
-            write_page(html, plan_page(answer), force=force)
-            tell(f"wrote {html}")
+        beside.write(page=lambda: plan_page(answer), files=lambda: chart_files(answer, has_png=beside.png))
         print_answer(answer, explain_report, output_format)
         return
     found, texts = answer_to_dict(answer), []
@@ -185,14 +183,13 @@ def explain_command(
             rows = questions.sensitivity(problem, answer, progress=tell)
             found["sensitivity"] = [asdict(row) for row in rows]
             texts.append(sensitivity_report(rows))
-        if html is not None:
-            page = plan_page(
-                questions.judged_again(problem, answer),
-                memory=api.memory_curves(problem, answer.best.plan),
-                sensitivity=rows,
+        if beside.html is not None or beside.charts is not None:
+            again = questions.judged_again(problem, answer)
+            memory = api.memory_curves(problem, answer.best.plan)
+            beside.write(
+                page=lambda: plan_page(again, memory=memory, sensitivity=rows),
+                files=lambda: chart_files(again, memory=memory, sensitivity=rows, has_png=beside.png),
             )
-            write_page(html, page, force=force)
-            tell(f"wrote {html}")
     print_result(json.dumps(found, indent=2) if output_format == "json" else "\n".join(texts))
 
 

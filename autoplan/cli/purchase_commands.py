@@ -12,7 +12,8 @@ import click
 from autoplan.errors import InputError, StoppedError, UsageError
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
 
-from .console import print_result, stdout_kept_clean, tell, tell_points, text_width
+from .console import print_result, stdout_kept_clean, tell_points, text_width
+from .page_files import PageFiles
 from .shared_options import (
     DEFAULTS,
     amount_options,
@@ -71,6 +72,8 @@ def whatif_command(
     output_format: str,
     asks_schema: bool,
     html: Path | None,
+    charts: Path | None,
+    png: bool,
     force: bool,
     **flags: Any,
 ) -> None:
@@ -78,8 +81,9 @@ def whatif_command(
 
     A WHATIF.TOML holds the whole question; flags take the place of its values.
     """
+    from autoplan.html_report.png import chart_texts
+    from autoplan.html_report.sweep_charts import sweep_charts
     from autoplan.html_report.sweep_page import sweep_page, sweep_title
-    from autoplan.output_folder import check_page, write_page
     from autoplan.what_if.asking import ask
     from autoplan.what_if.report_text import assumption_texts, whatif_report
     from autoplan.what_if.sweep import default_n_jobs
@@ -88,25 +92,26 @@ def whatif_command(
     if asks_schema:
         print_result(json.dumps(whatif_schema(), indent=2))
         return
-    if html is not None:
-        check_page(html, force=force)
+    beside = PageFiles(html, charts, png, force)
+    beside.check()
     options = Options(objective=objective, module_level=module_level, rules=rules)
     with stdout_kept_clean():
         question = replace(_question(model, flags, options), time_limit_s=time_limit_s)
         answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=tell_points)
-    if html is not None:
-        notes = assumption_texts(answer.assumptions)
-        write_page(html, sweep_page(answer.rows, title=sweep_title(question), notes=notes), force=force)
-        tell(f"wrote {html}")
-    if output_format == "table":
-        print_result(whatif_report(answer, search=question.search, width=text_width()))
-    else:
-        rows = answer.rows
-        print_result(
-            whatif_csv(rows)
-            if output_format == "csv"
-            else json.dumps(whatif_to_dict(answer), indent=2, allow_nan=False)
-        )
+    rows, notes = answer.rows, assumption_texts(answer.assumptions)
+    in_words = {
+        "table": lambda: whatif_report(answer, search=question.search, width=text_width()),
+        "csv": lambda: whatif_csv(rows),
+        "json": lambda: json.dumps(whatif_to_dict(answer), indent=2, allow_nan=False),
+    }
+    beside.write(
+        page=lambda: sweep_page(rows, title=sweep_title(question), notes=notes),
+        files=lambda: {
+            **chart_texts(sweep_charts(rows), has_png=png),
+            **{f"rows.{name}": in_words[name]() for name in ("csv", "json")},
+        },
+    )
+    print_result(in_words[output_format]())
     if answer.sweep.is_interrupted:
         raise KeyboardInterrupt
 

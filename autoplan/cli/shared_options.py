@@ -44,7 +44,9 @@ cluster_options = combined(
 )
 page_options = combined(
     click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."),
-    click.option("--force", is_flag=True, help="Replace FILE."),
+    click.option("--charts", type=click.Path(path_type=Path), metavar="DIR", help="Write charts (SVG) and rows, too."),
+    click.option("--png", is_flag=True, help="Charts as PNG, too; needs `pip install autoplan[png]`."),
+    click.option("--force", is_flag=True, help="Replace FILE and DIR."),
 )
 rules_option = click.option(
     "--rules", metavar="FILE", multiple=True, help="File of op rules of your own, ending in RULES = {...}; repeatable."

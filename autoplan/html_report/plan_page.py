@@ -32,6 +32,7 @@ from autoplan.html_report.plan_rows import (
     sources_table,
     stages_table,
 )
+from autoplan.html_report.png import chart_texts
 from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
@@ -40,8 +41,6 @@ from autoplan.plain_text import rate_text
 from autoplan.report import describe_mesh, fix_text, plan_rows, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
-
-FOLDER = "report"
 
 
 def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity: Sequence[SensitivityRow] = ()) -> str:
@@ -71,11 +70,17 @@ def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity
     )
 
 
-def chart_files(answer: Answer, *, memory: Sequence[MemoryCurve] = ()) -> dict[str, str]:
-    """The charts and rows of an answer as files of their own, by path."""
-    charts = {f"{chart.name}.svg": chart.stand_alone for chart in plan_charts(answer, memory=memory)}
-    files = {**charts, **record_files(plan_records(answer, memory=memory))}
-    return {f"{FOLDER}/{name}": text for name, text in files.items()}
+def chart_files(
+    answer: Answer,
+    *,
+    memory: Sequence[MemoryCurve] = (),
+    sensitivity: Sequence[SensitivityRow] = (),
+    has_png: bool = False,
+) -> dict[str, str | bytes]:
+    """The charts and rows of an answer as files of their own, by name."""
+    charts = plan_charts(answer, memory=memory, sensitivity=sensitivity)
+    records = plan_records(answer, memory=memory, sensitivity=sensitivity)
+    return {**chart_texts(charts, has_png=has_png), **record_files(records)}
 
 
 def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:

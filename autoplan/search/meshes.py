@@ -3,6 +3,7 @@
 A mesh is in the space when all of this holds:
 
     dp * micro_batch_size * n_micro_batches = global_batch      exactly; no ragged batch
+    n_micro_batches <= 8192                                     `MAX_MICRO_BATCHES`; each is replayed
     dp * tp * pp = a device count                               see `device_counts`
     tp within one host                                          unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
@@ -33,6 +34,7 @@ from autoplan.schedules import splits_backward
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
 MAX_SPLIT_ZERO_STAGE = 2  # of a split backward pass: its halves need the parameters that the forward pass gathered
+MAX_MICRO_BATCHES = 2**13  # of a step: nobody accumulates over so many, and a replay takes a quarter of a second
 MAX_SIGNIFICANT_BITS = 4
 
 
@@ -196,7 +198,8 @@ def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compil
 
 def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple[int, ...]:
     """Divisors of one rank's share of the batch, up to the largest allowed; exactly the fixed one if it is fixed."""
-    sizes = divisors(space.global_batch // dp)
+    share = space.global_batch // dp
+    sizes = tuple(size for size in divisors(share) if share // size <= MAX_MICRO_BATCHES)
     wanted, largest = fixed_int(options, "micro_batch"), options.max_micro_batch_size
     if wanted is not None:
         return tuple(size for size in sizes if size == wanted)
@@ -268,7 +271,7 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
         + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
         + (tp_line if fixed(options, "tp") is None else "")
         + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
-        f"  legal micro-batch: divisors of global batch / dp{largest}\n"
+        f"  legal micro-batch: divisors of global batch / dp{largest}, at most {MAX_MICRO_BATCHES} of them a step\n"
         "  legal zero: 0 when dp = 1\n"
         f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     )

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autoplan.units import format_seconds, format_usd
-from autoplan.what_if.condition_tables import Condition
-from autoplan.what_if.conditions import Reliability
+from autoplan.what_if.conditions import Condition, Reliability
 from autoplan.what_if.rows import WhatIfRow
 
 LOW, HIGH = "low", "high"

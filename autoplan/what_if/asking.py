@@ -80,9 +80,11 @@ def ask(
     graphs = {hashes[model]: graph for model, graph in traced.items()}
     sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
     rows = tuple(
-        row_of(point, result, condition, n_samples=question.n_samples, n_tokens=question.n_tokens)
+        row_of(
+            point, result, replace(given, condition=condition), n_samples=question.n_samples, n_tokens=question.n_tokens
+        )
         for point, result in zip(asked, sweep.results, strict=True)
-        for condition in _conditions(question, given)
+        for condition in question.conditions
     )
     return WhatIf(rows, sweep, given)
 
@@ -94,24 +96,14 @@ def _hardware(name: str, n_hosts: int, n_nics: int | None) -> Hardware:
 
 
 def assumptions_of(question: Question, *, today: date) -> Assumptions:
-    """What rows of a question are made with."""
+    """What rows of a question are made with, under its first condition."""
     return Assumptions(
         shipped=read_prices(),
         today=today,
-        money=question.money,
-        reliability=question.reliability,
-        loading=question.loading,
+        condition=question.conditions[0],
         prices=None if question.prices_file is None else read_prices(question.prices_file),
         given_usd=question.given_usd,
     )
-
-
-def _conditions(question: Question, given: Assumptions) -> tuple[Assumptions, ...]:
-    """The assumptions under each condition of the question."""
-    return tuple(
-        replace(given, money=item.money, reliability=item.reliability, loading=item.loading, condition=item.words)
-        for item in question.conditions
-    ) or (given,)
 
 
 def clusters_of(hw: Sequence[str], hosts: Sequence[int]) -> tuple[tuple[str, int], ...]:

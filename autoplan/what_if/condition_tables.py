@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from autoplan import units
 from autoplan.errors import InputError
 from autoplan.hardware_fields import Quantity, Table
-from autoplan.what_if.conditions import Loading, Reliability
+from autoplan.what_if.conditions import Condition, Loading, Reliability
 from autoplan.what_if.money import Money, Own
 from autoplan.what_if.table_values import fields_at, table_at, text_at
 
@@ -57,16 +56,6 @@ _RELIABILITY_NUMBERS = {
     "interruptions_per_device_hour": ("interruptions_per_device_hour", 0.0, 3600.0),
 }
 _LOADING_NUMBERS = {"samples_per_s_per_host": ("samples_per_s_per_host", 1e-6, 1e12)}
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """Money, reliability and loading, and in words what sets them apart from other ones."""
-
-    words: str = ""
-    money: Money = Money()
-    reliability: Reliability = Reliability()
-    loading: Loading = Loading()
 
 
 def read_condition(words: str, table: Table, where: str) -> Condition:

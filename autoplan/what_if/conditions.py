@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autoplan.units import GB, SECONDS_PER_HOUR
 from autoplan.what_if.goodput import MAX_LOSS, Goodput, goodput, share_without_spares
+from autoplan.what_if.money import Money
 from autoplan.what_if.points import PointResult
 
 SECONDS_PER_DAY = 24 * SECONDS_PER_HOUR
@@ -66,6 +67,16 @@ class Loading:
     samples_per_s_per_host: float | None = None
     storage_bytes_per_s: float | None = None
     sample_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What the user says of money, failures and loading, and in words what sets it apart from other such."""
+
+    words: str = ""
+    money: Money = Money()
+    reliability: Reliability = Reliability()
+    loading: Loading = Loading()
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,10 @@ from autoplan.hardware_file import parse_toml, read_path
 from autoplan.hugging_face import is_hugging_face
 from autoplan.option_checks import parse_fix
 from autoplan.options import PRECISIONS, Options
-from autoplan.what_if.condition_tables import LISTED, MAX_HOSTS, Condition, merged, read_condition, variants
-from autoplan.what_if.conditions import Loading, Reliability
+from autoplan.what_if.condition_tables import LISTED, MAX_HOSTS, merged, read_condition, variants
+from autoplan.what_if.conditions import Condition
 from autoplan.what_if.links import NO_NVLINK
-from autoplan.what_if.money import RENTS, Money
+from autoplan.what_if.money import RENTS
 from autoplan.what_if.points import SCALINGS, SEARCHES, Overrides
 from autoplan.what_if.prices import PRICE
 from autoplan.what_if.table_values import (
@@ -84,8 +84,8 @@ NVLINK = {"on": "", "off": NO_NVLINK}
 class Question:
     """What to compare; the fields are those of the module docstring.
 
-    `conditions` take the place of money, reliability and loading where there are any. `time_limit_s` is processor time
-    of one search; see `what_if.points` for what it is without. Without `precisions` it is that of the options.
+    `conditions` are money, reliability and loading: a row each of every point. `time_limit_s` is processor time of one
+    search; see `what_if.points` for what it is without. Without `precisions` it is that of the options.
     """
 
     model: str
@@ -103,13 +103,10 @@ class Question:
     nics: tuple[int, ...] = ()
     search: str = "quick"
     time_limit_s: float | None = None
-    money: Money = Money()
-    reliability: Reliability = Reliability()
-    loading: Loading = Loading()
     prices_file: str | None = None
     given_usd: tuple[tuple[str, float], ...] = ()
     options: Options = Options()
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[Condition, ...] = (Condition(),)
 
 
 def read_question(path: str | Path, *, changes: Table | None = None, options: Options | None = None) -> Question:
@@ -148,8 +145,6 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
     if "fix" in workload:
         options = replace(options, fix=parse_fix([text_at(workload, label, "fix")]))
     listed = {name: table_at(table, where, name) for name in LISTED}
-    conditions = tuple(read_condition(words, changed, where) for words, changed in variants(listed))
-    first = conditions[0]
     return checked_question(
         Question(
             model=_model(text_at(workload, label, "model"), folder),
@@ -168,10 +163,7 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
             host_links=_host_links(clusters, f"{where}: clusters"),
             nics=counts_at(clusters, f"{where}: clusters", "nics", MAX_NICS),
             search=text_at(workload, label, "search", default="quick"),
-            money=first.money,
-            reliability=first.reliability,
-            loading=first.loading,
-            conditions=conditions if len(conditions) > 1 else (),
+            conditions=tuple(read_condition(words, changed, where) for words, changed in variants(listed)),
             prices_file=_prices_file(money, f"{where}: money", folder),
             given_usd=tuple(
                 (name, number(str(text), f"{where}: money.price.{name}", PRICE))
@@ -184,18 +176,21 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
 
 
 def with_fields(question: Question, fields: Mapping[str, Any]) -> Question:
-    """The question with other fields.
+    """The question with other fields; `money`, `reliability` and `loading` are those of its only condition.
 
-    Raises: UsageError for money, reliability or loading in a question that has several of them in its file.
+    Raises: UsageError for one of these in a question that has several conditions.
     """
-    for name in LISTED:
-        if name in fields and question.conditions and "conditions" not in fields:
-            raise UsageError(
-                f"asked: {name}: found {len(question.conditions)} conditions in the file\n"
-                f"  expected: a file without lists in [{', ['.join(f'{item}]' for item in LISTED)}\n"
-                '  fix: change the file, or give "conditions"'
-            )
-    return replace(question, **fields)
+    changed = {name: value for name, value in fields.items() if name in LISTED}
+    question = replace(question, **{name: value for name, value in fields.items() if name not in LISTED})
+    if not changed:
+        return question
+    if len(question.conditions) > 1:
+        raise UsageError(
+            f"asked: {', '.join(changed)}: found {len(question.conditions)} conditions in the question\n"
+            f"  expected: one, without lists in [{'], ['.join(LISTED)}]\n"
+            '  fix: change the file, or give "conditions" alone'
+        )
+    return replace(question, conditions=(replace(question.conditions[0], **changed),))
 
 
 def checked_question(question: Question, *, where: str) -> Question:
@@ -207,7 +202,7 @@ def checked_question(question: Question, *, where: str) -> Question:
     for name, word, words in (
         ("workload.scaling", question.scaling, SCALINGS),
         ("workload.search", question.search, SEARCHES),
-        ("money.rent", question.money.rent, RENTS),
+        *(("money.rent", condition.money.rent, RENTS) for condition in question.conditions),
         *(("workload.precision", precision, PRECISIONS) for precision in question.precisions),
     ):
         check_choice(word, words, f"{where}: {name}")
@@ -232,7 +227,7 @@ def checked_question(question: Question, *, where: str) -> Question:
             len(question.network_scales),
             len(question.host_links),
             len(question.nics) or 1,
-            len(question.conditions) or 1,
+            len(question.conditions),
             *(len(values) for _, values in question.sweeps),
         ]
     )

@@ -25,7 +25,6 @@ from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
-from autoplan.what_if.condition_tables import Condition
 from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
 from autoplan.what_if.question import Question, check_single, checked_question
@@ -91,7 +90,7 @@ def recommend(
         checked_question(question, where="recommend"), global_batches=question.global_batches or (DEFAULT_GLOBAL_BATCH,)
     )
     _check_prices(question, today)
-    asked = replace(question, conditions=varied(Condition("", question.money, question.reliability, question.loading)))
+    asked = replace(question, conditions=varied(question.conditions[0]))
     quick, is_interrupted = _look(asked, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
     found = quick
     if question.search == "full" and not is_interrupted:
@@ -196,6 +195,7 @@ def _limit(deadline_s: float | None, budget_usd: float | None) -> Limit:
 
 def _check_prices(question: Question, today: date) -> None:
     given = assumptions_of(question, today=today)
+    rent = given.condition.money.rent
     for name, _ in clusters_of(question.hw, (1,)):
         profile = load_hardware(name)
         if not isinstance(profile, HardwareProfile):
@@ -204,7 +204,7 @@ def _check_prices(question: Question, today: date) -> None:
             )
         price = rent_price(
             profile.device.name,
-            question.money.rent,
+            rent,
             given_usd=dict(question.given_usd).get(name),
             own=given.prices,
             shipped=given.shipped,
@@ -212,7 +212,7 @@ def _check_prices(question: Question, today: date) -> None:
         )
         if price is None:
             raise UsageError(
-                f"--among {name}: found no {question.money.rent.replace('_', '-')} price of {profile.device.name}\n"
+                f"--among {name}: found no {rent.replace('_', '-')} price of {profile.device.name}\n"
                 f"  expected: a price, since the answer is a price\n  fix: --price {name}=2.50, or --prices FILE"
             )
 

@@ -26,7 +26,7 @@ def whatif_report(answer: WhatIf, *, search: str, width: int = WIDTH) -> str:
 
 def assumption_texts(given: Assumptions) -> tuple[str, ...]:
     """What the totals rest on, with dates."""
-    reliability, money = given.reliability, given.money
+    reliability, money = given.condition.reliability, given.condition.money
     spares = f", {count(reliability.n_spare_hosts, 'spare host')}" if reliability.n_spare_hosts else ""
     checkpoint = (
         f"{reliability.checkpoint_bytes_per_s_per_host / GB:.3g} GB/s per host to save"

@@ -28,13 +28,13 @@ class Rows:
 
     Attributes:
         axes: what sets rows apart beside hardware and hosts.
-        has_equal_work: whether clusters of several sizes train the same batch: strong scaling.
+        is_weak: whether the batch grows with the devices, and is no choice of its own.
         smallest: the cluster with the fewest devices of each series, along which only the size changes.
     """
 
     rows: tuple[WhatIfRow, ...]
     axes: tuple[Axis, ...]
-    has_equal_work: bool
+    is_weak: bool
     smallest: Mapping[Series, WhatIfRow]
     fastest: WhatIfRow | None
     as_fast: tuple[WhatIfRow, ...]
@@ -43,17 +43,19 @@ class Rows:
     @classmethod
     def of(cls, rows: Sequence[WhatIfRow]) -> Rows:
         """What these rows have in common."""
-        sizes: dict[Series, set[int]] = {}
+        is_weak = _is_weak(rows)
+        members: dict[Series, list[WhatIfRow]] = {}
         for row in rows:
-            sizes.setdefault((*_kind(row), row.global_batch), set()).add(row.n_devices)
-        is_strong = any(len(found) > 1 for found in sizes.values())
-        smallest: dict[Series, WhatIfRow] = {}
-        for row in sorted(rows, key=lambda row: row.n_devices, reverse=True):
             if pace(row) is not None:
-                smallest[_series(row, is_strong=is_strong)] = row
+                members.setdefault(_series(row, is_weak=is_weak), []).append(row)
+        smallest = {
+            series: min(found, key=lambda row: row.n_devices)
+            for series, found in members.items()
+            if len({row.n_devices for row in found}) > 1
+        }
         cheapest = min((row.cost_usd for row in rows if row.cost_usd is not None), default=None)
         axes = tuple(axis for axis in varying(rows) if axis.field not in ("hardware", "n_hosts"))
-        return cls(tuple(rows), axes, is_strong, smallest, fastest(rows), as_fast(rows), cheapest)
+        return cls(tuple(rows), axes, is_weak, smallest, fastest(rows), as_fast(rows), cheapest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +115,25 @@ def _mfu(row: WhatIfRow, rows: Rows) -> str:
 
 
 def _scaling(row: WhatIfRow, rows: Rows) -> str:
-    """Only where a series has several clusters."""
-    per_s, than = pace(row), rows.smallest.get(_series(row, is_strong=rows.has_equal_work))
+    """Only where a series has several sizes."""
+    per_s, than = pace(row), rows.smallest.get(_series(row, is_weak=rows.is_weak))
     than_per_s = None if than is None else pace(than)
-    if per_s is None or than is None or than_per_s is None or all(row.n_devices == than.n_devices for row in rows.rows):
+    if per_s is None or than is None or than_per_s is None:
         return ABSENT
     return f"{per_s / row.n_devices / (than_per_s / than.n_devices):.0%}"
 
 
-def _series(row: WhatIfRow, *, is_strong: bool) -> Series:
-    """All that tells a row from others but its size; under weak scaling the batch is a part of the size."""
-    return (*_kind(row), row.global_batch) if is_strong else _kind(row)
+def _series(row: WhatIfRow, *, is_weak: bool) -> Series:
+    """All that tells a row from others but its size."""
+    return _kind(row) if is_weak else (*_kind(row), row.global_batch)
+
+
+def _is_weak(rows: Sequence[WhatIfRow]) -> bool:
+    """Whether all of a kind have one batch per size, and no two sizes the same one."""
+    points = {(_kind(row), row.n_devices, row.global_batch) for row in rows}
+    sizes = {(kind, n_devices) for kind, n_devices, _ in points}
+    batches = {(kind, batch) for kind, _, batch in points}
+    return len(points) == len(sizes) == len(batches)
 
 
 def _kind(row: WhatIfRow) -> Series:

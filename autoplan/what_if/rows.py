@@ -16,7 +16,7 @@ from autoplan.parallel_plan import Breakdown
 from autoplan.plain_text import count
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import BILLION, SECONDS_PER_HOUR
-from autoplan.what_if.conditions import Loading, Reliability, WallTime, wall_time
+from autoplan.what_if.conditions import Condition, WallTime, wall_time
 from autoplan.what_if.money import WATTS_PER_KW, Money, break_even_utilisation, own_usd_per_device_hour, power_w
 from autoplan.what_if.points import Point, PointResult
 from autoplan.what_if.prices import FRESH_DAYS, PriceBook, PriceRange, rent_price
@@ -185,17 +185,13 @@ class Assumptions:
         prices: the user's price file.
         shipped: that of autoplan.
         today: prices are old or fresh by it.
-        condition: which of several these are.
     """
 
     shipped: PriceBook
     today: date
-    money: Money = Money()
-    reliability: Reliability = Reliability()
-    loading: Loading = Loading()
+    condition: Condition = Condition()
     prices: PriceBook | None = None
     given_usd: tuple[tuple[str, float], ...] = ()
-    condition: str = ""
 
 
 def row_of(
@@ -213,13 +209,13 @@ def row_of(
         network_scale=point.network_scale,
         host_link=point.host_link,
         n_nics=point.n_nics,
-        condition=given.condition,
+        condition=given.condition.words,
         device=result.device,
         detail=result.detail,
     )
     if result.step_s is None:
         return row
-    wall = wall_time(result, given.reliability, given.loading, global_batch=point.global_batch)
+    wall = wall_time(result, given.condition.reliability, given.condition.loading, global_batch=point.global_batch)
     row = _with_speed(row, result, wall)
     if n_tokens is not None and result.tokens_per_sample is not None:
         n_samples = n_tokens / result.tokens_per_sample
@@ -259,10 +255,12 @@ def _with_totals(
     figures = given.prices.of(result.device) if given.prices is not None else None
     if figures is None or figures.power_w is None:
         figures = given.shipped.of(result.device)
-    watts = None if figures is None or figures.power_w is None else _watts(given.money, result, figures.power_w)
+    watts = (
+        None if figures is None or figures.power_w is None else _watts(given.condition.money, result, figures.power_w)
+    )
     price = rent_price(
         result.device,
-        given.money.rent,
+        given.condition.money.rent,
         given_usd=dict(given.given_usd).get(row.hardware),
         own=given.prices,
         shipped=given.shipped,
@@ -301,7 +299,7 @@ def _with_cost(
     n_samples: float,
     device_hours: float,
 ) -> WhatIfRow:
-    own, usd_per_kwh = given.money.own, given.money.usd_per_kwh
+    own, usd_per_kwh = given.condition.money.own, given.condition.money.usd_per_kwh
     if own is not None and watts is not None and usd_per_kwh is not None:
         hourly_usd = own_usd_per_device_hour(own, watts=watts, usd_per_kwh=usd_per_kwh)
         row = replace(row, own_cost_usd=device_hours * hourly_usd)
@@ -322,7 +320,7 @@ def _with_cost(
 
 def _n_paid(result: PointResult, given: Assumptions) -> float:
     """Devices that are paid for: those of the cluster, and of its spare hosts."""
-    return result.n_devices * (1.0 + given.reliability.n_spare_hosts / result.n_hosts)
+    return result.n_devices * (1.0 + given.condition.reliability.n_spare_hosts / result.n_hosts)
 
 
 def _watts(money: Money, result: PointResult, device_power_w: float) -> float:
@@ -338,7 +336,7 @@ def _price_fields(price: PriceRange | None) -> dict[str, Any]:
 
 def _price_warnings(price: PriceRange | None, result: PointResult, given: Assumptions) -> tuple[str, ...]:
     if price is None:
-        return (f"no {given.money.rent.replace('_', '-')} price known for {result.device}: no cost",)
+        return (f"no {given.condition.money.rent.replace('_', '-')} price known for {result.device}: no cost",)
     age = price.age_days(given.today)
     if age is None or age <= FRESH_DAYS:
         return ()
