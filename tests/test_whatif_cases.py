@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.hardware_cluster import load_hardware
+from autoplan.hardware.cluster import load_hardware
 from autoplan.option_checks import parse_fix
 from autoplan.options import Options
 from autoplan.what_if.advice_rules import speed_up
