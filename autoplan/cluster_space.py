@@ -1,9 +1,10 @@
 """One problem on a mixed cluster as the search sees it; `space` does the same for one kind of host.
 
-    each group           --priced_space-->        the plans inside of it
-    pipelines over all   --make_mixed_pricer-->   layouts solved for the first group, priced on each
+    each group                        --priced_space-->        the plans inside of it
+    pipelines, shares of the batch    --make_mixed_pricer-->   layouts solved for the first group, priced on each
 
-A plan on a mixed cluster says on which groups its pipeline ranks are (`Plan.groups`), also when it is one group.
+A plan on a mixed cluster says on which groups its pipeline ranks, or shares of the batch, are (`Plan.groups`), also
+when it is one group.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ LOSS_AVERAGES = ("micro_batch", "global_batch")
 LOSSES = ("whole", "chunked")
 MEMORY_FORMATS = ("contiguous", "channels_last")
 GRAD_COMPRESSIONS = ("none", "bf16", "powersgd")
+PLAIN_SCHEDULE = "plain"  # 1f1b, and gpipe where there are fewer micro-batches than 1f1b needs: one stage per rank
 DEFAULT_POWERSGD_RANK = 4  # the larger one of "PowerSGD: Practical Low-Rank Gradient Compression", NeurIPS 2019
 POWERSGD_START_STEP = 100  # until then gradients are summed whole, as the first steps change most; see PLAN in train.py
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.option_checks import check_options
-from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, Options
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
 if TYPE_CHECKING:
     from autoplan.graph import OpGraph
@@ -102,7 +102,7 @@ def checked(options: Options) -> Options:
     """The options, unchanged; raises UsageError for a value that is not possible."""
     from autoplan.registry import load_table
 
-    return check_options(options, schedules=load_table("autoplan.schedules", "SCHEDULES"))
+    return check_options(options, schedules=(*load_table("autoplan.schedules", "SCHEDULES"), PLAIN_SCHEDULE))
 
 
 def _check_hardware(profile: Hardware, options: Options) -> None:

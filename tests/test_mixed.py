@@ -96,6 +96,19 @@ def test_every_plan_has_what_was_fixed(name: str) -> None:
     assert n_plans > 0
 
 
+def test_schedule_plain_is_1f1b_and_gpipe_where_1f1b_lacks_micro_batches() -> None:
+    def pipelines(fix: tuple[tuple[str, str], ...]) -> set[tuple[Mesh, tuple[int, ...], tuple[int, ...]]]:
+        found = families(mixed_space(two_toys(0)), replace(EXACT, fix=fix))
+        return {(own.mesh, own.groups, tuple(row)) for own in found for row in own.n_ranks.tolist()}
+
+    def is_meant(mesh: Mesh, n_ranks: tuple[int, ...]) -> bool:
+        return mesh.schedule == ("gpipe" if mesh.n_micro_batches < sum(n_ranks) else "1f1b")
+
+    plain = pipelines((("schedule", "plain"),))
+    assert plain == {item for item in pipelines(()) if is_meant(item[0], item[2])}
+    assert {mesh.schedule for mesh, _, _ in plain} == {"1f1b", "gpipe"}
+
+
 # ------------------------------------------------------------------------------------------------------------- laws
 
 

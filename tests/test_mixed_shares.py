@@ -187,6 +187,14 @@ def test_shares_that_do_not_fit_together_are_refused(case: str, answers: dict[st
         api.score(problem, replace(answer.best.plan, mesh=replace(mesh, **changes)))
 
 
+def run_program(folder: Path, *arguments: str) -> list[dict[str, float]]:
+    """The steps of a run on four processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
+    program = ["--device", "cpu", "--dtype", "float64", "--out-json", "steps.json", *arguments]
+    subprocess.run([*launcher, *program], cwd=folder, check=True, timeout=300)
+    return json.loads((folder / "steps.json").read_text())["steps"]
+
+
 def with_shares(problem: api.Problem, answer: Answer) -> Answer:
     """The plan with 2 x 3 samples for each rank of the first group, and 1 x 4 and recomputation for the other's."""
     dps = [share.dp for share in answer.best.plan.mesh.shares]
@@ -219,12 +227,25 @@ def test_the_program_of_a_shared_plan_trains_like_one_process(
     api.emit(problem, with_shares(problem, answer), tmp_path / "out")
     script = (tmp_path / "out" / "launch" / "torchrun.sh").read_text()
     assert '--nnodes 2 --node-rank "$NODE_RANK"' in script
-    report = tmp_path / "report.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
-    program = ["--device", "cpu", "--dtype", "float64", "--check", "--steps", "2", "--out-json", str(report)]
-    subprocess.run([*launcher, *program], cwd=tmp_path / "out", check=True, timeout=300)
-    steps = json.loads(report.read_text())["steps"]
+    steps = run_program(tmp_path / "out", "--check", "--steps", "2")
     assert all(max(step["differences"].values()) < 1e-9 for step in steps)
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_from_its_checkpoint_and_under_a_plan_with_equal_shares(
+    answers: dict[str, tuple[api.Problem, Answer]], tmp_path: Path
+) -> None:
+    problem, answer = answers["dp 4"]
+    shared = with_shares(problem, answer)
+    mesh = mesh_of(shared.best.plan.mesh, (BatchShare(2, 1, 5), BatchShare(2, 5, 1)))
+    api.emit(problem, shared, tmp_path / "shared")
+    api.emit(problem, api.score(problem, replace(shared.best.plan, mesh=mesh)), tmp_path / "equal")
+    saved = ["--checkpoint-dir", str(tmp_path / "saved")]
+    whole = [step["loss"] for step in run_program(tmp_path / "shared", "--steps", "4")]
+    parts = [step["loss"] for step in run_program(tmp_path / "shared", "--steps", "2", *saved)]
+    parts += [step["loss"] for step in run_program(tmp_path / "equal", "--steps", "3", *saved)]
+    parts += [step["loss"] for step in run_program(tmp_path / "shared", "--steps", "4", *saved)]
+    assert parts == pytest.approx(whole, rel=1e-9)
 
 
 def test_measured_memory_is_that_of_the_ranks_of_each_share() -> None:

@@ -41,6 +41,15 @@ def test_every_mesh_is_in_canonical_form() -> None:
         assert (mesh.tp == 1) == (mesh.sharding == "")
 
 
+def test_schedule_plain_is_1f1b_and_gpipe_where_1f1b_lacks_micro_batches() -> None:
+    def is_meant(mesh: Mesh) -> bool:
+        return mesh.schedule == ("gpipe" if mesh.n_micro_batches < mesh.pp else "1f1b")
+
+    found = meshes(fix=(("schedule", "plain"),))
+    assert set(found) == set(filter(is_meant, meshes()))
+    assert {mesh.schedule for mesh in found} == {"1f1b", "gpipe"}
+
+
 def test_schedules_exist_only_for_the_micro_batches_they_need() -> None:
     for mesh in meshes():
         assert mesh.schedule != "1f1b" or mesh.n_micro_batches >= mesh.pp

@@ -28,7 +28,7 @@ from itertools import product
 from typing import NoReturn
 
 from autoplan.errors import InfeasibleError, InputError
-from autoplan.options import Options
+from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh
 from autoplan.schedules import splits_backward
 
@@ -248,7 +248,14 @@ def _schedule_choices(
     if n_micro_batches >= pp and 2 in chunks:
         choices.append(("zero_bubble_v", 2))
     wanted = fixed(options, "schedule")
+    if wanted == PLAIN_SCHEDULE:
+        wanted = plain_schedule(pp=pp, n_micro_batches=n_micro_batches)
     return tuple((name, c) for name, c in choices if name in space.schedules and wanted in (None, name))
+
+
+def plain_schedule(*, pp: int, n_micro_batches: int) -> str:
+    """The one that `PLAIN_SCHEDULE` means: 1f1b would run fewer micro-batches than ranks in the order of gpipe."""
+    return "1f1b" if n_micro_batches >= pp else "gpipe"
 
 
 def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:

@@ -22,7 +22,7 @@ from itertools import permutations, product
 import numpy as np
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
-from autoplan.options import Options
+from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.bounds import memory_room_bytes
 from autoplan.search.linear_model import INFINITY
@@ -172,9 +172,12 @@ def _families_of(
         )
         table = space.price(mesh, tuple(GroupRanks(group, 1) for group in order))
         for schedule in SCHEDULES:
-            if schedule not in pipelines.schedules or wanted not in (None, schedule):
+            if schedule not in pipelines.schedules or wanted not in (None, schedule, PLAIN_SCHEDULE):
                 continue
-            possible = n_ranks if schedule == "gpipe" else n_ranks[n_ranks.sum(axis=1) <= mesh.n_micro_batches]
+            is_enough = n_ranks.sum(axis=1) <= mesh.n_micro_batches  # micro-batches for 1f1b
+            possible = n_ranks[is_enough] if schedule == "1f1b" else n_ranks
+            if (schedule, wanted) == ("gpipe", PLAIN_SCHEDULE):
+                possible = n_ranks[~is_enough]
             if len(possible) > 0:
                 own = replace(mesh, schedule=schedule)
                 short_bytes = _short_bytes(table, possible)

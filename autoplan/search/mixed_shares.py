@@ -161,6 +161,9 @@ def _of_layout(
 ) -> Iterator[_Open]:
     """Those of one tensor-parallel layout: with every ZeRO stage, shard degree and size of the micro-batches."""
     pipelines, wanted, wanted_degree = space.pipelines, fixed_int(options, "zero"), fixed_int(options, "shard")
+    dp = dp[pipelines.global_batch / (dp @ _most_samples_per_s(space, options, layout, groups)) < known_s]
+    if len(dp) == 0:
+        return
     common = np.gcd.reduce(dp, axis=1)
     in_host = gcd(*(space.groups[group].space.n_devices_per_host for group in groups)) // layout.tp
     stages = [stage for stage in pipelines.zero_stages if wanted in (None, stage)]
@@ -173,6 +176,16 @@ def _of_layout(
             if is_meant.any():
                 mesh = replace(layout, zero_stage=stage, zero_shard_degree=degree)
                 yield from _of_mesh(space, options, mesh, groups, dp[is_meant], known_s=known_s)
+
+
+def _most_samples_per_s(space: MixedSpace, options: Options, layout: Mesh, groups: tuple[int, ...]) -> Array:
+    """Of one data-parallel rank on each group by compute alone, with the best micro-batches; nothing is sharded."""
+    rates = []
+    for size in _sizes(space.pipelines.global_batch, options):
+        mesh = mesh_of(layout, (BatchShare(1, size, 1),) * len(groups))
+        tables = space.price(mesh, tuple(GroupRanks(group, 1) for group in groups)).rank_tables
+        rates.append([size / sum(least_compute_s(table)) for table in tables])
+    return np.array(rates).max(axis=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +225,18 @@ def _sizes(batch: int, options: Options) -> tuple[int, ...]:
 
 def _least(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...], size: int) -> list[_Least | None]:
     """Of each group with micro-batches of this size; None where the model does not fit."""
-    found: list[list[_Least]] = [[] for _ in groups]
-    for n_micro_batches in (1, 2):  # gradients are added up or not; more change nothing
-        shares = tuple(BatchShare(mesh.zero_shard_degree, size, n_micro_batches) for _ in groups)
-        joined = space.price(mesh_of(mesh, shares), tuple(GroupRanks(group, 1) for group in groups))
-        for own, table in zip(found, joined.rank_tables, strict=True):
-            if shortfall_bytes(table) == 0:
-                own.append(_Least(sum(least_compute_s(table)), _least_once_s(table)))
-    return [
-        _Least(min(item.compute_s for item in own), min(item.once_s for item in own)) if own else None for own in found
-    ]
+
+    def tables(n_micro_batches: int) -> tuple[CostTable, ...]:
+        shares = (BatchShare(mesh.zero_shard_degree, size, n_micro_batches),) * len(groups)
+        return space.price(mesh_of(mesh, shares), tuple(GroupRanks(group, 1) for group in groups)).rank_tables
+
+    single = tables(1)  # needs the least memory, and has no gradients to add up
+    fits = [shortfall_bytes(table) == 0 for table in single]
+    once_s = [_least_once_s(table) for table in single]
+    if mesh.zero_stage < 2 and any(fits):  # gradients that were added up may take less time to be copied
+        once_s = list(map(min, once_s, (_least_once_s(table) for table in tables(2))))
+    own = zip(single, once_s, fits, strict=True)
+    return [_Least(sum(least_compute_s(table)), least_s) if is_held else None for table, least_s, is_held in own]
 
 
 def _least_once_s(table: CostTable) -> float:

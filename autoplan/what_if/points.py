@@ -3,10 +3,10 @@
     points         every combination of hardware, hosts, model arguments, precision, batch and links
     solve_point    Problem -> PointResult
 
-A search is "quick" or "full". A quick one looks at schedule 1f1b only: one stage per rank, and at least as many
-micro-batches as pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the proof is of that space.
-Limits are of processor time, so that what else the machine does changes no answer but near the limit: the user's, or
-`QUICK_TIME_LIMIT_S` and, where that finds no plan, `DEFAULT_TIME_LIMIT_S`.
+A search is "quick" or "full". A quick one looks at `PLAIN_SCHEDULE` only: one stage per rank, under 1f1b, or under
+gpipe where there are fewer micro-batches than pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the
+proof is of that space. Limits are of processor time, so that what else the machine does changes no answer but near the
+limit: the user's, or `QUICK_TIME_LIMIT_S` and, where that finds no plan, `DEFAULT_TIME_LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster
-from autoplan.options import Options
+from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.problem import Problem
 from autoplan.report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 
-QUICK_SCHEDULE = ("schedule", "1f1b")
+QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)
 QUICK_TIME_LIMIT_S = 1.0  # of processor time; most searches end before it with a proof
 SEARCHES = ("quick", "full")
 SCALINGS = ("strong", "weak")
