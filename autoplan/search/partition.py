@@ -11,10 +11,7 @@ Under gpipe and 1F1B, with one stage or more, some path through the step takes a
 
 so for each threshold on G the least sum of A is a shortest path: `least[stop] = min over start of least[start] + A`.
 With D(x) this least sum under G <= x, the bound is the minimum of D(x) + x; between two thresholds a < b it is at least
-D(b) + a, and thresholds are halved until that is not below the best found (`_best_threshold`).
-
-How many pieces a stage may have in a step that is fast enough is known beforehand (`_most_pieces`), and so where each
-stage may begin and end: the path is looked for there only (`_bands`).
+D(b) + a, and thresholds are halved until that is not below the best found (`bands.best_threshold`).
 
 A stage that lacks memory recomputes as little as will do. Exact for one kind of block: whole blocks; else the fraction
 of the kind with the most bytes per second. Ranks on different devices have times and memory of their own (`_Passes`);
@@ -23,7 +20,6 @@ the path is the same. Everything is an array over ranges of pieces (see `ranges`
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -32,6 +28,15 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.search.bands import (
+    Times,
+    bands_of,
+    best_threshold,
+    least_bottleneck_s,
+    least_rests,
+    least_sum,
+    most_pieces,
+)
 from autoplan.search.bounds import in_flight
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.ranges import (
@@ -46,9 +51,7 @@ from autoplan.search.ranges import (
 )
 from autoplan.search.stage_memory import StageMemory
 
-MAX_HALVINGS = 24
 MAX_VISITS = 4  # of `partitions_below`: stages looked at per stage that may be returned
-CLOSE_ENOUGH = 2e-4  # share of the bound; thresholds are not halved below it
 ROUNDING = 1e-9  # share by which a sum may be wrong that is made up in another way
 
 
@@ -70,17 +73,17 @@ def best_partition(table: CostTable, *, recompute: str | None, limit_s: float = 
     `limit_s`.
     """
     ranges, stages, most_s = _prepared(table, recompute=recompute, limit_s=limit_s)
-    if ranges.width >= ranges.widest_possible and _most_pieces(ranges, stages, INFINITY).sum() < ranges.n_pieces:
+    if ranges.width >= ranges.widest_possible and most_pieces(ranges, _times(stages), INFINITY).sum() < ranges.n_pieces:
         return Partition(INFINITY, ())
-    bands = _bands(ranges, stages, most_s)
-    least_bottleneck_s = _least_bottleneck_s(bands) if bands else INFINITY
-    if least_bottleneck_s == INFINITY:
+    bands = bands_of(ranges, _times(stages), most_s)
+    bottleneck_s = least_bottleneck_s(bands) if bands else INFINITY
+    if bottleneck_s == INFINITY:
         is_all = most_s == INFINITY and ranges.width >= ranges.widest_possible
         return Partition(INFINITY if is_all else limit_s, ())
-    floor_s, _ = _least_sum(bands, INFINITY)
-    if floor_s + least_bottleneck_s + table.per_step_s >= limit_s:
+    floor_s, _ = least_sum(bands, INFINITY)
+    if floor_s + bottleneck_s + table.per_step_s >= limit_s:
         return Partition(limit_s, ())
-    bound_s, stops = _best_threshold(bands, least_bottleneck_s, floor_s=floor_s)
+    bound_s, stops = best_threshold(bands, bottleneck_s, floor_s=floor_s)
     bound_s += table.per_step_s
     if bound_s >= limit_s:
         return Partition(limit_s, ())
@@ -107,10 +110,10 @@ class Cut:
 def partitions_below(table: CostTable, *, recompute: str | None, limit_s: float, n_most: int) -> list[Cut] | None:
     """Every way to cut the model whose bound is below `limit_s`; None if there are more than `n_most`, or nearly."""
     ranges, stages, most_s = _prepared(table, recompute=recompute, limit_s=limit_s)
-    bands = _bands(ranges, stages, most_s)
+    bands = bands_of(ranges, _times(stages), most_s)
     if not bands:
         return []
-    rest_s, worst_s = _least_rests(ranges.n_pieces, bands)
+    rest_s, worst_s = least_rests(ranges.n_pieces, bands)
     found: list[tuple[int, ...]] = []
     waiting: list[tuple[tuple[int, ...], float, float]] = [((), table.per_step_s, 0.0)]  # stops, sum of A, most of G
     for n_visited in count():
@@ -202,6 +205,10 @@ class _Stage:
         return math.ceil(hard_bytes / (self.n_in_flight * largest_bytes)) if min(hard_bytes, largest_bytes) > 0 else 0
 
 
+def _times(stages: list[_Stage]) -> list[Times]:
+    return [(stage.sum_s, stage.bottleneck_s) for stage in stages]
+
+
 @dataclass(frozen=True, slots=True)
 class _Passes:
     """What each range is on one kind of rank.
@@ -276,114 +283,7 @@ def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
     return optimizer_s + slower * counted_s + (1.0 - slower) * left_s
 
 
-# ------------------------------------------------------------------------------------------------------ the program
-
-
-def _most_pieces(ranges: Ranges, stages: list[_Stage], most_s: float) -> Array:
-    """Per stage, the most pieces of any range with G up to `most_s`; 0 where there is none."""
-    most = []
-    for stage in stages:
-        least_s = ranges.least_of_count(stage.bottleneck_s)
-        counts = np.flatnonzero((least_s <= most_s) & np.isfinite(least_s))
-        most.append(int(counts[-1]) + 1 if len(counts) else 0)
-    return np.array(most)
-
-
-@dataclass(frozen=True, slots=True)
-class _Band:
-    """Where a stage may lie: arrays (stop, count) of its starts, A and G; the last two INFINITY where it may not."""
-
-    stops: Array
-    counts: Array
-    starts: Array
-    sum_s: Array
-    bottleneck_s: Array
-
-
-def _bands(ranges: Ranges, stages: list[_Stage], most_s: float) -> list[_Band]:
-    """The bands of all stages, with G up to `most_s`; none if they cannot make up the model."""
-    n_pieces, most = ranges.n_pieces, _most_pieces(ranges, stages, most_s)
-    latest = np.minimum(np.cumsum(most), n_pieces - np.arange(len(stages))[::-1])
-    earliest = np.maximum(n_pieces - most.sum() + np.cumsum(most), np.arange(1, len(stages) + 1))
-    if (latest < earliest).any() or latest[-1] < n_pieces:
-        return []
-    bands = []
-    for place, stage in enumerate(stages):
-        first, last = (int(earliest[place - 1]), int(latest[place - 1])) if place > 0 else (0, 0)
-        stops = np.arange(earliest[place], latest[place] + 1)
-        counts = np.arange(max(1, stops[0] - last), min(most[place], stops[-1] - first) + 1)
-        starts = stops[:, None] - counts
-        spans = ranges.kind[stops[0] : stops[-1] + 1, counts[0] - 1 : counts[-1]]
-        bottleneck_s = stage.bottleneck_s[spans]
-        lies = (starts >= first) & (starts <= last) & (bottleneck_s <= most_s)
-        bands.append(
-            _Band(
-                stops,
-                counts,
-                np.clip(starts, first, last),
-                np.where(lies, stage.sum_s[spans], INFINITY),
-                np.where(lies, bottleneck_s, INFINITY),
-            )
-        )
-    return bands
-
-
-def _least_bottleneck_s(bands: list[_Band]) -> float:
-    """The least possible max of G over the stages; INFINITY when no partition fits."""
-    worst, first = np.zeros(1), 0
-    for band in bands:
-        worst = np.maximum(worst[band.starts - first], band.bottleneck_s).min(axis=1)
-        first = band.stops[0]
-    return float(worst[-1])
-
-
-def _least_sum(bands: list[_Band], threshold_s: float) -> tuple[float, list[int]]:
-    """D(x): the least sum of A under G <= x, and where its stages stop; INFINITY when there is none."""
-    least, first = np.zeros(1), 0
-    chosen = []
-    for band in bands:
-        sums = least[band.starts - first] + np.where(band.bottleneck_s <= threshold_s, band.sum_s, INFINITY)
-        places = sums.argmin(axis=1)
-        chosen.append(places)
-        least, first = sums[np.arange(len(places)), places], band.stops[0]
-    if least[-1] == INFINITY:
-        return INFINITY, []
-    stops = [int(bands[-1].stops[-1])]
-    for band, places in zip(reversed(bands[1:]), reversed(chosen[1:]), strict=True):
-        stops.append(stops[-1] - int(band.counts[places[stops[-1] - band.stops[0]]]))
-    return float(least[-1]), stops[::-1]
-
-
-def _least_rests(n_pieces: int, bands: list[_Band]) -> tuple[list[Array], list[Array]]:
-    """Per stage, and at the end: the least sum of A from it on, and the least max of G, by the piece it starts with."""
-    at_end = np.append(np.full(n_pieces, INFINITY), 0.0)
-    sums, worst = [at_end], [at_end]
-    for band in reversed(bands):
-        sum_s = band.sum_s + sums[-1][band.stops, None]
-        worst_s = np.maximum(band.bottleneck_s, worst[-1][band.stops, None])
-        for rests, values in ((sums, sum_s), (worst, worst_s)):
-            least = np.full(n_pieces + 1, INFINITY)
-            np.minimum.at(least, band.starts, values)
-            rests.append(least)
-    return sums[::-1], worst[::-1]
-
-
-def _best_threshold(bands: list[_Band], lowest_s: float, *, floor_s: float) -> tuple[float, list[int]]:
-    """The least D(x) + x from below, and the stops of the best threshold tried; `floor_s` is D(INFINITY)."""
-    least_s, stops = _least_sum(bands, lowest_s)
-    best_s = least_s + lowest_s
-    waiting = [(floor_s + lowest_s, lowest_s, lowest_s + least_s - floor_s, floor_s)]  # bound, from, to, D(to)
-    for _ in range(MAX_HALVINGS):
-        bound_s, low_s, high_s, least_high_s = waiting[0]
-        if bound_s >= best_s * (1.0 - CLOSE_ENOUGH):
-            break
-        middle_s = (low_s + high_s) / 2.0
-        least_s, found = _least_sum(bands, middle_s)
-        if least_s + middle_s < best_s:
-            best_s, stops = least_s + middle_s, found
-        heapq.heapreplace(waiting, (low_s + least_s, low_s, middle_s, least_s))
-        heapq.heappush(waiting, (middle_s + least_high_s, middle_s, high_s, least_high_s))
-    return min(best_s, waiting[0][0]), stops
+# --------------------------------------------------------------------------------------------------------- the plan
 
 
 def _decode(ranges: Ranges, stages: list[_Stage], *, stops: list[int], spares: bool = True) -> tuple[StagePlan, ...]:
