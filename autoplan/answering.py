@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
-from autoplan.hardware_cluster import Cluster, Hardware
+from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.search.result import SearchResult
 from autoplan.semantics import notes
 from autoplan.split_names import splits

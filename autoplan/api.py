@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from autoplan.answer import Answer
 from autoplan.answering import answer_of
 from autoplan.errors import InfeasibleError, InputError, UsageError
-from autoplan.hardware_cluster import Cluster, load_hardware
+from autoplan.hardware.cluster import Cluster, load_hardware
 from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.problem import Overrides, Problem, checked, global_batch_size, make_problem, model_file, trace_model
 from autoplan.search.result import Candidate, Remedy, SearchResult

@@ -19,7 +19,7 @@ from autoplan.cost.mixed import make_mixed_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
-from autoplan.hardware_cluster import Cluster
+from autoplan.hardware.cluster import Cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.meshes import divisors, fixed, fixed_int

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from autoplan import units
 from autoplan.hardware import HardwareProfile, LinkTier, load_profile, profile_names
-from autoplan.hardware_fields import (
+from autoplan.hardware.fields import (
     DEVICE_FIELDS,
     HOST_FIELDS,
     PEAK,
@@ -24,7 +24,7 @@ from autoplan.hardware_fields import (
     SHARDING_FIELDS,
     Quantity,
 )
-from autoplan.hardware_file import link_kind_rate
+from autoplan.hardware.file import link_kind_rate
 from autoplan.host_shares import ShardedPasses, sharding_host
 from autoplan.link_fit import CollectiveTime, LinkFit, fit_links
 from autoplan.nccl_log import HOST_MEMORY, UNKNOWN_LINK

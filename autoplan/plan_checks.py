@@ -14,7 +14,7 @@ from autoplan.cost.grad_compression import Compression
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_cluster import Cluster, Hardware
+from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
 from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
 from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh, Plan, SegmentSharding, StagePlan

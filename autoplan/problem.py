@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import InputError
-from autoplan.hardware_cluster import Cluster, Hardware, load_hardware
+from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.option_checks import check_options
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 

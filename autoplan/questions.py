@@ -18,7 +18,7 @@ from autoplan.answer import Answer
 from autoplan.api import Problem, decide, judge, make_problem, score
 from autoplan.betterments import SensitivityRow
 from autoplan.errors import InputError
-from autoplan.hardware_cluster import Cluster, Hardware
+from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.hugging_face import PREFIX
 from autoplan.option_checks import parse_overrides
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options

@@ -162,7 +162,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "-",
         "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join([note] * bool(note) + list(choice_words(plan)) + ["(too big)"] * (not estimate.fits)),
+        " ".join(filter(None, (note, ", ".join(choice_words(plan)), "" if estimate.fits else "(too big)"))),
     )
 
 

@@ -18,7 +18,8 @@ otherwise the integer program is solved.
 
 What lies between segments has a fixed layout, the **boundary**: R, or split along dim 1 (for a language model the
 sequence, which is sequence parallelism). Both are offered to the search, with everything else following from the
-program: column and row splits, head-parallel attention and vocabulary-parallel loss are not special cases.
+program: column and row splits, attention by heads or by context, experts and vocabulary-parallel loss are not special
+cases.
 """
 
 from __future__ import annotations

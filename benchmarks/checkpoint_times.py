@@ -276,17 +276,21 @@ def mean_step_s(row: dict | None) -> float | None:
 
 def timed_steps(row: dict | None) -> list[float]:
     """From the end of a step to that of the next, after the warm-up, with what happens in between."""
-    ends = row["step_end_s"][row["warm_up"] :] if row and row["status"] == "ok" else []
+    ends = row["step_end_s"][row["warm_up"] :] if row else []
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def stall_of(plain: dict | None, saving: dict | None) -> dict[str, float] | None:
-    """What one checkpoint adds to the steps, as a part of so many steps, and the longest step over the median."""
+    """What one checkpoint adds to the steps, as a part of so many steps, and the longest step over the median.
+
+    Over the steps that both launches came to; None when there is no checkpoint among them.
+    """
     without, with_saves = timed_steps(plain), timed_steps(saving)
     n = min(len(without), len(with_saves))
-    if n == 0:
+    n_saves = (saving["warm_up"] + n) // saving["every"] if n else 0
+    if n_saves == 0:
         return None
-    stall_s = (sum(with_saves[:n]) - sum(without[:n])) / saving["saves"]
+    stall_s = (sum(with_saves[:n]) - sum(without[:n])) / n_saves
     return {
         "stall_s": stall_s,
         "share": stall_s / (STEPS_PER_SAVE * statistics.mean(without)),
@@ -316,8 +320,10 @@ def main() -> None:
     if action == "table":
         print(table(given["results"]))
     else:
-        run(**given)
-        print(table(given["results"]))
+        try:
+            run(**given)
+        finally:
+            print(table(given["results"]) if given["results"].is_file() else "nothing was measured")
 
 
 if __name__ == "__main__":

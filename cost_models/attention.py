@@ -9,7 +9,8 @@ What may be split, beside the batch:
 Heads between two all-to-alls of a split sequence are the other known form of context parallelism (Ulysses), and take
 no rule of their own. Keys are never split: there is no ring, on which they travel while ranks compute. Under a causal
 mask the last rows have most to do; there ranks exchange rows first, so that each has early and late ones, and exchange
-the results back.
+the results back. Where there is no flash attention (32-bit numbers, GPUs before A100) they read a mask, and skip
+nothing of it; that is not priced.
 """
 
 from collections.abc import Iterator

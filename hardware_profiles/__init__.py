@@ -63,5 +63,5 @@ marked "assumed" wherever the profile's sources are shown. All else is required.
 Networks in shared.toml: ethernet_10g, ethernet_100g, infiniband_100g, infiniband_200g, infiniband_400g, efa_400g, and
 leaf_spine_400g, an example of tiers. Rates of a network are divided by the devices of a host, so a host with one port
 gives each device its share. `NAME/4` takes 4 devices of each host and leaves the others idle; what these get of ports
-and uplinks is said in `autoplan.hardware_networks`.
+and uplinks is said in `autoplan.hardware.networks`.
 """

@@ -10,7 +10,7 @@ import pytest
 from whatif_toys import PARTS, toy_result, toy_row
 
 from autoplan import cli, load_profile
-from autoplan.hardware_cluster import groups_alone
+from autoplan.hardware.cluster import groups_alone
 from autoplan.units import GiB
 from autoplan.what_if import advising
 from autoplan.what_if import sweep as sweeping

@@ -22,11 +22,7 @@ TORCH_PLACES = (
     "autoplan/constant_masks.py",
     "autoplan/dissolved.py",
     "autoplan/measuring/",
-    "autoplan/measure_device.py",
-    "autoplan/measure_hardware.py",
-    "autoplan/measure_links.py",
-    "autoplan/measure_pipeline.py",
-    "autoplan/measure_sharding.py",
+    "autoplan/measure_hardware/",
     "autoplan/overlaid_graph.py",
     "autoplan/rule_trials.py",
     "autoplan/runtime/",
@@ -39,11 +35,11 @@ FILE_PLACES = (
     "autoplan/cli/",
     "autoplan/codegen/",
     "autoplan/graph_cache.py",
-    "autoplan/hardware_file.py",
+    "autoplan/hardware/file.py",
     "autoplan/layout_cache.py",
     "autoplan/hugging_face.py",  # reads a configuration, writes the model file that stands for it
     "autoplan/measuring/",
-    "autoplan/measure_hardware.py",  # NCCL's log, and the profile
+    "autoplan/measure_hardware/",  # NCCL's log, and the profile
     "autoplan/output_folder.py",
     "autoplan/runtime/",
     "autoplan/search/solve.py",  # the null device, which takes what the solver prints

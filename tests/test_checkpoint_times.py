@@ -27,6 +27,13 @@ def test_stall_is_the_time_that_the_steps_after_warm_up_take_longer_per_checkpoi
     assert stall_of(PLAIN, SAVING) == pytest.approx({"stall_s": 0.75, "share": 0.0075, "longest_s": 1.0})
 
 
+def test_stall_of_a_launch_that_was_cut_short_is_that_of_the_steps_it_came_to():
+    # three steps after the warm-up, one of them after the checkpoint of step 3: 3.5 s against 3
+    cut = SAVING | {"step_end_s": SAVING["step_end_s"][:5], "status": "out of time"}
+    assert stall_of(PLAIN, cut)["stall_s"] == pytest.approx(0.5)
+    assert stall_of(PLAIN, cut | {"step_end_s": SAVING["step_end_s"][:3]}) is None
+
+
 def test_the_table_has_what_was_measured_and_a_dash_for_the_rest(tmp_path):
     results = tmp_path / "results.jsonl"
     failed = row("resumed", [7.0]) | {"start_to_first_step_s": None, "status": "ended with code 1"}

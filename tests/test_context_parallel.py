@@ -12,10 +12,14 @@ from distributed.programs import EXAMPLES, check_programs, graph_of, prices, wri
 from torch.nn import functional as F
 
 from autoplan import api
+from autoplan.cost.layout_prices import sharding_prices
+from autoplan.cost.work_context import work_contexts
+from autoplan.hardware import load_profile
 from autoplan.layout import parse_layout, sharded
 from autoplan.options import Options
+from autoplan.rules import all_strategies, operand_names
 from autoplan.runtime.attention import causal_attention_of_rows
-from autoplan.search.solve import solve
+from autoplan.search.solve import minimize
 from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
 from autoplan.split_names import splits
@@ -38,7 +42,7 @@ def context_parallel_plan(model, feature):
         degree=mesh["tp"],
         rules=load_rules(),
         prices=dataclasses.replace(plain, op_s=op_s),
-        solve=partial(solve, time_limit_s=None),
+        solve=partial(minimize, time_limit_s=None),
     )
     return dataclasses.replace(family_plan(model, feature), shardings=found[mesh["sharding"]])
 
@@ -70,6 +74,18 @@ def test_attention_split_by_context_equals_one_process_on_two_ranks(tmp_path):
 
 def test_attention_split_by_context_equals_one_process_on_four_ranks(tmp_path):
     assert_exact(tmp_path, {"gpt": "TP 4", "llama": "TP 4"})
+
+
+def test_what_ranks_exchange_for_equal_shares_is_priced():
+    graph, rules, profile = graph_of("gpt"), load_rules(), load_profile("dgx_a100_x8")
+    op = next(op for op in graph.ops if op.target == ATTENTION)
+    operands = tuple(graph.specs()[name] for name in operand_names(op))
+    price = partial(sharding_prices, graph, profile=profile, precision="bf16", rules=rules, degree=2, batch_size=3)
+    with_it, without = (price(communication=share).op_s for share in (1.0, 0.0))
+    (rows,) = [s for s in all_strategies(rules[ATTENTION], op, operands=operands, degree=2) if s.result == ROWS]
+    # query and result, [3, 4 heads, 16 rows, 8] of 2 bytes each, forward and backward; each is packed by one kernel
+    each_s = work_contexts(graph, profile, "bf16", rules)(2).tp_collective_s("all_to_all", 3 * 4 * 16 * 8 * 2)
+    assert with_it(op, rows) - without(op, rows) == pytest.approx(4 * each_s + 2 * profile.device.kernel_s)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import load_profile, profile_names, validate_file
-from autoplan.hardware_file import build_profile
+from autoplan.hardware.file import build_profile
 from autoplan.registry import load_table
 
 REQUIRED = {

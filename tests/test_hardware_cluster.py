@@ -6,8 +6,8 @@ import pytest
 
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import load_profile
-from autoplan.hardware_cluster import GroupLink, load_cluster
-from autoplan.hardware_file import PROFILE_PACKAGE
+from autoplan.hardware.cluster import GroupLink, load_cluster
+from autoplan.hardware.file import PROFILE_PACKAGE
 
 MIXED = """
 description = "8 hosts of A100 and 4 halves of V100"

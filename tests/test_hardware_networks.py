@@ -9,7 +9,7 @@ from autoplan import plan
 from autoplan.api import trace_model
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import load_profile, profile_names, validate_file
-from autoplan.hardware_file import build_profile
+from autoplan.hardware.file import build_profile
 from autoplan.options import Options
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.space import priced_space

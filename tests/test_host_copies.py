@@ -48,6 +48,53 @@ def test_a_tensor_of_another_shape_gets_memory_of_its_own():
         assert torch.equal(copy.tensor, torch.arange(size))
 
 
+class Cuda:
+    """What stands in for `torch.cuda` where there is none: it writes down what it is told."""
+
+    def __init__(self, error):
+        self.error, self.told = error, []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.told.append(name) or self
+
+    def __enter__(self):
+        self.told.append("enter")
+
+    def __exit__(self, *_):
+        self.told.append("exit")
+
+    def cudaHostRegister(self, place, n_bytes, flags):
+        self.told.append(f"lock {n_bytes}")
+        return self.error
+
+    def cudaHostUnregister(self, place):
+        self.told.append("unlock")
+
+
+@pytest.mark.parametrize("error", [0, 801])
+def test_on_a_gpu_memory_is_locked_before_it_is_copied_to_beside_the_training(monkeypatch, capsys, error):
+    cuda = Cuda(error)
+    monkeypatch.setattr(host_copies.torch, "cuda", cuda)
+    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 128)
+    copies = HostCopies(torch.device("cuda", 1))
+    lasting = [piece for key in "ab" for piece in pieces_of(key, torch.ones(32), whole_shape=(32,))]  # 128 bytes each
+    buffer = pieces_of("buffer", torch.ones(3), whole_shape=(3,))
+    copies.reserve(lasting)
+    n_locks = 1 if error else 2  # after a failure it is not tried again
+    assert [what for what in cuda.told if "lock" in what] == ["lock 128"] * n_locks
+    assert capsys.readouterr().err.count("CUDA error 801") == (error != 0)
+    cuda.told.clear()
+    found, event = copies.start(lasting, buffer)
+    assert all(torch.equal(copy.tensor, piece.tensor) for copy, piece in zip(found, buffer + lasting, strict=True))
+    assert event is cuda
+    told = [what for what in cuda.told if what not in ("device", "enter", "exit", "cudart", "lock 64")]
+    assert told == ["current_stream", "wait_stream", "stream", "record_event"]
+    cuda.told.clear()
+    copies.close()
+    assert "synchronize" in cuda.told and "unlock" not in cuda.told[: cuda.told.index("synchronize")]
+    assert cuda.told.count("unlock") == (0 if error else 3)
+
+
 def saved_beside_a_step(folder):
     """On a GPU: seconds that `save` takes while copies wait; parameters before the next step, after it, and saved."""
     config = Config(micro_batch_size=2)

@@ -13,7 +13,7 @@ from autoplan import cli
 from autoplan.cost.collectives import Group, collective_s, send_s
 from autoplan.errors import InputError, MeasureError
 from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile
-from autoplan.hardware_file import build_profile
+from autoplan.hardware.file import build_profile
 from autoplan.link_fit import CollectiveTime, fit_links
 from autoplan.measured_host import MeasuredHost, Overlap, Rate, measured_json, profile_text
 from autoplan.nccl_log import Transport, link_kind, read_nccl_log
@@ -126,7 +126,7 @@ def test_a_log_that_names_no_transport_gives_an_unknown_link():
 
 
 def test_both_kinds_of_work_are_enqueued_evenly_mixed():
-    from autoplan.measure_links import _in_turns
+    from autoplan.measure_hardware.links import _in_turns
 
     assert _in_turns(2, 4) == [False, False, True, False, False, True]
     assert (_in_turns(3, 0), _in_turns(0, 2)) == ([True] * 3, [False] * 2)

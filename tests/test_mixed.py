@@ -22,7 +22,7 @@ from autoplan.cost.mixed import joined, make_mixed_pricer
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InfeasibleError, PlanMismatchError, UsageError
 from autoplan.hardware import load_profile
-from autoplan.hardware_cluster import GroupLink, load_cluster
+from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan

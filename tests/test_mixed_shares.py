@@ -17,7 +17,7 @@ from autoplan.answer import Answer, answer_from_json, answer_to_dict, answer_to_
 from autoplan.cost.between import Exchange
 from autoplan.cost.mixed import make_mixed_pricer
 from autoplan.errors import InputError
-from autoplan.hardware_cluster import GroupLink, load_cluster
+from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan

@@ -49,6 +49,8 @@ def test_no_line_of_the_text_is_wider_than_the_terminal(width: int) -> None:
         for name in names
         for n in (1, 1000)
     ]
+    shares = tuple((name, 1.0 / len(SHARES)) for name in SHARES)  # every column of losses
+    rows = [replace(row, shares=shares) for row in rows]
     text = whatif_table([*rows, replace(rows[0], overrides=("size=13",))], width=width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("1000 x dgx_h100_x8+leaf_spine_400g") >= 4
@@ -64,3 +66,9 @@ def test_bars_are_whole_and_say_what_the_numbers_say() -> None:
     assert bar("#d-", (0.55, 0.25, 0.2), width=10) == "######dd--"
     assert bar("#d", (1.0, 0.0), width=16) == "#" * 16
     assert len(bar("#d-", (1 / 3, 1 / 3, 1 / 3), width=20)) == 20
+
+
+def test_a_range_of_offers_has_a_unit_at_each_end() -> None:
+    row = replace(toy_row(n_samples=100), cost_usd_interval=(513_000.0, 1_920_000.0))
+    assert "513k to 1.92M" in whatif_table([row])
+    assert "999 to 1M" in whatif_table([replace(row, cost_usd_interval=(999.0, 999_900.0))])

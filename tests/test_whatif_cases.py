@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.hardware.cluster import load_hardware
 from autoplan.option_checks import parse_fix
 from autoplan.options import Options
 from autoplan.what_if.advice_rules import speed_up
 from autoplan.what_if.advising import advise
-from autoplan.what_if.asking import ask
-from autoplan.what_if.question import Question
+from autoplan.what_if.asking import ask, clusters_of
+from autoplan.what_if.question import Question, read_question
 from autoplan.what_if.rows import WhatIfRow
 
 CHECKOUT = Path(__file__).parent.parent
@@ -92,3 +93,66 @@ def test_a_thousand_gpus_need_more_than_ten_gigabit_ethernet() -> None:
     )
     slow, fast = ask(question).rows
     assert slow.step_s > 2 * fast.step_s and slow.exposed_share > 0.3 > 0.1 > fast.exposed_share
+
+
+# ---------------------------------------------------------------------------------------- the same, as questions to ask
+
+
+def _rates(rows: tuple[WhatIfRow, ...]) -> list[float]:
+    """Samples per second and device of the plans; in the order of the rows."""
+    return [row.samples_per_s / row.n_devices for row in rows]
+
+
+def _second_host_gains_little_but_by_a_larger_batch(rows: tuple[WhatIfRow, ...]) -> bool:
+    found = {(row.hardware, row.n_hosts, row.global_batch): row.samples_per_s for row in rows}
+    slow, fast = (f"a100_pcie_x8/4+{network}" for network in ("ethernet_10g", "infiniband_200g"))
+    gains = {
+        key: found[key[0], 2, key[1]] / found[key[0], 1, key[1]] for key in ((slow, 64), (slow, 4096), (fast, 4096))
+    }
+    return gains[slow, 64] < 1.3 and gains[slow, 4096] > 1.5 and gains[fast, 4096] > 1.8
+
+
+def _keeps_ninety_percent_on_half_as_many_more(rows: tuple[WhatIfRow, ...]) -> bool:
+    first, second, third = _rates(rows)
+    published = (60.1 / 50.2 * 280 / 350, 60.1 / 44.4 * 280 / 420)
+    return [second / first, third / first] == [pytest.approx(ratio, rel=0.10) for ratio in published]
+
+
+def _is_three_times_as_fast_on_h100(rows: tuple[WhatIfRow, ...]) -> bool:
+    found = {(row.hardware, row.n_hosts, row.global_batch): row for row in rows}
+    a100, h100 = found["dgx_a100_x8", 8, 64], found["dgx_h100_x8", 12, 1152]
+    return _rates((h100,))[0] / _rates((a100,))[0] == pytest.approx(465 / 149, rel=0.15)
+
+
+TRUTHS = {
+    "eight_over_two_hosts": _second_host_gains_little_but_by_a_larger_batch,
+    "gpt_530b": _keeps_ninety_percent_on_half_as_many_more,
+    "thousand_gpus": lambda rows: rows[0].step_s > 16.0 and 1.3 < rows[1].step_s < 3.2,
+    "gpt_175b": _is_three_times_as_fast_on_h100,
+    "small_resnet": lambda rows: (
+        rows[2].samples_per_s < 1.3 * rows[0].samples_per_s and rows[3].samples_per_s > 5 * rows[1].samples_per_s
+    ),
+}
+QUESTIONS = CHECKOUT / "examples" / "what_if"
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_a_worked_case_asks_of_what_there_is_and_has_its_truth_beside_it(name: str) -> None:
+    path = QUESTIONS / f"{name}.toml"
+    question = read_question(path)
+    assert Path(question.model).is_file()
+    for hardware, n_hosts in clusters_of(question.hw, question.hosts):
+        assert load_hardware(hardware, n_hosts=n_hosts).n_hosts == n_hosts
+    head = path.read_text().splitlines()
+    assert head[0] == f"# autoplan whatif examples/what_if/{name}.toml"
+    assert any(line.startswith(("# Published", "# Computed", "# Measured")) for line in head)
+
+
+def test_every_worked_case_has_a_truth() -> None:
+    assert {path.stem for path in QUESTIONS.iterdir()} == set(TRUTHS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRUTHS)
+def test_a_worked_case_comes_to_its_truth(name: str) -> None:
+    assert TRUTHS[name](ask(read_question(QUESTIONS / f"{name}.toml"), n_jobs=2).rows)

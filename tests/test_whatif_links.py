@@ -10,7 +10,7 @@ import pytest
 import autoplan
 from autoplan import cli
 from autoplan.errors import InputError
-from autoplan.hardware_file import with_ports
+from autoplan.hardware.file import with_ports
 from autoplan.options import Options
 from autoplan.what_if.asking import ask
 from autoplan.what_if.links import changed, kind_without_nvlink

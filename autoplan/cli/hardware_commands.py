@@ -128,7 +128,7 @@ def hw_show(name: str, hosts: int, output_format: str) -> None:
 def hw_validate(file: Path, output_format: str) -> None:
     """Check a profile or a mixed cluster of your own."""
     from autoplan.hardware import validate_file
-    from autoplan.hardware_cluster import is_cluster_file, load_cluster
+    from autoplan.hardware.cluster import is_cluster_file, load_cluster
 
     name = load_cluster(file).name if is_cluster_file(file) else validate_file(file).name
     print_result(json_text({"valid": True, "name": name}) if output_format == "json" else f"{file}: valid ({name})")
@@ -171,7 +171,7 @@ def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -
     """Print the prices that come with autoplan, or those of SkyPilot catalogs, as a file for --prices."""
     import tomllib
 
-    from autoplan.hardware_file import shipped_prices
+    from autoplan.hardware.file import shipped_prices
     from autoplan.output_folder import read_text_file
     from autoplan.what_if.prices import catalog_prices, read_prices
 

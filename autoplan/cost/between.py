@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoplan.hardware_cluster import GroupLink
+from autoplan.hardware.cluster import GroupLink
 
 
 def between_s(n_bytes: float, between: GroupLink, *, n_devices: int) -> float:

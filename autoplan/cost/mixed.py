@@ -26,7 +26,7 @@ from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_part_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_cluster import Cluster, GroupLink
+from autoplan.hardware.cluster import Cluster, GroupLink
 from autoplan.parallel_plan import GroupRanks, Mesh
 from autoplan.rules import OpRule
 

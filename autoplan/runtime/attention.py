@@ -128,6 +128,7 @@ def _exchanged(runs: torch.Tensor, tp: ProcessGroup, is_return: bool) -> torch.T
         input_split_sizes=_counts(holding if is_return else computing, n_ranks),
         group=tp,
     )
+    # A copy in both cases: compiled in torch 2.11, a result that a collective wrote in place gets no gradient.
     return arriving.flip(0) if is_swapped and is_return else arriving.clone()
 
 

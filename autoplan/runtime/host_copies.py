@@ -11,7 +11,8 @@ of the training. A save holds up a step by
     max(0, bytes of the rank / rate of copies to the host - forward and backward pass)
 
 and what the host takes to hand over the copies: for Llama-1B under ZeRO 1 or 2 on two ranks 7.4 GB at 54 GB/s, 0.14 s
-of copying behind passes of 1 s. The memory is page-locked, without which copies are slow and hold up the host. It is
+of copying behind passes of 1 s (a save held up a step of 1.02 s by 0.05 s: 2 H200, 2026-11-22,
+benchmarks/checkpoint_times.py). The memory is page-locked, without which copies are slow and hold up the host. It is
 touched and locked block by block, which takes seconds in all, and kept for the next time.
 """
 
@@ -21,7 +22,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import MADV_DONTFORK, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class HostCopies:
         self._device = device
         self._places: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._locked: list[torch.Tensor] = []
+        self._can_lock = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
 
@@ -88,7 +90,8 @@ class HostCopies:
 
     def _add_block(self, pieces: Sequence[Piece]) -> None:
         memory = mmap(-1, sum(map(_aligned_bytes, pieces)), flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        if self._stream is not None:
+        if self._can_lock:
+            memory.madvise(MADV_DONTFORK)  # a worker that shares pages would take them away from the GPU at a write
             self._lock(torch.frombuffer(memory, dtype=torch.uint8))
         offset = 0
         for piece in pieces:  # each has a storage of its own, as what is written must have
@@ -100,6 +103,7 @@ class HostCopies:
         block.zero_()  # what is touched already is locked sooner
         error = int(_cuda().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if error:
+            self._can_lock = False
             print(
                 f"checkpoints: CUDA error {error} on locking {block.numel()} bytes of host memory: saving stops the "
                 "training for longer\n  fix: raise the limit of locked memory",

@@ -3,6 +3,9 @@
 `minimize` trusts neither side. What goes in is checked first (`check_model`: no NaN, no infinite coefficient, no
 integer row whose sum can pass 2^31); what comes out is checked again in plain Python (`check_solution`) before anyone
 reads it. One thread, one seed and no gap tolerance: the same model always has the same answer.
+
+HiGHS as shipped in OR-tools 9.15 prints a debugging line to file descriptor 1 when it repairs a solution, whatever the
+output settings say. Our standard output carries results only, so it is closed to the solver (`_quiet_stdout`).
 """
 
 from __future__ import annotations

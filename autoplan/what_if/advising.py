@@ -16,7 +16,7 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_cluster import is_cluster_file, load_hardware
+from autoplan.hardware.cluster import is_cluster_file, load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.problem import default_global_batch
 from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, STOPPED, AdviceAnswer, Facts, is_starved

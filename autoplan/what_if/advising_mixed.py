@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import date
 
 from autoplan.errors import InputError
-from autoplan.hardware_cluster import groups_alone, load_cluster
+from autoplan.hardware.cluster import groups_alone, load_cluster
 from autoplan.plain_text import count
 from autoplan.problem import default_global_batch
 from autoplan.units import format_seconds

@@ -12,8 +12,8 @@ from autoplan.answer import tokens_per_sample
 from autoplan.cluster_space import check_mixed_options
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
-from autoplan.hardware_cluster import Cluster, Hardware, is_cluster_file, load_hardware
-from autoplan.hardware_file import with_ports
+from autoplan.hardware.cluster import Cluster, Hardware, is_cluster_file, load_hardware
+from autoplan.hardware.file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.problem import checked, default_global_batch, model_file, trace_model
 from autoplan.what_if.links import changed

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoplan import units
 from autoplan.errors import InputError
-from autoplan.hardware_fields import Quantity, Table
+from autoplan.hardware.fields import Quantity, Table
 from autoplan.what_if.conditions import Condition, Loading, Reliability
 from autoplan.what_if.money import Money, Own
 from autoplan.what_if.table_values import fields_at, table_at, text_at

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoplan.errors import UsageError
-from autoplan.hardware_fields import Table
+from autoplan.hardware.fields import Table
 from autoplan.option_checks import parse_overrides, parse_prices
 
 OWN_LINK = "own"  # how --host-link calls the links of the profile

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from autoplan.errors import InputError
 from autoplan.hardware import HardwareProfile, LinkTier
-from autoplan.hardware_cluster import Cluster, Hardware
-from autoplan.hardware_file import generic_host_link, link_kind_rate
+from autoplan.hardware.cluster import Cluster, Hardware
+from autoplan.hardware.file import generic_host_link, link_kind_rate
 from autoplan.what_if.points import Point
 
 NO_NVLINK = "no_nvlink"  # as the kind of links inside a host

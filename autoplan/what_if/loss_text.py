@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoplan.plain_text import WIDTH, text_table
+from autoplan.plain_text import WIDTH, folded, text_table
 from autoplan.what_if.rows import WhatIfRow
 
 LEAST_SHARE = 0.005  # a loss that is less everywhere is part of the rest
@@ -65,7 +65,7 @@ def loss_table(rows: Sequence[WhatIfRow], labels: Sequence[str], *, width: int =
         bars = [bar(letters, line, width=min(room, MAX_BAR)) for line in shares]
         lines = [[*line, drawn] for line, drawn in zip(cells, bars, strict=True)]
         return text_table([*header, ""], lines, right=right, width=None)
-    return table if room >= -2 else _transposed(shown, labels, cells, shares)
+    return table if room >= -2 else _transposed(shown, labels, cells, shares, width=width)
 
 
 def bar(letters: Sequence[str], shares: Sequence[float], *, width: int) -> str:
@@ -90,12 +90,17 @@ def _share(row: WhatIfRow, loss: Loss) -> float:
 
 
 def _transposed(
-    shown: Sequence[Loss], labels: Sequence[str], cells: Sequence[Sequence[str]], shares: Sequence[Sequence[float]]
+    shown: Sequence[Loss],
+    labels: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    shares: Sequence[Sequence[float]],
+    *,
+    width: int,
 ) -> str:
     """Where even the numbers are too wide: each point on two lines, its name and its largest losses in words."""
     lines = ["share of wall time", "-" * len("share of wall time")]
     for label, cell, line in zip(labels, cells, shares, strict=True):
         parts = sorted(zip(shown, line, strict=True), key=lambda item: -item[1])
         said = ", ".join(f"{loss.name} {share:.1%}" for loss, share in parts if share >= LEAST_SHARE)
-        lines += [label, f"    goodput {cell[1]}: {said}"]
+        lines += [label, folded(f"    goodput {cell[1]}: {said}", width=width, indent=8)]
     return "\n".join(lines)

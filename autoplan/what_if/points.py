@@ -22,7 +22,7 @@ from autoplan.api import decide
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_cluster import Cluster
+from autoplan.hardware.cluster import Cluster
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.problem import Problem
 from autoplan.report import describe_mesh, groups_text

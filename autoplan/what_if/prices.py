@@ -30,8 +30,8 @@ from typing import Any
 
 from autoplan import units
 from autoplan.errors import InputError
-from autoplan.hardware_fields import Quantity, Table, check_choice, check_keys, number, plain
-from autoplan.hardware_file import PRICES_FILE, parse_toml, read_path, shipped_prices
+from autoplan.hardware.fields import Quantity, Table, check_choice, check_keys, number, plain
+from autoplan.hardware.file import PRICES_FILE, parse_toml, read_path, shipped_prices
 from autoplan.what_if.money import RENTS
 
 FRESH_DAYS = 30

@@ -53,8 +53,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware_fields import Table, check_choice, check_keys, number
-from autoplan.hardware_file import parse_toml, read_path
+from autoplan.hardware.fields import Table, check_choice, check_keys, number
+from autoplan.hardware.file import parse_toml, read_path
 from autoplan.hugging_face import is_hugging_face
 from autoplan.option_checks import parse_fix
 from autoplan.options import PRECISIONS, Options

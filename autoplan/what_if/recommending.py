@@ -19,7 +19,7 @@ from datetime import date
 from autoplan.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
-from autoplan.hardware_cluster import load_hardware
+from autoplan.hardware.cluster import load_hardware
 from autoplan.plain_text import count
 from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, parse_quantity

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.plain_text import WIDTH, count, folded, rate_text, text_table
-from autoplan.units import MILLION, THOUSAND, GiB, format_seconds, format_share, format_usd
+from autoplan.units import BILLION, MILLION, THOUSAND, GiB, format_seconds, format_share, format_usd
 from autoplan.what_if.loss_text import loss_table
 from autoplan.what_if.rows import Axis, WhatIfRow, as_fast, fastest, pace, point_name, rate_unit, varying
 
@@ -174,10 +174,15 @@ def _offers(row: WhatIfRow, rows: Rows) -> str:
     low, high = row.cost_usd_interval
     if low == high:
         return "one price"
-    unit, factor = next(
-        ((unit, factor) for unit, factor in (("M", MILLION), ("k", THOUSAND)) if low >= factor), ("", 1)
-    )
-    return f"{low / factor:.3g}{unit} to {high / factor:.3g}{unit}"
+    return f"{_short(low)} to {_short(high)}"
+
+
+def _short(usd: float) -> str:
+    """Three digits: `63.8k`, `1.92M`."""
+    for unit, factor in (("B", BILLION), ("M", MILLION), ("k", THOUSAND)):
+        if usd >= 0.9995 * factor:
+            return f"{usd / factor:.3g}{unit}"
+    return f"{usd:.3g}"
 
 
 def _kw(row: WhatIfRow, rows: Rows) -> str:

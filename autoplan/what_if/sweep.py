@@ -25,7 +25,7 @@ from typing import Any
 
 from autoplan.graph import OpGraph
 from autoplan.graph_cache import cache_entry, package_version, read_checked, write_checked
-from autoplan.hardware_cluster import Hardware
+from autoplan.hardware.cluster import Hardware
 from autoplan.layout_cache import own_hash, rule_hashes
 from autoplan.options import Options
 from autoplan.problem import Problem

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.errors import InputError
-from autoplan.hardware_fields import Quantity, Table, check_keys, number
+from autoplan.hardware.fields import Quantity, Table, check_keys, number
 
 MAX_AMOUNT = 1e20  # of tokens or samples
 

@@ -11,7 +11,7 @@ from typing import Any
 from autoplan.codegen import config_values, generate
 from autoplan.graph import OpGraph
 from autoplan.graph_cache import cached_graph
-from autoplan.layout import local_spec
+from autoplan.layout import EXCHANGE, Conversion, local_spec
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import forward_flops, operand_names
 from autoplan.search.solve import minimize
@@ -78,26 +78,29 @@ def _traced(model: str) -> OpGraph:
 def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingPrices:
     """Arithmetic is dear and communication cheap, so that everything is split; with a seed, anything may happen.
 
-    A split op costs its share, or what its slowest rank does if that is more.
+    A split op costs its share, or what its rule says that a rank does if that is more.
     """
     rules, specs, dice = load_rules(), graph.specs(), random.Random(seed)
 
     def scaled(value: float) -> float:
         return value if seed is None else value * 10 ** dice.uniform(-3, 3)
 
+    def converted_s(step: Conversion) -> float:
+        return 1e-6 + 1e-7 * (bool(step.forward) + bool(step.backward))
+
     def op_s(op: Any, strategy: Any) -> float:
         whole = tuple(specs[name] for name in operand_names(op))
         local = tuple(local_spec(spec, y, degree) for spec, y in zip(whole, strategy.operands, strict=True))
-        n_flops = [
-            forward_flops(rules.get(op.target), op, operands=o, batch_size=1, whole_operands=whole)
-            for o in (whole, local)
-        ]
-        share = (1 + n_flops[0]) / degree
-        return scaled(max(share, n_flops[1]) * 1e-6 if strategy.is_split else (1 + n_flops[0]) * 1e-6)
+        n_flops, n_local = (
+            forward_flops(rules.get(op.target), op, operands=operands, batch_size=1, whole_operands=whole)
+            for operands in (whole, local)
+        )
+        work = max((1 + n_flops) / degree, n_local) if strategy.is_split else 1 + n_flops
+        return scaled(work * 1e-6 + converted_s(EXCHANGE) * len(strategy.exchanged))
 
     return ShardingPrices(
         op_s=op_s,
-        conversion_s=lambda spec, step: scaled(1e-6 + 1e-7 * (bool(step.forward) + bool(step.backward))),
+        conversion_s=lambda spec, step: scaled(converted_s(step)),
         parameter_s=lambda spec, layout: scaled(1e-6 if layout.kind == "S" else 2e-6),
     )
 

@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError, UsageError
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_file import build_profile
-from autoplan.measure_device import device_rates
-from autoplan.measure_links import Ranks, collective_launch, link_times, overlap_times
-from autoplan.measure_pipeline import pipeline_rates
-from autoplan.measure_sharding import sharded_passes
+from autoplan.hardware.file import build_profile
+from autoplan.measure_hardware.device import device_rates
+from autoplan.measure_hardware.links import Ranks, collective_launch, link_times, overlap_times
+from autoplan.measure_hardware.pipeline import pipeline_rates
+from autoplan.measure_hardware.sharding import sharded_passes
 from autoplan.measured_host import MeasuredHost, measured_json, profile_text
 from autoplan.nccl_log import LOG_SUBSYSTEMS, SOCKET, Transport, link_kind, read_nccl_log
 from autoplan.units import MiB
@@ -232,7 +232,3 @@ def main() -> int:
 
 def _tell(text: str) -> None:
     sys.stderr.write(text + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.measure_device import N_SMALL
-from autoplan.measure_links import Ranks
+from autoplan.measure_hardware.device import N_SMALL
+from autoplan.measure_hardware.links import Ranks
 from autoplan.measured_host import Rate
 from autoplan.runtime.config import Config
 from autoplan.runtime.pipeline import Boundary, PerSample, Pipeline

@@ -20,7 +20,7 @@ from typing import Any
 from autoplan import units
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import LinkTier
-from autoplan.hardware_fields import NETWORK_FIELDS, TIER_FIELDS, Table, check_not_above, plain, section
+from autoplan.hardware.fields import NETWORK_FIELDS, TIER_FIELDS, Table, check_not_above, plain, section
 
 MAX_DOMAINS = 10**6
 Sources = list[tuple[str, str]]

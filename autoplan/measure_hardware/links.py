@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.link_fit import CollectiveTime
-from autoplan.measure_device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
+from autoplan.measure_hardware.device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
 from autoplan.measured_host import Overlap, Rate
 from autoplan.runtime.collectives import all_reduce
 from autoplan.units import GiB, KiB, MiB

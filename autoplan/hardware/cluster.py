@@ -28,8 +28,8 @@ from typing import Any
 
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware_fields import BETWEEN_FIELDS, Table, check_keys, inner_table, plain, section
-from autoplan.hardware_file import parse_toml, read_path, read_profile
+from autoplan.hardware.fields import BETWEEN_FIELDS, Table, check_keys, inner_table, plain, section
+from autoplan.hardware.file import parse_toml, read_path, read_profile
 
 MAX_HOSTS = 10**6
 

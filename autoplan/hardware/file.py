@@ -1,6 +1,6 @@
 """Hardware files: TOML -> HardwareProfile. The schema is in the docstring of `autoplan.hardware_profiles`.
 
-A file is checked completely before anything is built (`hardware_fields`). What a profile leaves out comes from
+A file is checked completely before anything is built (`hardware.fields`). What a profile leaves out comes from
 `shared.toml` and is marked "assumed" in the profile's sources; what has no honest default is an error. Nothing
 defaults to zero.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from autoplan import units
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import Device, HardwareProfile, LinkTier, ShardingHost
-from autoplan.hardware_fields import (
+from autoplan.hardware.fields import (
     BUS_RATE,
     DEVICE_FIELDS,
     HOST_FIELDS,
@@ -36,7 +36,7 @@ from autoplan.hardware_fields import (
     plain,
     section,
 )
-from autoplan.hardware_networks import HostShape, Sources, read_network
+from autoplan.hardware.networks import HostShape, Sources, read_network
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
 PRICES_FILE = "prices.toml"

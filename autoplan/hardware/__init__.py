@@ -163,20 +163,20 @@ def load_profile(name_or_path: str, *, n_hosts: int = 1, network: str | None = N
 
     Raises: UsageError for an unknown name, InputError for a file that cannot be used.
     """
-    from autoplan import hardware_file
+    from autoplan.hardware import file
 
-    return hardware_file.read_profile(name_or_path, n_hosts=n_hosts, network=network)
+    return file.read_profile(name_or_path, n_hosts=n_hosts, network=network)
 
 
 def profile_names() -> tuple[str, ...]:
     """Names of the shipped profiles, sorted."""
-    from autoplan import hardware_file
+    from autoplan.hardware import file
 
-    return hardware_file.shipped_names()
+    return file.shipped_names()
 
 
 def validate_file(path: str | Path) -> HardwareProfile:
     """The one-host profile that a file describes; raises InputError if anything in it is wrong, networks included."""
-    from autoplan import hardware_file
+    from autoplan.hardware import file
 
-    return hardware_file.validate(path)
+    return file.validate(path)
