@@ -175,6 +175,8 @@ def test_a_step_on_a_gpu_waits_for_the_copy_of_the_next_batch_only_at_its_end(mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("all streams"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    peaks = {f"{name}_bytes": {"all": {"peak": 1}} for name in ("allocated", "reserved")}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: peaks)
     model = SimpleNamespace(
         mesh=SimpleNamespace(device=torch.device("cuda")),
         config=SimpleNamespace(global_batch_size=1, n_ranks=1),

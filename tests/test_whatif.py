@@ -459,7 +459,7 @@ def test_absurd_sizes_are_answered_without_infinities(capsys) -> None:
 
 
 def test_quick_searches_are_of_one_stage_per_rank_unless_a_schedule_is_fixed() -> None:
-    assert dict(searched(Options(), search="quick").fix)["schedule"] == "1f1b"
+    assert dict(searched(Options(), search="quick").fix)["schedule"] == "plain"
     fixed = Options(fix=(("schedule", "gpipe"),))
     assert searched(fixed, search="quick").fix == fixed.fix and searched(Options(), search="full").fix == ()
 

@@ -75,10 +75,13 @@ def _traced(model: str) -> OpGraph:
     return trace(model_source(EXAMPLES / file, overrides))
 
 
+PADDED = 1.1  # times its share a rank may do because extents are padded
+
+
 def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingPrices:
     """Arithmetic is dear and communication cheap, so that everything is split; with a seed, anything may happen.
 
-    A split op costs its share, or what its rule says that a rank does if that is more.
+    A split op costs its share, or what its rule says that a rank does if that is clearly more.
     """
     rules, specs, dice = load_rules(), graph.specs(), random.Random(seed)
 
@@ -95,8 +98,11 @@ def prices(graph: OpGraph, degree: int, *, seed: int | None = None) -> ShardingP
             forward_flops(rules.get(op.target), op, operands=operands, batch_size=1, whole_operands=whole)
             for operands in (whole, local)
         )
-        work = max((1 + n_flops) / degree, n_local) if strategy.is_split else 1 + n_flops
-        return scaled(work * 1e-6 + converted_s(EXCHANGE) * len(strategy.exchanged))
+        share = (1 + n_flops) / degree
+        work = n_local if n_local > PADDED * share else share
+        return scaled(
+            (work if strategy.is_split else 1 + n_flops) * 1e-6 + converted_s(EXCHANGE) * len(strategy.exchanged)
+        )
 
     return ShardingPrices(
         op_s=op_s,
