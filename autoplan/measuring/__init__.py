@@ -1,6 +1,6 @@
 """Measure parts of a model on one device: copied beside the segments' sources and `runtime/`, with a `measure.py`.
 
-    python measure.py [--device cuda|cpu] [--out measured.json] [--seconds 0.35] [--backend inductor] [--cache FILE]
+    python measure.py [--device cuda|cpu] [--out measured.json] [--seconds 1.0] [--backend inductor] [--cache FILE]
 
 `autoplan profile` writes this package into a folder with `measurement.json`, which says what to measure. It needs torch
 and nothing else of autoplan; the user's own blocks need what model.py imports.
