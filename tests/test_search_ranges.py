@@ -14,6 +14,7 @@ from mixed_toys import layered
 from autoplan.cost.table import CostTable
 from autoplan.graph import crossings, invariant_values
 from autoplan.parallel_plan import Mesh
+from autoplan.search.bands import bands_of
 from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s
 
 N_RANDOM = 60
@@ -102,3 +103,13 @@ def test_what_crosses_a_boundary_was_made_before_it_and_is_read_after_it(name: s
         made = {op.name for op in graph.ops[: graph.segments[number].start]}
         made |= {item.name for item in graph.inputs if item.path[0] != "targets"}
         assert found == tuple(sorted(read & made - invariant))
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_no_stage_lies_anywhere_where_one_of_them_fits_nothing(place: int) -> None:
+    table = _random_table(0)
+    ranges = Ranges.of(table, len(table.kinds))
+    quick_s, slow_s = np.ones(len(ranges.start)), np.full(len(ranges.start), 9.0)
+    stages = [(quick_s, slow_s if index == place else quick_s) for index in range(3)]
+    assert ranges.n_pieces >= len(stages) and bands_of(ranges, stages, 2.0) == []
+    assert len(bands_of(ranges, stages, 9.0)) == len(stages)

@@ -16,7 +16,7 @@ _REORDERING = (
     " numpy_T.default mT.default"
 )
 _KEEPING = "unsqueeze.default squeeze.default squeeze.dim squeeze.dims alias.default"
-REORDERS, KEEPS = (frozenset(f"aten.{name}" for name in names.split()) for names in (_REORDERING, _KEEPING))
+_REORDERS, _KEEPS = (frozenset(f"aten.{name}" for name in names.split()) for names in (_REORDERING, _KEEPING))
 
 
 def scattered_outputs(graph: OpGraph) -> frozenset[str]:
@@ -27,6 +27,6 @@ def scattered_outputs(graph: OpGraph) -> frozenset[str]:
 
 
 def _is_scattered(op: Op, ops: Mapping[str, Op]) -> bool:
-    while op.target in KEEPS and op.args[0].name in ops:
+    while op.target in _KEEPS and op.args[0].name in ops:
         op = ops[op.args[0].name]
-    return op.target in REORDERS and op.args[0].name in ops
+    return op.target in _REORDERS and op.args[0].name in ops

@@ -47,7 +47,7 @@ def bands_of(ranges: Ranges, stages: list[Times], most_s: float) -> list[Band]:
     n_pieces, most = ranges.n_pieces, most_pieces(ranges, stages, most_s)
     latest = np.minimum(np.cumsum(most), n_pieces - np.arange(len(stages))[::-1])
     earliest = np.maximum(n_pieces - most.sum() + np.cumsum(most), np.arange(1, len(stages) + 1))
-    if (latest < earliest).any() or latest[-1] < n_pieces:
+    if (most == 0).any() or (latest < earliest).any() or latest[-1] < n_pieces:
         return []
     bands = []
     for place, (sums_s, bottlenecks_s) in enumerate(stages):
