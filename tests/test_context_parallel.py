@@ -72,6 +72,7 @@ def test_attention_split_by_context_equals_one_process_on_two_ranks(tmp_path):
     assert "causal_attention_of_rows(" not in texts["diffusion_transformer"]  # it sees all keys: nothing to count
 
 
+@pytest.mark.nightly
 def test_attention_split_by_context_equals_one_process_on_four_ranks(tmp_path):
     assert_exact(tmp_path, {"gpt": "TP 4", "llama": "TP 4"})
 

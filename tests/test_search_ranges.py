@@ -17,7 +17,7 @@ from autoplan.parallel_plan import Mesh
 from autoplan.search.bands import bands_of
 from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s
 
-N_RANDOM = 60
+N_RANDOM = 30
 
 
 def _random_table(seed: int) -> CostTable:
