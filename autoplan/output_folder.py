@@ -166,6 +166,13 @@ def read_answer(path: str | Path) -> Answer:
     if path.is_dir():
         check_folder(path)
         path = path / "plan.json"
+    elif not path.exists():
+        raise InputError.of(
+            str(path),
+            found="nothing there",
+            expected="a folder that plan --out wrote, or a plan.json",
+            fix="check the path, or make it: autoplan plan MODEL --out FOLDER",
+        )
     return answer_from_json(read_text_file(path), where=str(path))
 
 

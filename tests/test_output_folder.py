@@ -236,3 +236,8 @@ def test_train_job_names_hosts_and_processes() -> None:
     text = train_job('a"b: {c}', n_hosts=2, n_devices_per_host=8)
     assert "numNodes: 2" in text and "numProcPerNode: 8" in text
     assert 'name: "autoplan-a-b-c"' in text
+
+
+def test_a_folder_that_is_not_there_is_told_from_an_unreadable_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nothing there[^$]*a folder that plan --out wrote"):
+        read_answer(tmp_path / "missing")
