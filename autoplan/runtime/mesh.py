@@ -33,7 +33,7 @@ TIMEOUT_S = 600.0
 GIB = 2**30
 # Most thread blocks of a send or receive between stages. Each occupies a multiprocessor until the other rank is there,
 # for half of an interleaved step. On 2 H200 a product beside a waiting receive took 17 % longer with NCCL's own 16 and
-# 7 % with 4, which still carry 130 GB/s; an interleaved step of Llama-8B went from 3.13 to 3.00 s (2026-11-22).
+# 7 % with 4, which still carry 130 GB/s; an interleaved step of Llama-8B went from 3.11 to 2.97 s (2026-11-22).
 SEND_BLOCKS = 4
 OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
 
