@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
@@ -16,7 +15,7 @@ from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
 from autoplan.plan_words import choice_rows, choice_words, dp_text, execution_words, mesh_values, micro_batches_text
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.result import Candidate, Rejection, Remedy
+from autoplan.search.result import Candidate, Rejection, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
 BAR_WIDTH = 24
@@ -56,7 +55,7 @@ def plan_report(answer: Answer) -> str:
     """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
     parts = heading_parts(answer)
     if answer.result.best is None:
-        parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result.rejected)]
+        parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result)]
     else:
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
         parts += [memory_table(answer.best.estimate), notes_text(answer)]
@@ -343,12 +342,12 @@ def _speed(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def rejections_text(rejected: Sequence[Rejection]) -> str:
+def rejections_text(result: SearchResult) -> str:
     """How many meshes fell to each reason, and the nearest misses of memory."""
+    rejected, counts = result.rejected, result.rejected_by_reason
     if not rejected:
         return ""
-    counts = Counter(item.reason for item in rejected)
-    lines = [f"Not chosen, of {count(len(rejected), 'mesh', 'meshes')}:"]
+    lines = [f"Not chosen, of {count(sum(counts.values()), 'mesh', 'meshes')}:"]
     lines += [f"  {number} {REASONS.get(reason, reason)}" for reason, number in sorted(counts.items())]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
     misses = dict.fromkeys(

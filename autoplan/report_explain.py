@@ -46,7 +46,7 @@ def explain_report(answer: Answer) -> str:
         lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
     lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
     lines += [memory_table(answer.best.estimate), notes_text(answer)]
-    lines += [rejections_text(answer.result.rejected), _sources(answer)]
+    lines += [rejections_text(answer.result), _sources(answer)]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 

@@ -64,7 +64,7 @@ def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity
         stages=stages_table(answer) if has_plan else None,
         sensitivity=sensitivity_table(sensitivity) if has_plan and sensitivity else None,
         rejections=rejections_table(answer),
-        n_rejections_hidden=max(0, len(result.rejected) - MAX_REJECTIONS),
+        n_rejections_hidden=max(0, sum(result.rejected_by_reason.values()) - MAX_REJECTIONS),
         sources=sources_table(answer),
         kinds=_kinds_text(answer),
     )

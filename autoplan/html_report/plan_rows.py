@@ -16,7 +16,7 @@ from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plan_words import mesh_values
 from autoplan.report import BREAKDOWN_LABELS, REASONS, describe_mesh, recompute_text, tightest_bytes
-from autoplan.search.result import Candidate
+from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 COMPUTED = "computed"
@@ -112,10 +112,10 @@ def memory_table(answer: Answer) -> Table:
 
 
 def rejections_table(answer: Answer) -> Table:
-    """The first of the meshes that are not the answer, and why."""
+    """The nearest of the meshes that are not the answer, and why."""
     rows = [
         cells(describe_mesh(item.mesh), REASONS.get(item.reason, item.reason), item.detail)
-        for item in answer.result.rejected[:MAX_REJECTIONS]
+        for item in nearest_rejections(answer.result.rejected, most=MAX_REJECTIONS)
     ]
     return Table(("plan", "reason", "detail"), tuple(rows))
 
