@@ -112,3 +112,22 @@ def test_a_batch_that_nobody_accumulates_is_not_replayed(capsys) -> None:
     assert run(["plan", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--global-batch", "1000003"]) == 5
     assert time.process_time() - started_s < 20.0
     assert "1000003 x 1" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["plan", "--set", "size=char"],
+        ["estimate", "--set", "size=1.5b", "--fix", "recompute=full", "--format", "json"],  # 583,000 rejected meshes
+        ["advise", "--set", "size=char", "--max-hosts", "1000000", "--jobs", "1"],
+    ],
+    ids=lambda asked: asked[0],
+)
+def test_a_million_hosts_are_answered_in_half_a_minute(asked: list[str], capsys) -> None:
+    command, *options = asked
+    hosts = [] if command == "advise" else ["--hosts", "1000000"]
+    started_s = time.process_time()
+    assert run([command, GPT, "--hw", "dgx_a100_x8", *hosts, *options]) == 0
+    assert time.process_time() - started_s < 30.0
+    assert len(capsys.readouterr().out) < 20_000_000

@@ -55,10 +55,6 @@ class SearchState:
         """Where a mesh stands in the enumeration; most others have another dp, and are not compared any further."""
         return next((i for i, other in enumerate(self.meshes) if other.dp == mesh.dp and other == mesh), None)
 
-    def index_of(self, mesh: Mesh) -> int | None:
-        """Where a mesh stands in the enumeration; most others have another dp, and are not compared any further."""
-        return next((i for i, other in enumerate(self.meshes) if other.dp == mesh.dp and other == mesh), None)
-
     def remaining_s(self) -> float | None:
         """Time left to search; None when there is no limit."""
         limit_s = self._limit_s()
