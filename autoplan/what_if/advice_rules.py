@@ -121,6 +121,11 @@ def _idle(row: WhatIfRow) -> str:
     return f", {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
 
 
+def _more(gain: float) -> str:
+    """`+12%`; what is nothing has no minus."""
+    return f"{round(gain - 1.0, 2) + 0.0:+.0%}"
+
+
 def _fits(row: WhatIfRow) -> bool:
     return row.step_s is not None
 
@@ -274,7 +279,7 @@ def not_over_two_hosts(facts: Facts) -> Advice:
     gain = speed_up(facts.split, facts.half)
     n_half, n_all = facts.half.n_devices, facts.split.n_devices
     fix = speed_up(facts.host, facts.half)
-    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {fix - 1:+.0%}"
+    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {_more(fix)}"
     helps_inside = fix is None or fix >= 1.0 + WORTH
     return Advice(
         f"{n_all} devices over two hosts instead of {n_half} in one",
@@ -284,7 +289,7 @@ def not_over_two_hosts(facts: Facts) -> Advice:
         else f"take {count(n_half, 'device')}, or a larger batch: {n_all} gain less than {WORTH:.0%}, in one host too",
         "no plan"
         if gain is None
-        else f"{gain - 1:+.0%} speed for {n_all / n_half:.0f} times the devices{_idle(facts.split)}{inside}",
+        else f"{_more(gain)} speed for {n_all / n_half:.0f} times the devices{_idle(facts.split)}{inside}",
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autoplan.plain_text import WIDTH, folded
-from autoplan.what_if.advice_rules import WORTH, Advice, AdviceAnswer
+from autoplan.what_if.advice_rules import WORTH, Advice, AdviceAnswer, speed_up
 from autoplan.what_if.row_text import whatif_table
-from autoplan.what_if.rows import WhatIfRow, pace
+from autoplan.what_if.rows import WhatIfRow
 
 INDENT = 4
 
@@ -48,17 +48,17 @@ def _clusters(rows: Sequence[WhatIfRow], *, width: int) -> Iterable[str]:
         names = "; ".join(f"{', '.join(counts)} x {name}" for name, counts in sizes.items())
         why = f"Left out, as less than {WORTH:.0%} faster than a smaller cluster"
         n_idle = sum(bool(row.n_idle_devices) for row in left_out)
-        idle = f"; {n_idle} of these {len(left_out)} leave devices idle" if n_idle else ""
+        idle = f"; devices stay idle on {n_idle} of these {len(left_out)}" if n_idle else ""
         yield folded(f"{why}: {names}{idle}.", width=width)
 
 
 def worth_showing(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """Rows without those that are hardly faster than one with as many devices or fewer; those without a plan stay."""
     kept: list[WhatIfRow] = []
-    most_per_s = 0.0
+    best: WhatIfRow | None = None
     for row in sorted(rows, key=lambda row: (row.n_devices, row.n_idle_devices or 0)):
-        per_s = pace(row)
-        if per_s is None or per_s >= (1.0 + WORTH) * most_per_s:
+        gain = None if best is None else speed_up(row, best)
+        if gain is None or gain >= 1.0 + WORTH:
             kept.append(row)
-            most_per_s = max(most_per_s, per_s or 0.0)
+            best = best if row.goodput is None else row
     return tuple(row for row in rows if row in kept)
