@@ -24,9 +24,10 @@ from autoplan.answer import (
 )
 from autoplan.errors import InputError
 from autoplan.options import Options
+from autoplan.output_folder import rejected_csv
 from autoplan.parallel_plan import Mesh
 from autoplan.plain_text import text_table
-from autoplan.report import plan_report, program_header, rejected_csv, rejections_text
+from autoplan.report import plan_report, program_header, rejections_text
 from autoplan.report_explain import explain_report
 from autoplan.search.result import Rejection
 
