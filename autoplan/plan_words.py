@@ -7,6 +7,18 @@ from dataclasses import dataclass
 
 from autoplan.parallel_plan import Execution, Mesh, Plan
 
+BREAKDOWN_LABELS = (
+    ("compute_s", "compute"),
+    ("recompute_s", "recompute"),
+    ("exposed_tp_s", "exposed tp comm"),
+    ("exposed_dp_s", "exposed dp comm"),
+    ("exposed_pp_s", "exposed pp comm"),
+    ("bubble_s", "bubble"),
+    ("optimizer_s", "optimizer"),
+    ("launch_s", "launch"),
+    ("exposed_batch_copy_s", "exposed batch copy"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
@@ -81,3 +93,15 @@ def execution_words(mesh: Mesh) -> tuple[str, ...]:
     is_plain = mesh.memory_format == Execution().memory_format
     formats = [] if is_plain else [mesh.memory_format]
     return (*(["compiled"] * mesh.compile), *formats, *(["generated"] * mesh.generated))
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """A mesh in one line: `dp 4, tp 2, pp 1, ZeRO 1, micro-batch 2 x 8`."""
+    text = f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}"
+    if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
+        text += f" over {mesh.zero_shard_degree}"
+    text += f", micro-batch {micro_batches_text(mesh, ' x ')}"
+    if mesh.pp > 1:
+        text += f", {mesh.schedule}"
+    text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
+    return ", ".join((text, *execution_words(mesh)))

@@ -9,26 +9,25 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
-from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
+from autoplan.parallel_plan import Breakdown, Estimate, Plan
 from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
-from autoplan.plan_words import choice_rows, choice_words, dp_text, execution_words, lanes_of, micro_batches_text
+from autoplan.plan_words import (
+    BREAKDOWN_LABELS,
+    choice_rows,
+    choice_words,
+    describe_mesh,
+    dp_text,
+    execution_words,
+    lanes_of,
+    micro_batches_text,
+)
+from autoplan.report_rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
 BAR_WIDTH = 24
 N_REJECTED_SHOWN = 8
-BREAKDOWN_LABELS = (
-    ("compute_s", "compute"),
-    ("recompute_s", "recompute"),
-    ("exposed_tp_s", "exposed tp comm"),
-    ("exposed_dp_s", "exposed dp comm"),
-    ("exposed_pp_s", "exposed pp comm"),
-    ("bubble_s", "bubble"),
-    ("optimizer_s", "optimizer"),
-    ("launch_s", "launch"),
-    ("exposed_batch_copy_s", "exposed batch copy"),
-)
 _STATUS = {
     "optimal": "optimal: no other plan {of_these} is {better} (gap 0, proved)",
     "infeasible": "infeasible: it is proved that no plan {of_these} fits",
@@ -212,18 +211,6 @@ def notes_text(answer: Answer) -> str:
     return "\n".join(["Not as in one process", *notes])
 
 
-def describe_mesh(mesh: Mesh) -> str:
-    """A mesh in one line: `dp 4, tp 2, pp 1, ZeRO 1, micro-batch 2 x 8`."""
-    text = f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}"
-    if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
-        text += f" over {mesh.zero_shard_degree}"
-    text += f", micro-batch {micro_batches_text(mesh, ' x ')}"
-    if mesh.pp > 1:
-        text += f", {mesh.schedule}"
-    text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
-    return ", ".join((text, *execution_words(mesh)))
-
-
 def recompute_text(plan: Plan) -> str:
     """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`; of each share `0 + 12`."""
     stages = plan.stages
@@ -322,6 +309,7 @@ def _speed(answer: Answer) -> str:
         describe_plan(candidate.plan),
         *([textwrap.fill(f"tensor parallel: {'; '.join(answer.splits)}", WIDTH)] if answer.splits else []),
         *filter(None, [segment_sources_text(candidate.estimate)]),
+        *rivals_text(answer),
     ]
     if n_idle:
         is_proved = answer.result.status == "optimal" and answer.workload.objective == "time"

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
 from autoplan.plain_text import text_table
-from autoplan.plan_words import lanes_of
+from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.questions import WhyNot
 from autoplan.report import (
-    BREAKDOWN_LABELS,
     breakdown_table,
     describe_plan,
     fix_text,

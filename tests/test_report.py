@@ -221,6 +221,17 @@ def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:
     assert "1.6 s a step" in header
 
 
+def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> None:
+    # 2.0 s against 1.6 s, all of it bubble; FSDP 3.2 s, of which exposed communication 1.7 s instead of 0.1 s
+    text = plan_report(answer)
+    assert "\nnext best: dp 2, tp 1, pp 2, ZeRO 1, 1x4, gpipe, +25.0%: bubble +400 ms\n" in text
+    assert "\nbest plain recipe: FSDP, +100.0%: exposed dp comm +1.6 s\n" in text
+    alone = replace(answer, result=replace(answer.result, alternatives=(), baselines=answer.result.baselines[:1]))
+    assert "next best" not in plan_report(alone) and "plain recipe" not in plan_report(alone)
+    chosen = replace(answer.best, baseline="FSDP")
+    assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
+
+
 def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(answer: Answer) -> None:
     far = tuple(Rejection(Mesh(dp=dp), "bound", "no plan of it is faster") for dp in range(MAX_REJECTED))
     near = answer.result.rejected  # one lacks memory, one is slower

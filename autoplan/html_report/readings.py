@@ -12,8 +12,8 @@ from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
 from autoplan.html_report.svg import Chart
 from autoplan.parallel_plan import Mesh
-from autoplan.plan_words import lanes_of
-from autoplan.report import BREAKDOWN_LABELS, tightest_bytes
+from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
+from autoplan.report import tightest_bytes
 from autoplan.units import GiB, format_seconds
 from autoplan.what_if.rows import WhatIfRow, pace, rate_unit
 
@@ -35,7 +35,8 @@ def plan_readings(answer: Answer, sensitivity: Sequence[SensitivityRow] = ()) ->
     return {
         "mesh": _mesh_reading(best.plan.mesh),
         "timeline": f"A lane is one device of a {lanes.name}, time runs to the right. Where a lane is empty the device"
-        f" waits for others: {waiting:.0%} of the step on the slowest.",
+        f" waits for others: {waiting:.0%} of the step on the slowest. A box lasts as long as the host takes to launch"
+        " its kernels, where that is longer.",
         "memory": f"Filled is what is allocated at that moment of the step; {fullest} at its peak.",
         "breakdown": f"A bar is one step of a plan, so shorter is better. Of the {format_seconds(estimate.step_s)} of"
         f" the chosen plan, {parts_s[largest] / estimate.step_s:.0%} are {largest}.",

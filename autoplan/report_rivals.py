@@ -1,0 +1,40 @@
+"""Why the chosen plan, in two lines: the next best mesh and the best plain recipe, and what they lose by."""
+
+from __future__ import annotations
+
+from autoplan.answer import Answer
+from autoplan.plan_words import BREAKDOWN_LABELS, dp_text, micro_batches_text
+from autoplan.search.result import Candidate
+from autoplan.units import format_seconds
+
+AS_FAST = 0.0005  # of the step: what no digit of a per cent shows
+
+
+def rivals_text(answer: Answer) -> list[str]:
+    """`next best: dp 2, tp 1, pp 4, ZeRO 0, 8x1, gpipe, +0.5%: launch +385 us`; so, too, the fastest recipe that fits."""
+    best, result = answer.best, answer.result
+    lines = [f"next best: {_degrees(item)}, {_loss(best, item)}" for item in result.alternatives[:1]]
+    recipes = [item for item in result.baselines if item.estimate.fits and item.plan != best.plan]
+    if recipes and not best.baseline:
+        recipe = min(recipes, key=lambda item: item.estimate.step_s)
+        lines.append(f"best plain recipe: {recipe.baseline}, {_loss(best, recipe)}")
+    return lines
+
+
+def _degrees(item: Candidate) -> str:
+    mesh = item.plan.mesh
+    parts = [f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}", micro_batches_text(mesh)]
+    return ", ".join([*parts, mesh.schedule] if mesh.pp > 1 else parts)
+
+
+def _loss(best: Candidate, item: Candidate) -> str:
+    """By how much a plan is slower, and the part of its step that grows most."""
+    slower = item.estimate.step_s / best.estimate.step_s - 1.0
+    if abs(slower) < AS_FAST:
+        return "as fast"
+    parts = [
+        (getattr(item.estimate.breakdown, field) - getattr(best.estimate.breakdown, field), label)
+        for field, label in BREAKDOWN_LABELS
+    ]
+    more_s, label = max(parts)
+    return f"{slower:+.1%}" + (f": {label} +{format_seconds(more_s)}" if more_s > 0 and slower > 0 else "")
