@@ -28,6 +28,7 @@ from autoplan.graph import (
     Symbol,
     TensorSpec,
 )
+from autoplan.same_operators import are_same, live_nodes
 from autoplan.segments import split_segments
 from autoplan.source_names import with_labels
 
@@ -36,28 +37,45 @@ if TYPE_CHECKING:
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
-_DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One trace of a model: the exported program, and what it was made from."""
+    """One trace of a model: the exported program, and what it was made from.
+
+    Attributes:
+        is_decomposed: whether `run_decompositions` changed what was exported.
+    """
 
     program: torch.export.ExportedProgram
     model: nn.Module
     batch: tuple[Any, Any]
     dissolved: tuple[str, ...]
+    is_decomposed: bool
+
+    @property
+    def run(self) -> Run:
+        """What the second of two traces gives."""
+        return Run(self.program.graph, self.model, self.batch)
 
 
-def overlay(source: ModelSource, first: Trace, second: Trace) -> OpGraph:
-    """The graph of a model, from its traces at batch sizes `BATCH_A` and `BATCH_B`.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The operators of one run of a model, however they were found, and what they were made from."""
+
+    graph: torch.fx.Graph
+    model: nn.Module
+    batch: tuple[Any, Any]
+
+
+def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
+    """The graph of a model, from its trace at batch size `BATCH_A` and its run at `BATCH_B`.
 
     Raises: TraceError when they do not fit together, or the loss is none.
     """
     where, has_loss_fn = source.where, source.loss_fn is not None
-    nodes_a = _kept_nodes(first.program)
-    nodes_b = _kept_nodes(second.program)
-    if [(n.op, str(n.target)) for n in nodes_a] != [(n.op, str(n.target)) for n in nodes_b]:
+    nodes_a, nodes_b = live_nodes(first.program.graph), live_nodes(second.graph)
+    if not are_same(nodes_a, nodes_b):
         raise TraceError(
             f"{where}: the model runs other operators at batch {BATCH_A} than at batch {BATCH_B}\n"
             "  expected: the same operators for every batch size\n"
@@ -93,14 +111,6 @@ def _outputs(trace: Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], 
     returned = [names[node] for node in nodes if node.name not in written]
     buffers = {names[node]: written[node.name].removeprefix("model.") for node in nodes if node.name in written}
     return returned, buffers
-
-
-def _kept_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    return [
-        node
-        for node in program.graph.nodes
-        if node.op in ("placeholder", "call_function") and _target_name(node) not in _DROPPED_TARGETS
-    ]
 
 
 def _target_name(node: torch.fx.Node) -> str:
@@ -229,7 +239,7 @@ def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
         )
 
 
-def _graph_inputs(first: Trace, second: Trace, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
+def _graph_inputs(first: Trace, second: Run, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
     user_inputs = set(first.program.graph_signature.user_inputs)
     nodes = [n for n in first.program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
     leaves_a, leaves_b = pytree.tree_flatten_with_path(first.batch)[0], pytree.tree_leaves(second.batch)
