@@ -6,7 +6,6 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -208,9 +207,11 @@ def _module_path(node: torch.fx.Node) -> str:
 
 
 def _live_ops(ops: tuple[Op, ...], kept: set[str]) -> tuple[Op, ...]:
-    """The ops that some kept value depends on."""
-    reads = nx.DiGraph((name, op.name) for op in ops for name in op.input_names())
-    live = kept.union(*(nx.ancestors(reads, name) for name in kept if name in reads))
+    """The ops that some kept value depends on; each stands behind what it reads."""
+    live = set(kept)
+    for op in reversed(ops):
+        if op.name in live:
+            live.update(op.input_names())
     return tuple(op for op in ops if op.name in live)
 
 

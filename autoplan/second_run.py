@@ -51,7 +51,7 @@ def _recorded(module: nn.Module, batch: tuple[Any, ...], like: Trace) -> torch.f
         if isinstance(value, torch.Tensor):
             nodes[value] = node
     recorder = _Recorder(graph, nodes, decomposes=like.is_decomposed)
-    with torch.inference_mode(), _exporting(), torch.backends.cudnn.flags(enabled=False), recorder:
+    with torch.inference_mode(), _like_an_export(), recorder:
         outputs = module(*batch)
     graph.output(tuple(nodes[leaf] for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)))
     return graph
@@ -72,13 +72,14 @@ def _placeholders(
 
 
 @contextlib.contextmanager
-def _exporting() -> Iterator[None]:
-    """Models ask whether they are being exported, and then leave out what cannot be."""
+def _like_an_export() -> Iterator[None]:
+    """What a model may ask about is as it is while it is exported."""
     flags: Any = torch.compiler
     saved = flags._is_compiling_flag, flags._is_exporting_flag
     flags._is_compiling_flag = flags._is_exporting_flag = True
     try:
-        yield
+        with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+            yield
     finally:
         flags._is_compiling_flag, flags._is_exporting_flag = saved
 
