@@ -1,4 +1,4 @@
-"""Two traces of one model, at two batch sizes -> OpGraph: they are laid over each other, see `trace`."""
+"""A trace and a second run of one model, at two batch sizes -> OpGraph: laid over each other, see `trace`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Trace:
 
     @property
     def run(self) -> Run:
-        """What the second of two traces gives."""
+        """The trace as the second of two runs."""
         return Run(self.program.graph, self.model, self.batch)
 
 
