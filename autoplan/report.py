@@ -13,7 +13,7 @@ from io import StringIO
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
-from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
+from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
 from autoplan.plan_words import choice_rows, choice_words, dp_text, execution_words, mesh_values, micro_batches_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Rejection, Remedy
@@ -60,7 +60,7 @@ def plan_report(answer: Answer) -> str:
     else:
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
         parts += [memory_table(answer.best.estimate), notes_text(answer)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return page(parts)
 
 
 def program_header(answer: Answer, *, launch_line: str) -> str:
