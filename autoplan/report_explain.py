@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
 from autoplan.plain_text import page, text_table
+from autoplan.plan_words import lanes_of
 from autoplan.questions import WhyNot
 from autoplan.report import (
     BREAKDOWN_LABELS,
@@ -45,8 +46,8 @@ def explain_report(answer: Answer) -> str:
     if answer.result.baselines:
         lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
     lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
-    lines += [memory_table(answer.best.estimate), notes_text(answer)]
-    lines += [rejections_text(answer.result.rejected), _sources(answer)]
+    lines += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
+    lines += [rejections_text(answer.result), _sources(answer)]
     return page(lines)
 
 

@@ -49,7 +49,11 @@ WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to
 
 
 def search_mixed(
-    space: MixedSpace, *, options: Options, clock: Callable[[], float] = time.perf_counter
+    space: MixedSpace,
+    *,
+    options: Options,
+    clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
 ) -> SearchResult:
     """The best plan of `space`, with the bound that is proved; see `search`.
 
@@ -57,7 +61,7 @@ def search_mixed(
 
     Raises: InfeasibleError if there is no mesh at all; InputError for a wrong fix.
     """
-    state = _Search(space, options, clock, clock())
+    state = _Search(space, options, clock, clock(), patience_s)
     try:
         state.families = tuple(families(space, options))
         state.queue = MeshQueue(state.families)
@@ -91,6 +95,7 @@ class _Search:
     options: Options
     clock: Callable[[], float]
     started_s: float
+    patience_s: float | None = None
     families: tuple[Family, ...] = ()
     queue: MeshQueue = field(default_factory=lambda: MeshQueue(()))
     shares: ShareQueue | None = None  # not yet
@@ -127,6 +132,8 @@ class _Search:
     def remaining_s(self) -> float:
         """Time left; INFINITY when there is no limit."""
         limit_s = self.options.time_limit_s
+        if limit_s is not None and self.patience_s is not None and self.best_s == INFINITY:
+            limit_s = self.patience_s
         return INFINITY if limit_s is None else limit_s - (self.clock() - self.started_s)
 
 
