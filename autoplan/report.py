@@ -17,7 +17,6 @@ from autoplan.plan_words import (
     dp_text,
     execution_words,
     lanes_of,
-    mesh_values,
     micro_batches_text,
 )
 from autoplan.search import GOOD_ENOUGH
