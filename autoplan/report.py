@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
 from autoplan.parallel_plan import Breakdown, Estimate, Plan
-from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
+from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
     choice_rows,
@@ -56,7 +56,7 @@ def plan_report(answer: Answer) -> str:
     else:
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
         parts += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return page(parts)
 
 
 def program_header(answer: Answer, *, launch_line: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
-from autoplan.plain_text import text_table
+from autoplan.plain_text import page, text_table
 from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.questions import WhyNot
 from autoplan.report import (
@@ -47,7 +47,7 @@ def explain_report(answer: Answer) -> str:
     lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
     lines += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
     lines += [rejections_text(answer.result), _sources(answer)]
-    return "\n\n".join(line for line in lines if line) + "\n"
+    return page(lines)
 
 
 def why_not_report(why: WhyNot) -> str:
@@ -61,7 +61,7 @@ def why_not_report(why: WhyNot) -> str:
     else:
         lines += [f"{_verdict(why.chosen, instead)}:\n{describe_plan(instead.plan)}", status_text(why.instead)]
         lines += [_difference(why.chosen, instead, other_name="instead")]
-    return "\n\n".join(line for line in lines if line) + "\n"
+    return page(lines)
 
 
 def _verdict(chosen: Candidate, instead: Candidate) -> str:

@@ -11,7 +11,7 @@ AS_FAST = 0.0005  # of the step: what no digit of a per cent shows
 
 
 def rivals_text(answer: Answer) -> list[str]:
-    """`next best: dp 2, tp 1, pp 4, ZeRO 0, 8x1, gpipe, +0.5%: launch +385 us`; so, too, the fastest recipe that fits."""
+    """`next best: dp 2, tp 1, pp 4, ZeRO 0, 8x1, gpipe, +0.5%: launch +385 us`; likewise the best recipe that fits."""
     best, result = answer.best, answer.result
     lines = [f"next best: {_degrees(item)}, {_loss(best, item)}" for item in result.alternatives[:1]]
     recipes = [item for item in result.baselines if item.estimate.fits and item.plan != best.plan]

@@ -11,6 +11,7 @@ are of the processor, on one core. `first` is when the first plan that fits was 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -40,7 +41,10 @@ LAYERS = tuple(("llama.py", {"size": "1b", "n_layers": n}, 8, 512) for n in (4, 
 
 
 def measure(file: str, overrides: dict[str, object], n_hosts: int, global_batch: int, time_limit_s: float) -> None:
-    """Plan once in this process and print a JSON line."""
+    """Plan once in this process, as the command does, and print a JSON line."""
+    from autoplan.cli import NEW_OBJECTS_PER_COLLECTION
+
+    gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
     from autoplan.api import trace_model
     from autoplan.hardware import load_profile
     from autoplan.options import Options

@@ -23,12 +23,14 @@ from autoplan.answer import (
     tokens_per_s,
 )
 from autoplan.errors import InputError
+from autoplan.hardware import load_profile, profile_names
 from autoplan.options import Options
 from autoplan.output_folder import rejected_csv
 from autoplan.parallel_plan import Mesh
 from autoplan.plain_text import text_table
 from autoplan.report import plan_report, program_header, rejections_text
 from autoplan.report_explain import explain_report
+from autoplan.report_hardware import profile_sheet
 from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
@@ -201,6 +203,26 @@ def test_reports_fit_80_columns_without_colour_codes(answer: Answer, infeasible:
     reports = [plan_report(answer), explain_report(answer), plan_report(infeasible), explain_report(infeasible)]
     assert max(len(line) for text in reports for line in text.splitlines()) <= 80
     assert not any("\x1b" in text for text in reports)
+
+
+def test_sources_and_headlines_wrap_at_80_and_lose_no_word(answer: Answer) -> None:
+    source = (
+        "fit: 111 runs of GPT 0.2 to 1.3 billion on one host (VIA-Research/vTrain @f8dda84), benchmarks/published.py"
+    )
+    workload = replace(answer.workload, provenance=(("device.launch", source),), tokens_per_sample=123_456_789_012)
+    for text in (plan_report(replace(answer, workload=workload)), explain_report(replace(answer, workload=workload))):
+        assert max(map(len, text.splitlines())) <= 80
+    assert f"Sources device.launch: {source}" in " ".join(text.split())
+    assert "  device.launch: fit: 111 runs of GPT 0.2 to 1.3 billion on one host\n      (VIA" in text
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_a_profile_and_its_sources_are_shown_in_80_columns(name: str) -> None:
+    profile = load_profile(name)
+    text = profile_sheet(profile)
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert all(" ".join(f"{figure}: {source}".split()) in words for figure, source in profile.sources)
 
 
 def test_table_shows_markup_as_text_and_drops_control_characters() -> None:
