@@ -150,7 +150,7 @@ def test_a_shared_plan_is_written_read_scored_and_reported(answers: dict[str, tu
     counts = f"{one.micro_batch_size}x{one.n_micro_batches}+{other.micro_batch_size}x{other.n_micro_batches}"
     assert plan_report(answer).count("2+2") >= 2
     assert counts in plan_report(answer)
-    for text in (plan_report(answer), plan_page(answer)):
+    for text in (" ".join(plan_report(answer).split()), plan_page(answer)):
         assert f"2 on dgx_a100_x8/2 ({one.n_samples} samples)" in text
         assert f"2 on v100_x8/2 ({other.n_samples} samples)" in text
         assert "29.8 GiB" in text
