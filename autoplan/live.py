@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoplan.runtime import ParallelModel
-    from autoplan.trace import ModelSource
+    from autoplan.tracing.trace import ModelSource
 
 
 def parallelize(
@@ -49,7 +49,7 @@ def parallelize(
     """
     from autoplan import runtime
     from autoplan.plan_checks import check_plan
-    from autoplan.trace import module_source, trace_model
+    from autoplan.tracing.trace import module_source, trace_model
 
     chosen = checked(Options(**options))
     profile = load_profile(hw, n_hosts=hosts)
@@ -92,13 +92,13 @@ def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) 
 
 def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
     """The graph of whole modules, from a run of a copy, so that buffers of `module` stay as they are."""
-    from autoplan.module_level import trace_modules
+    from autoplan.tracing.module_level import trace_modules
 
     return trace_modules(replace(source, build_model=lambda: copy.deepcopy(module).cpu()))
 
 
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
-    from autoplan.measurements import measurements_of
+    from autoplan.profile.measurements import measurements_of
     from autoplan.search import search
     from autoplan.space import priced_space
 

@@ -104,7 +104,7 @@ def test_an_impossible_plan_is_refused():
 
 
 def test_live_program_without_tensor_or_pipeline_parallelism_generates_no_module():
-    from autoplan.trace import module_source, trace_model
+    from autoplan.tracing.trace import module_source, trace_model
 
     graph = trace_model(module_source(copy.deepcopy(seeded_net()), batch_of(2), nn.functional.mse_loss))
     config, generated = live_program(graph, Plan(Mesh(), (StagePlan(0, len(graph.segments)),)))
