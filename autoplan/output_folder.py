@@ -20,11 +20,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from autoplan.answer import Answer, answer_from_json, answer_to_json
-from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.errors import InputError, OutputError
 from autoplan.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
 from autoplan.parallel_plan import SCHEMA_VERSION, Mesh
-from autoplan.plan_words import lanes_of, mesh_values
+from autoplan.report.chrome_trace import timeline_to_chrome_json
+from autoplan.report.plan_words import lanes_of, mesh_values
 from autoplan.search.result import Rejection
 
 MANIFEST = "MANIFEST.json"

@@ -40,7 +40,7 @@ from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.solve import minimize
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 
 def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tuple[CostTable, tuple[StagePlan, ...]]]:

@@ -42,7 +42,7 @@ from autoplan.search.partition import best_partition, partitions_below
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.result import Candidate, Rejection, SearchResult
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to be improved piece by piece

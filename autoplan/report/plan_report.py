@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
 from autoplan.parallel_plan import Breakdown, Estimate, Plan
-from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
-from autoplan.plan_words import (
+from autoplan.report.plain_text import WIDTH, count, page, rate_text, si_count, text_table
+from autoplan.report.plan_words import (
     BREAKDOWN_LABELS,
     choice_rows,
     choice_words,
@@ -21,7 +21,7 @@ from autoplan.plan_words import (
     lanes_of,
     micro_batches_text,
 )
-from autoplan.report_rivals import rivals_text
+from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
