@@ -24,7 +24,8 @@ from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
 from autoplan.report import plan_report, rejected_csv
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
-from autoplan.search.mixed_shares import ShareQueue, mesh_of, micro_batch_counts
+from autoplan.search.mixed_shares import ShareQueue, micro_batch_counts
+from autoplan.search.share_families import mesh_of
 from autoplan.simulate import memory_over_time, simulate
 from autoplan.space import load_rules
 from autoplan.verify import _per_pipeline_rank
@@ -46,6 +47,20 @@ def test_the_queue_has_every_mesh_and_no_bound_exceeds_its_fastest_plan(seed: in
     assert [bound_s for bound_s, _ in found] == sorted(bound_s for bound_s, _ in found)
     assert sorted(mesh for _, mesh in found) == sorted(mesh for mesh, _ in toy_shares(toys))
     assert queue.bound_s == INFINITY
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_mesh_is_ruled_out_that_may_be_faster_than_what_is_known(seed: int) -> None:
+    toys = tuple(replace(toy, memory_limit_bytes=2**50) for toy in two_toys(seed))
+    space = mixed_space(toys)
+    fastest = [(best_of_shares_by_trying(toys, space.price(*own)), own[0]) for own in toy_shares(toys)]
+    times_s = sorted(step_s for step_s, _ in fastest if step_s is not None)
+    for known_s in (times_s[len(times_s) // 8], times_s[len(times_s) // 2]):
+        queue, found = ShareQueue(space, EXACT, known_s=known_s), set()
+        while (popped := queue.pop(known_s=known_s)) is not None:
+            found.add(popped[1])
+        assert {mesh for step_s, mesh in fastest if step_s is not None and step_s < known_s * (1 - 1e-9)} <= found
+        assert len(found) < len(fastest)
 
 
 def test_every_number_of_micro_batches_that_makes_up_the_batch_is_found_once() -> None:

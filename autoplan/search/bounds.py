@@ -39,12 +39,27 @@ def least_compute_s(table: CostTable) -> tuple[float, float]:
     return _total(table, lambda cost: cost.forward_s), _total(table, lambda cost: cost.backward_s)
 
 
+def least_passes_s(table: CostTable) -> float:
+    """Both passes of all segments for one micro-batch, with what the host and tensor parallelism add."""
+    return _total(table, forward_s) + _total(table, backward_s)
+
+
+def least_communication_s(table: CostTable) -> tuple[float, float]:
+    """Gathers and reductions of all segments: in every micro-batch, and once per step."""
+    gathers_s, reduces_s = _total(table, _gather_s), _total(table, _reduce_s)
+    often_s = (2.0 * gathers_s if table.gathers_per_micro_batch else 0.0) + (
+        reduces_s if table.reduces_per_micro_batch else 0.0
+    )
+    once_s = (0.0 if table.gathers_per_micro_batch else gathers_s) + (
+        0.0 if table.reduces_per_micro_batch else reduces_s
+    )
+    return often_s, once_s
+
+
 def step_bound_s(table: CostTable) -> float:
     """A lower bound on the step time of any plan of the mesh. See the module docstring."""
-    n = table.mesh.n_micro_batches
-    gathers_s, reduces_s = _total(table, _gather_s), _total(table, _reduce_s)
-    communication_s = gathers_s * (2 * n if table.gathers_per_micro_batch else 1)
-    communication_s += reduces_s * (n if table.reduces_per_micro_batch else 1)
+    often_s, once_s = least_communication_s(table)
+    communication_s = table.mesh.n_micro_batches * often_s + once_s
     bound_s = _whole_bound_s if table.mesh.pp == 1 else _pipeline_bound_s
     return max(table.batch_copy_s, table.per_step_s + bound_s(table, communication_s=communication_s))
 

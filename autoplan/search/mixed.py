@@ -11,8 +11,8 @@ The meshes of pipelines are examined in the order of their bounds (`mixed_meshes
 rank's stage by its own figures, so that faster ranks get more layers), simulated; of a small mesh all plans are. What
 is left unproved is the gap of the result.
 
-Groups alone are searched after the first half of the time, and only those whose devices could do the work of a step in
-less than the best plan takes. Shared batches come next, then the rest of the pipelines.
+Groups alone are searched first, the strongest first, and only those whose devices could do the work of a step in less
+than the best plan takes: quick to search, they rule out most of the rest. Shared batches come next, then pipelines.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autoplan.errors import InfeasibleError
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.bounds import least_compute_s
+from autoplan.search.bounds import least_passes_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
-from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MeshQueue, MixedSpace, families
+from autoplan.search.mixed_meshes import Groups, GroupSpace, MeshQueue, MixedSpace, Shape, shapes
 from autoplan.search.mixed_plans import best_of_shares, fitting, neighbours, repaired
 from autoplan.search.mixed_rejections import least_short, rejection
 from autoplan.search.mixed_shares import ShareQueue
@@ -59,12 +59,11 @@ def search_mixed(
     """
     state = _Search(space, options, clock, clock())
     try:
-        state.families = tuple(families(space, options))
-        state.queue = MeshQueue(state.families)
-        _examine_until(state, share=0.5)
+        state.shapes = tuple(shapes(space, options))
+        state.queue = MeshQueue(space, state.shapes)
         _search_groups(state)
         _examine_shares(state)
-        _examine_until(state, share=1.0)
+        _examine_pipelines(state)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
     return _result(state)
@@ -91,8 +90,8 @@ class _Search:
     options: Options
     clock: Callable[[], float]
     started_s: float
-    families: tuple[Family, ...] = ()
-    queue: MeshQueue = field(default_factory=lambda: MeshQueue(()))
+    shapes: tuple[Shape, ...] = ()
+    queue: MeshQueue | None = None  # of pipelines, not yet
     shares: ShareQueue | None = None  # not yet
     found: list[_Found] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
@@ -104,7 +103,7 @@ class _Search:
     stopped: str = ""
 
     def note_plan(self) -> None:
-        """Remember when the first plan that fits was known."""
+        """Remember that the first plan that fits is known by now."""
         if self.first_plan_s is None and self.best_s < INFINITY:
             self.first_plan_s = self.clock() - self.started_s
 
@@ -133,21 +132,31 @@ class _Search:
 # ------------------------------------------------------------------------------------------------------- examining them
 
 
-def _examine_until(state: _Search, *, share: float) -> None:
-    """Examine pipelines in order of their bounds until none can be better, or this share of the time is over."""
-    limit_s = state.options.time_limit_s
-    kept_s = 0.0 if limit_s is None else (1.0 - share) * limit_s
-    while (first := state.queue.first()) is not None and first[0] < state.to_beat_s:
-        if state.remaining_s() <= kept_s:
-            state.stopped = "time limit" if share == 1.0 else ""
+def _examine_pipelines(state: _Search) -> None:
+    """Examine pipelines in order of their bounds until none can be better, or time is over."""
+    assert state.queue is not None
+    while state.queue.bound_s < state.to_beat_s:
+        if state.remaining_s() <= 0.0:
+            state.stopped = "time limit"
             return
-        bound_s, number, row = first
-        _examine(state, *state.families[number].member(row), bound_s=bound_s)
+        _examine_first(state, state.queue.pop(known_s=state.to_beat_s), _examine)
+
+
+def _examine_first(
+    state: _Search, first: tuple[float, Mesh, Groups] | None, examine: Callable[[_Search, float, Mesh, Groups], None]
+) -> None:
+    """Examine what came out of a queue; when interrupted, its bound is not lost."""
+    if first is None:
+        return
+    try:
+        examine(state, *first)
         state.note_plan()
-        state.queue.drop_first()
+    except KeyboardInterrupt:
+        state.least_bound_s = min(state.least_bound_s, first[0])
+        raise
 
 
-def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> None:
+def _examine(state: _Search, bound_s: float, mesh: Mesh, groups: Groups) -> None:
     """The plan of a mesh by whole pieces; where the mesh is small and that proves too little, the best of all plans."""
     table, recompute = state.space.price(mesh, groups), fixed(state.options, "recompute")
     limit_s = state.best_s
@@ -176,10 +185,7 @@ def _examine_shares(state: _Search) -> None:
         if state.remaining_s() <= 0.0:
             state.stopped = "time limit"
             return
-        first = state.shares.pop(known_s=state.best_s)
-        if first is not None:
-            _examine_share(state, *first)
-            state.note_plan()
+        _examine_first(state, state.shares.pop(known_s=state.best_s), _examine_share)
 
 
 def _examine_share(state: _Search, least_s: float, mesh: Mesh, groups: Groups) -> None:
@@ -263,14 +269,15 @@ def _search_groups(state: _Search) -> None:
             continue
         group, remaining_s = state.space.groups[index], state.remaining_s()
         share_s = None if remaining_s == INFINITY else max(0.0, remaining_s / (len(work_s) - number + 1))
-        options = replace(state.options, time_limit_s=share_s)
+        options, began_s = replace(state.options, time_limit_s=share_s), state.clock()
         try:
             result = search(group.space, price=group.price, options=options, make_plan=group.make_plan)
         except InfeasibleError as error:
             state.impossible[index] = str(error)
             continue
         state.results[index] = result
-        state.note_plan()
+        if state.first_plan_s is None and result.first_plan_s is not None:
+            state.first_plan_s = began_s - state.started_s + result.first_plan_s
         if result.stopped_by == "interrupted":
             raise KeyboardInterrupt
 
@@ -282,7 +289,7 @@ def _work_s(group: GroupSpace, options: Options) -> float:
     for tp in legal_tensor_degrees(space, options):
         for sharding, size in product(dict(space.shardings)[tp], micro_batch_sizes(space, options, dp=1)):
             table = group.price(Mesh(tp=tp, sharding=sharding, micro_batch_size=size))
-            least_s = min(least_s, tp * sum(least_compute_s(table)) / size)
+            least_s = min(least_s, tp * least_passes_s(table) / size)
     return least_s * space.global_batch / space.n_devices
 
 
@@ -290,7 +297,7 @@ def _work_s(group: GroupSpace, options: Options) -> float:
 
 
 def _result(state: _Search) -> SearchResult:
-    n_meshes = sum(len(family.n_ranks) for family in state.families)
+    n_meshes = sum(shape.n_meshes for shape in state.shapes)
     n_meshes += sum(result.n_meshes for result in state.results.values())
     n_meshes += 0 if state.shares is None else state.shares.n_meshes
     if n_meshes == 0 and state.impossible:
@@ -336,9 +343,8 @@ def _candidates(state: _Search) -> list[Candidate]:
 
 def _proved_s(state: _Search) -> float:
     """No plan of the space that fits is faster; 0 when that is not known of some."""
-    first = state.queue.first()
-    shares_s = 0.0 if state.shares is None else state.shares.bound_s
-    bounds_s = [state.least_bound_s, shares_s, *(() if first is None else (first[0],))]
+    shares_s, pipelines_s = (0.0 if queue is None else queue.bound_s for queue in (state.shares, state.queue))
+    bounds_s = [state.least_bound_s, shares_s, pipelines_s]
     for index in range(len(state.space.groups)):
         result = state.results.get(index)
         if index in state.left_bounds_s:
@@ -364,13 +370,14 @@ def _is_of(plan: Plan, item: _Found) -> bool:
 
 
 def _rejected(state: _Search, best: Candidate | None) -> tuple[Rejection, ...]:
-    """Every mesh that was looked at but the best one; without a plan also the least too large of each family."""
+    """Every mesh that was looked at but the best one; without a plan also the least too large of each kind."""
     others = [
         Rejection(item.mesh, "slower", f"its best plan found takes {item.judged.estimate.step_s:.6g} s", step_s)
         for item in state.found
         for step_s in (item.judged.estimate.step_s,)
         if best is None or not _is_of(best.plan, item)
     ]
-    too_large = [item for item in map(least_short, state.families) if item is not None] if best is None else []
+    priced = state.queue.families if best is None and state.queue is not None else ()
+    too_large = [item for item in map(least_short, priced) if item is not None]
     of_groups = [item for result in state.results.values() for item in result.rejected]
     return (*others, *state.rejections, *too_large, *of_groups)
