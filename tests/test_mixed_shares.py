@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mixed_toys import EXACT, best_of_shares_by_trying, layered, mixed_space, toy_shares, two_toys
 from test_mixed import CLUSTER, GPT, SMALL
 
 from autoplan import api
 from autoplan.answer import Answer, answer_from_json, answer_to_dict, answer_to_json
+from autoplan.cluster_space import mixed_space as real_mixed_space
 from autoplan.cost.between import Exchange
 from autoplan.cost.mixed import make_mixed_pricer
 from autoplan.errors import InputError
@@ -22,10 +25,11 @@ from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
 from autoplan.report import plan_report, rejected_csv
+from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_shares import ShareQueue, micro_batch_counts
-from autoplan.search.share_families import mesh_of
+from autoplan.search.share_families import mesh_of, share_families
 from autoplan.simulate import memory_over_time, simulate
 from autoplan.space import load_rules
 from autoplan.verify import _per_pipeline_rank
@@ -61,6 +65,25 @@ def test_no_mesh_is_ruled_out_that_may_be_faster_than_what_is_known(seed: int) -
             found.add(popped[1])
         assert {mesh for step_s, mesh in fastest if step_s is not None and step_s < known_s * (1 - 1e-9)} <= found
         assert len(found) < len(fastest)
+
+
+def test_no_bound_of_a_real_mesh_exceeds_that_of_its_table(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    cluster, graph = load_cluster(tmp_path / "cluster.toml"), api.trace_model(GPT, overrides=SMALL)
+    space = real_mixed_space(graph, cluster, Options(precision="fp32"), global_batch=24)
+    rng, degrees = random.Random(0), set()
+    for family in share_families(space, Options(), known_s=INFINITY):
+        degrees.add(family.mesh.tp)
+        for row in rng.sample(range(len(family.bounds_s)), k=min(5, len(family.bounds_s))):
+            dps, sizes = family.dp[row].tolist(), family.sizes[row].tolist()
+            steps = [dp * size for dp, size in zip(dps, sizes, strict=True)]
+            for counts in list(micro_batch_counts(24, steps, [24, 24]))[:2]:
+                mesh = mesh_of(family.mesh, tuple(map(BatchShare, dps, sizes, counts)))
+                tables = space.price(mesh, (GroupRanks(0, 1), GroupRanks(1, 1))).rank_tables
+                least_s = (family.starts_s[row] + family.slopes_s[row] * np.array(counts)[:, None]).max(axis=1)
+                assert all(least_s <= np.array(list(map(step_bound_s, tables))) * (1 + 1e-9))
+                assert family.bounds_s[row] <= max(map(step_bound_s, tables)) * (1 + 1e-9)
+    assert degrees == {1, 2}
 
 
 def test_every_number_of_micro_batches_that_makes_up_the_batch_is_found_once() -> None:

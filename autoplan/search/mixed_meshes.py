@@ -61,12 +61,14 @@ class MixedSpace:
             divide those of every group.
         price: the table of a mesh whose pipeline ranks, or shares of the batch, are on these groups.
         make_plan: likewise its plan.
+        layout_sizes: micro-batch sizes of which every other one shares the tensor-parallel layout with some.
     """
 
     groups: tuple[GroupSpace, ...]
     pipelines: SearchSpace
     price: Callable[[Mesh, Groups], CostTable]
     make_plan: Callable[[Mesh, Groups, tuple[StagePlan, ...]], Plan]
+    layout_sizes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ of its two lines, and sum_g dp_g size_g n_g(t) must reach the global batch. With
 
 What is dear to know is asked for last: compute with nothing sharded, communication per shard degree and dp, then the
 compute, optimizer and memory of a micro-batch size under that sharding. `price` must give the same `gather_s` and
-`reduce_s` to all sizes and numbers of micro-batches.
+`reduce_s` to all micro-batches that have the same layout (`MixedSpace.layout_sizes`).
 """
 
 from __future__ import annotations
@@ -173,22 +173,26 @@ class _Layout:
                 yield own
 
     def _ranks(self, mesh: Mesh, dp: Array) -> _Ranks:
-        """These with the communication of each; that of a group is asked for once per number of ranks."""
+        """These with the least communication of each; that of a group is asked for once per number of ranks."""
         kinds = [np.unique(column).tolist() for column in dp.T]
         found: list[dict[int, tuple[float, float]]] = [{} for _ in kinds]
-        for counts in zip_longest(*kinds):
+        sizes = self.space.layout_sizes if mesh.tp > 1 else self.space.layout_sizes[:1]
+        for counts, size in product(zip_longest(*kinds), sizes):
             asked = [count or own[-1] for count, own in zip(counts, kinds, strict=True)]
-            tables = _tables(self.space, mesh, self.groups, asked, size=int(self.sizes.sizes[0, 0]))
-            for known, count, table in zip(found, asked, tables, strict=True):
-                known[count] = least_communication_s(table)
+            for known, count, table in zip(
+                found, asked, _tables(self.space, mesh, self.groups, asked, size=size), strict=True
+            ):
+                often_s, once_s = least_communication_s(table)
+                before_s = known.get(count, (often_s, once_s))
+                known[count] = min(before_s[0], often_s), min(before_s[1], once_s)
         between_s = np.array([[known[n] for known, n in zip(found, row, strict=True)] for row in dp.tolist()])
         return _Ranks(dp, between_s[:, :, 0], between_s[:, :, 1])
 
     def _sizes_of(self, mesh: Mesh, likely: ShareFamily) -> _Sizes:
         """The choices of sizes of a family with what they need under its sharding; none with which some group is full.
 
-        With one micro-batch a group needs the least memory and has no gradients to add up; but gradients that were
-        added up may take less time to be copied.
+        With one micro-batch a group needs the least memory and compute, and has no gradients to add up; with several
+        its host may be further ahead at the end.
         """
         degrees, compute_s, optimizer_s = [mesh.zero_shard_degree] * len(self.groups), {}, {}
         for size in np.unique(likely.sizes).tolist():
@@ -196,7 +200,7 @@ class _Layout:
             fits = np.array([shortfall_bytes(table) == 0 for table in tables])
             compute_s[size] = np.where(fits, [least_passes_s(table) for table in tables], INFINITY)
             optimizer_s[size] = np.array(list(map(_least_once_s, tables)))
-            if mesh.zero_stage < 2 and fits.any():
+            if fits.any():
                 repeated = _tables(self.space, mesh, self.groups, degrees, size=size, n_micro_batches=2)
                 optimizer_s[size] = np.minimum(optimizer_s[size], list(map(_least_once_s, repeated)))
         choices = np.unique(likely.sizes, axis=0)
