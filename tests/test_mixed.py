@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,18 @@ def test_more_hosts_in_any_group_are_never_slower(seed: int, group: int) -> None
     few, more = (search_mixed(mixed_space(own), options=EXACT) for own in (toys, larger))
     assert few.best is None or more.best is not None
     assert few.best is None or more.best.estimate.step_s <= few.best.estimate.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 10.0, 100.0, 1000.0])
+def test_what_is_proved_when_time_is_over_is_true(limit_s: float) -> None:
+    for seed in range(6):
+        toys, ticks = two_toys(seed), count()  # a second passes whenever somebody looks at the clock
+        options = replace(EXACT, time_limit_s=limit_s)
+        stopped = search_mixed(mixed_space(toys), options=options, clock=lambda ticks=ticks: float(next(ticks)))
+        want_s = best_of_all(toys, 0.1)
+        if stopped.bound_s is not None and want_s is not None:
+            assert stopped.bound_s <= want_s * (1 + 1e-6)
+        assert stopped.status in ("optimal", "infeasible") or stopped.stopped_by == "time limit"
 
 
 @pytest.mark.nightly
