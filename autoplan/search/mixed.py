@@ -258,5 +258,5 @@ def _work_s(group: GroupSpace, options: Options) -> float:
     for tp in legal_tensor_degrees(space, options):
         for sharding, size in product(dict(space.shardings)[tp], micro_batch_sizes(space, options, dp=1)):
             table = group.price(Mesh(tp=tp, sharding=sharding, micro_batch_size=size))
-            least_s = min(least_s, tp * least_passes_s(table) / size)
+            least_s = min(least_s, tp * sum(least_passes_s(table)) / size)
     return least_s * space.global_batch / space.n_devices

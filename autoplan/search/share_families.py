@@ -155,7 +155,7 @@ class _Layout:
         is_free = len(groups) <= FREE_SIZES and mesh.tp == 1
         choices = list(product(sizes, repeat=len(groups))) if is_free else [(size,) * len(groups) for size in sizes]
         tables = {size: _tables(space, mesh, groups, (1,) * len(groups), size=size) for size in sizes}
-        compute_s = {size: [least_passes_s(table) for table in own] for size, own in tables.items()}
+        compute_s = {size: [sum(least_passes_s(table)) for table in own] for size, own in tables.items()}
         found = np.array([[compute_s[size][place] for place, size in enumerate(choice)] for choice in choices])
         slower = np.array([table.overlap_extra for table in tables[sizes[0]]])
         return cls(space, mesh, groups, _Sizes(np.array(choices), found, np.zeros(found.shape)), slower)
@@ -198,7 +198,7 @@ class _Layout:
         for size in np.unique(likely.sizes).tolist():
             tables = _tables(self.space, mesh, self.groups, degrees, size=size)
             fits = np.array([shortfall_bytes(table) == 0 for table in tables])
-            compute_s[size] = np.where(fits, [least_passes_s(table) for table in tables], INFINITY)
+            compute_s[size] = np.where(fits, [sum(least_passes_s(table)) for table in tables], INFINITY)
             optimizer_s[size] = np.array(list(map(_least_once_s, tables)))
             if fits.any():
                 repeated = _tables(self.space, mesh, self.groups, degrees, size=size, n_micro_batches=2)
