@@ -8,7 +8,7 @@ The JSON text is the contract that `--format json` prints and that `plan.json` h
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from autoplan.cost.table import SOURCES
@@ -19,9 +19,10 @@ from autoplan.json_values import decode, encode
 from autoplan.measured_ops import SegmentComparison
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
-from autoplan.search.result import Candidate, SearchResult
+from autoplan.search.result import Candidate, SearchResult, nearest_rejections
 from autoplan.units import SECONDS_PER_HOUR
 
+MAX_REJECTED = 10_000  # meshes in JSON that are not the answer; `rejected.csv` has all of them
 _COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "exposed_pp_s"))
 
 
@@ -214,6 +215,8 @@ def answer_to_json(answer: Answer, *, indent: int | None = 2) -> str:
 def answer_to_dict(answer: Answer) -> dict[str, Any]:
     """The answer as JSON values: the summary first, then everything needed to read it back."""
     result = answer.result
+    is_whole = len(result.rejected) <= MAX_REJECTED
+    counts = result.rejected_counts if is_whole else tuple(result.rejected_by_reason.items())
     return {
         "schema_version": SCHEMA_VERSION,
         "status": result.status,
@@ -237,7 +240,8 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "best": encode(result.best),
         "alternatives": encode(result.alternatives),
         "baselines": encode(result.baselines),
-        "rejected": encode(result.rejected),
+        "rejected_counts": encode(counts),
+        "rejected": encode(result.rejected if is_whole else nearest_rejections(result.rejected, most=MAX_REJECTED)),
     }
 
 
@@ -310,10 +314,10 @@ def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
             expected=f"{SCHEMA_VERSION}",
             fix="make the plan again with this version of autoplan",
         )
-    missing = sorted({*_RESULT_KEYS, "workload", "notes", "request"} - set(content))
+    missing = sorted({*_NEEDED_KEYS, "workload", "notes", "request"} - set(content))
     if missing:
         raise InputError.of(where, found="no " + ", ".join(missing), expected="a whole plan.json", fix="plan again")
-    result = {key: content[key] for key in _RESULT_KEYS}
+    result = {key: content[key] for key in _RESULT_KEYS if key in content}
     return Answer(
         workload=decode(Workload, content["workload"], f"{where}: workload"),
         result=decode(SearchResult, result, where),
@@ -331,6 +335,7 @@ def plan_from_dict(content: object, *, where: str) -> Plan:
 
 
 _RESULT_KEYS = tuple(field.name for field in fields(SearchResult))
+_NEEDED_KEYS = tuple(field.name for field in fields(SearchResult) if field.default is MISSING)
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:

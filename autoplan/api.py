@@ -210,14 +210,18 @@ def solve(problem: Problem) -> Answer:
 
 
 def decide(
-    problem: Problem, *, warm_start: Plan | None = None, clock: Callable[[], float] = time.perf_counter
+    problem: Problem,
+    *,
+    warm_start: Plan | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
 ) -> Answer:
     """Search the whole space, `warm_start` first; the estimate of the best plan carries its timeline.
 
     That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
-    `clock` is what the time limit is measured with.
+    `clock` is what the time limit is measured with; see `search.search` for patience.
     """
-    result = _search(problem, warm_start=warm_start, clock=clock)
+    result = _search(problem, warm_start=warm_start, clock=clock, patience_s=patience_s)
     if result.best is not None:
         result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
     return answer_of(problem, result)
@@ -324,7 +328,11 @@ def _price(problem: Problem, plan: Plan) -> CostTable:
 
 
 def _search(
-    problem: Problem, *, warm_start: Plan | None = None, clock: Callable[[], float] = time.perf_counter
+    problem: Problem,
+    *,
+    warm_start: Plan | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
 ) -> SearchResult:
     from autoplan.cluster_space import mixed_space
     from autoplan.search import search
@@ -334,7 +342,8 @@ def _search(
     graph, profile, options, batch = problem.graph, problem.profile, problem.options, global_batch_size(problem)
     try:
         if isinstance(profile, Cluster):
-            return search_mixed(mixed_space(graph, profile, options, global_batch=batch), options=options, clock=clock)
+            mixed = mixed_space(graph, profile, options, global_batch=batch)
+            return search_mixed(mixed, options=options, clock=clock, patience_s=patience_s)
         offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
         return search(
             offered.space,
@@ -343,6 +352,7 @@ def _search(
             make_plan=offered.make_plan,
             warm_start=warm_start,
             clock=clock,
+            patience_s=patience_s,
         )
     except InfeasibleError as error:
         return _nothing("infeasible", str(error))

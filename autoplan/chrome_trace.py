@@ -1,6 +1,7 @@
 """The predicted step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process per pipeline rank, one thread per stream, one complete event ("X") per box, one counter ("C") for memory.
+One process per pipeline rank, or per group of hosts where these share a batch unequally; one thread per stream, one
+complete event ("X") per box, one counter ("C") for memory.
 The format counts in microseconds.
 
 Source: "Trace Event Format", Google, 2016.
@@ -12,19 +13,23 @@ import json
 from typing import Any
 
 from autoplan.parallel_plan import TimelineEvent
+from autoplan.plan_words import PIPELINE, Lanes
 from autoplan.units import SECOND_UNITS
 
 US_PER_S = 1 / SECOND_UNITS["us"]
 
 
 def timeline_to_chrome_json(
-    timeline: tuple[TimelineEvent, ...], *, memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    timeline: tuple[TimelineEvent, ...],
+    *,
+    memory: tuple[tuple[tuple[float, int], ...], ...] = (),
+    lanes: Lanes = PIPELINE,
 ) -> str:
     """The trace as JSON text; `memory` is what `simulate.memory_over_time` returns."""
     streams = tuple(dict.fromkeys(event.stream for event in timeline))
     ranks = sorted({event.rank for event in timeline} | set(range(len(memory))))
     events = [
-        *(_name("process_name", f"pipeline rank {rank}", pid=rank) for rank in ranks),
+        *(_name("process_name", lanes.of(rank), pid=rank) for rank in ranks),
         *(
             _name("thread_name", stream, pid=rank, tid=streams.index(stream))
             for rank, stream in sorted({(event.rank, event.stream) for event in timeline})

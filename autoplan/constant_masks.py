@@ -7,7 +7,7 @@ batch size, on the CPU, and read:
     keeps what is not to come     ->  no mask, is_causal=True
 
 Flash attention takes no other mask. A mask of any other values, or that differs between the
-two traces, stays. What made a mask that is gone, nothing reads any more.
+two runs, stays. What made a mask that is gone, nothing reads any more.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ _READ_SHAPE = frozenset({"full_like", "new_full", "new_ones", "new_zeros", "ones
 def constant_masks(
     first: Sequence[torch.fx.Node], second: Sequence[torch.fx.Node], *, traced_dtype: torch.dtype
 ) -> dict[str, Meaning]:
-    """Names of the constant masks that both traces of a model read alike, and what they say.
+    """Names of the constant masks that both runs of a model read alike, and what they say.
 
+    The nodes are the same operators at two batch sizes, in one order; the names are those of the first.
     `traced_dtype` stands for the precision of the plan; what is computed in it must say the same in float64.
     """
     meanings_a = _meanings(first, traced_dtype)
     meanings_b = _meanings(second, traced_dtype) if meanings_a else {}
-    return {name: meaning for name, meaning in meanings_a.items() if meanings_b.get(name) == meaning}
+    return {
+        a.name: meanings_a[a.name]
+        for a, b in zip(first, second, strict=True)
+        if a.name in meanings_a and meanings_b.get(b.name) == meanings_a[a.name]
+    }
 
 
 def fold_masks(ops: Iterable[Op], meanings: Mapping[str, Meaning]) -> tuple[Op, ...]:

@@ -28,6 +28,8 @@ from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 TRACERS = (
     "overlaid_graph.py",
     "trace.py",
+    "second_run.py",
+    "same_operators.py",
     "constant_masks.py",
     "module_level.py",
     "segments.py",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from autoplan.errors import InputError
@@ -132,7 +133,7 @@ def parse_profile(
     optimizer = [row["per_element_s"] for row in own if row["what"] == "optimizer" and row["status"] != OUT_OF_MEMORY]
     versions = dict.fromkeys(f"torch {row['torch']}, driver {row['driver'] or 'unknown'}" for row in segments.values())
     return MeasuredProfile(
-        segments=_with_least_host(
+        segments=_with_typical_host(
             tuple(_segment_time(row) for row in segments.values() if row["status"] in (MEASURED, NOISY))
         ),
         optimizer_element_s=optimizer[-1] if optimizer else None,
@@ -157,8 +158,8 @@ def _failures(segments: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Iterator
             yield row["segment"], row["tp"], execution
 
 
-def _with_least_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ...]:
-    """The host takes as long for every micro-batch size, and only ever longer when disturbed: the least time counts.
+def _with_typical_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ...]:
+    """The host takes as long for every micro-batch size: the median of its times counts.
 
     A row whose device seemed to wait, for a host that by this is faster, saw the device's own time under load.
     """
@@ -168,20 +169,20 @@ def _with_least_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ..
     return tuple(
         replace(
             row,
-            forward_s=_device_s(row.forward_s, row.host_forward_s, least_s=least_forward_s),
-            backward_s=_device_s(row.backward_s, row.host_backward_s, least_s=least_backward_s),
-            host_forward_s=least_forward_s,
-            host_backward_s=least_backward_s,
+            forward_s=_device_s(row.forward_s, row.host_forward_s, typical_s=host_forward_s),
+            backward_s=_device_s(row.backward_s, row.host_backward_s, typical_s=host_backward_s),
+            host_forward_s=host_forward_s,
+            host_backward_s=host_backward_s,
         )
         for group in groups.values()
-        for least_forward_s in [min(row.host_forward_s for row in group)]
-        for least_backward_s in [min(row.host_backward_s for row in group)]
+        for host_forward_s in [median(row.host_forward_s for row in group)]
+        for host_backward_s in [median(row.host_backward_s for row in group)]
         for row in group
     )
 
 
-def _device_s(device_s: float, host_s: float, *, least_s: float) -> float:
-    return host_s if device_s < host_s and least_s < HOST_BOUND * host_s else device_s
+def _device_s(device_s: float, host_s: float, *, typical_s: float) -> float:
+    return host_s if device_s < host_s and typical_s < HOST_BOUND * host_s else device_s
 
 
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:

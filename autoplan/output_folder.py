@@ -7,13 +7,15 @@ A folder without MANIFEST.json is not one of ours, or was not finished; a reader
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,8 +24,9 @@ from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.errors import InputError, OutputError
 from autoplan.html_report import chart_files, plan_page
 from autoplan.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
-from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report import rejected_csv
+from autoplan.parallel_plan import SCHEMA_VERSION, Mesh
+from autoplan.plan_words import lanes_of, mesh_values
+from autoplan.search.result import Rejection
 
 MANIFEST = "MANIFEST.json"
 REPORT_FOLDER = "report"
@@ -111,7 +114,7 @@ def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...],
 
     `memory` is what `simulate.memory_over_time` returns, for the trace and the page.
     """
-    trace = timeline_to_chrome_json(answer.best.estimate.timeline, memory=memory)
+    trace = timeline_to_chrome_json(answer.best.estimate.timeline, memory=memory, lanes=lanes_of(answer.best.plan))
     return {
         "plan.json": answer_to_json(answer) + "\n",
         "report.html": plan_page(answer, memory=memory),
@@ -292,3 +295,14 @@ def _swap(scratch: Path, target: Path) -> None:
 
 def _sha256(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
+
+
+def rejected_csv(rejected: Sequence[Rejection]) -> str:
+    """Every rejected mesh with its reason, as CSV text."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow((*Mesh.__dataclass_fields__, "reason", "detail", "step_s", "short_bytes"))
+    for item in rejected:
+        values = mesh_values(item.mesh).values()
+        writer.writerow((*values, item.reason, item.detail, item.step_s, item.short_bytes))
+    return text.getvalue()

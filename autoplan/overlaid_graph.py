@@ -1,4 +1,4 @@
-"""Two traces of one model, at two batch sizes -> OpGraph: they are laid over each other, see `trace`."""
+"""A trace and a second run of one model, at two batch sizes -> OpGraph: laid over each other, see `trace`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -28,6 +27,7 @@ from autoplan.graph import (
     Symbol,
     TensorSpec,
 )
+from autoplan.same_operators import are_same, live_nodes
 from autoplan.segments import split_segments
 from autoplan.source_names import with_labels
 
@@ -36,28 +36,45 @@ if TYPE_CHECKING:
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
-_DROPPED_TARGETS = ("aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One trace of a model: the exported program, and what it was made from."""
+    """One trace of a model: the exported program, and what it was made from.
+
+    Attributes:
+        is_decomposed: whether `run_decompositions` changed what was exported.
+    """
 
     program: torch.export.ExportedProgram
     model: nn.Module
     batch: tuple[Any, Any]
     dissolved: tuple[str, ...]
+    is_decomposed: bool
+
+    @property
+    def run(self) -> Run:
+        """The trace as the second of two runs."""
+        return Run(self.program.graph, self.model, self.batch)
 
 
-def overlay(source: ModelSource, first: Trace, second: Trace) -> OpGraph:
-    """The graph of a model, from its traces at batch sizes `BATCH_A` and `BATCH_B`.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The operators of one run of a model, however they were found, and what they were made from."""
+
+    graph: torch.fx.Graph
+    model: nn.Module
+    batch: tuple[Any, Any]
+
+
+def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
+    """The graph of a model, from its trace at batch size `BATCH_A` and its run at `BATCH_B`.
 
     Raises: TraceError when they do not fit together, or the loss is none.
     """
     where, has_loss_fn = source.where, source.loss_fn is not None
-    nodes_a = _kept_nodes(first.program)
-    nodes_b = _kept_nodes(second.program)
-    if [(n.op, str(n.target)) for n in nodes_a] != [(n.op, str(n.target)) for n in nodes_b]:
+    nodes_a, nodes_b = live_nodes(first.program.graph), live_nodes(second.graph)
+    if not are_same(nodes_a, nodes_b):
         raise TraceError(
             f"{where}: the model runs other operators at batch {BATCH_A} than at batch {BATCH_B}\n"
             "  expected: the same operators for every batch size\n"
@@ -93,14 +110,6 @@ def _outputs(trace: Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], 
     returned = [names[node] for node in nodes if node.name not in written]
     buffers = {names[node]: written[node.name].removeprefix("model.") for node in nodes if node.name in written}
     return returned, buffers
-
-
-def _kept_nodes(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
-    return [
-        node
-        for node in program.graph.nodes
-        if node.op in ("placeholder", "call_function") and _target_name(node) not in _DROPPED_TARGETS
-    ]
 
 
 def _target_name(node: torch.fx.Node) -> str:
@@ -198,9 +207,11 @@ def _module_path(node: torch.fx.Node) -> str:
 
 
 def _live_ops(ops: tuple[Op, ...], kept: set[str]) -> tuple[Op, ...]:
-    """The ops that some kept value depends on."""
-    reads = nx.DiGraph((name, op.name) for op in ops for name in op.input_names())
-    live = kept.union(*(nx.ancestors(reads, name) for name in kept if name in reads))
+    """The ops that some kept value depends on; each stands behind what it reads."""
+    live = set(kept)
+    for op in reversed(ops):
+        if op.name in live:
+            live.update(op.input_names())
     return tuple(op for op in ops if op.name in live)
 
 
@@ -229,7 +240,7 @@ def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
         )
 
 
-def _graph_inputs(first: Trace, second: Trace, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
+def _graph_inputs(first: Trace, second: Run, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
     user_inputs = set(first.program.graph_signature.user_inputs)
     nodes = [n for n in first.program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
     leaves_a, leaves_b = pytree.tree_flatten_with_path(first.batch)[0], pytree.tree_leaves(second.batch)

@@ -45,6 +45,17 @@ def text_table(
     return "\n".join(lines)
 
 
+def page(parts: Iterable[str]) -> str:
+    """The parts that hold something, an empty line between them; a line that is too long goes on below, indented."""
+    text = "\n\n".join(part for part in parts if part)
+    lines = (line if len(line) <= WIDTH else folded(line, indent=_indent(line) + 4) for line in text.split("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
 def folded(line: str, *, width: int = WIDTH, indent: int = 0) -> str:
     """A line as several of at most `width` columns, those after the first indented; words stay whole."""
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

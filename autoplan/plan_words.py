@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from autoplan.parallel_plan import Execution, Mesh, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What the parts of an estimate are of: pipeline ranks, or groups of hosts that share a batch unequally.
+
+    Attributes:
+        word: of one, where there is little room; `name` of one otherwise, before its number; `plural` of several.
+        places: where each is, in words; empty where that goes without saying.
+    """
+
+    word: str = "rank"
+    name: str = "pipeline rank"
+    plural: str = "pipeline ranks"
+    places: Sequence[str] = ()
+
+    def of(self, index: int) -> str:
+        """`pipeline rank 3`; `group 1 (32 data-parallel ranks on v100_x8)`."""
+        return f"{self.name} {index}" + (f" ({self.places[index]})" if self.places else "")
+
+
+PIPELINE = Lanes()
+
+
+def lanes_of(plan: Plan) -> Lanes:
+    """What the parts of the plan's estimate are of."""
+    shares = plan.mesh.shares
+    if not shares:
+        return PIPELINE
+    places = (f"{own.dp} data-parallel ranks on {at.hardware}" for own, at in zip(shares, plan.groups, strict=True))
+    return Lanes("group", "group", "groups of hosts", tuple(places))
 
 
 def choice_words(plan: Plan) -> tuple[str, ...]:

@@ -5,18 +5,22 @@ Every function returns text of at most 80 columns, without colour codes.
 
 from __future__ import annotations
 
-import csv
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from io import StringIO
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
-from autoplan.plain_text import WIDTH, count, rate_text, si_count, text_table
-from autoplan.plan_words import choice_rows, choice_words, dp_text, execution_words, mesh_values, micro_batches_text
+from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
+from autoplan.plan_words import (
+    choice_rows,
+    choice_words,
+    dp_text,
+    execution_words,
+    lanes_of,
+    micro_batches_text,
+)
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.result import Candidate, Rejection, Remedy
+from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
 BAR_WIDTH = 24
@@ -56,11 +60,11 @@ def plan_report(answer: Answer) -> str:
     """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
     parts = heading_parts(answer)
     if answer.result.best is None:
-        parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result.rejected)]
+        parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result)]
     else:
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
-        parts += [memory_table(answer.best.estimate), notes_text(answer)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        parts += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
+    return page(parts)
 
 
 def program_header(answer: Answer, *, launch_line: str) -> str:
@@ -179,25 +183,26 @@ def breakdown_table(breakdown: Breakdown) -> str:
     return text_table(("where the time goes", "", "", ""), rows, right=frozenset({1, 2}))
 
 
-def memory_table(estimate: Estimate) -> str:
-    """Peak memory of each pipeline rank: allocated, reserved by torch's allocator, and needed, against the limit."""
+def memory_table(estimate: Estimate, *, word: str = "rank") -> str:
+    """Peak memory of each rank of the pipeline: allocated, reserved by torch's allocator, and needed, of the limit."""
+    bar_width = BAR_WIDTH + len("rank") - len(word)
     rows = []
     sizes = zip(estimate.allocated_bytes, estimate.allocator_bytes, estimate.needed_bytes, strict=True)
     for rank, (allocated, reserved, needed) in enumerate(sizes):
         limit_bytes = estimate.limit_bytes(rank)
         share = needed / limit_bytes
-        bar = "#" * min(round(share * BAR_WIDTH), BAR_WIDTH)
+        bar = "#" * min(round(share * bar_width), bar_width)
         note = "" if needed <= limit_bytes else f" short of {(needed - limit_bytes) / GiB:.1f} GiB"
         rows.append(
             (
                 str(rank),
                 *(f"{n_bytes / GiB:.2f}" for n_bytes in (allocated, reserved, needed)),
                 f"{share:.0%}",
-                f"[{bar:<{BAR_WIDTH}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
+                f"[{bar:<{bar_width}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
             )
         )
     of_all = "its device" if estimate.rank_limits_bytes else f"{estimate.memory_limit_bytes / GiB:.1f}"
-    header = ("rank", "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
+    header = (word, "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
     return text_table(header, rows, right=frozenset({0, 1, 2, 3, 4}))
 
 
@@ -234,17 +239,6 @@ def recompute_text(plan: Plan) -> str:
         return "no recompute"
     n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
     return f"{plan.recompute} recompute ({n_recomputed} of {stages[-1].stop} segments)"
-
-
-def rejected_csv(rejected: Sequence[Rejection]) -> str:
-    """Every rejected mesh with its reason, as CSV text."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow((*Mesh.__dataclass_fields__, "reason", "detail", "step_s", "short_bytes"))
-    for item in rejected:
-        values = mesh_values(item.mesh).values()
-        writer.writerow((*values, item.reason, item.detail, item.step_s, item.short_bytes))
-    return text.getvalue()
 
 
 def describe_plan(plan: Plan) -> str:
@@ -343,12 +337,12 @@ def _speed(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def rejections_text(rejected: Sequence[Rejection]) -> str:
+def rejections_text(result: SearchResult) -> str:
     """How many meshes fell to each reason, and the nearest misses of memory."""
+    rejected, counts = result.rejected, result.rejected_by_reason
     if not rejected:
         return ""
-    counts = Counter(item.reason for item in rejected)
-    lines = [f"Not chosen, of {count(len(rejected), 'mesh', 'meshes')}:"]
+    lines = [f"Not chosen, of {count(sum(counts.values()), 'mesh', 'meshes')}:"]
     lines += [f"  {number} {REASONS.get(reason, reason)}" for reason, number in sorted(counts.items())]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
     misses = dict.fromkeys(

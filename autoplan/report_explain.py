@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
-from autoplan.plain_text import text_table
+from autoplan.plain_text import page, text_table
+from autoplan.plan_words import lanes_of
 from autoplan.questions import WhyNot
 from autoplan.report import (
     BREAKDOWN_LABELS,
@@ -45,9 +46,9 @@ def explain_report(answer: Answer) -> str:
     if answer.result.baselines:
         lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
     lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
-    lines += [memory_table(answer.best.estimate), notes_text(answer)]
-    lines += [rejections_text(answer.result.rejected), _sources(answer)]
-    return "\n\n".join(line for line in lines if line) + "\n"
+    lines += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
+    lines += [rejections_text(answer.result), _sources(answer)]
+    return page(lines)
 
 
 def why_not_report(why: WhyNot) -> str:
@@ -61,7 +62,7 @@ def why_not_report(why: WhyNot) -> str:
     else:
         lines += [f"{_verdict(why.chosen, instead)}:\n{describe_plan(instead.plan)}", status_text(why.instead)]
         lines += [_difference(why.chosen, instead, other_name="instead")]
-    return "\n\n".join(line for line in lines if line) + "\n"
+    return page(lines)
 
 
 def _verdict(chosen: Candidate, instead: Candidate) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.hardware import HardwareProfile
-from autoplan.plain_text import text_table
+from autoplan.plain_text import page, text_table
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
 
@@ -38,4 +38,4 @@ def profile_sheet(profile: HardwareProfile) -> str:
     if profile.n_hosts == 1:
         rows.append(("between hosts", "with --hosts N: the tiers that N hosts reach"))
     sources = "\n".join(f"  {name}: {source}" for name, source in profile.sources)
-    return f"{profile.name}: {profile.description}\n\n{text_table(('', ''), rows, show_header=False)}\n\n{sources}\n"
+    return page([f"{profile.name}: {profile.description}", text_table(("", ""), rows, show_header=False), sources])

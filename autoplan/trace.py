@@ -1,14 +1,16 @@
 """Model file -> OpGraph, by `torch.export` on meta tensors: no weight is ever allocated.
 
-The model is traced in bfloat16 with two batch sizes, and the two graphs are laid over each other:
+The model runs in bfloat16 with two batch sizes, and the two graphs are laid over each other:
 
     batch 2                         batch 3
     view(x, [2, 256, 6, 64])   +    view(x, [3, 256, 6, 64])   =   view(x, [PerSample(1), 256, 6, 64])
     to(cos, bfloat16)          +    to(cos, bfloat16)          =   to(cos, compute)
 
-So the graph is exact for every batch size, and what depends on the batch in another way is found and refused instead
-of guessed. Whatever is bfloat16 becomes the compute precision; a forward that branches on its dtype (T5 does) is
-planned as it runs in bfloat16. Attention masks that say nothing are left out (`constant_masks`).
+The first is exported. The second is recorded while it runs (`second_run`), in a tenth of the time, and exported too
+where the record is not the same graph. So the graph is exact for every batch size, and what depends on the batch in
+another way is found and refused instead of guessed. Whatever is bfloat16 becomes the compute precision; a forward that
+branches on its dtype (T5 does) is planned as it runs in bfloat16. Attention masks that say nothing are left out
+(`constant_masks`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from torch.utils import _pytree as pytree
 from autoplan.dissolved import watch_dissolved
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import OpGraph
-from autoplan.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Trace, overlay
+from autoplan.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
+from autoplan.second_run import record_run
 from autoplan.user_errors import made_batch, trace_failure, user_frame
 
 
@@ -130,8 +133,16 @@ def trace_model(source: ModelSource) -> OpGraph:
 
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
-    first, second = _trace(source, BATCH_A), _trace(source, BATCH_B)
-    return overlay(source, first, second)
+    first = _trace(source, BATCH_A)
+    return overlay(source, first, _second_run(source, first) or _trace(source, BATCH_B).run)
+
+
+def _second_run(source: ModelSource, first: Trace) -> Run | None:
+    """The other batch size as a recorded run; None where only an export can tell what it is."""
+    model, batch = _build_model(source), meta_batch(source, BATCH_B)
+    with _quiet():
+        graph = record_run(_WithLoss(model, source.loss_fn), batch, like=first)
+    return Run(graph, model, batch) if graph is not None else None
 
 
 # ---------------------------------------------------------------- one trace
@@ -159,24 +170,28 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _trace(source: ModelSource, batch_size: int) -> Trace:
+def _build_model(source: ModelSource) -> nn.Module:
     with torch.device("meta"):
         model = source.build_model()
     if not isinstance(model, nn.Module):
         raise InputError.of(
             f"{source.where}: build_model", found=type(model).__name__, expected="an nn.Module", fix="return the model"
         )
-    model = model.to(DTYPE).train()
-    batch = meta_batch(source, batch_size)
+    return model.to(DTYPE).train()
+
+
+def _trace(source: ModelSource, batch_size: int) -> Trace:
+    model, batch = _build_model(source), meta_batch(source, batch_size)
     with _quiet():
         try:
             with watch_dissolved() as dissolved:
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
-            if _needs_functionalization(program):
+            is_decomposed = _needs_functionalization(program)
+            if is_decomposed:
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
-    return Trace(program, model, batch, tuple(sorted(dissolved)))
+    return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
 
 
 def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:

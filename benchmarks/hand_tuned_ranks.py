@@ -268,7 +268,9 @@ def is_enough(steps_s: list[float]) -> bool:
 
 def folders_of(programs: Path) -> list[Path]:
     """The folder itself, or those in it; the first is the plan that was chosen."""
-    found = sorted(path.parent for path in [*programs.glob("train.py"), *programs.glob("*/train.py")])
+    if (programs / "train.py").exists():
+        return [programs.absolute()]
+    found = sorted(path.parent for path in programs.glob("*/train.py"))
     if not found:
         raise SystemExit(
             f"{programs}: found no train.py in it or one below\n  fix: write it with `emit {programs.parent}`"

@@ -2,8 +2,8 @@
 
     python benchmarks/predictions.py emit FOLDER [PROFILE.jsonl]              plans each case (needs autoplan)
     python benchmarks/predictions.py run FOLDER RESULTS.jsonl [LINKS [S]]     runs the programs (needs torch and GPUs)
-    python benchmarks/predictions.py table RESULTS.jsonl PROFILE.jsonl DIR    predicts each plan anew, prints the table
-    python benchmarks/predictions.py table RESULTS.jsonl - DIR                the same without measured segments
+    python benchmarks/predictions.py table RESULTS.jsonl... PROFILE.jsonl DIR predicts each plan anew, prints the table
+    python benchmarks/predictions.py table RESULTS.jsonl... - DIR             the same without measured segments
 
 A row holds what the program measured: the median step after warm-up, and the largest allocated memory of any rank. Bad
 rows are rows. A prediction takes the measured segments of PROFILE (`autoplan profile`) and the links of
@@ -217,26 +217,28 @@ def median_step_s(row: dict) -> float | None:
 # --------------------------------------------------------------------------------------------------- the table
 
 
-def predictions(results: Path, profile: Path | None, hardware: Path | None) -> Iterator[tuple[dict, object]]:
+def predictions(results: list[Path], profile: Path | None, hardware: Path) -> Iterator[tuple[dict, object]]:
     """Each run, with the estimate of its plan by today's cost model; compiled ones need a profile."""
     from autoplan import api
     from autoplan.answer import plan_from_dict
 
     by_name = {(case.links, case.name): case for case in cases()}
-    for row in read(results):
+    for row in (row for file in results for row in read(file)):
         case = by_name[row["links"], row["case"]]
         if profile is None and row["plan"]["mesh"]["compile"]:
             continue
-        files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")] if hardware else []
+        files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
         name = next((str(file) for file in files if file.exists()), HARDWARE)
         yield row, api.score(problem(case, name, profile=profile), plan_from_dict(row["plan"], where=case.name)).best
 
 
-def table(results: Path, profile: Path | None = None, hardware: Path | None = None) -> None:
-    profile = None if profile and profile.name == "-" else profile
+def table(*files: Path) -> None:
+    *results, profile, hardware = files
+    profile = None if profile.name == "-" else profile
     print(f"{'links':12}{'case':26}{'pred. s':>9}{'meas. s':>9}{'error':>8}{'pred. GiB':>11}{'GiB':>7}{'error':>8}")
     from autoplan.answer import allocated_interval_bytes, step_interval_s, trust
-    from autoplan.intervals import coverage, errors_of, is_host_bound
+    from autoplan.cost.table import MEASURED
+    from autoplan.intervals import COMPUTED, coverage, errors_of, is_host_bound
 
     errors: dict[str, list[tuple[float, str]]] = {}
     again: dict[str, list[float]] = {}
@@ -259,8 +261,10 @@ def table(results: Path, profile: Path | None = None, hardware: Path | None = No
         first = first_s.setdefault((row["links"], row["case"]), measured_s)
         if first != measured_s:
             again.setdefault(group.split(", ")[1], []).append(measured_s / first - 1)
-        pairs.setdefault(f"step, {trust(estimate)}, {group.split()[1]}", []).append((estimate.step_s, measured_s))
-        pairs.setdefault(f"memory, {trust(estimate)}", []).append((predicted, measured))
+        kind = COMPUTED if trust(estimate) == COMPUTED else "with a profile"
+        pairs.setdefault(f"step, {kind}, {group.split()[1]}", []).append((estimate.step_s, measured_s))
+        kind = trust(estimate) if trust(estimate) in (MEASURED, COMPUTED) else "scaled or calibrated"
+        pairs.setdefault(f"memory, {kind}", []).append((predicted, measured))
         steps.append((step_interval_s(best), measured_s))
         memories.append((max(allocated_interval_bytes(best)), measured))
         cells = f"{measured_s:9.4f}{error:+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"

@@ -13,6 +13,7 @@ process.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -49,7 +50,10 @@ GROUPS = {"case": CASES, "devices": DEVICES, "layers": LAYERS, "mixed": MIXED}
 def measure(
     file: str, overrides: dict[str, object], hosts: int | list[int], global_batch: int, time_limit_s: float
 ) -> None:
-    """Plan once in this process and print a JSON line; on a mixed cluster where there are hosts of several kinds."""
+    """Plan once in this process, as the command does, and print a JSON line; `hosts` of several kinds are a cluster."""
+    from autoplan.cli import NEW_OBJECTS_PER_COLLECTION
+
+    gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
     from autoplan.api import trace_model
 
     start_s = time.process_time()

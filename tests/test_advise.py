@@ -14,7 +14,18 @@ from autoplan.hardware.cluster import groups_alone
 from autoplan.units import GiB
 from autoplan.what_if import advising
 from autoplan.what_if import sweep as sweeping
-from autoplan.what_if.advice_rules import RULES, Facts, leave_the_host, passes, speed_up, stop_at
+from autoplan.what_if.advice_rules import (
+    RULES,
+    AdviceAnswer,
+    Facts,
+    leave_the_host,
+    not_over_two_hosts,
+    passes,
+    speed_up,
+    stop_at,
+    stop_scaling,
+)
+from autoplan.what_if.advice_text import advice_text, worth_showing
 from autoplan.what_if.advising import fragment
 from autoplan.what_if.advising_mixed import mixed_rules
 from autoplan.what_if.conditions import Loading
@@ -102,6 +113,26 @@ def test_figures_by_hand() -> None:
     assert speed_up(ROWS[1], ROWS[0]) == pytest.approx(1.02 / 0.54, rel=1e-6)
     assert passes(ROWS, 0.10) is ROWS[2] and passes(ROWS, 0.9) is None
     assert stop_at(ROWS) is ROWS[1] and stop_at((NO_PLAN,)) is None
+
+
+def test_clusters_that_gain_less_than_one_percent_are_one_line() -> None:
+    one, more = _row(1, 8, compute_s=1.0), _row(2, 16, compute_s=0.5)
+    idle = replace(_row(4, 32, compute_s=0.499), n_idle_devices=16)
+    assert worth_showing((one, more, idle, NO_PLAN)) == (one, more, NO_PLAN)
+    assert worth_showing((replace(one, n_idle_devices=4), _row(1, 4, compute_s=1.0)))[0].n_devices == 4
+    text = " ".join(advice_text(AdviceAnswer("", (), (one, more, idle))).split())
+    assert (
+        "Left out, as less than 1% faster than a smaller cluster: 4 x toy; devices stay idle on 1 of these 1." in text
+    )
+
+
+def test_devices_that_gain_nothing_in_one_host_are_not_offered_instead_of_two() -> None:
+    idle = replace(_row(1, 8, compute_s=2.0, comm_s=0.02), n_idle_devices=4)
+    said = not_over_two_hosts(replace(GOOD, host=idle, split=replace(idle, n_hosts=2)))
+    assert said.applies and said.advice == "take 4 devices, or a larger batch: 8 gain less than 1%, in one host too"
+    assert "4 of 8 devices idle; 8 devices in one host: +0%" in said.figures
+    flat = stop_scaling(replace(GOOD, hosts=(ROWS[0], replace(_row(2, 16, compute_s=1.015), n_idle_devices=8))))
+    assert "more of them gain less than 1%" in flat.advice and flat.figures.endswith("8 of 16 devices idle")
 
 
 def test_fragments_of_hosts_keep_the_network() -> None:

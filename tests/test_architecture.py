@@ -24,6 +24,8 @@ TORCH_PLACES = (
     "autoplan/measuring/",
     "autoplan/measure_hardware/",
     "autoplan/overlaid_graph.py",
+    "autoplan/second_run.py",
+    "autoplan/same_operators.py",
     "autoplan/rule_trials.py",
     "autoplan/runtime/",
 )

@@ -14,6 +14,7 @@ from test_sweep_page import ROWS
 from autoplan.answer import Answer
 from autoplan.cli import run
 from autoplan.html_report import png
+from autoplan.html_report.svg import HEAD
 from autoplan.html_report.sweep_charts import sweep_charts
 from autoplan.output_folder import report_files, write_folder
 
@@ -35,7 +36,7 @@ def test_png_has_two_pixels_for_each_unit_of_the_drawing() -> None:
     files = png.chart_texts(charts, has_png=True)
     assert len(charts) == 4
     for chart in charts:
-        assert _size(files[f"{chart.name}.png"]) == (2 * chart.width, 2 * chart.height)
+        assert _size(files[f"{chart.name}.png"]) == (2 * chart.width, 2 * (chart.height + HEAD))
 
 
 @needs_library

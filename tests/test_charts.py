@@ -27,7 +27,7 @@ from autoplan.html_report.mesh_chart import mesh_chart
 from autoplan.html_report.palette import DARK, LIGHT, Theme, chart_css, contrast, linear_rgb, readable_on
 from autoplan.html_report.provenance import KINDS, MEANINGS, provenance_kind, trust_kind
 from autoplan.html_report.scales import Axis, log_ticks, ticks
-from autoplan.html_report.svg import Chart, element, label
+from autoplan.html_report.svg import HEAD, Chart, element, label
 from autoplan.html_report.timeline import LEFT, RIGHT, WIDTH, Box, coarse, memory_chart, peaks, timeline_chart
 from autoplan.intervals import STEP_ERRORS
 from autoplan.parallel_plan import Mesh, TimelineEvent
@@ -171,7 +171,7 @@ def test_large_mesh_says_what_it_leaves_out() -> None:
 
 def test_parts_of_a_bar_are_as_wide_as_their_amounts_and_follow_one_another() -> None:
     bars = [Bar("a", ((0, 3.0, "x"), (5, 1.0, "y")), "4"), Bar("b", ((0, 2.0, "x"),), "2")]
-    chart = stacked_bars(bars, name="n", title_text="t", series=[(0, "x"), (5, "y")], text=str)
+    chart = stacked_bars(bars, name="n", title_text="t", series=[(0, "x"), (5, "y")], text=str, x_name="s")
     first, second, third = (_size(item, "x", "width") for item in _drawn(chart, "rect", "outline"))
     assert first[1] == pytest.approx(3 * second[1], abs=0.02) and second[1] * 2 == pytest.approx(third[1], abs=0.02)
     assert first[0] + first[1] == pytest.approx(second[0], abs=0.02)
@@ -180,7 +180,7 @@ def test_parts_of_a_bar_are_as_wide_as_their_amounts_and_follow_one_another() ->
 
 def test_limit_of_a_bar_is_drawn_even_beyond_all_bars() -> None:
     bars = [Bar("a", ((0, 1.0, "x"),), "1")]
-    chart = stacked_bars(bars, name="n", title_text="t", series=[(0, "x")], text=str, limits=[4.0])
+    chart = stacked_bars(bars, name="n", title_text="t", series=[(0, "x")], text=str, x_name="s", limits=[4.0])
     (box,), (limit,) = _drawn(chart, "rect", "outline"), _drawn(chart, "line", "limit")
     x, width = _size(box, "x", "width")
     assert _size(limit, "x1")[0] == pytest.approx(x + 4 * width, abs=0.05)
@@ -214,7 +214,7 @@ def test_points_of_the_front_are_blue_and_the_chosen_one_is_larger() -> None:
 
 def test_largest_swing_is_on_top_and_starts_at_the_middle() -> None:
     swings = [Swing("small", -0.05, 0.05, "small"), Swing("large", -0.1, 0.3, "large"), Swing("none", 0.0, 0.0, "none")]
-    chart = tornado_chart(swings, name="n", title_text="t", text=lambda share: f"{share:.0%}")
+    chart = tornado_chart(swings, name="n", title_text="t", text=lambda share: f"{share:.0%}", x_name="speed")
     names = [text for text in _texts(chart) if text in ("small", "large", "none")]
     assert names == ["large", "small", "none"]
     (middle,) = _drawn(chart, "line", "axis")
@@ -239,15 +239,16 @@ def test_charts_of_nothing_and_of_one_row_are_well_formed(n: int) -> None:
     texts = {"name": "n", "title_text": "t"}
     plane = {**texts, "x_name": "x", "y_name": "y", "x_text": str, "y_text": str}
     charts = [
-        stacked_bars([Bar("a", (), "0")] * n, series=[], text=str, **texts),
+        stacked_bars([Bar("a", (), "0")] * n, series=[], text=str, x_name="x", **texts),
         pareto_chart([Point("a", 1.0, 1.0, "a")] * n, **plane),
-        tornado_chart([Swing("a", 0.0, 0.0, "a")] * n, text=str, **texts),
+        tornado_chart([Swing("a", 0.0, 0.0, "a")] * n, text=str, x_name="x", **texts),
         curves_chart([Curve("a", ((1.0, 1.0, ""),))] * n, **plane),
         timeline_chart([_event(0, "0F0", 0.0, 1.0)] * n, step_s=1.0),
     ]
     for chart in charts:
         assert "nan" not in chart.stand_alone and "inf" not in chart.stand_alone
-        assert _root(chart).get("viewBox") == f"0 0 {chart.width} {chart.height}"
+        assert _root(chart).get("viewBox") == f"0 -{HEAD} {chart.width} {chart.height + HEAD}"
+        assert f'viewBox="0 0 {chart.width} {chart.height}"' in chart.inline
 
 
 # ------------------------------------------------------------------------------------------------------------- scales
@@ -369,4 +370,4 @@ def test_every_kind_and_every_trust_has_a_meaning() -> None:
 
 def test_time_texts_on_axes_have_units() -> None:
     chart = timeline_chart([_event(0, "0F0", 0.0, 0.001)], step_s=0.001)
-    assert _texts(chart)[:3] == ["0 s", "200 us", "400 us"]
+    assert _texts(chart)[:4] == ["The predicted step", "0 s", "200 us", "400 us"]

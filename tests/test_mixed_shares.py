@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import subprocess
@@ -23,8 +24,9 @@ from autoplan.errors import InputError
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
 from autoplan.options import Options
+from autoplan.output_folder import rejected_csv, report_files
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
-from autoplan.report import plan_report, rejected_csv
+from autoplan.report import plan_report
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
@@ -186,11 +188,15 @@ def test_a_shared_plan_is_written_read_scored_and_reported(answers: dict[str, tu
     counts = f"{one.micro_batch_size}x{one.n_micro_batches}+{other.micro_batch_size}x{other.n_micro_batches}"
     assert plan_report(answer).count("2+2") >= 2
     assert counts in plan_report(answer)
-    for text in (plan_report(answer), plan_page(answer)):
+    for text in (" ".join(plan_report(answer).split()), plan_page(answer)):  # wherever lines end
         assert f"2 on dgx_a100_x8/2 ({one.n_samples} samples)" in text
         assert f"2 on v100_x8/2 ({other.n_samples} samples)" in text
         assert "29.8 GiB" in text
         assert "80.0 GiB" in text
+    assert "group 1 (2 data-parallel ranks on v100_x8/2)" in plan_page(answer)
+    assert "pipeline rank" not in plan_page(answer) and "\ngroup  allocated" in plan_report(answer)
+    trace = report_files(answer, memory=api.memory_curves(problem, plan))["trace.json.gz"]
+    assert b"group 0 (2 data-parallel ranks on dgx_a100_x8/2)" in gzip.decompress(trace)
     shared = [item for item in answer.result.rejected if item.mesh.shares]
     assert f",{counts}," not in rejected_csv(shared)
     assert rejected_csv(shared).count("2+2: ") == len(shared)

@@ -190,6 +190,39 @@ def test_a_swing_is_of_one_assumption_and_names_the_cluster_that_is_best_then() 
     assert within[1].high_answer is None and within[1].low == within[1].high == 8 * hour
 
 
+def test_within_a_budget_two_percent_of_the_time_are_not_worth_more_money() -> None:
+    limit = Limit(None, 100.0)
+    fast, near, slow = (
+        _cluster(name, usd, train_s=train_s)
+        for name, usd, train_s in (("a", 90.0, 100.0), ("b", 50.0, 101.5), ("c", 10.0, 103.0))
+    )
+    assert [row.hardware for row in limit.ranked([slow, near, fast])] == ["b", "a", "c"]
+    assert [row.hardware for row in limit.ranked([slow, fast])] == ["a", "c"]
+    assert [row.hardware for row in Limit(1000.0, None).ranked([slow, near, fast])] == ["c", "b", "a"]
+
+
+def test_the_fastest_that_is_passed_over_is_told_and_sizes_that_gain_nothing_are_not(
+    toy_market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_s = {1: 0.5, 2: 0.25, 3: 0.248, 4: 0.2479}  # more than two hosts gain less than 1 %
+    ask = recommending.ask
+
+    def flat(question, **given):
+        rows = ask(question, **given).rows
+        scaled = tuple(
+            replace(row, train_s=steps_s.get(row.n_hosts, 0.2479) * 9000, cost_usd=10.0 * row.n_hosts) for row in rows
+        )
+        return type("Answer", (), {"rows": scaled, "sweep": type("Sweep", (), {"is_interrupted": False})})
+
+    monkeypatch.setattr(recommending, "ask", flat)
+    found = autoplan.recommend(replace(QUESTION, hw=("fast",)), budget_usd=45.0, max_hosts=64, today=TODAY)
+    assert (found.best.n_hosts, found.passed_over.n_hosts) == (2, 4)
+    assert [row.n_hosts for row in found.alternatives] == [1]  # cheaper; 3 hosts are neither
+    text = " ".join(recommendation_text(found).split())
+    assert "The fastest, 4 x fast (16 devices), takes 0.8% less time and costs 40.00 USD; of those at most 2%" in text
+    assert recommendation_to_dict(found)["passed_over"]["n_hosts"] == 4
+
+
 def test_conditions_vary_one_thing_at_a_time() -> None:
     base = Condition()
     first, *others = varied(base)

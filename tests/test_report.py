@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from autoplan.answer import (
+    MAX_REJECTED,
     Answer,
     Request,
     answer_from_json,
@@ -22,10 +23,15 @@ from autoplan.answer import (
     tokens_per_s,
 )
 from autoplan.errors import InputError
+from autoplan.hardware import load_profile, profile_names
 from autoplan.options import Options
+from autoplan.output_folder import rejected_csv
+from autoplan.parallel_plan import Mesh
 from autoplan.plain_text import text_table
-from autoplan.report import plan_report, program_header, rejected_csv
+from autoplan.report import plan_report, program_header, rejections_text
 from autoplan.report_explain import explain_report
+from autoplan.report_hardware import profile_sheet
+from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
 
@@ -199,6 +205,26 @@ def test_reports_fit_80_columns_without_colour_codes(answer: Answer, infeasible:
     assert not any("\x1b" in text for text in reports)
 
 
+def test_sources_and_headlines_wrap_at_80_and_lose_no_word(answer: Answer) -> None:
+    source = (
+        "fit: 111 runs of GPT 0.2 to 1.3 billion on one host (VIA-Research/vTrain @f8dda84), benchmarks/published.py"
+    )
+    workload = replace(answer.workload, provenance=(("device.launch", source),), tokens_per_sample=123_456_789_012)
+    for text in (plan_report(replace(answer, workload=workload)), explain_report(replace(answer, workload=workload))):
+        assert max(map(len, text.splitlines())) <= 80
+    assert f"Sources device.launch: {source}" in " ".join(text.split())
+    assert "  device.launch: fit: 111 runs of GPT 0.2 to 1.3 billion on one host\n      (VIA" in text
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_a_profile_and_its_sources_are_shown_in_80_columns(name: str) -> None:
+    profile = load_profile(name)
+    text = profile_sheet(profile)
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert all(" ".join(f"{figure}: {source}".split()) in words for figure, source in profile.sources)
+
+
 def test_table_shows_markup_as_text_and_drops_control_characters() -> None:
     text = text_table(("name", "value"), [("[red]x[/red]", "a\x1b[31mb\nc")])
     assert "[red]x[/red]" in text
@@ -215,6 +241,18 @@ def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:
     header = program_header(answer, launch_line="torchrun --standalone --nproc-per-node 4 train.py")
     assert header.index("torchrun --standalone --nproc-per-node 4 train.py") < header.index("pipeline parallel")
     assert "1.6 s a step" in header
+
+
+def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(answer: Answer) -> None:
+    far = tuple(Rejection(Mesh(dp=dp), "bound", "no plan of it is faster") for dp in range(MAX_REJECTED))
+    near = answer.result.rejected  # one lacks memory, one is slower
+    text = answer_to_json(replace(answer, result=replace(answer.result, rejected=(*far, *near))))
+    again = answer_from_json(text)
+    kept = again.result.rejected
+    assert kept == (*far[: MAX_REJECTED - 2], *near)
+    assert again.result.rejected_by_reason == {"bound": MAX_REJECTED, "memory": 1, "slower": 1}
+    assert f"of {MAX_REJECTED + 2} meshes" in rejections_text(again.result)
+    assert answer_from_json(answer_to_json(again)) == again
 
 
 def test_rejected_csv_reads_back_row_by_row(answer: Answer) -> None:

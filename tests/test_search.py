@@ -251,6 +251,15 @@ def test_a_time_limit_without_any_plan_is_unknown() -> None:
     assert {rejection.reason for rejection in result.rejected} == {"time limit"}
 
 
+def test_patience_waits_for_the_first_plan_and_then_a_time_limit_longer() -> None:
+    toy = hard_toy()
+    limited = replace(EXACT, time_limit_s=2.5)
+    patient = run(toy, limited, clock=ticking(1.0), patience_s=1e6)
+    assert patient.status == "feasible" and patient.best is not None
+    assert patient.first_plan_s is not None and patient.search_s < patient.first_plan_s + 10.0
+    assert run(toy, limited, clock=ticking(1.0), patience_s=2.5).status == "unknown"
+
+
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap() -> None:
     toy = loose_toy(6)
     optimum_s = best_s(run(toy))

@@ -466,17 +466,22 @@ def test_quick_searches_are_of_one_stage_per_rank_unless_a_schedule_is_fixed() -
 
 @pytest.mark.parametrize(
     ("arguments", "limits_s"),
-    [([], [1.0, 15.0]), (["--time-limit", "1"], [1.0]), (["--time-limit", "7"], [7.0]), (["--search", "full"], [15.0])],
+    [
+        ([], [(1.0, 15.0)]),
+        (["--time-limit", "1"], [(1.0, None)]),
+        (["--time-limit", "7"], [(7.0, None)]),
+        (["--search", "full"], [(15.0, None)]),
+    ],
 )
 def test_a_time_limit_that_is_given_is_that_of_each_search(
-    monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], limits_s: list[float]
+    monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], limits_s: list[tuple[float, float | None]]
 ) -> None:
-    asked: list[float | None] = []
+    asked: list[tuple[float | None, float | None]] = []
     decide = whatif_points.decide
 
-    def find_nothing(problem, *, clock):
-        asked.append(problem.options.time_limit_s)
-        answer = decide(problem, clock=clock)
+    def find_nothing(problem, *, clock, patience_s):
+        asked.append((problem.options.time_limit_s, patience_s))
+        answer = decide(problem, clock=clock, patience_s=patience_s)
         return replace(answer, result=replace(answer.result, status="unknown", best=None))
 
     monkeypatch.setattr(whatif_points, "decide", find_nothing)

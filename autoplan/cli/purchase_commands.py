@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,9 @@ from .shared_options import (
 )
 
 if TYPE_CHECKING:
+    from autoplan.what_if.advice_rules import AdviceAnswer
     from autoplan.what_if.question import Question
+    from autoplan.what_if.recommending import Recommendation
 
 
 @click.command("whatif")
@@ -155,10 +158,7 @@ def recommend_command(
             n_jobs=n_jobs or default_n_jobs(),
             progress=tell_points,
         )
-    text = json.dumps(recommendation_to_dict(answer), indent=2, allow_nan=False)
-    print_result(text if output_format == "json" else recommendation_text(answer, width=text_width()))
-    if answer.is_interrupted:
-        raise KeyboardInterrupt
+    _print_purchase(answer, recommendation_to_dict, recommendation_text, output_format=output_format)
     if answer.best is None:
         raise StoppedError("no cluster that was looked at meets it; that none does is not proved")
 
@@ -193,9 +193,22 @@ def advise_command(
             n_jobs=n_jobs or default_n_jobs(),
             progress=tell_points,
         )
-    text = json.dumps(advice_to_dict(advice), indent=2, allow_nan=False)
-    print_result(text if output_format == "json" else advice_text(advice, width=text_width()))
-    if advice.is_interrupted:
+    _print_purchase(advice, advice_to_dict, advice_text, output_format=output_format)
+
+
+def _print_purchase(
+    answer: Recommendation | AdviceAnswer,
+    to_dict: Callable[[Any], dict[str, Any]],
+    to_text: Callable[..., str],
+    *,
+    output_format: str,
+) -> None:
+    """The answer as asked for; one that was interrupted is printed as far as it goes."""
+    if output_format == "json":
+        print_result(json.dumps(to_dict(answer), indent=2, allow_nan=False))
+    else:
+        print_result(to_text(answer, width=text_width()))
+    if answer.is_interrupted:
         raise KeyboardInterrupt
 
 

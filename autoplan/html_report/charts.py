@@ -32,6 +32,7 @@ MAX_NAME_WIDTH = 260
 MAX_NAMES = 60
 MAX_POINTS = 400  # that are not on the front
 LINE_HEIGHT = 12
+BELOW = 44  # the axis of bars, and its name
 MARGIN = 1.08  # axes end a little beyond the largest value
 
 Text = Callable[[float], str]
@@ -87,6 +88,7 @@ def stacked_bars(
     title_text: str,
     series: Sequence[tuple[int, str]],
     text: Text,
+    x_name: str,
     limits: Sequence[float] = (),
     unit: float = 1.0,
     note: str = "",
@@ -101,7 +103,7 @@ def stacked_bars(
     keys, top = legend(series, x=BAR_LEFT, y=2, width=WIDTH - BAR_LEFT)
     top += 6
     bottom = top + BAR_ROW * len(bars)
-    parts = [keys, x_axis(axis, at, top=top, bottom=bottom, text=text)]
+    parts = [keys, x_axis(axis, at, top=top, bottom=bottom, text=text, name=x_name)]
     for row, bar in enumerate(bars):
         limit = limits[row] if limits else None
         parts.append(_bar(bar, axis, top=top + BAR_ROW * row + (BAR_ROW - BAR_HEIGHT) / 2, limit=limit))
@@ -110,7 +112,7 @@ def stacked_bars(
         title=title_text,
         summary="; ".join(f"{bar.name}: {bar.total}" for bar in bars[:MAX_TOLD]),
         width=WIDTH,
-        height=int(bottom + 24),
+        height=int(bottom + BELOW),
         body="".join(parts),
         note=note,
     )
@@ -246,7 +248,7 @@ def _ticks(axis: Axis, n_most: int, *, unit: float = 1.0) -> tuple[float, ...]:
 # ------------------------------------------------------------------------------------------------------------ tornado
 
 
-def tornado_chart(swings: Sequence[Swing], *, name: str, title_text: str, text: Text) -> Chart:
+def tornado_chart(swings: Sequence[Swing], *, name: str, title_text: str, text: Text, x_name: str) -> Chart:
     """What moves the result most, the largest first; the line in the middle is the result as it is."""
     ordered = sorted(swings, key=lambda swing: -(max(swing.high, 0.0) - min(swing.low, 0.0)))
     low = min((0.0, *(swing.low for swing in swings)))
@@ -255,7 +257,7 @@ def tornado_chart(swings: Sequence[Swing], *, name: str, title_text: str, text: 
         high = 0.01  # nothing moves it: an empty axis up to 1 %
     axis = Axis(low, high, BAR_LEFT, WIDTH - BAR_RIGHT)
     bottom = 8 + BAR_ROW * len(ordered)
-    parts = [x_axis(axis, ticks(low, high, n_most=7), top=8, bottom=bottom, text=text)]
+    parts = [x_axis(axis, ticks(low, high, n_most=7), top=8, bottom=bottom, text=text, name=x_name)]
     for row, swing in enumerate(ordered):
         top = 8 + BAR_ROW * row + (BAR_ROW - BAR_HEIGHT) / 2
         shown = shortened(swing.name, width=BAR_LEFT - 10)
@@ -270,7 +272,7 @@ def tornado_chart(swings: Sequence[Swing], *, name: str, title_text: str, text: 
         title=title_text,
         summary="; ".join(swing.told for swing in ordered[:MAX_TOLD]),
         width=WIDTH,
-        height=int(bottom + 24),
+        height=int(bottom + BELOW),
         body="".join(parts),
     )
 

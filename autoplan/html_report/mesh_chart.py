@@ -71,7 +71,8 @@ def _cell(
     if tp_index is None:
         return label(x + width / 2, y + 19, "…", css="middle")
     rank = (pp_index * mesh.dp + dp_index) * mesh.tp + tp_index
-    told = f"rank {rank}: pipeline rank {pp_index}, data {dp_index}, tensor {tp_index}"
+    pipeline = f"pipeline rank {pp_index}, " if mesh.pp > 1 else ""
+    told = f"rank {rank}: {pipeline}data {dp_index}, tensor {tp_index}"
     if n_per_host is not None:
         told += f", host {rank // n_per_host}"
     series = _ROW_SERIES[pp_index % len(_ROW_SERIES)]

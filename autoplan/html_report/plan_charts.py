@@ -9,9 +9,11 @@ from autoplan.betterments import SensitivityRow
 from autoplan.html_report.charts import Bar, Point, Swing, pareto_chart, stacked_bars, tornado_chart
 from autoplan.html_report.mesh_chart import mesh_chart
 from autoplan.html_report.palette import BREAKDOWN_SERIES, WAITING
+from autoplan.html_report.readings import plan_readings, with_readings
 from autoplan.html_report.svg import Chart
 from autoplan.html_report.timeline import MemoryCurve, memory_chart, timeline_chart
 from autoplan.parallel_plan import Estimate
+from autoplan.plan_words import Lanes, lanes_of
 from autoplan.report import BREAKDOWN_LABELS, describe_mesh, recompute_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import BILLION, MILLION, GiB, format_seconds, format_usd
@@ -48,16 +50,16 @@ def plan_charts(
     """
     if answer.result.best is None:
         return ()
-    best = answer.best
+    best, lanes = answer.best, lanes_of(answer.best.plan)
     charts = [mesh_chart(best.plan.mesh, n_devices_per_host=_n_devices_per_host(answer))]
     if best.estimate.timeline:
-        charts.append(timeline_chart(best.estimate.timeline, step_s=best.estimate.step_s))
+        charts.append(timeline_chart(best.estimate.timeline, step_s=best.estimate.step_s, lanes=lanes))
     if memory:
-        charts.append(memory_chart(memory, best.estimate))
-    charts += [_breakdown_chart(answer), _memory_parts_chart(best.estimate), _candidates_chart(answer)]
+        charts.append(memory_chart(memory, best.estimate, lanes=lanes))
+    charts += [_breakdown_chart(answer), _memory_parts_chart(best.estimate, lanes), _candidates_chart(answer)]
     if sensitivity:
         charts.append(_sensitivity_chart(sensitivity))
-    return tuple(charts)
+    return with_readings(charts, plan_readings(answer, sensitivity))
 
 
 def _n_devices_per_host(answer: Answer) -> int | None:
@@ -86,15 +88,22 @@ def _breakdown_chart(answer: Answer) -> Chart:
             )
         )
     series = [(BREAKDOWN_SERIES[field], label) for field, label in BREAKDOWN_LABELS if field in used]
-    return stacked_bars(bars, name="breakdown", title_text="Where the step goes", series=series, text=format_seconds)
+    return stacked_bars(
+        bars,
+        name="breakdown",
+        title_text="Where the step goes",
+        series=series,
+        text=format_seconds,
+        x_name="time of a step",
+    )
 
 
 def _step_text(candidate: Candidate) -> str:
     return format_seconds(candidate.estimate.step_s)
 
 
-def _memory_parts_chart(estimate: Estimate) -> Chart:
-    """The parts of the peak of each pipeline rank, of those with the least memory left where there are many."""
+def _memory_parts_chart(estimate: Estimate, lanes: Lanes) -> Chart:
+    """The parts of the peak of each lane, of those with the least memory left where there are many."""
     ranks = range(len(estimate.needed_bytes))
     tight = sorted(ranks, key=lambda rank: estimate.needed_bytes[rank] - estimate.limit_bytes(rank), reverse=True)
     series_of = _part_series(estimate)
@@ -107,7 +116,7 @@ def _memory_parts_chart(estimate: Estimate) -> Chart:
             if size > 0
         )
         total = f"{estimate.needed_bytes[rank] / GiB:.1f} of {estimate.limit_bytes(rank) / GiB:.1f} GiB"
-        bars.append(Bar(f"pipeline rank {rank}", parts, total))
+        bars.append(Bar(f"{lanes.name} {rank}", parts, total, lanes.of(rank)))
     names: dict[int, list[str]] = {}
     for part, number in series_of.items():
         names.setdefault(number, []).append(part.replace("_", " "))
@@ -120,6 +129,7 @@ def _memory_parts_chart(estimate: Estimate) -> Chart:
         title_text="Memory at the peak, by part",
         series=series,
         text=lambda n_bytes: f"{n_bytes / GiB:.0f} GiB",
+        x_name="memory of one device at its peak",
         limits=[float(estimate.limit_bytes(rank)) for rank in shown],
         unit=float(GiB),
     )
@@ -166,5 +176,9 @@ def _sensitivity_chart(rows: Sequence[SensitivityRow]) -> Chart:
             told = f"{row.change}: step {format_seconds(row.step_s)}, gain {row.gain:.2%}, {row.plan_changes}"
             swings.append(Swing(row.change, min(row.gain, 0.0), max(row.gain, 0.0), told))
     return tornado_chart(
-        swings, name="sensitivity", title_text="What a better cluster is worth", text=lambda gain: f"{gain:.2%}"
+        swings,
+        name="sensitivity",
+        title_text="What a better cluster is worth",
+        text=lambda gain: f"{gain:.2%}",
+        x_name="less time for a step",
     )

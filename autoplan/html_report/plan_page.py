@@ -38,6 +38,7 @@ from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
 from autoplan.plain_text import rate_text
+from autoplan.plan_words import lanes_of
 from autoplan.report import describe_mesh, fix_text, plan_rows, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
@@ -61,10 +62,11 @@ def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity
         candidates=candidates_table(answer) if has_plan else None,
         breakdown=breakdown_table(answer) if has_plan else None,
         memory=memory_table(answer) if has_plan else None,
+        lane_name=lanes_of(answer.best.plan).name if has_plan else "",
         stages=stages_table(answer) if has_plan else None,
         sensitivity=sensitivity_table(sensitivity) if has_plan and sensitivity else None,
         rejections=rejections_table(answer),
-        n_rejections_hidden=max(0, len(result.rejected) - MAX_REJECTIONS),
+        n_rejections_hidden=max(0, sum(result.rejected_by_reason.values()) - MAX_REJECTIONS),
         sources=sources_table(answer),
         kinds=_kinds_text(answer),
     )
@@ -103,7 +105,9 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
             kind,
             "of the dense peak of the devices used",
         ),
-        Card(f"{peak_bytes / GiB:.1f} GiB", "memory", kind, f"pipeline rank {estimate.tightest_rank}; {left}"),
+        Card(
+            f"{peak_bytes / GiB:.1f} GiB", "memory", kind, f"{lanes_of(best.plan).of(estimate.tightest_rank)}; {left}"
+        ),
         Card(str(mesh.n_devices), "devices", "computed", f"of {workload.n_devices}; {describe_mesh(mesh)}"),
     ]
     cost = cost_usd(answer, best)

@@ -14,9 +14,9 @@ from autoplan.html_report.provenance import provenance_kind, trust_kind
 from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.plan_words import mesh_values
+from autoplan.plan_words import lanes_of, mesh_values
 from autoplan.report import BREAKDOWN_LABELS, REASONS, describe_mesh, recompute_text, tightest_bytes
-from autoplan.search.result import Candidate
+from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 COMPUTED = "computed"
@@ -81,7 +81,7 @@ def breakdown_table(answer: Answer) -> Table:
 
 
 def stages_table(answer: Answer) -> Table:
-    """What each stage holds, and the memory of the pipeline rank it is on."""
+    """What each stage holds; of a batch that groups share, what each group recomputes of the one stage."""
     names, plan = answer.workload.segment_names, answer.best.plan
     rows = []
     for index, stage in enumerate(plan.stages):
@@ -89,11 +89,16 @@ def stages_table(answer: Answer) -> Table:
         span = f"{names[first]} to {names[last]}" if last < len(names) else f"segments {first} to {last}"
         n_segments, n_recomputed = stage.stop - stage.start, len(stage.recomputed)
         rows.append(cells((str(index), index), span, (str(n_segments), n_segments), (str(n_recomputed), n_recomputed)))
-    return Table(("stage", "from and to", "segments", "recomputed"), tuple(rows), frozenset({0, 2, 3}), COMPUTED)
+    return Table(
+        ("group" if plan.mesh.shares else "stage", "from and to", "segments", "recomputed"),
+        tuple(rows),
+        frozenset({0, 2, 3}),
+        COMPUTED,
+    )
 
 
 def memory_table(answer: Answer) -> Table:
-    """The memory of each pipeline rank, by part."""
+    """The memory of each lane, by part."""
     estimate = answer.best.estimate
     parts = tuple(part for part, _ in estimate.memory_parts_bytes[0]) if estimate.memory_parts_bytes else ()
     rows = []
@@ -107,15 +112,22 @@ def memory_table(answer: Answer) -> Table:
             estimate.limit_bytes(rank),
         ]
         rows.append(cells((str(rank), rank), *((f"{size / GiB:.2f}", float(size)) for size in every)))
-    header = ("rank", *(part.replace("_", " ") for part in parts), "allocated", "reserved", "needed", "limit")
+    header = (
+        lanes_of(answer.best.plan).word,
+        *(part.replace("_", " ") for part in parts),
+        "allocated",
+        "reserved",
+        "needed",
+        "limit",
+    )
     return Table(header, tuple(rows), frozenset(range(len(header))), COMPUTED)
 
 
 def rejections_table(answer: Answer) -> Table:
-    """The first of the meshes that are not the answer, and why."""
+    """The nearest of the meshes that are not the answer, and why."""
     rows = [
         cells(describe_mesh(item.mesh), REASONS.get(item.reason, item.reason), item.detail)
-        for item in answer.result.rejected[:MAX_REJECTIONS]
+        for item in nearest_rejections(answer.result.rejected, most=MAX_REJECTIONS)
     ]
     return Table(("plan", "reason", "detail"), tuple(rows))
 

@@ -9,6 +9,7 @@ from html import escape
 from autoplan.html_report.palette import chart_css
 
 NAMESPACE = "http://www.w3.org/2000/svg"
+HEAD = 30  # height of the title of a file of its own
 CHARACTER_WIDTH = 7.3  # of 12 px text in a wide font
 
 
@@ -21,6 +22,7 @@ class Chart:
         summary: what there is to see, for who cannot see it.
         body: the elements.
         note: what a reader must know beside it, or "".
+        reading: what to read from it, in a sentence.
     """
 
     name: str
@@ -30,25 +32,30 @@ class Chart:
     height: int
     body: str
     note: str = ""
+    reading: str = ""
 
     @property
     def inline(self) -> str:
-        """As part of a page that has `palette.chart_css`."""
+        """As part of a page that has `palette.chart_css`, and the title and the reading beside it."""
         return self._element("")
 
     @property
     def stand_alone(self) -> str:
-        """As a file of its own."""
-        paper = element("rect", width=self.width, height=self.height, css="paper")
-        return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._element(f"<style>{chart_css()}</style>{paper}")}\n'
+        """As a file of its own, below its title."""
+        head = element("rect", width=self.width, height=self.height + HEAD, y=-HEAD, css="paper")
+        head += label(8, 20 - HEAD, self.title, css="strong")
+        first = f"<style>{chart_css()}</style>{head}"
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{self._element(first, head=HEAD)}\n'
 
-    def _element(self, first: str) -> str:
+    def _element(self, first: str, *, head: int = 0) -> str:
         ids = f"{self.name}-title {self.name}-summary"
         title = f'<title id="{self.name}-title">{escape_text(self.title)}</title>'
-        summary = f'<desc id="{self.name}-summary">{escape_text(self.summary)}</desc>'
+        told = " ".join(filter(None, [self.reading, self.summary]))
+        summary = f'<desc id="{self.name}-summary">{escape_text(told)}</desc>'
+        height = self.height + head
         return (
-            f'<svg xmlns="{NAMESPACE}" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
-            f'height="{self.height}" role="img" aria-labelledby="{ids}">{title}{summary}{first}{self.body}</svg>'
+            f'<svg xmlns="{NAMESPACE}" viewBox="0 {-head} {self.width} {height}" width="{self.width}" '
+            f'height="{height}" role="img" aria-labelledby="{ids}">{title}{summary}{first}{self.body}</svg>'
         )
 
 

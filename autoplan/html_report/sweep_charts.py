@@ -15,6 +15,7 @@ from autoplan.html_report.charts import (
     tornado_chart,
 )
 from autoplan.html_report.palette import BREAKDOWN_SERIES, WAITING
+from autoplan.html_report.readings import sweep_readings, with_readings
 from autoplan.html_report.scales import time_unit_s
 from autoplan.html_report.svg import Chart
 from autoplan.plain_text import rate_text
@@ -50,8 +51,12 @@ def sweep_charts(rows: Sequence[WhatIfRow]) -> tuple[Chart, ...]:
     swings = [] if base is None else _swings(known, base)
     if base is not None and swings:
         text = f"Speed, one thing changed at a time from {point_name(base, varying(known))}"
-        charts.append(tornado_chart(swings, name="sensitivity", title_text=text, text=lambda gain: f"{gain:+.0%}"))
-    return tuple(charts)
+        charts.append(
+            tornado_chart(
+                swings, name="sensitivity", title_text=text, text=lambda gain: f"{gain:+.0%}", x_name="change of speed"
+            )
+        )
+    return with_readings(charts, sweep_readings(rows))
 
 
 def _scaling_chart(rows: Sequence[WhatIfRow]) -> Chart:
@@ -94,12 +99,12 @@ def _curve(name: str, rows: Sequence[WhatIfRow], *, unit: str) -> Curve:
 def _losses_chart(rows: Sequence[WhatIfRow]) -> Chart:
     known = [row for row in rows if row.shares]
     axes = varying(rows) or AXES[:1]
-    bars, used = [], set()
+    bars, used, unit = [], set(), rate_unit(known)
     for row in known[:MAX_BARS]:
         parts = [(_SERIES[name], share, f"{_LABELS[name]}: {share:.1%}") for name, share in row.shares if share > 0]
         used |= {name for name, share in row.shares if share > 0}
         per_s = pace(row)
-        total = "" if per_s is None else f"{rate_text(per_s)}/s"
+        total = "" if per_s is None else f"{rate_text(per_s)} {unit}"
         bars.append(Bar(point_name(row, axes), tuple(sorted(parts, key=_order)), total))
     names: dict[int, list[str]] = {}
     for name in SHARES:
@@ -111,6 +116,7 @@ def _losses_chart(rows: Sequence[WhatIfRow]) -> Chart:
         title_text="Where wall time goes",
         series=[(number, ", ".join(labels)) for number, labels in names.items()],
         text=lambda share: f"{share:.0%}",
+        x_name="share of the wall time",
         note=f"{len(known) - MAX_BARS} more points are in the table." if len(known) > MAX_BARS else "",
     )
 

@@ -1,6 +1,6 @@
-"""The step over time: what each pipeline rank does (`timeline_chart`), and what it holds (`memory_chart`).
+"""The step over time: what each lane does (`timeline_chart`), and what it holds (`memory_chart`); see `Lanes`.
 
-Both have one lane per rank and the same axis of time, so that they can be read one above the other. A page stays small
+Both have the same lanes and the same axis of time, so that they can be read one above the other. A page stays small
 and a picture readable whatever the plan: a lane with more boxes, or a curve with more points, than its share of
 `MAX_BOXES` or `MAX_POINTS` is drawn by `coarse`, or by the maxima of equal parts of the step, which hide no peak.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autoplan.html_report.scales import Axis, time_ticks, x_axis
 from autoplan.html_report.svg import LEGEND_ROW, Chart, element, label, legend, line, number, title
 from autoplan.parallel_plan import Estimate, TimelineEvent
+from autoplan.plan_words import PIPELINE, Lanes
 from autoplan.units import GiB, format_seconds
 
 WIDTH = 960
@@ -54,18 +55,18 @@ class Box:
     title: str = ""
 
 
-def timeline_chart(events: Iterable[TimelineEvent], *, step_s: float) -> Chart:
-    """What each pipeline rank does in the predicted step: computation above, communication and transfers below it."""
+def timeline_chart(events: Iterable[TimelineEvent], *, step_s: float, lanes: Lanes = PIPELINE) -> Chart:
+    """What each lane does in the predicted step: computation above, communication and transfers below it."""
     rows: dict[tuple[int, str], list[Box]] = {}
     shown = (event for event in events if event.stream != "copy")  # of the next batch, beside all else
     for event in sorted(shown, key=lambda event: (event.rank, event.start_s)):
         stream = event.stream if event.stream in _STREAMS else "transfer"
-        rows.setdefault((event.rank, stream), []).append(_box(event, stream))
+        rows.setdefault((event.rank, stream), []).append(_box(event, stream, lanes))
     n_ranks = 1 + max((rank for rank, _ in rows), default=-1)
     lane, time = _lane_height(n_ranks), Axis(0.0, step_s, LEFT, WIDTH - RIGHT)
     is_titled = sum(map(len, rows.values())) <= MAX_TITLED_BOXES
     n_most = max(1, MAX_BOXES // max(1, len(rows)))
-    parts = [_frame(n_ranks, lane, time)]
+    parts = [_frame(n_ranks, lane, time, lanes.word)]
     for (rank, stream), boxes in rows.items():
         above, share = _STREAMS[stream]
         top, height = LANES_TOP + lane * (rank + above), lane * share
@@ -78,7 +79,7 @@ def timeline_chart(events: Iterable[TimelineEvent], *, step_s: float) -> Chart:
     return Chart(
         name="timeline",
         title="The predicted step",
-        summary=f"What each of {n_ranks} pipeline ranks does during a step of {format_seconds(step_s)}.",
+        summary=f"What each of {n_ranks} {lanes.plural} does during a step of {format_seconds(step_s)}.",
         width=WIDTH,
         height=height,
         body="".join([*parts, below]),
@@ -102,12 +103,12 @@ def coarse(boxes: Sequence[Box], *, span_s: float, n_buckets: int) -> list[Box]:
     return found
 
 
-def memory_chart(curves: Sequence[MemoryCurve], estimate: Estimate) -> Chart:
-    """What each pipeline rank has allocated over the step, what it reserves, and its limit, the top of its lane."""
+def memory_chart(curves: Sequence[MemoryCurve], estimate: Estimate, *, lanes: Lanes = PIPELINE) -> Chart:
+    """What each lane has allocated over the step, what it reserves, and its limit, the top of its lane."""
     n_ranks = len(curves)
     lane, time = _lane_height(n_ranks) * 1.4, Axis(0.0, estimate.step_s, LEFT, WIDTH - RIGHT)
     thin = "" if lane >= MIN_LABEL_LANE else " thin"
-    parts = [_frame(n_ranks, lane, time)]
+    parts = [_frame(n_ranks, lane, time, lanes.word)]
     n_most = max(2, MAX_POINTS // max(1, n_ranks))
     for rank, curve in enumerate(curves):
         needed, limit_bytes = estimate.needed_bytes[rank], estimate.limit_bytes(rank)
@@ -115,7 +116,7 @@ def memory_chart(curves: Sequence[MemoryCurve], estimate: Estimate) -> Chart:
         level = Axis(0, max(limit_bytes, needed), bottom, bottom - lane * 0.86)
         points = curve if len(curve) <= n_most else peaks(curve, span_s=estimate.step_s, n_buckets=n_most)
         most = max((size for _, size in curve), default=0)
-        told = f"pipeline rank {rank}: at most {most / GiB:.1f} GiB allocated, {needed / GiB:.1f} needed"
+        told = f"{lanes.of(rank)}: at most {most / GiB:.1f} GiB allocated, {needed / GiB:.1f} needed"
         told += f" of {limit_bytes / GiB:.1f} GiB"
         parts.append(element("path", title(told), css="f0", d=_area(points, time, level)))
         parts.append(line(time.start, level.at(needed), time.stop, level.at(needed), css=f"l3 dashed{thin}"))
@@ -128,7 +129,7 @@ def memory_chart(curves: Sequence[MemoryCurve], estimate: Estimate) -> Chart:
     return Chart(
         name="memory",
         title="Memory over the step",
-        summary=f"Allocated memory of each of {n_ranks} pipeline ranks during a step, below what its device offers.",
+        summary=f"Allocated memory of each of {n_ranks} {lanes.plural} during a step, below what its device offers.",
         width=WIDTH,
         height=int(top + LEGEND_ROW + 4),
         body="".join([*parts, *keys]),
@@ -167,8 +168,8 @@ def _is_labelled(rank: int, lane: float) -> bool:
     return rank % every == 0
 
 
-def _frame(n_ranks: int, lane: float, time: Axis) -> str:
-    """Stripes, labels of ranks, and the axis of time."""
+def _frame(n_ranks: int, lane: float, time: Axis, word: str) -> str:
+    """Stripes, labels of lanes, and the axis of time."""
     bottom = LANES_TOP + lane * n_ranks
     parts = [
         element("rect", css="band", x=LEFT, y=LANES_TOP + lane * rank, width=time.stop - LEFT, height=lane)
@@ -176,17 +177,17 @@ def _frame(n_ranks: int, lane: float, time: Axis) -> str:
     ]
     parts.append(x_axis(time, time_ticks(time.high), top=LANES_TOP, bottom=bottom, text=format_seconds))
     parts += [
-        label(LEFT - 8, LANES_TOP + lane * rank + (lane + 9) / 2, f"rank {rank}", css="end")
+        label(LEFT - 8, LANES_TOP + lane * rank + (lane + 9) / 2, f"{word} {rank}", css="end")
         for rank in range(n_ranks)
         if _is_labelled(rank, lane)
     ]
     return "".join(parts)
 
 
-def _box(event: TimelineEvent, stream: str) -> Box:
+def _box(event: TimelineEvent, stream: str, lanes: Lanes) -> Box:
     match = _ACTION.fullmatch(event.name) if stream == "compute" else None
     kind = match[1] if match else "optimizer" if stream == "compute" else stream
-    told = f"rank {event.rank}, stage {event.stage}, {event.stream}: {event.name}, "
+    told = f"{lanes.word} {event.rank}, stage {event.stage}, {event.stream}: {event.name}, "
     told += f"{format_seconds(event.stop_s - event.start_s)} from {format_seconds(event.start_s)} on"
     return Box(event.start_s, event.stop_s, kind, match[2] if match else "", told)
 

@@ -103,7 +103,8 @@ def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *,
         times = min(times, round_times(Round(copies), clock), key=_widest)
     for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
         times[f"{way}_s"] = max(0.0, times[f"{way}_s"] - copies_s(copied, clock))
-    return {"status": "noisy" if _widest(times) > MAX_SPREAD else "measured", **times, **memory}
+    status = "noisy" if _widest(times) > MAX_SPREAD else "measured"
+    return {"status": status, **times, **memory, "launch_s": clock.launch_s}
 
 
 def _widest(times: dict[str, float]) -> float:

@@ -8,6 +8,7 @@ for the host, it is made to wait until the host is ahead. If it then takes less,
 what they took together; so the longer of the two is always what was seen under load.
 """
 
+import functools
 import math
 import statistics
 import time
@@ -24,6 +25,7 @@ RESOLUTION_S = 2e-5
 HOST_BOUND, MAYBE_HOST_BOUND = 0.9, 0.4
 SLEEP_CYCLES_PER_S = 2e9
 COPY_LAUNCH_S = 2e-5  # more than the host takes to launch a copy
+N_LAUNCHES = 1000
 Pair = tuple[float, float]  # forward and backward
 Loss = Callable[[Any], torch.Tensor]  # of the outputs
 
@@ -33,6 +35,18 @@ class Clock:
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device, self.is_cuda, self.seconds = device, device.type == "cuda", seconds
+
+    @functools.cached_property
+    def launch_s(self) -> float:
+        """How fast this host is: its time of one small op in eager mode (on a CPU, all of its time)."""
+        x = torch.zeros(64, device=self.device)
+        for _ in range(N_LAUNCHES // 10):
+            x.add_(1)
+        self.wait()
+        start_s = time.perf_counter()
+        for _ in range(N_LAUNCHES):
+            x.add_(1)
+        return (time.perf_counter() - start_s) / N_LAUNCHES
 
     def wait(self) -> None:
         """Until the device has nothing to do."""

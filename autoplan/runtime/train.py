@@ -27,6 +27,7 @@ from .step_trace import StepTrace
 # Python's collector looks through all objects whenever it likes, which stopped a step for 200 ms on one rank and so on
 # all (H200, 2026-11-21). It runs between steps instead, on all ranks in the same one.
 STEPS_PER_COLLECTION = 50
+N_LAUNCHES = 1000  # timed, to tell how fast the host is
 UNKNOWN = PlannedFigures()
 
 
@@ -151,6 +152,7 @@ def write_records(
         "config": asdict(model.config),
         "device": device_name(model.mesh.device),
         "torch_version": torch.__version__,
+        "launch_s": _launch_s(model.mesh.device),
         "steps": [asdict(record) for record in records],
         "peak_allocated_bytes_per_rank": [allocated for allocated, _, _ in sizes],
         "peak_reserved_bytes_per_rank": [reserved for _, reserved, _ in sizes],
@@ -166,6 +168,18 @@ def _outside_allocator_bytes(device: torch.device) -> int | None:
         return None
     free_bytes, all_bytes = torch.cuda.mem_get_info(device)
     return all_bytes - free_bytes - torch.cuda.memory_reserved(device)
+
+
+def _launch_s(device: torch.device) -> float:
+    """How fast this host is: its time of one small op in eager mode, as `autoplan profile` measures it."""
+    x = torch.zeros(64, device=device)
+    for _ in range(N_LAUNCHES // 10):
+        x.add_(1)
+    _wait_for(device)
+    start_s = time.perf_counter()
+    for _ in range(N_LAUNCHES):
+        x.add_(1)
+    return (time.perf_counter() - start_s) / N_LAUNCHES
 
 
 def _wait_for(device: torch.device) -> None:

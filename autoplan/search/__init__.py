@@ -52,6 +52,7 @@ def search(
     make_plan: MakePlan,
     warm_start: Plan | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
 ) -> SearchResult:
     """The best plan of `space`, or the proof that none fits.
 
@@ -60,10 +61,13 @@ def search(
     not examined are rejected for "time limit" with the detail "interrupted". `warm_start` is a plan of the same model
     that may be good, say the best one on a similar cluster; where the space has its mesh, it is judged first.
 
+    The time limit counts from the start, and what the answer takes to write is within it. With patience it counts from
+    when all meshes are known and a plan is; a search without any plan goes on for `patience_s`.
+
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
     """
-    state = SearchState(options, price, clock, clock())
+    state = SearchState(options, price, clock, clock(), patience_s)
     found: tuple[Baseline, ...] = ()
     try:
         found = plain_recipes(space, options, price=state.table)
@@ -89,14 +93,13 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
     """Baselines that belong to the space, and the warm start, are the first plans; every mesh enters the queue."""
     if state.stopped:
         return
-    index_of = {mesh: index for index, mesh in enumerate(state.meshes)}
     for baseline in found:
-        index = index_of.get(baseline.table.mesh)
+        index = state.index_of(baseline.table.mesh)
         obeys = obeys_recompute(baseline.table, baseline.judged.stages, recompute=state.recompute)
         if index is not None and obeys and baseline.judged.estimate.fits:
             state.keep(index, baseline.judged)
             state.first_plan_s = recipes_s
-    index = None if warm_start is None else index_of.get(warm_start.mesh)
+    index = None if warm_start is None else state.index_of(warm_start.mesh)
     if warm_start is not None and index is not None:
         consider(state, index, warm_start.stages)
     keys = tuple(map(compute_key, state.meshes))
@@ -105,6 +108,7 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
         forward_s, backward_s = passes_s[key]
         bound_s = compute_bound_s(mesh, forward_s=forward_s, backward_s=backward_s)
         state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
+    state.ready_s = state.clock() - state.started_s
 
 
 def _prove(state: SearchState) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.bounds import shortfall_bytes
+from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.meshes import SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
 from autoplan.search.one_mesh import Judged
 from autoplan.search.plans import repeated_segments
@@ -92,25 +92,37 @@ def _best_of(
     space: SearchSpace,
     price: Callable[[Mesh], CostTable],
 ) -> Baseline | None:
-    """The fastest plan that fits of the first tier that has one; else the last plan that lacks the least memory."""
-    closest: tuple[int, Baseline] | None = None
+    """The fastest plan that fits of the first tier that has one; else the plan found that lacks the least memory.
+
+    Plans are replayed in the order of the bounds of their meshes, and none whose bound is not below the best.
+    """
+    seen: list[CostTable] = []
+    closest: Baseline | None = None
     for meshes in tiers:
-        fitting = []
-        for mesh in meshes:
-            table = price(mesh)
+        tables = [price(mesh) for mesh in meshes]
+        seen += tables
+        best: Baseline | None = None
+        for table in sorted((own for own in tables if shortfall_bytes(own) <= 0), key=step_bound_s):
+            if best is not None and step_bound_s(table) >= best.judged.estimate.step_s:
+                break
             for again in recompute:
-                if shortfall_bytes(table) > 0 and closest is not None and again:
-                    continue
-                baseline = Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again)))
-                estimate = baseline.judged.estimate
-                if estimate.fits:
-                    fitting.append(baseline)
-                short = max(estimate.needed_bytes) - estimate.memory_limit_bytes
-                if closest is None or short < closest[0]:
-                    closest = (short, baseline)
-        if fitting:
-            return min(fitting, key=lambda baseline: baseline.judged.estimate.step_s)
-    return None if closest is None else closest[1]
+                plan = Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again)))
+                if not plan.judged.estimate.fits:
+                    closest = plan if closest is None else min(closest, plan, key=_short_bytes)
+                elif best is None or plan.judged.estimate.step_s < best.judged.estimate.step_s:
+                    best = plan
+        if best is not None:
+            return best
+    if closest is not None or not seen:
+        return closest
+    table = min(seen, key=shortfall_bytes)
+    plans = (Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again))) for again in recompute)
+    return min(plans, key=_short_bytes)
+
+
+def _short_bytes(plan: Baseline) -> int:
+    """What a plan that does not fit lacks."""
+    return max(plan.judged.estimate.needed_bytes) - plan.judged.estimate.memory_limit_bytes
 
 
 def _judge(table: CostTable, stages: tuple[StagePlan, ...]) -> Judged:

@@ -162,10 +162,12 @@ def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: in
     zeros = zero_choices(space, options, tp=tp, dp=dp)
     codes = space.generated if tp == pp == 1 else (False,)
     choices = product(keys, batches, zeros, space.executions, codes)
+    recompute = fixed(options, "recompute")
+    counts = {size: space.global_batch // dp // size for size in batches}
+    schedules = {n: _schedule_choices(space, options, pp=pp, n_micro_batches=n) for n in counts.values()}
     for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
-        n_micro_batches = space.global_batch // dp // micro_batch_size
-        for schedule, n_chunks in _schedule_choices(space, options, pp=pp, n_micro_batches=n_micro_batches):
-            recompute = fixed(options, "recompute")
+        n_micro_batches = counts[micro_batch_size]
+        for schedule, n_chunks in schedules[n_micro_batches]:
             if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
                 continue
             yield Mesh(

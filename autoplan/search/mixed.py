@@ -54,7 +54,11 @@ WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to
 
 
 def search_mixed(
-    space: MixedSpace, *, options: Options, clock: Callable[[], float] = time.perf_counter
+    space: MixedSpace,
+    *,
+    options: Options,
+    clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
 ) -> SearchResult:
     """The best plan of `space`, with the bound that is proved; see `search`.
 
@@ -62,7 +66,7 @@ def search_mixed(
 
     Raises: InfeasibleError if there is no mesh at all; InputError for a wrong fix.
     """
-    state = MixedState(space, options, clock, clock())
+    state = MixedState(space, options, clock, clock(), patience_s)
     try:
         state.shapes = tuple(shapes(space, options))
         state.queue = MeshQueue(space, state.shapes)

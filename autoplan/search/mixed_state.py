@@ -33,6 +33,7 @@ class MixedState:
     options: Options
     clock: Callable[[], float]
     started_s: float
+    patience_s: float | None = None  # the time limit while there is no plan
     shapes: tuple[Shape, ...] = ()
     queue: MeshQueue | None = None  # of pipelines, not yet
     shares: ShareQueue | None = None  # not yet
@@ -66,12 +67,18 @@ class MixedState:
         """The step time that a plan must be below to be worth looking for."""
         return faster_than(self.best_s, gap=self.gap)
 
+    @property
+    def limit_s(self) -> float:
+        """The time limit as it is now; INFINITY when there is none."""
+        limit_s = self.options.time_limit_s
+        if limit_s is not None and self.patience_s is not None and self.best_s == INFINITY:
+            limit_s = self.patience_s
+        return INFINITY if limit_s is None else limit_s
+
     def remaining_s(self) -> float:
         """Time left; INFINITY when there is no limit."""
-        limit_s = self.options.time_limit_s
-        return INFINITY if limit_s is None else limit_s - (self.clock() - self.started_s)
+        return self.limit_s - (self.clock() - self.started_s)
 
     def is_over(self, share: float) -> bool:
         """Whether this share of the time is over."""
-        limit_s = self.options.time_limit_s
-        return limit_s is not None and self.remaining_s() <= (1.0 - share) * limit_s
+        return self.clock() - self.started_s >= share * self.limit_s

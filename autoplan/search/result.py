@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 from autoplan.parallel_plan import Estimate, Mesh, Plan
@@ -75,6 +77,8 @@ class SearchResult:
         nearest_fix: when infeasible, the first of `remedies` in a sentence; when not one mesh divides devices and
             batch (`n_meshes` is 0), the numbers that would.
         remedies: when infeasible, the changes that were verified to make it feasible, the cheapest first.
+        rejected: every mesh but that of `best`; of an answer that was read back, only the nearest where they were many.
+        rejected_counts: (reason, how many meshes) pairs where `rejected` does not hold all of them.
         stopped_by: what ended the search before its proof: "time limit", "interrupted" (Ctrl-C), "stalled" (meshes
             are left whose bounds would not rise any further), or "" when nothing worth looking for is left.
         first_plan_s: when the first plan that fits was known, from the start of the search.
@@ -92,6 +96,12 @@ class SearchResult:
     stopped_by: str = ""
     first_plan_s: float | None = None
     remedies: tuple[Remedy, ...] = ()
+    rejected_counts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def rejected_by_reason(self) -> dict[str, int]:
+        """How many meshes fell to each reason."""
+        return dict(self.rejected_counts or sorted(Counter(item.reason for item in self.rejected).items()))
 
     @property
     def closest(self) -> Rejection | None:
@@ -110,3 +120,15 @@ class SearchResult:
         if self.best is None or self.bound_s is None:
             return None
         return max(0.0, 1.0 - self.bound_s / self.best.estimate.step_s)
+
+
+def nearest_rejections(rejected: tuple[Rejection, ...], *, most: int) -> tuple[Rejection, ...]:
+    """Those that came closest, in their order: the fastest plans first, then those that lack the least memory."""
+    kept = heapq.nsmallest(most, range(len(rejected)), key=lambda index: (_distance(rejected[index]), index))
+    return tuple(rejected[index] for index in sorted(kept))
+
+
+def _distance(item: Rejection) -> tuple[float, ...]:
+    if item.reason == "slower":
+        return 0, item.step_s or 0.0
+    return (2,) if item.short_bytes is None else (1, item.stage is None, item.short_bytes)

@@ -28,6 +28,8 @@ class SearchState:
     price: Price
     clock: Callable[[], float]
     started_s: float
+    patience_s: float | None = None
+    ready_s: float = 0.0  # when every mesh was in the queue
     meshes: tuple[Mesh, ...] = ()
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
@@ -48,10 +50,23 @@ class SearchState:
         if self.first_plan_s is None:
             self.first_plan_s = self.clock() - self.started_s
 
+    def index_of(self, mesh: Mesh) -> int | None:
+        """Where a mesh stands in the enumeration; most others have another dp, and are not compared any further."""
+        return next((i for i, other in enumerate(self.meshes) if other.dp == mesh.dp and other == mesh), None)
+
     def remaining_s(self) -> float | None:
         """Time left to search; None when there is no limit."""
+        limit_s = self._limit_s()
+        return None if limit_s is None else limit_s - (self.clock() - self.started_s)
+
+    def _limit_s(self) -> float | None:
+        """When the search ends; see `search.search` for patience."""
         limit_s = self.options.time_limit_s
-        return None if limit_s is None else limit_s - self.answer_s - (self.clock() - self.started_s)
+        if limit_s is None or self.patience_s is None:
+            return None if limit_s is None else limit_s - self.answer_s
+        if self.first_plan_s is None:
+            return max(self.patience_s, self.ready_s + limit_s)
+        return max(self.first_plan_s, self.ready_s) + limit_s
 
     def is_late(self) -> bool:
         """Whether no time is left."""

@@ -68,6 +68,8 @@ def _cut(state: SearchState, index: int) -> float:
         bound_s = partition.bound_s
         if partition.stages:
             consider(state, index, partition.stages)
+            if index not in state.plans and bound_s < faster_than(state.score_to_beat() / weight, gap=state.gap):
+                _recompute_until_it_fits(state, index, partition.stages)
     if bound_s == INFINITY:
         state.rejections[index] = short_somewhere(table, 1)
     return bound_s
@@ -75,9 +77,14 @@ def _cut(state: SearchState, index: int) -> float:
 
 def _share_out(state: SearchState, index: int) -> None:
     """Look for a plan with several stages per rank that fits."""
-    mesh = state.meshes[index]
-    table, recompute = state.table(mesh), state.recompute
-    stages = balanced_stages(table, recompute=recompute)
+    stages = balanced_stages(state.table(state.meshes[index]), recompute=state.recompute)
+    _recompute_until_it_fits(state, index, stages)
+
+
+def _recompute_until_it_fits(state: SearchState, index: int, stages: tuple[StagePlan, ...]) -> None:
+    """Look for a plan of these stages that fits."""
+    mesh, recompute = state.meshes[index], state.recompute
+    table = state.table(mesh)
     plan = thrifty_plan(table, shape_of(mesh), stages, recompute=recompute, is_late=state.is_late)
     if plan is not None and obeys_recompute(table, plan.stages, recompute=recompute):
         _keep_if_better(state, index, plan)

@@ -22,6 +22,7 @@ from autoplan.what_if.rows import WhatIfRow
 
 LITTLE, MUCH = 0.10, 0.30  # of the wall time, waiting for communication
 DEARER = 1.10  # cost of a token against the cheapest
+WORTH = 0.01  # of speed: a cluster that gains less over a smaller one is no alternative to it
 MANY_DEVICES, LONG_S = 256, 7 * SECONDS_PER_DAY  # from where on failures count
 MAX_BATCH_FACTOR = 64
 POOR_LINK = 0.5  # of the data-sheet rate of a link: a large all-reduce that reaches less has something in its way
@@ -116,6 +117,15 @@ def _share(row: WhatIfRow) -> str:
     return "no plan" if row.exposed_share is None else f"{row.exposed_share:.0%}"
 
 
+def _idle(row: WhatIfRow) -> str:
+    return f", {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
+
+
+def _more(gain: float) -> str:
+    """`+12%`; what is nothing has no minus."""
+    return f"{round(gain - 1.0, 2) + 0.0:+.0%}"
+
+
 def _fits(row: WhatIfRow) -> bool:
     return row.step_s is not None
 
@@ -188,14 +198,14 @@ def raise_batch(facts: Facts) -> Advice:
     enough = next((batch for batch, row in facts.batches if row.shares and not is_starved(row)), None)
     most = MAX_BATCH_FACTOR * facts.host.global_batch
     until = f"below {LITTLE:.0%}, and none idle, from batch {enough} on" if enough else f"no better with batch {most}"
-    idle = f", {facts.host.n_idle_devices} of {facts.host.n_devices} devices idle" if facts.host.n_idle_devices else ""
     return Advice(
         "this batch is too small for a whole host",
         is_starved(facts.host),
         f"raise the batch, or accumulate gradients, to {enough} samples a step first"
         if enough
         else "run independent trainings on parts of the host; a larger batch does not help",
-        f"{_share(facts.host)} of the time waits for communication at batch {facts.host.global_batch}{idle}"
+        f"{_share(facts.host)} of the time waits for communication at batch {facts.host.global_batch}"
+        + _idle(facts.host)
         + (f"; {until}" if facts.batches else ""),
     )
 
@@ -210,7 +220,7 @@ def data_parallel(facts: Facts) -> Advice:
         "no plan on one device or on the host"
         if share is None
         else f"{facts.host.n_devices} devices are {share * facts.host.n_devices:.2f} times as fast as one "
-        f"(efficiency {share:.0%}), {_share(facts.host)} of the time waits for communication",
+        f"(efficiency {share:.0%}), {_share(facts.host)} of the time waits for communication{_idle(facts.host)}",
     )
 
 
@@ -269,12 +279,17 @@ def not_over_two_hosts(facts: Facts) -> Advice:
     gain = speed_up(facts.split, facts.half)
     n_half, n_all = facts.half.n_devices, facts.split.n_devices
     fix = speed_up(facts.host, facts.half)
-    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {fix - 1:+.0%}"
+    inside = "" if fix is None or facts.split is facts.host else f"; {n_all} devices in one host: {_more(fix)}"
+    helps_inside = fix is None or fix >= 1.0 + WORTH
     return Advice(
         f"{n_all} devices over two hosts instead of {n_half} in one",
         gain is not None and gain < 1.0 + MUCH,
-        f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch",
-        "no plan" if gain is None else f"{gain - 1:+.0%} speed for {n_all / n_half:.0f} times the devices{inside}",
+        f"do not add a second host for speed: take {n_all} devices in one host, a faster network, or a larger batch"
+        if helps_inside
+        else f"take {count(n_half, 'device')}, or a larger batch: {n_all} gain less than {WORTH:.0%}, in one host too",
+        "no plan"
+        if gain is None
+        else f"{_more(gain)} speed for {n_all / n_half:.0f} times the devices{_idle(facts.split)}{inside}",
     )
 
 
@@ -317,12 +332,18 @@ def stop_scaling(facts: Facts) -> Advice:
         if row is not None
     ]
     most = facts.hosts[-1]
+    gains = [gain for row in facts.hosts if last is not None and (gain := speed_up(row, last)) is not None]
+    until = (
+        f"; more of them gain less than {WORTH:.0%}"
+        if max(gains, default=1.0) < 1.0 + WORTH
+        else ", unless time is worth more than devices"
+    )
     return Advice(
         "more hosts only shrink the share of each",
         last is not None and last.n_hosts < most.n_hosts,
-        f"stop at {count(last.n_hosts if last else 1, 'host')} with batch {most.global_batch}, unless time is worth"
-        " more than devices; a larger batch scales further",
-        "; ".join(texts) or f"communication stays below {LITTLE:.0%} up to {most.n_devices} devices",
+        f"stop at {count(last.n_hosts if last else 1, 'host')} with batch {most.global_batch}{until};"
+        " a larger batch scales further",
+        ("; ".join(texts) or f"communication stays below {LITTLE:.0%} up to {most.n_devices} devices") + _idle(most),
     )
 
 

@@ -9,7 +9,7 @@ What else is assumed swings for all clusters at once, by the factors of `FACTORS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from autoplan.what_if.conditions import Condition, Reliability
 from autoplan.what_if.rows import WhatIfRow
 
 LOW, HIGH = "low", "high"
+TOLERANCE = 0.02  # within a budget: of the time to train, what is not worth more money
 # Assumption -> (factor, field): how far nobody would wonder to find it off.
 FACTORS: Mapping[str, tuple[float, str]] = {
     "time between failures": (4.0, "device_mtbf_s"),
@@ -48,6 +49,15 @@ class Limit:
         assert row.train_s is not None and row.cost_usd is not None
         figures = (row.cost_usd, row.train_s) if self.deadline_s is not None else (row.train_s, row.cost_usd)
         return (*figures, row.n_devices)
+
+    def ranked(self, rows: Iterable[WhatIfRow]) -> list[WhatIfRow]:
+        """Those that meet it, the best first; within a budget that is the cheapest that is about as fast as any."""
+        met = sorted((row for row in rows if self.is_met(row)), key=self.score)
+        if self.budget_usd is None or not met:
+            return met
+        fast = (row for row in met if self.score(row)[0] <= (1.0 + TOLERANCE) * self.score(met[0])[0])
+        best = min(fast, key=lambda row: (row.cost_usd, self.score(row)))
+        return [best, *(row for row in met if row is not best)]
 
     def text(self) -> str:
         """`within 14 d`, `for at most 100,000 USD`."""
@@ -109,7 +119,7 @@ def _swing(name: str, best: WhatIfRow, pair: Sequence[Sequence[WhatIfRow]], limi
         own = next((row for row in rows if _key(row) == _key(best)), None)
         if own is None or own.train_s is None or own.cost_usd is None:
             return None
-        first = min((row for row in rows if limit.is_met(row)), key=limit.score, default=None)
+        first = next(iter(limit.ranked(rows)), None)
         figures.append(limit.score(own)[0])
         answers.append(None if first is None else cluster_name(first))
     return Swing(name, figures[0], figures[1], answers[0], answers[1])

@@ -6,7 +6,7 @@
 A search is "quick" or "full". A quick one looks at `PLAIN_SCHEDULE` only: one stage per rank, under 1f1b, or under
 gpipe where there are fewer micro-batches than pipeline ranks. Bounds are arithmetic there: a tenth of the time, and the
 proof is of that space. Limits are of processor time, so that what else the machine does changes no answer but near the
-limit: the user's, or `QUICK_TIME_LIMIT_S` and, where that finds no plan, `DEFAULT_TIME_LIMIT_S`.
+limit: the user's, or `QUICK_TIME_LIMIT_S` from the first plan on, and `DEFAULT_TIME_LIMIT_S` where there is none.
 """
 
 from __future__ import annotations
@@ -134,15 +134,12 @@ def searched(options: Options, *, search: str, time_limit_s: float | None = None
 def solve_point(problem: Problem, *, patience_s: float | None = None) -> PointResult:
     """A whole search; a cluster that cannot train the model so is a result that says why.
 
-    A search that ends without any plan goes on for as long as `patience_s`.
+    A search that is without any plan at its time limit goes on for as long as `patience_s`; see `search.search`.
 
     Raises: KeyboardInterrupt when the search was interrupted.
     """
     try:
-        answer = decide(problem, clock=time.process_time)
-        if answer.result.status == "unknown" and patience_s is not None:
-            patient = replace(problem.options, time_limit_s=patience_s)
-            answer = decide(replace(problem, options=patient), clock=time.process_time)
+        answer = decide(problem, clock=time.process_time, patience_s=patience_s)
     except UsageError:
         raise
     except InputError as error:

@@ -8,9 +8,10 @@ from typing import Any
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plain_text import WIDTH, count, folded, text_table
 from autoplan.units import format_seconds, format_usd
-from autoplan.what_if.answer_changes import cluster_name, swing_cells
+from autoplan.what_if.answer_changes import TOLERANCE, cluster_name, swing_cells
 from autoplan.what_if.recommending import Recommendation
 from autoplan.what_if.row_text import bullets, price_text, whatif_table
+from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.tables import row_to_dict
 
 
@@ -55,7 +56,18 @@ def _sentence(answer: Recommendation) -> str:
             f"None found: no plan found trains it {answer.wanted} ({looked}). Nearest: {cluster_name(row)}: {figures}."
         )
     verb = "Rent" if answer.wanted.startswith("within") else "Take"
-    return f"{verb} {cluster_name(row)}: it trains the model {answer.wanted}: {figures}; {looked}."
+    taken = f"{verb} {cluster_name(row)}: it trains the model {answer.wanted}: {figures}; {looked}."
+    return f"{taken} {_passed_over(answer.passed_over, row)}" if answer.passed_over is not None else taken
+
+
+def _passed_over(fastest: WhatIfRow, best: WhatIfRow) -> str:
+    """Why the answer is not the fastest."""
+    assert fastest.train_s is not None and fastest.cost_usd is not None
+    assert best.train_s is not None and best.cost_usd is not None
+    return (
+        f"The fastest, {cluster_name(fastest)}, takes {1.0 - fastest.train_s / best.train_s:.1%} less time and costs "
+        f"{format_usd(fastest.cost_usd)}; of those at most {TOLERANCE:.0%} slower the cheapest is taken."
+    )
 
 
 def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
@@ -65,6 +77,7 @@ def recommendation_to_dict(answer: Recommendation) -> dict[str, Any]:
         "wanted": answer.wanted,
         "status": "feasible" if answer.best is not None else "none_found",
         "best": None if answer.best is None else row_to_dict(answer.best),
+        "passed_over": None if answer.passed_over is None else row_to_dict(answer.passed_over),
         "alternatives": [row_to_dict(row) for row in answer.alternatives],
         "nearest": None if answer.nearest is None else row_to_dict(answer.nearest),
         "n_looked_at": answer.n_looked_at,

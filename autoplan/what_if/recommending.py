@@ -2,7 +2,9 @@
 
     looked at   each hardware with 1, 2, 3, 4, 6, 8, 12, ... hosts; under a deadline from `least_hosts` on, the fewest
                 whose peak FLOPs could meet it, until two more than the first that does; under a budget all
-    best        min cost among those that meet the deadline; min time among those within the budget
+    best        min cost among those that meet the deadline; among those within the budget min time, or the cheapest
+                that takes at most `TOLERANCE` longer
+    alternatives   the best of each other hardware, then other sizes of the same that are faster or cheaper by `WORTH`
     searched    quickly; under search "full" the most promising again in full
 
 That no cluster looked at meets what was asked is no proof that none does: the answer says what was looked at.
@@ -34,6 +36,7 @@ from autoplan.what_if.sweep import INTERRUPTED
 
 DEFAULT_GLOBAL_BATCH = 512
 N_ALTERNATIVES = 3
+WORTH = 0.01  # of time or cost: what another size of the same hardware must gain to be named
 N_PAST_DEADLINE = 2  # host counts looked at beyond the first that meets the deadline
 MAX_SECONDS = 1e12
 MAX_USD = 1e15
@@ -44,6 +47,7 @@ class Recommendation:
     """An answer; `best` is None when no cluster looked at meets what was asked.
 
     Attributes:
+        passed_over: the fastest within the budget, where that is another one.
         alternatives: the next best that meet it, of other hardware or another number of hosts.
         nearest: when nothing meets it, the cluster that misses it by least.
         n_looked_at: clusters.
@@ -55,6 +59,7 @@ class Recommendation:
 
     wanted: str
     best: WhatIfRow | None
+    passed_over: WhatIfRow | None
     alternatives: tuple[WhatIfRow, ...]
     nearest: WhatIfRow | None
     n_looked_at: int
@@ -96,13 +101,14 @@ def recommend(
     if question.search == "full" and not is_interrupted:
         found, is_interrupted = _again(asked, quick, limit, n_jobs=n_jobs, today=today)
     rows = _as_assumed(found)
-    met = sorted((row for row in rows if limit.is_met(row)), key=limit.score)
+    met = limit.ranked(rows)
     priced = [row for row in rows if limit.excess(row) is not None]
     nearest = None if met else min(priced, key=lambda row: limit.excess(row) or 0.0, default=None)
     best = met[0] if met else None
     return Recommendation(
         wanted=limit.text(),
         best=best,
+        passed_over=met[1] if len(met) > 1 and limit.score(met[1]) < limit.score(met[0]) else None,
         alternatives=_alternatives(met),
         nearest=nearest,
         n_looked_at=len(rows),
@@ -280,7 +286,7 @@ def _again(
 ) -> tuple[tuple[WhatIfRow, ...], bool]:
     """The most promising rows searched in full, the others as they were, as are those that an interrupt left out."""
     priced = [row for row in _as_assumed(rows) if limit.excess(row) is not None]
-    met = sorted((row for row in priced if limit.is_met(row)), key=limit.score)
+    met = limit.ranked(priced)
     missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
     promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
     found: dict[tuple[str, int, str], WhatIfRow] = {}
@@ -321,5 +327,11 @@ def _alternatives(met: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     for row in met[1:]:
         if row.hardware != met[0].hardware:
             firsts.setdefault(row.hardware, row)
-    others = [row for row in met[1:] if row.hardware == met[0].hardware]
+    others = [row for row in met[1:] if row.hardware == met[0].hardware and _gains(row, met[0])]
     return tuple([*firsts.values(), *others][:N_ALTERNATIVES])
+
+
+def _gains(row: WhatIfRow, best: WhatIfRow) -> bool:
+    """Whether a row is faster or cheaper than the best by enough to be named."""
+    pairs = ((row.train_s, best.train_s), (row.cost_usd, best.cost_usd))
+    return any(own is not None and than is not None and own < (1.0 - WORTH) * than for own, than in pairs)

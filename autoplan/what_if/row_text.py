@@ -147,8 +147,10 @@ def _memory(row: WhatIfRow, rows: Rows) -> str:
     return f"{row.peak_bytes / row.memory_limit_bytes:.0%}"
 
 
-def _quickest(row: WhatIfRow, rows: Rows) -> str:
-    return "" if row not in rows.as_fast else "fastest" if row is rows.fastest else "as fast"
+def _marks(row: WhatIfRow, rows: Rows) -> str:
+    """`as fast, 4 idle`."""
+    rank = "" if row not in rows.as_fast else "fastest" if row is rows.fastest else "as fast"
+    return ", ".join(filter(None, [rank, f"{row.n_idle_devices} idle" if row.n_idle_devices else ""]))
 
 
 def _cheapest(row: WhatIfRow, rows: Rows) -> str:
@@ -207,7 +209,7 @@ SPEEDS = (
         "scaling: speed of one device, as a share of that in the smallest cluster of the same hardware",
     ),
     Column("memory", _memory, "memory: of the fullest device, at the peak"),
-    Column("", _quickest, is_right=False),
+    Column("", _marks, is_right=False),
 )
 TOTALS = (
     Column("trains in", _train),
