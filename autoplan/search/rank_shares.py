@@ -319,7 +319,8 @@ class Shares:
         used = used + self._chosen(needs.saved_bytes, rank) @ moments.in_flight.T
         used = used + self._chosen(needs.pending_bytes, rank) @ moments.pending.T
         used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
-        used = used + self._chosen(needs.alone_bytes, rank)[:, moments.running]
+        alone, ending = (self._chosen(own, rank)[:, moments.running] for own in (needs.alone_bytes, needs.ending_bytes))
+        used = used + np.where(moments.makes_gradients, ending, alone)
         room_bytes = memory_room_bytes(self.table, stages=self.shape.stages_of[rank])
         n_easy = moments.in_flight.max(axis=1)  # micro-batches that spare it at the most, whichever stage has it
         easy_bytes = float(self.segments.easy_bytes.sum())

@@ -49,7 +49,8 @@ class Needs:
         plain_s: likewise, without what reductions add.
         reduce_s: all reductions of one micro-batch.
         left_s: what a backward pass leaves to be reduced; last_left_s: the last one of the step.
-        alone_bytes: by the last segment while it runs.
+        alone_bytes: by the last segment while it runs; ending_bytes: by it or the one before, the larger of both, in a
+            pass that makes gradients.
         n_spared: segments that spare memory when they are recomputed, at the most.
     """
 
@@ -67,6 +68,7 @@ class Needs:
     saved_bytes: Array
     pending_bytes: Array
     alone_bytes: Array
+    ending_bytes: Array
     n_spared: Array
 
     @classmethod
@@ -97,6 +99,8 @@ class Needs:
         )
         fields["last_reduce_s"] = ranges.first(segments.reduce_s)
         fields["alone_bytes"] = ranges.last(segments.least_alone_bytes)
+        has_several = ranges.edges[ranges.stop] - ranges.edges[ranges.start] > 1
+        fields["ending_bytes"] = np.where(has_several, ranges.last(segments.ending_bytes), fields["alone_bytes"])
         everything = [*passes.values(), *plain.values(), *fields.values()]
         least = per_stage(ranges, sizes, np.stack([np.broadcast_to(values, shape) for values in everything]))
         least_of = dict(zip(fields, least[len(passes) + len(plain) :], strict=True))
