@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoplan.answer import Answer
-    from autoplan.api import emit, estimate, plan, trace_model, whatif
+    from autoplan.api import emit, estimate, plan, whatif
     from autoplan.errors import AutoplanError
     from autoplan.hardware import load_profile, profile_names
-    from autoplan.live import parallelize
+    from autoplan.live import parallelize, trace
     from autoplan.options import Options
     from autoplan.output_folder import read_answer
     from autoplan.parallel_plan import Estimate, Mesh, Plan
@@ -55,7 +55,7 @@ _HOME = {
     "read_question": "autoplan.what_if.question",
     "recommend": "autoplan.what_if.recommending",
     "sensitivity": "autoplan.questions",
-    "trace_model": "autoplan.api",
+    "trace": "autoplan.live",
     "whatif": "autoplan.api",
     "why_not": "autoplan.questions",
 }
@@ -81,7 +81,7 @@ __all__ = [
     "read_question",
     "recommend",
     "sensitivity",
-    "trace_model",
+    "trace",
     "whatif",
     "why_not",
 ]

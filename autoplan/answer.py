@@ -16,9 +16,9 @@ from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
 from autoplan.json_values import decode, encode
-from autoplan.measured_ops import SegmentComparison
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
+from autoplan.profile.measured_ops import SegmentComparison
 from autoplan.search.result import Candidate, SearchResult, nearest_rejections
 from autoplan.units import SECONDS_PER_HOUR
 

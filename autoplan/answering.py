@@ -9,7 +9,7 @@ from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per
 from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.search.result import SearchResult
 from autoplan.semantics import notes
-from autoplan.split_names import splits
+from autoplan.tensor_parallel.split_names import splits
 
 if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile
@@ -34,7 +34,7 @@ def answer_of(problem: Problem, result: SearchResult) -> Answer:
 
 def model_name(model: str | Path) -> str:
     """What reports call a MODEL: its file's name; a configuration also by its folder, since all have one name."""
-    from autoplan.hugging_face import PREFIX, is_hugging_face
+    from autoplan.tracing.hugging_face import PREFIX, is_hugging_face
 
     path = Path(str(model).removeprefix(PREFIX))
     return PREFIX + "/".join(path.parts[-2:]) if is_hugging_face(model) else path.name

@@ -71,8 +71,9 @@ def discover_rules(
     model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> str:
     """A file of rules for these ops of the model, or for all that have none; found by trial, see `rule_discovery`."""
-    from autoplan import rule_discovery, trace
     from autoplan.space import ops_without_rule
+    from autoplan.tensor_parallel import rule_discovery
+    from autoplan.tracing import trace
 
     path, overrides = model_file(model, overrides or {})
     graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its operators
@@ -98,8 +99,14 @@ def measurement_folder(
     "contiguous", "channels_last" or "both".
     """
     from autoplan.output_folder import read_text_file
-    from autoplan.profile_folder import COMPILE_WAYS, FORMAT_WAYS, MeasurementRequest, measurement_files, value_ranges
-    from autoplan.trace import example_batch, model_source
+    from autoplan.profile.profile_folder import (
+        COMPILE_WAYS,
+        FORMAT_WAYS,
+        MeasurementRequest,
+        measurement_files,
+        value_ranges,
+    )
+    from autoplan.tracing.trace import example_batch, model_source
 
     profile, chosen = _load_profile(hw, 1), checked(Options(**options))
     if chosen.module_level:
@@ -191,7 +198,7 @@ def whatif(
 
 def solve(problem: Problem) -> Answer:
     """`decide`, and when nothing fits, the changes that would make something fit; Ctrl-C keeps those found so far."""
-    from autoplan.report import remedy_text
+    from autoplan.report.plan_report import remedy_text
     from autoplan.search.remedies import find_remedies
 
     answer = _with_ops(problem, decide(problem))
@@ -229,7 +236,7 @@ def decide(
 
 def _with_ops(problem: Problem, answer: Answer) -> Answer:
     """The answer with the ops of its best plan, where `autoplan profile` measured them."""
-    from autoplan.measurements import ops_of_plan
+    from autoplan.profile.measurements import ops_of_plan
 
     if problem.measured is None or isinstance(problem.profile, Cluster) or answer.result.best is None:
         return answer
@@ -261,10 +268,10 @@ def score(problem: Problem, plan: Plan) -> Answer:
 def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
-    from autoplan.hugging_face import is_hugging_face
     from autoplan.output_folder import launch_command, read_text_file, report_files
-    from autoplan.report import program_header
+    from autoplan.report.plan_report import program_header
     from autoplan.space import load_rules
+    from autoplan.tracing.hugging_face import is_hugging_face
 
     program = generate(
         problem.graph,
@@ -286,7 +293,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
 
 def memory_curves(problem: Problem, plan: Plan) -> tuple[tuple[tuple[float, int], ...], ...]:
     """What each pipeline rank has allocated over the step; see `simulate.memory_over_time`."""
-    from autoplan.simulate import memory_over_time
+    from autoplan.simulator.simulate import memory_over_time
 
     return memory_over_time(_price(problem, plan), plan.stages)
 
@@ -312,7 +319,7 @@ def _nothing(status: str, why: str) -> SearchResult:
 
 def judge(problem: Problem, plan: Plan) -> Estimate:
     """Time and memory of one plan of this problem, which is trusted; see `score` for any other."""
-    from autoplan.simulate import simulate
+    from autoplan.simulator.simulate import simulate
 
     return simulate(_price(problem, plan), plan.stages, with_timeline=True)
 

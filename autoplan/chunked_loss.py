@@ -16,7 +16,7 @@ from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, Ref, TensorSpec
 from autoplan.layout import conversion
 from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.rules import OpRule, operand_names
-from autoplan.sharding import SegmentLayouts, read_sharding
+from autoplan.tensor_parallel.sharding import SegmentLayouts, read_sharding
 
 # Enough rows that the products of a slice run at their full rate, and few enough that a slice of 128,256 classes with
 # all that its loss needs for it takes 3.7 GB.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("autoplan", "torch", "numpy", "ortools", "jinja2", "click", "platformdirs")
+PACKAGES = ("autoplan", "torch", "numpy", "ortools", "networkx", "jinja2", "click", "platformdirs")
 _TORCH_PROBE = "import torch; print(torch.__version__, torch.distributed.is_available(), torch.cuda.device_count())"
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 _TIMEOUT_S = 60

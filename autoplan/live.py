@@ -1,4 +1,4 @@
-"""parallelize(): the live form of a plan, by executing the very source that `plan --out` writes.
+"""What takes a live module: trace(), and parallelize(), which executes the very source that `plan --out` writes.
 
 module --trace--> OpGraph --plan on rank 0--> Plan --generate--> parallel_model.py --exec--> ParallelModel
 """
@@ -8,21 +8,47 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import PlanMismatchError
+from autoplan.errors import PlanMismatchError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
-from autoplan.problem import checked, default_global_batch
+from autoplan.problem import Overrides, checked, default_global_batch, trace_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoplan.runtime import ParallelModel
-    from autoplan.trace import ModelSource
+    from autoplan.tracing.trace import ModelSource
+
+
+def trace(
+    model: nn.Module | str | Path,
+    batch: tuple[Any, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    overrides: Overrides | None = None,
+    module_level: bool = False,
+) -> OpGraph:
+    """The graph of a model for every batch size: of a model file, or of a module with an example batch.
+
+    `batch` is (inputs, targets) with the batch as first dim; a model file brings its own, its loss too, and takes
+    `overrides`. With `module_level` the model runs on the CPU, and the graph is one of whole modules.
+
+    Raises: TraceError when the model cannot be followed; UsageError for a module without a batch.
+    """
+    if isinstance(model, str | Path):
+        return trace_model(model, overrides=overrides, module_level=module_level)
+    if batch is None:
+        raise UsageError("trace: batch: found None\n  expected: (inputs, targets)\n  fix: give an example of both")
+    from autoplan.tracing import trace as tracing
+
+    source = tracing.module_source(model, batch, loss_fn)
+    return _run_modules(source, model) if module_level else tracing.trace_model(source)
 
 
 def parallelize(
@@ -49,12 +75,10 @@ def parallelize(
     """
     from autoplan import runtime
     from autoplan.plan_checks import check_plan
-    from autoplan.trace import module_source, trace_model
 
     chosen = checked(Options(**options))
     profile = load_profile(hw, n_hosts=hosts)
-    source = module_source(module, example_batch, loss_fn)
-    graph = _run_modules(source, module) if chosen.module_level else trace_model(source)
+    graph = trace(module, example_batch, loss_fn=loss_fn, module_level=chosen.module_level)
     runtime.join_process_group(device_type)
     n_processes = runtime.world_size()
     if plan is None:
@@ -92,13 +116,13 @@ def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) 
 
 def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
     """The graph of whole modules, from a run of a copy, so that buffers of `module` stay as they are."""
-    from autoplan.module_level import trace_modules
+    from autoplan.tracing.module_level import trace_modules
 
     return trace_modules(replace(source, build_model=lambda: copy.deepcopy(module).cpu()))
 
 
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
-    from autoplan.measurements import measurements_of
+    from autoplan.profile.measurements import measurements_of
     from autoplan.search import search
     from autoplan.space import priced_space
 

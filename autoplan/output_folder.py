@@ -20,12 +20,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from autoplan.answer import Answer, answer_from_json, answer_to_json
-from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.errors import InputError, OutputError
-from autoplan.html_report import chart_files, plan_page
 from autoplan.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
 from autoplan.parallel_plan import SCHEMA_VERSION, Mesh
-from autoplan.plan_words import lanes_of, mesh_values
+from autoplan.report.chrome_trace import timeline_to_chrome_json
+from autoplan.report.plan_words import lanes_of, mesh_values
 from autoplan.search.result import Rejection
 
 MANIFEST = "MANIFEST.json"
@@ -114,6 +113,8 @@ def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...],
 
     `memory` is what `simulate.memory_over_time` returns, for the trace and the page.
     """
+    from autoplan.html_report import chart_files, plan_page  # a plan without a folder needs no templates
+
     trace = timeline_to_chrome_json(answer.best.estimate.timeline, memory=memory, lanes=lanes_of(answer.best.plan))
     return {
         "plan.json": answer_to_json(answer) + "\n",

@@ -23,8 +23,8 @@ from autoplan.rules import OpRule, operand_names
 from autoplan.schedules import build_schedule, splits_backward
 from autoplan.search.meshes import MAX_SPLIT_ZERO_STAGE
 from autoplan.semantics import check_loss_average
-from autoplan.sharding import read_sharding
 from autoplan.space import load_rules
+from autoplan.tensor_parallel.sharding import read_sharding
 
 COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_batches", "n_chunks")
 

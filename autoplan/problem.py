@@ -17,7 +17,7 @@ from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
 if TYPE_CHECKING:
     from autoplan.graph import OpGraph
-    from autoplan.measured_profile import MeasuredProfile
+    from autoplan.profile.measured_profile import MeasuredProfile
 
 Overrides = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def make_problem(
     model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
 ) -> Problem:
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
-    from autoplan.measurements import measurements_of
+    from autoplan.profile.measurements import measurements_of
 
     profile = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
@@ -67,13 +67,13 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
 
     With `module_level` the model itself runs, on the CPU, and the graph is one of whole modules.
     """
-    from autoplan.graph_cache import cached_graph
+    from autoplan.tracing.graph_cache import cached_graph
 
     path, overrides = model_file(model, overrides or {})
 
     def trace_now() -> OpGraph:
-        from autoplan import module_level as modules
-        from autoplan import trace
+        from autoplan.tracing import module_level as modules
+        from autoplan.tracing import trace
 
         source = trace.model_source(path, dict(overrides))
         return modules.trace_modules(source) if module_level else trace.trace_model(source)
@@ -83,7 +83,7 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
 
 def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
     """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
-    from autoplan.hugging_face import is_hugging_face, write_model_file
+    from autoplan.tracing.hugging_face import is_hugging_face, write_model_file
 
     return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
 

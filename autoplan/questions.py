@@ -19,11 +19,11 @@ from autoplan.api import Problem, decide, judge, make_problem, score
 from autoplan.betterments import SensitivityRow
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware
-from autoplan.hugging_face import PREFIX
 from autoplan.option_checks import parse_overrides
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
 from autoplan.problem import checked
 from autoplan.search.result import Candidate
+from autoplan.tracing.hugging_face import PREFIX
 from autoplan.units import GB, GiB
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _row(problem: Problem, change: str, item: Candidate | None, *, before: Candi
 
 def plan_changes(before: Plan, after: Plan) -> str:
     """`tensor parallel 1 -> 2, ZeRO stage 1 over 8 ranks -> none`, or that nothing or only the stages differ."""
-    from autoplan.report import plan_rows
+    from autoplan.report.plan_report import plan_rows
 
     if before == after:
         return "same plan"

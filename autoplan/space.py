@@ -21,8 +21,6 @@ from autoplan.errors import InputError, UsageError
 from autoplan.fix_checks import check_fixed
 from autoplan.graph import OpGraph, gradient_values
 from autoplan.hardware import HardwareProfile
-from autoplan.layout_cache import Layouts, cached_layouts
-from autoplan.measured_profile import MeasuredProfile
 from autoplan.options import (
     BATCH_NORMS,
     DEFAULT_POWERSGD_RANK,
@@ -33,11 +31,13 @@ from autoplan.options import (
     Options,
 )
 from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.profile.measured_profile import MeasuredProfile
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int
 from autoplan.search.solve import minimize
-from autoplan.sharding import shard_graph
+from autoplan.tensor_parallel.layout_cache import Layouts, cached_layouts
+from autoplan.tensor_parallel.sharding import shard_graph
 
 Value = TypeVar("Value")
 

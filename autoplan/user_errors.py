@@ -9,7 +9,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 
-_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/trace.py", "/autoplan/module_level.py")
+_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/tracing/trace.py", "/autoplan/tracing/module_level.py")
 _DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
 
 

@@ -20,7 +20,7 @@ from autoplan.api import trace_model
 from autoplan.hardware import load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 from autoplan.space import priced_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

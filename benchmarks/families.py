@@ -130,9 +130,9 @@ def check_on(program: Path, device: str) -> dict[str, object]:
 def measure(model: str) -> None:
     """Print the cost of planning one family as JSON; a process of its own, so that its peak memory is its own."""
     from autoplan.search.solve import minimize
-    from autoplan.sharding import shard_graph
     from autoplan.space import load_rules
-    from autoplan.trace import model_source, trace_model
+    from autoplan.tensor_parallel.sharding import shard_graph
+    from autoplan.tracing.trace import model_source, trace_model
 
     file, overrides = MODELS[model]
     started_s = time.perf_counter()

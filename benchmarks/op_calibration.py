@@ -31,9 +31,9 @@ from autoplan.cost.segment_work import segment_work, timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
-from autoplan.segment_key import content_key
-from autoplan.sharding import read_sharding
+from autoplan.profile.segment_key import content_key
 from autoplan.space import load_rules
+from autoplan.tensor_parallel.sharding import read_sharding
 
 WAYS = "none", "segments", "ops"
 OTHER = "other"

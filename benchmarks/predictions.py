@@ -214,6 +214,12 @@ def median_step_s(row: dict) -> float | None:
     return statistics.median(step["step_s"] for step in row["steps"][N_WARM_UP:]) if "steps" in row else None
 
 
+def spread(row: dict) -> float:
+    """The slowest less the fastest step after warm-up, over the median."""
+    steps_s = [step["step_s"] for step in row["steps"][N_WARM_UP:]]
+    return (max(steps_s) - min(steps_s)) / statistics.median(steps_s)
+
+
 # --------------------------------------------------------------------------------------------------- the table
 
 
@@ -243,6 +249,7 @@ def table(*files: Path) -> None:
     errors: dict[str, list[tuple[float, str]]] = {}
     again: dict[str, list[float]] = {}
     first_s: dict[tuple[str, str], float] = {}
+    spreads: dict[str, list[float]] = {}
     memory_errors, reserved_errors, steps, memories = [], [], [], []
     pairs: dict[str, list[tuple[float, float]]] = {}
     for row, best in predictions(results, profile, hardware):
@@ -258,6 +265,7 @@ def table(*files: Path) -> None:
         is_waiting = is_host_bound(estimate.breakdown.launch_s, estimate.step_s)
         group = f"{row['links']}, {'host' if is_waiting else 'device'}-bound"
         errors.setdefault(group, []).append((error, row["case"]))
+        spreads.setdefault(group, []).append(spread(row))
         first = first_s.setdefault((row["links"], row["case"]), measured_s)
         if first != measured_s:
             again.setdefault(group.split(", ")[1], []).append(measured_s / first - 1)
@@ -270,7 +278,8 @@ def table(*files: Path) -> None:
         cells = f"{measured_s:9.4f}{error:+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"
         print(f"{start}{cells}{memory_errors[-1]:+8.1%}", flush=True)
     for group, found in sorted(errors.items()):
-        print(f"{group}: {len(found)} runs, {summary([error for error, _ in found])}")
+        wander = f"slowest less fastest step of one run {statistics.mean(spreads[group]):.0%}"
+        print(f"{group}: {len(found)} runs, {summary([error for error, _ in found])}; {wander}")
     for group, changes in sorted(again.items()):
         said = summary(changes).replace("error", "change")
         print(f"the same case again, on another machine, {group}: {len(changes)} runs, {said}")

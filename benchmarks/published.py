@@ -41,9 +41,9 @@ from autoplan.hardware import NO_SHARDING, HardwareProfile, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.search.result import Candidate
-from autoplan.sharding import read_sharding
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 from autoplan.space import all_shardings, load_rules
+from autoplan.tensor_parallel.sharding import read_sharding
 
 FOLDER = Path(__file__).parent
 FILES = ("published_steps.csv", "published_steps_one_host.csv")

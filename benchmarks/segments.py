@@ -16,10 +16,10 @@ from autoplan.cost.segment_work import segment_work
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
-from autoplan.segment_key import content_key
-from autoplan.sharding import read_sharding
+from autoplan.profile.segment_key import content_key
 from autoplan.space import load_rules
-from autoplan.trace import model_source, trace_model
+from autoplan.tensor_parallel.sharding import read_sharding
+from autoplan.tracing.trace import model_source, trace_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MODELS = {"llama 1b": ("llama.py", "1b"), "llama 8b": ("llama.py", "8b"), "gpt 1.5b": ("gpt.py", "1.5b")}

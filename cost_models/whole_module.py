@@ -1,4 +1,4 @@
-"""Whole modules of a model that was run instead of traced: their numbers were counted, see `autoplan.module_level`.
+"""Whole modules of a model that was run instead of traced: see `autoplan.tracing.module_level`.
 
 A number is (fixed, per sample). Matrix products are limited by the matrix units, the rest by memory.
 """

@@ -16,7 +16,7 @@ from autoplan.parallel_plan import Estimate, Mesh, Plan, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search import SearchSpace
 from autoplan.search.meshes import enumerate_meshes
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
 from autoplan.search.result import SearchResult
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 EXACT = Options(max_micro_batch_size=2, top=1, require_optimal=True)
 

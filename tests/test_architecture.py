@@ -17,16 +17,10 @@ CHECKOUT = Path(__file__).parent.parent
 PACKAGE = CHECKOUT / "autoplan"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py")])
 TORCH_PLACES = (
-    "autoplan/trace.py",
-    "autoplan/module_level.py",
-    "autoplan/constant_masks.py",
-    "autoplan/dissolved.py",
+    "autoplan/tracing/",
     "autoplan/measuring/",
     "autoplan/measure_hardware/",
-    "autoplan/overlaid_graph.py",
-    "autoplan/second_run.py",
-    "autoplan/same_operators.py",
-    "autoplan/rule_trials.py",
+    "autoplan/tensor_parallel/rule_trials.py",
     "autoplan/runtime/",
 )
 SOLVER_PLACES = ("autoplan/search/second_solver.py", "autoplan/search/solve.py")
@@ -36,29 +30,27 @@ PRINTING_PLACES = ("autoplan/cli/", "autoplan/runtime/")
 FILE_PLACES = (
     "autoplan/cli/",
     "autoplan/codegen/",
-    "autoplan/graph_cache.py",
+    "autoplan/tracing/graph_cache.py",
     "autoplan/hardware/file.py",
-    "autoplan/layout_cache.py",
-    "autoplan/hugging_face.py",  # reads a configuration, writes the model file that stands for it
+    "autoplan/tensor_parallel/layout_cache.py",
+    "autoplan/tracing/hugging_face.py",  # reads a configuration, writes the model file that stands for it
     "autoplan/measuring/",
     "autoplan/measure_hardware/",  # NCCL's log, and the profile
     "autoplan/output_folder.py",
     "autoplan/runtime/",
     "autoplan/search/solve.py",  # the null device, which takes what the solver prints
-    "autoplan/trace.py",
+    "autoplan/tracing/trace.py",
     "autoplan/verify.py",
 )
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdtemp"}
 # What knows only numbers: neither the model, nor the hardware, nor the rules that made the numbers.
 NUMBERS_ONLY = (
     "autoplan/search/",
-    "autoplan/simulate.py",
-    "autoplan/stage_pass.py",
-    "autoplan/rank_memory.py",
+    "autoplan/simulator/",
     "autoplan/schedules/",
 )
 MODEL_AND_HARDWARE = {
-    f"autoplan.{name}" for name in ("graph", "hardware", "rules", "layout", "segments", "trace", "api")
+    f"autoplan.{name}" for name in ("graph", "hardware", "rules", "layout", "segments", "tracing", "api")
 }
 
 
@@ -109,7 +101,7 @@ def _callers(names: set[str]) -> list[str]:
 
 def test_the_scanner_sees_an_import_inside_a_function() -> None:
     # torch is imported in trace.py, ortools inside a function of solve.py: a blind scanner would find neither
-    assert "autoplan/trace.py" in _importers("torch")
+    assert "autoplan/tracing/trace.py" in _importers("torch")
     assert sorted(_importers("ortools")) == list(SOLVER_PLACES)
 
 

@@ -2,8 +2,8 @@
 
 import json
 
-from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.parallel_plan import TimelineEvent
+from autoplan.report.chrome_trace import timeline_to_chrome_json
 
 TIMELINE = (
     TimelineEvent(rank=0, stage=0, stream="compute", name="0F0", start_s=0.0, stop_s=0.5),

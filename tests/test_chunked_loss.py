@@ -24,9 +24,9 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.plan_checks import check_plan
 from autoplan.runtime.chunked_loss import defer_products
 from autoplan.search import search
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 from autoplan.space import load_rules, price_plan, priced_space
-from autoplan.trace import load_model_file, model_source, trace_model
+from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 LLAMA = EXAMPLES / "llama.py"
 PROFILE = load_profile("dgx_a100_x8", n_hosts=1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from distributed.launch import run_folder
 
-from autoplan.chrome_trace import timeline_to_chrome_json
 from autoplan.parallel_plan import TimelineEvent
+from autoplan.report.chrome_trace import timeline_to_chrome_json
 from autoplan.runtime.step_profile import OPTIMIZER_MARK, STEP_MARK
 
 CHECKOUT = Path(__file__).parent.parent

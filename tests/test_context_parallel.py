@@ -20,9 +20,9 @@ from autoplan.options import Options
 from autoplan.rules import all_strategies, operand_names
 from autoplan.runtime.attention import causal_attention_of_rows
 from autoplan.search.solve import minimize
-from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
-from autoplan.split_names import splits
+from autoplan.tensor_parallel.sharding import shard_graph
+from autoplan.tensor_parallel.split_names import splits
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 ROWS = sharded(2)

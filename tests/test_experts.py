@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from autoplan.layout import parse_layout, sharded
 from autoplan.runtime.experts import use_float64_grouped_products
 from autoplan.search.solve import minimize
-from autoplan.sharding import shard_graph
 from autoplan.space import load_rules
-from autoplan.split_names import splits
+from autoplan.tensor_parallel.sharding import shard_graph
+from autoplan.tensor_parallel.split_names import splits
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 DEAR_S = 1.0  # beside prices of microseconds

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autoplan import graph_cache
-from autoplan.graph_cache import cached_graph
-from autoplan.trace import model_source, trace_model
+from autoplan.tracing import graph_cache
+from autoplan.tracing.graph_cache import cached_graph
+from autoplan.tracing.trace import model_source, trace_model
 
 MODEL = (Path(__file__).parent.parent / "examples" / "mlp.py").read_text()
 

@@ -11,10 +11,10 @@ from distributed.launch import run_folder
 
 from autoplan import api, cli
 from autoplan.errors import InputError
-from autoplan.hugging_face import model_file_text, write_model_file
 from autoplan.options import Options
 from autoplan.runtime.model_calls import call_model
-from autoplan.trace import load_model_file
+from autoplan.tracing.hugging_face import model_file_text, write_model_file
+from autoplan.tracing.trace import load_model_file
 
 DECODER = {
     "vocab_size": 64,

@@ -6,7 +6,7 @@ from autoplan.cost.collectives import Group
 from autoplan.cost.launch import PassSeconds, launch
 from autoplan.cost.parameters import MIXED_FRACTION, Placement, _accumulated_bytes, element_bytes
 from autoplan.hardware import ShardingHost
-from autoplan.host_shares import ShardedPasses, sharding_host
+from autoplan.measure_hardware.host_shares import ShardedPasses, sharding_host
 
 
 @pytest.mark.parametrize(

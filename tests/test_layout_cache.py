@@ -6,13 +6,15 @@ from dataclasses import fields, replace
 import pytest
 from distributed.programs import graph_of
 
-from autoplan import graph_cache, layout_cache, space
+from autoplan import space
 from autoplan.cost.layout_prices import sharding_figures
 from autoplan.hardware import NO_SHARDING, ShardingHost, load_profile
-from autoplan.layout_cache import cached_layouts
 from autoplan.options import Options
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.space import LAYOUT_SIZES, priced_space
+from autoplan.tensor_parallel import layout_cache
+from autoplan.tensor_parallel.layout_cache import cached_layouts
+from autoplan.tracing import graph_cache
 
 LAYOUTS = {
     "R": (SegmentSharding(0, (("x", "R"), ("w", "S(1/3)")), (("add", "0", "V"), ("", "x", "R"))),),

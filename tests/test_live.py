@@ -1,6 +1,6 @@
 """parallelize(): the library call runs the source that `plan --out` writes."""
 
-import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +8,11 @@ from distributed.launch import run_ranks
 from torch import nn
 
 from autoplan.errors import InputError, PlanMismatchError, UsageError
-from autoplan.live import live_program, parallelize
+from autoplan.live import live_program, parallelize, trace
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.tracing.trace import load_model_file
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 HARDWARE = "dgx_a100_x8"
 
 
@@ -104,9 +106,16 @@ def test_an_impossible_plan_is_refused():
 
 
 def test_live_program_without_tensor_or_pipeline_parallelism_generates_no_module():
-    from autoplan.trace import module_source, trace_model
-
-    graph = trace_model(module_source(copy.deepcopy(seeded_net()), batch_of(2), nn.functional.mse_loss))
+    graph = trace(seeded_net(), batch_of(2), loss_fn=nn.functional.mse_loss)
     config, generated = live_program(graph, Plan(Mesh(), (StagePlan(0, len(graph.segments)),)))
     assert generated is None
     assert config.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+def test_trace_takes_a_file_or_a_module_with_a_batch():
+    file = EXAMPLES / "mlp.py"
+    module, sizes = load_model_file(file), {"width": 8, "depth": 2}
+    of_module = trace(module.build_model(**sizes), module.make_batch(2), loss_fn=module.loss_fn)
+    assert of_module.ops == trace(str(file), overrides=sizes).ops
+    with pytest.raises(UsageError, match="batch: found None"):
+        trace(seeded_net())

@@ -14,9 +14,9 @@ from autoplan.cost.collectives import Group, collective_s, send_s
 from autoplan.errors import InputError, MeasureError
 from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile
 from autoplan.hardware.file import build_profile
-from autoplan.link_fit import CollectiveTime, fit_links
-from autoplan.measured_host import MeasuredHost, Overlap, Rate, measured_json, profile_text
-from autoplan.nccl_log import Transport, link_kind, read_nccl_log
+from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
+from autoplan.measure_hardware.measured_host import MeasuredHost, Overlap, Rate, measured_json, profile_text
+from autoplan.measure_hardware.nccl_log import Transport, link_kind, read_nccl_log
 from autoplan.units import GB, TFLOP, GiB, KiB, MiB
 
 SIZES = [64 * KiB * 4**i for i in range(8)]  # to 1 GiB
@@ -314,7 +314,7 @@ def test_one_device_is_measured_without_torchrun_and_without_click(tmp_path):
 
 
 FITTING = """
-from autoplan.link_fit import CollectiveTime, fit_links
+from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
 
 fit_links([CollectiveTime(kind, 2, 2**20, 1e-3, 1) for kind in ("all_reduce", "all_gather")], n_devices=2)
 """

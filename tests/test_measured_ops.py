@@ -14,7 +14,10 @@ from autoplan.answer import Answer, answer_from_json, answer_to_json
 from autoplan.errors import InputError
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
-from autoplan.measured_ops import (
+from autoplan.measuring.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
+from autoplan.measuring.timing import Call, Clock
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.profile.measured_ops import (
     OpComparison,
     OpMeasurement,
     OpSeconds,
@@ -23,16 +26,13 @@ from autoplan.measured_ops import (
     check_ops,
     segment_ops,
 )
-from autoplan.measured_profile import MeasuredProfile
-from autoplan.measuring.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
-from autoplan.measuring.timing import Call, Clock
-from autoplan.op_comparison import compare_ops
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.report_explain import explain_report
-from autoplan.report_ops import ops_text
-from autoplan.segment_key import WHOLE, content_key
+from autoplan.profile.measured_profile import MeasuredProfile
+from autoplan.profile.op_comparison import compare_ops
+from autoplan.profile.segment_key import WHOLE, content_key
+from autoplan.report.explain import explain_report
+from autoplan.report.ops import ops_text
 from autoplan.space import load_rules
-from autoplan.trace import model_source, trace_model
+from autoplan.tracing.trace import model_source, trace_model
 
 
 def event(name: str, number: int, device_us: float, *shapes: list[int]) -> SimpleNamespace:

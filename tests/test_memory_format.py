@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoplan import api
 from autoplan.cost.measured import execution_of, image_kinds
 from autoplan.errors import UsageError
-from autoplan.measured_profile import parse_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.plan_checks import check_plan
 from autoplan.processes import start_process
-from autoplan.profiling import results_table, run_measurements
-from autoplan.report import plan_report
+from autoplan.profile.measured_profile import parse_profile
+from autoplan.profile.profiling import results_table, run_measurements
+from autoplan.report.plan_report import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images
 from autoplan.space import executions

@@ -27,15 +27,15 @@ from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan
-from autoplan.report import plan_report
-from autoplan.report_explain import explain_report
+from autoplan.report.explain import explain_report
+from autoplan.report.plan_report import plan_report
 from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_meshes import MeshQueue, families_of, shapes
 from autoplan.search.partition import best_partition
 from autoplan.search.result import SearchResult
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 from autoplan.space import load_rules, priced_space
 
 # ------------------------------------------------------------------------------------------------------ brute force

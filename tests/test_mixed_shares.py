@@ -26,13 +26,13 @@ from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.output_folder import rejected_csv, report_files
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
-from autoplan.report import plan_report
+from autoplan.report.plan_report import plan_report
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_shares import ShareQueue, micro_batch_counts
 from autoplan.search.share_families import mesh_of, share_families
-from autoplan.simulate import memory_over_time, simulate
+from autoplan.simulator.simulate import memory_over_time, simulate
 from autoplan.space import load_rules
 from autoplan.verify import _per_pipeline_rank
 

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoplan.space import flops_per_sample
-from autoplan.trace import example_batch, model_source, trace_model
+from autoplan.tracing.trace import example_batch, model_source, trace_model
 from autoplan.units import format_share
 
 ROOT = Path(__file__).parent.parent

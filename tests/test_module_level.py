@@ -14,11 +14,11 @@ from autoplan import api, cli
 from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import graph_from_json, graph_to_json
 from autoplan.live import parallelize
-from autoplan.module_level import trace_modules
 from autoplan.options import Options
 from autoplan.runtime.data import batch_slice, global_batch
 from autoplan.space import flops_per_sample, load_rules
-from autoplan.trace import load_model_file, model_source, module_source, trace_model
+from autoplan.tracing.module_level import trace_modules
+from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
 
 ROOT = Path(__file__).parent.parent
 DATA_DEPENDENT = ROOT / "tests" / "families" / "data_dependent.py"

@@ -8,7 +8,7 @@ from test_rules import RULES, check_strategy, traced, whole_values
 from autoplan.graph import GraphFacts, PerSample, TensorSpec
 from autoplan.layout import P, R, V, can_shard, conversion, local_spec, padded, parse_layout, sharded
 from autoplan.rules import all_strategies, operand_names
-from autoplan.sharding import read_sharding
+from autoplan.tensor_parallel.sharding import read_sharding
 
 FILLER = 3.0  # what the padding of a value holds here: any finite number must do
 

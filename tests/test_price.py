@@ -14,12 +14,12 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_profile
-from autoplan.op_strategies import legal_strategies
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 from autoplan.space import load_rules
-from autoplan.trace import model_source, trace_model
+from autoplan.tensor_parallel.op_strategies import legal_strategies
+from autoplan.tracing.trace import model_source, trace_model
 
 RULES = load_rules()
 PROFILE = load_profile("dgx_a100_x8", n_hosts=2)

@@ -17,15 +17,15 @@ from autoplan import api, cli
 from autoplan.answer import answer_from_json, answer_to_json, step_interval_s
 from autoplan.errors import InputError, MeasureError, UsageError
 from autoplan.graph import GraphFacts
-from autoplan.measured_profile import MeasuredProfile, SegmentTime, parse_profile
 from autoplan.options import Options
 from autoplan.output_folder import write_folder
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.processes import start_process
-from autoplan.profile_folder import value_ranges
-from autoplan.profiling import results_table, run_measurements
-from autoplan.report import plan_report
-from autoplan.segment_key import WHOLE, assignment_key, content_key
+from autoplan.profile.measured_profile import MeasuredProfile, SegmentTime, parse_profile
+from autoplan.profile.profile_folder import value_ranges
+from autoplan.profile.profiling import results_table, run_measurements
+from autoplan.profile.segment_key import WHOLE, assignment_key, content_key
+from autoplan.report.plan_report import plan_report
 from autoplan.space import price_plan, priced_space
 
 CHECKOUT = Path(__file__).parent.parent
@@ -552,7 +552,7 @@ def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(fami
     torch = pytest.importorskip("torch")
     from autoplan.measuring.own import OwnModel
     from autoplan.measuring.timing import tensors_of
-    from autoplan.trace import call_model
+    from autoplan.tracing.trace import call_model
 
     (tmp_path / "model.py").write_text((FAMILIES / f"{family}.py").read_text())
     monkeypatch.syspath_prepend(tmp_path)
@@ -725,7 +725,7 @@ def test_emit_writes_a_folder_and_says_how_to_run_it(hw, tmp_path, capsys) -> No
 @pytest.mark.parametrize(("fresh", "name"), [([], "measurements.sqlite"), (["--fresh"], None)])
 def test_results_of_earlier_runs_are_taken_unless_fresh_ones_are_asked_for(hw, tmp_path, monkeypatch, fresh, name):
     asked = []
-    monkeypatch.setattr("autoplan.profiling.run_measurements", lambda files, **given: asked.append(given) or [])
+    monkeypatch.setattr("autoplan.profile.profiling.run_measurements", lambda files, **given: asked.append(given) or [])
     arguments = ["profile", str(MLP), "--set", "width=8", "--hw", hw, "--tp", "1", "--out", str(tmp_path / "m.json")]
     assert cli.run([*arguments, *fresh]) == 0
     assert [given["cache"] and given["cache"].name for given in asked] == [name]

@@ -27,10 +27,10 @@ from autoplan.hardware import load_profile, profile_names
 from autoplan.options import Options
 from autoplan.output_folder import rejected_csv
 from autoplan.parallel_plan import Mesh
-from autoplan.plain_text import text_table
-from autoplan.report import plan_report, program_header, rejections_text
-from autoplan.report_explain import explain_report
-from autoplan.report_hardware import profile_sheet
+from autoplan.report.explain import explain_report
+from autoplan.report.hardware import profile_sheet
+from autoplan.report.plain_text import text_table
+from autoplan.report.plan_report import plan_report, program_header, rejections_text
 from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"

@@ -13,10 +13,10 @@ from autoplan import api
 from autoplan.cli import run
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
-from autoplan.report import plan_report
-from autoplan.rule_discovery import discover_rules, rules_text
+from autoplan.report.plan_report import plan_report
 from autoplan.space import load_rules
-from autoplan.trace import module_source, trace_model
+from autoplan.tensor_parallel.rule_discovery import discover_rules, rules_text
+from autoplan.tracing.trace import module_source, trace_model
 
 MODEL = Path(__file__).parent / "families" / "custom_op.py"
 SOFT_CAP = "families.soft_cap.default"

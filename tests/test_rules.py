@@ -20,11 +20,11 @@ from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.graph import GraphFacts, extent_at
 from autoplan.layout import R, V, local_spec, sharded
-from autoplan.op_strategies import legal_strategies
 from autoplan.rules import forward_flops, operand_names
 from autoplan.runtime import attention, collectives, experts
 from autoplan.space import load_rules
-from autoplan.trace import module_source, trace_model
+from autoplan.tensor_parallel.op_strategies import legal_strategies
+from autoplan.tracing.trace import module_source, trace_model
 
 experts.use_float64_grouped_products()
 RULES = load_rules()

@@ -43,7 +43,7 @@ from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.solve import minimize
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 from autoplan.space import priced_space
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan import trace
 from autoplan.errors import TraceError
-from autoplan.overlaid_graph import BATCH_A, BATCH_B, overlay
-from autoplan.trace import model_source, module_source, trace_model
+from autoplan.tracing import trace
+from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, overlay
+from autoplan.tracing.trace import model_source, module_source, trace_model
 
 FAMILIES = Path(__file__).parent / "families"
 BY_RECORD = ("gpt2_hf", "lstm", "unet", "decoder_hf", "t5_hf")  # the fourth drops gradients, the fifth adds in place

@@ -15,10 +15,10 @@ from autoplan.html_report import plan_page
 from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.report import plan_report, program_header
-from autoplan.report_explain import explain_report
+from autoplan.report.explain import explain_report
+from autoplan.report.plan_report import plan_report, program_header
 from autoplan.semantics import STATEMENTS, notes
-from autoplan.trace import ModelSource, trace_model
+from autoplan.tracing.trace import ModelSource, trace_model
 
 WIDTH, N_CLASSES = 4, 3
 ONE_PROCESS = Mesh(micro_batch_size=2)

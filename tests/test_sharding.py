@@ -12,11 +12,11 @@ from distributed.programs import graph_of, prices, shardings_of
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
-from autoplan.op_strategies import block_counts, op_calls
 from autoplan.options import Options
 from autoplan.rules import all_strategies, operand_names, parse_equation
-from autoplan.sharding import read_sharding
 from autoplan.space import all_shardings, load_rules
+from autoplan.tensor_parallel.op_strategies import block_counts, op_calls
+from autoplan.tensor_parallel.sharding import read_sharding
 
 RULES = load_rules()
 

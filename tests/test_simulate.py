@@ -12,8 +12,8 @@ from autoplan.errors import InputError, PlanMismatchError
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import build_schedule, stage_ranks
 from autoplan.search.bounds import step_bound_s
-from autoplan.simulate import memory_over_time, simulate
-from autoplan.stage_pass import SegmentPass, replay_pass
+from autoplan.simulator.simulate import memory_over_time, simulate
+from autoplan.simulator.stage_pass import SegmentPass, replay_pass
 
 FREE = SegmentCost(*[0.0] * 10, *[0] * 5)
 

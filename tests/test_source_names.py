@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoplan.trace import model_source, trace_model
+from autoplan.tracing.trace import model_source, trace_model
 
 MODEL = """
 import torch

@@ -6,8 +6,8 @@ from distributed.families import family_plan
 from distributed.programs import graph_of, make_plan
 
 from autoplan.answer import Answer, answer_from_json, answer_to_json
-from autoplan.report import plan_report, program_header
-from autoplan.split_names import splits
+from autoplan.report.plan_report import plan_report, program_header
+from autoplan.tensor_parallel.split_names import splits
 
 
 def test_a_transformer_is_split_by_heads_columns_rows_and_vocabulary():

@@ -10,7 +10,7 @@ from torch import nn
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
-from autoplan.trace import load_model_file, model_source, module_source, trace_model
+from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -263,7 +263,7 @@ def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
 def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
     code = (
         "import resource\nfrom pathlib import Path\n"
-        "from autoplan.trace import model_source, trace_model\n"
+        "from autoplan.tracing.trace import model_source, trace_model\n"
         f"graph = trace_model(model_source(Path({str(EXAMPLES / 'llama.py')!r}), {{'size': '70b', 'n_layers': 4}}))\n"
         "print(graph.n_parameters(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import autoplan
-from autoplan import graph_cache
 from autoplan.errors import InputError, UsageError
 from autoplan.options import Options
+from autoplan.tracing import graph_cache
 from autoplan.what_if.question import Question, checked_question
 
 MLP = str(Path(__file__).parent.parent / "examples" / "mlp.py")

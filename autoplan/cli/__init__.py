@@ -45,6 +45,7 @@ def main() -> None:
 
     signal.signal(signal.SIGINT, interrupt)
     code = run(sys.argv[1:], is_interrupted=lambda: bool(interrupts))
+    gc.freeze()  # the process ends: nobody needs to look through what is left of it
     sys.exit(INTERRUPTED if interrupts else code)
 
 

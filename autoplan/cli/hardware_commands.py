@@ -61,9 +61,10 @@ def profile_command(
 
     With --emit nothing is measured here: copy DIR to the machine and run `python DIR/measure.py` (needs torch).
     """
-    from autoplan import api, profiling
+    from autoplan import api
     from autoplan.option_checks import parse_overrides
     from autoplan.output_folder import check_target, write_folder
+    from autoplan.profile import profiling
 
     if (out is None) == (emit is None):
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
@@ -99,7 +100,7 @@ def hw_group() -> None:
 def hw_list(output_format: str) -> None:
     """Every profile that comes with autoplan."""
     from autoplan.hardware import load_profile, profile_names
-    from autoplan.report_hardware import profile_list
+    from autoplan.report.hardware import profile_list
 
     profiles = [load_profile(name) for name in profile_names()]
     if output_format == "json":
@@ -116,7 +117,7 @@ def hw_list(output_format: str) -> None:
 def hw_show(name: str, hosts: int, output_format: str) -> None:
     """Every figure of a profile, with its source."""
     from autoplan.hardware import load_profile
-    from autoplan.report_hardware import profile_sheet
+    from autoplan.report.hardware import profile_sheet
 
     profile = load_profile(name, n_hosts=hosts)
     print_result(json_text(asdict(profile)) if output_format == "json" else profile_sheet(profile))
@@ -146,7 +147,7 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
     One device by itself; all of a host under: torchrun --standalone --nproc-per-node N -m autoplan hw measure ...
     """
     from autoplan.measure_hardware import measure_host
-    from autoplan.report_hardware import profile_sheet
+    from autoplan.report.hardware import profile_sheet
 
     with stdout_kept_clean():
         profile = measure_host(out, **options, progress=tell)
@@ -189,7 +190,7 @@ def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -
 def doctor_command(output_format: str) -> None:
     """Versions, devices, links, and what is missing."""
     from autoplan.doctor import diagnose
-    from autoplan.plain_text import text_table
+    from autoplan.report.plain_text import text_table
 
     findings = diagnose()
     if output_format == "json":

@@ -63,7 +63,7 @@ def plan_command(
     from autoplan import api
     from autoplan.interop import check_targets
     from autoplan.output_folder import check_target
-    from autoplan.report import plan_report
+    from autoplan.report.plan_report import plan_report
 
     check_targets(targets, out=out)
     if out is not None:
@@ -98,7 +98,7 @@ def estimate_command(
     """Score the plan of --plan, or the best one that has every value of --fix."""
     from autoplan import api
     from autoplan.output_folder import read_answer
-    from autoplan.report import plan_report
+    from autoplan.report.plan_report import plan_report
 
     if plan_file is None and not options["fix"]:
         raise UsageError("estimate needs a plan\n  fix: add --fix dp=8,tp=1,pp=1 or --plan plan.json")
@@ -161,7 +161,7 @@ def explain_command(
     from autoplan.html_report import chart_files, plan_page
     from autoplan.option_checks import parse_fix
     from autoplan.output_folder import read_answer
-    from autoplan.report_explain import explain_report, sensitivity_report, why_not_report
+    from autoplan.report.explain import explain_report, sensitivity_report, why_not_report
 
     beside = PageFiles(**page_files)
     beside.check()

@@ -9,7 +9,7 @@ from autoplan.codegen.text import access, quoted, range_text
 from autoplan.codegen.writer import Writer
 from autoplan.graph import COMPUTE, Segment
 from autoplan.layout import R, local_spec
-from autoplan.sharding import SegmentLayouts
+from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 
 def weights_tree(names: Mapping[str, str], writer: Writer, layouts: SegmentLayouts) -> list[str]:

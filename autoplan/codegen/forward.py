@@ -14,7 +14,7 @@ from autoplan.graph import COMPUTE, WRITES, GraphFacts, Op, OpGraph, PerSample, 
 from autoplan.layout import Conversion, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Strategy, exchanged_specs, operand_names
 from autoplan.semantics import drop_probability
-from autoplan.sharding import SegmentLayouts
+from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 _SUFFIX = {"R": "whole", "V": "copied", "S": "part", "P": "partial"}
 _FORWARD = {

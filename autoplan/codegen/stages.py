@@ -14,7 +14,7 @@ from autoplan.graph import LOSS_PATH, Op, OpGraph, Segment
 from autoplan.layout import R
 from autoplan.parallel_plan import StagePlan
 from autoplan.rules import Strategy, operand_names
-from autoplan.sharding import SegmentLayouts
+from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 
 def stage_class(writer: Writer, index: int) -> str:

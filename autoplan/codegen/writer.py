@@ -13,7 +13,7 @@ from autoplan.graph import OpGraph, Parameter, Segment, crossing_values
 from autoplan.layout import Layout
 from autoplan.parallel_plan import Plan, SegmentSharding
 from autoplan.rules import OpRule
-from autoplan.sharding import SegmentLayouts, corresponding_names, read_sharding, renamed
+from autoplan.tensor_parallel.sharding import SegmentLayouts, corresponding_names, read_sharding, renamed
 
 _TAKEN = RESERVED | {"self", "torch", "nn", "F", "tp"}
 

@@ -14,7 +14,7 @@ from autoplan.graph import Op, OpGraph, TensorSpec
 from autoplan.hardware import NO_SHARDING, HardwareProfile
 from autoplan.layout import EXCHANGE, Conversion, Layout, local_spec
 from autoplan.rules import OpRule, Strategy, exchanged_specs
-from autoplan.sharding import ShardingPrices
+from autoplan.tensor_parallel.sharding import ShardingPrices
 
 
 def sharding_prices(

@@ -16,7 +16,7 @@ from autoplan.cost.work_context import WorkContext
 from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
-from autoplan.sharding import SegmentLayouts
+from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,11 @@ from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
-from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
+from autoplan.profile.measured_profile import MeasuredProfile
+from autoplan.profile.segment_key import assignment_key, content_key
 from autoplan.rules import OpRule
 from autoplan.schedules import splits_backward
-from autoplan.segment_key import assignment_key, content_key
 from autoplan.units import MiB
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind

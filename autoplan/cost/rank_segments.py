@@ -16,10 +16,10 @@ from autoplan.cost.local_segment import LocalSegment, local_segment
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.work_context import N_CONTEXTS, WorkContext
 from autoplan.graph import Op
-from autoplan.op_strategies import legal_strategies
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import Strategy
-from autoplan.sharding import SegmentLayouts, read_assignment, read_sharding
+from autoplan.tensor_parallel.op_strategies import legal_strategies
+from autoplan.tensor_parallel.sharding import SegmentLayouts, read_assignment, read_sharding
 
 Assignments = tuple[SegmentSharding, ...]  # one per kind that is split; other kinds are replicated
 

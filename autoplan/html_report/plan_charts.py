@@ -13,8 +13,8 @@ from autoplan.html_report.readings import plan_readings, with_readings
 from autoplan.html_report.svg import Chart
 from autoplan.html_report.timeline import MemoryCurve, memory_chart, timeline_chart
 from autoplan.parallel_plan import Estimate
-from autoplan.plan_words import Lanes, lanes_of
-from autoplan.report import BREAKDOWN_LABELS, describe_mesh, recompute_text, tightest_bytes
+from autoplan.report.plan_report import BREAKDOWN_LABELS, describe_mesh, recompute_text, tightest_bytes
+from autoplan.report.plan_words import Lanes, lanes_of
 from autoplan.search.result import Candidate
 from autoplan.units import BILLION, MILLION, GiB, format_seconds, format_usd
 

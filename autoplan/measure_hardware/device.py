@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoplan.measured_host import Rate
+from autoplan.measure_hardware.measured_host import Rate
 from autoplan.units import GiB, MiB
 
 Slowest = Callable[[float], float]

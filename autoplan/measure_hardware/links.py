@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.link_fit import CollectiveTime
 from autoplan.measure_hardware.device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
-from autoplan.measured_host import Overlap, Rate
+from autoplan.measure_hardware.link_fit import CollectiveTime
+from autoplan.measure_hardware.measured_host import Overlap, Rate
 from autoplan.runtime.collectives import all_reduce
 from autoplan.units import GiB, KiB, MiB
 

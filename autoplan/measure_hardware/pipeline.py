@@ -22,7 +22,7 @@ from torch import nn
 
 from autoplan.measure_hardware.device import N_SMALL
 from autoplan.measure_hardware.links import Ranks
-from autoplan.measured_host import Rate
+from autoplan.measure_hardware.measured_host import Rate
 from autoplan.runtime.config import Config
 from autoplan.runtime.pipeline import Boundary, PerSample, Pipeline
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoplan.host_shares import ShardedPasses
+from autoplan.measure_hardware.host_shares import ShardedPasses
 from autoplan.measure_hardware.links import Ranks
 from autoplan.runtime.config import Config
 from autoplan.runtime.optimizer import LEARNING_RATE, build_optimizer_of

@@ -19,7 +19,7 @@ from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.meshes import SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
 from autoplan.search.one_mesh import Judged
 from autoplan.search.plans import repeated_segments
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from autoplan.search.ranges import Array
 from autoplan.search.rank_shares import Shares
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.thrift import recomputing_stages, thrifty_plan
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 MAX_TURNS = 50_000_000  # actions x choices that are replayed for one mesh; a count, so that the machine decides nothing
 QUICK_TURNS = MAX_TURNS // 4  # likewise, before a solver has tried

@@ -44,7 +44,7 @@ from autoplan.search.partition import best_partition, partitions_below
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.result import SearchResult
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 FIRST_PIPELINES = 32  # examined before all else: where pipelines are best, groups alone need not be searched

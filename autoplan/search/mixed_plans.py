@@ -16,7 +16,7 @@ from autoplan.search.one_mesh import Judged
 from autoplan.search.partition import Cut, partitions_below
 from autoplan.search.plans import all_plans, obeys_recompute, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 MAX_REPAIRS = 4  # of one plan that lacks memory
 

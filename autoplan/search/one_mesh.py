@@ -28,7 +28,7 @@ from autoplan.search.paths import Path, Shape, critical_paths
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute
 from autoplan.search.solve import minimize
 from autoplan.search.terms import Formulation
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 from autoplan.units import MiB
 
 RELATIVE_TOLERANCE = 1e-7  # a plan counts as faster than another only by more than this share

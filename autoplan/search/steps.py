@@ -16,7 +16,7 @@ from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.rejections import short_somewhere, slow
 from autoplan.search.state import CUT, RELAXED, SearchState
 from autoplan.search.thrift import balanced_stages, thrifty_plan
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 
 def examine(state: SearchState, *, to_beat: float) -> None:

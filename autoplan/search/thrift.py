@@ -22,7 +22,7 @@ from autoplan.search.one_mesh import Judged
 from autoplan.search.paths import Shape
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import Ranges, Segments
-from autoplan.simulate import simulate
+from autoplan.simulator.simulate import simulate
 
 MAX_TRIES = 12  # plans simulated until one fits
 

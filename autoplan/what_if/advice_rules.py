@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.hardware import HardwareProfile
-from autoplan.plain_text import count, rate_text
+from autoplan.report.plain_text import count, rate_text
 from autoplan.units import SECONDS_PER_HOUR, format_bytes, format_rate, format_seconds
 from autoplan.what_if.conditions import SECONDS_PER_DAY
 from autoplan.what_if.rows import WhatIfRow

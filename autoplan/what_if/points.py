@@ -25,7 +25,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.problem import Problem
-from autoplan.report import describe_mesh, groups_text
+from autoplan.report.plan_report import describe_mesh, groups_text
 from autoplan.search.result import Candidate, SearchResult
 
 QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)

@@ -55,9 +55,9 @@ from typing import Any
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware.fields import Table, check_choice, check_keys, number
 from autoplan.hardware.file import parse_toml, read_path
-from autoplan.hugging_face import is_hugging_face
 from autoplan.option_checks import parse_fix
 from autoplan.options import PRECISIONS, Options
+from autoplan.tracing.hugging_face import is_hugging_face
 from autoplan.what_if.condition_tables import LISTED, MAX_HOSTS, merged, read_condition, variants
 from autoplan.what_if.conditions import Condition
 from autoplan.what_if.links import NO_NVLINK

@@ -22,7 +22,7 @@ from autoplan.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
 from autoplan.hardware.cluster import load_hardware
-from autoplan.plain_text import count
+from autoplan.report.plain_text import count
 from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied

@@ -10,13 +10,13 @@ from typing import Any
 
 from autoplan.codegen import config_values, generate
 from autoplan.graph import OpGraph
-from autoplan.graph_cache import cached_graph
 from autoplan.layout import EXCHANGE, Conversion, local_spec
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import forward_flops, operand_names
 from autoplan.search.solve import minimize
-from autoplan.sharding import ShardingPrices, shard_graph
 from autoplan.space import load_rules
+from autoplan.tensor_parallel.sharding import ShardingPrices, shard_graph
+from autoplan.tracing.graph_cache import cached_graph
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,8 +67,8 @@ def graph_of(model: str) -> OpGraph:
 
 
 def _traced(model: str) -> OpGraph:
-    from autoplan.module_level import trace_modules
-    from autoplan.trace import model_source, trace_model
+    from autoplan.tracing.module_level import trace_modules
+    from autoplan.tracing.trace import model_source, trace_model
 
     file, overrides = MODELS[model]
     trace = trace_modules if model in MODULE_LEVEL else trace_model
@@ -166,7 +166,7 @@ def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[Row]:
 def check_programs(root: str, rows: list[Row], n_steps: int) -> dict[str, list[Any]]:
     """On one rank: the largest differences from one process, per program and step."""
     sys.path.insert(0, root)
-    sys.modules["autoplan.trace"] = None  # type: ignore[assignment]
+    sys.modules["autoplan.tracing.trace"] = None  # type: ignore[assignment]
     runtime = importlib.import_module("runtime")
     found = {}
     for name, overrides, config_fields, is_rewritten in rows:

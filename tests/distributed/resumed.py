@@ -112,5 +112,5 @@ def _n_ranks(row: Row) -> int:
 
 def _runtime(root: str) -> Any:
     sys.path.insert(0, root)
-    sys.modules["autoplan.trace"] = None  # type: ignore[assignment]
+    sys.modules["autoplan.tracing.trace"] = None  # type: ignore[assignment]
     return importlib.import_module("runtime")

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoplan.overlaid_graph import Trace
-from autoplan.same_operators import are_same, live_nodes
+from autoplan.tracing.overlaid_graph import Trace
+from autoplan.tracing.same_operators import are_same, live_nodes
 
 
 def record_run(module: nn.Module, batch: tuple[Any, ...], *, like: Trace) -> torch.fx.Graph | None:

@@ -25,20 +25,8 @@ from platformdirs import user_cache_dir
 
 from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
-TRACERS = (
-    "overlaid_graph.py",
-    "trace.py",
-    "second_run.py",
-    "same_operators.py",
-    "constant_masks.py",
-    "module_level.py",
-    "segments.py",
-    "graph.py",
-    "graph_cache.py",
-    "dissolved.py",
-    "effects.py",
-    "source_names.py",
-)
+_HERE = Path(__file__).parent
+TRACERS = (*sorted(_HERE.glob("*.py")), _HERE.parent / "graph.py", _HERE.parent / "segments.py")
 
 
 def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph], *, way: str = "") -> OpGraph:
@@ -115,7 +103,7 @@ def package_version(package: str) -> str:
 def user_files(module_names: set[str]) -> dict[str, str]:
     """Files of loaded modules that no package manager installed, with their hashes."""
     paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    elsewhere = tuple(path + os.sep for path in (*paths, str(Path(__file__).parent)))
+    elsewhere = tuple(path + os.sep for path in (*paths, str(_HERE.parent)))
     files = {}
     for name in sorted(module_names):
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -129,7 +117,7 @@ def _key(path: Path, overrides: Mapping[str, Any], way: str) -> str:
         way,
         package_version("torch"),
         package_version("transformers"),
-        *(file_sha256(Path(__file__).parent / name) for name in TRACERS),
+        *map(file_sha256, TRACERS),
     ]
     parts += [str(path.resolve()), file_sha256(path)]
     parts += [f"{name}={value!r}" for name, value in sorted(overrides.items())]

@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autoplan.rank_memory import Moment, moments
 from autoplan.schedules import KEPT_SCHEDULES, OrderedSchedule, ordered_schedule, stage_ranks
+from autoplan.simulator.rank_memory import Moment, moments
 
 
 @dataclass(frozen=True, slots=True)

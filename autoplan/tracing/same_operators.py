@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import networkx as nx
 import torch
 
 Twins = dict[torch.fx.Node, torch.fx.Node]
@@ -15,10 +16,8 @@ Twins = dict[torch.fx.Node, torch.fx.Node]
 
 def live_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """The inputs of a graph, and the calls that its outputs depend on, as they run."""
-    live: set[torch.fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output" or node in live:
-            live.update(node.all_input_nodes)
+    uses = nx.DiGraph((source, node) for node in graph.nodes for source in node.all_input_nodes)
+    live = nx.ancestors(uses, graph.output_node()) if uses else set()
     return [node for node in graph.nodes if node.op == "placeholder" or (node.op == "call_function" and node in live)]
 
 

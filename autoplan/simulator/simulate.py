@@ -33,10 +33,10 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
-from autoplan.replay_script import Script, script_of
-from autoplan.shared_step import slowest_of
-from autoplan.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
+from autoplan.simulator.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
+from autoplan.simulator.replay_script import Script, script_of
+from autoplan.simulator.shared_step import slowest_of
+from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.measured_ops import SegmentComparison
-from autoplan.measured_profile import MeasuredProfile, parse_profile
-from autoplan.op_comparison import compare_ops
 from autoplan.options import Options
 from autoplan.output_folder import read_text_file
 from autoplan.parallel_plan import Plan
-from autoplan.segment_key import content_key
+from autoplan.profile.measured_ops import SegmentComparison
+from autoplan.profile.measured_profile import MeasuredProfile, parse_profile
+from autoplan.profile.op_comparison import compare_ops
+from autoplan.profile.segment_key import content_key
 from autoplan.space import load_rules
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
-from autoplan.plain_text import page, text_table
-from autoplan.plan_words import lanes_of
 from autoplan.questions import WhyNot
-from autoplan.report import (
+from autoplan.report.ops import ops_text
+from autoplan.report.plain_text import page, text_table
+from autoplan.report.plan_report import (
     BREAKDOWN_LABELS,
     breakdown_table,
     describe_plan,
@@ -28,7 +28,7 @@ from autoplan.report import (
     status_text,
     tightest_bytes,
 )
-from autoplan.report_ops import ops_text
+from autoplan.report.plan_words import lanes_of
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
 

@@ -30,10 +30,10 @@ from itertools import product
 
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment, TensorSpec
 from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, padded, parse_layout, sharded
-from autoplan.op_strategies import legal_strategies
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import OpRule, Strategy, operand_names
 from autoplan.search.linear_model import LinearModel, Solution
+from autoplan.tensor_parallel.op_strategies import legal_strategies
 
 MICROSECONDS = 1e6  # the unit of the objective: solvers want numbers near 1
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
 from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
-from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
-from autoplan.plan_words import (
+from autoplan.report.plain_text import WIDTH, count, page, rate_text, si_count, text_table
+from autoplan.report.plan_words import (
     choice_rows,
     choice_words,
     dp_text,

@@ -33,11 +33,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.dissolved import watch_dissolved
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import OpGraph
-from autoplan.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
-from autoplan.second_run import record_run
+from autoplan.tracing.dissolved import watch_dissolved
+from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
+from autoplan.tracing.second_run import record_run
 from autoplan.user_errors import made_batch, trace_failure, user_frame
 
 

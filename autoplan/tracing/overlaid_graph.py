@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.constant_masks import constant_masks, fold_masks
-from autoplan.effects import COPY, restore_effects
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import (
     COMPUTE,
@@ -27,12 +25,14 @@ from autoplan.graph import (
     Symbol,
     TensorSpec,
 )
-from autoplan.same_operators import are_same, live_nodes
 from autoplan.segments import split_segments
-from autoplan.source_names import with_labels
+from autoplan.tracing.constant_masks import constant_masks, fold_masks
+from autoplan.tracing.effects import COPY, restore_effects
+from autoplan.tracing.same_operators import are_same, live_nodes
+from autoplan.tracing.source_names import with_labels
 
 if TYPE_CHECKING:
-    from autoplan.trace import ModelSource
+    from autoplan.tracing.trace import ModelSource
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16

@@ -17,12 +17,12 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import GraphFacts, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
-from autoplan.measured_ops import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
-from autoplan.measured_profile import MeasuredProfile
 from autoplan.parallel_plan import Plan, SegmentSharding
+from autoplan.profile.measured_ops import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
+from autoplan.profile.measured_profile import MeasuredProfile
+from autoplan.profile.segment_key import assignment_key, content_key
 from autoplan.rules import OpRule
-from autoplan.segment_key import assignment_key, content_key
-from autoplan.sharding import read_sharding
+from autoplan.tensor_parallel.sharding import read_sharding
 
 Key = tuple[str, Shapes]
 

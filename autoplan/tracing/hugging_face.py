@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from platformdirs import user_cache_dir
 
 from autoplan.errors import InputError
-from autoplan.hugging_face_templates import CAUSAL, IMAGE_CLASSES, MASKED, MODEL, SEQ_TO_SEQ, SEQUENCE_CLASSES
 from autoplan.option_checks import nearest
+from autoplan.tracing.hugging_face_templates import CAUSAL, IMAGE_CLASSES, MASKED, MODEL, SEQ_TO_SEQ, SEQUENCE_CLASSES
 
 PREFIX = "hf:"
 # Samples of this length at most, unless `--set context=...` says otherwise: a model may allow far more than is trained.

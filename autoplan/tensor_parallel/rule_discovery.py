@@ -22,8 +22,8 @@ from autoplan.equations import broadcast_equation
 from autoplan.errors import InputError
 from autoplan.graph import Op, OpGraph
 from autoplan.layout import P, V, sharded
-from autoplan.rule_trials import CannotTryError, Trial
 from autoplan.rules import Specs, Strategy, operand_names, parse_equation
+from autoplan.tensor_parallel.rule_trials import CannotTryError, Trial
 
 _LINE_LENGTH = 116
 

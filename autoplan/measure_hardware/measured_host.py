@@ -25,9 +25,9 @@ from autoplan.hardware.fields import (
     Quantity,
 )
 from autoplan.hardware.file import link_kind_rate
-from autoplan.host_shares import ShardedPasses, sharding_host
-from autoplan.link_fit import CollectiveTime, LinkFit, fit_links
-from autoplan.nccl_log import HOST_MEMORY, UNKNOWN_LINK
+from autoplan.measure_hardware.host_shares import ShardedPasses, sharding_host
+from autoplan.measure_hardware.link_fit import CollectiveTime, LinkFit, fit_links
+from autoplan.measure_hardware.nccl_log import HOST_MEMORY, UNKNOWN_LINK
 
 NETWORK = "ethernet_10g"
 NO_KERNEL = "a CPU runs an op itself; its start is in `launch`"

@@ -18,10 +18,10 @@ from typing import Any
 from platformdirs import user_cache_dir
 
 from autoplan.errors import MeasureError, OutputError
-from autoplan.measured_profile import MEASURED, NOISY, NOT_COMPILED, OWN, STATUSES
 from autoplan.output_folder import read_text_file, write_folder
-from autoplan.plain_text import text_table
 from autoplan.processes import start_process
+from autoplan.profile.measured_profile import MEASURED, NOISY, NOT_COMPILED, OWN, STATUSES
+from autoplan.report.plain_text import text_table
 from autoplan.units import MiB, format_seconds
 
 Start = Callable[[Sequence[str]], int]
