@@ -65,6 +65,7 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
         pipelines=replace(offered[0].space, n_devices=cluster.n_devices, n_devices_per_host=_common_host_size(cluster)),
         price=lambda mesh, groups: of_size(pricers, mesh)(mesh, groups),
         make_plan=partial(_plan_over_groups, offered[0].make_plan, cluster),
+        layout_sizes=tuple(pricers),
     )
 
 

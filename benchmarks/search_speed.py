@@ -1,16 +1,18 @@
 """How long planning takes and how far the plan is proved, on real models and clusters.
 
-    python benchmarks/search_speed.py run FILE [TIME_LIMIT_S]     every case, each in its own process; JSON lines
+    python benchmarks/search_speed.py run FILE [--time-limit S] [--group GROUP ...]    each case in its own process
     python benchmarks/search_speed.py table FILE                  the tables of the README
     python benchmarks/search_speed.py plot FILE OUT.svg           search time against devices and against layers
 
-`cold` starts with an empty cache: import, trace, layout programs, search. `warm` is the same command again. Seconds
-are of the processor, on one core. `first` is when the first plan that fits was known, from the start of the search;
-`gap` is what is left unproved. `RSS` is the largest of the process.
+`run` writes JSON lines, of all groups of cases by default. `cold` starts with an empty cache: import, trace, layout
+programs, search. `warm` is the same command again. Seconds are of the processor, on one core. `first` is when the first
+plan that fits was known, from the start of the search; `gap` is what is left unproved. `RSS` is the largest of the
+process.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -19,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -38,40 +42,36 @@ CASES = (
 )
 DEVICES = tuple(("llama.py", {"size": "7b"}, n // 8, 8 * n) for n in (8, 64, 512, 4096, 32768, 65536))
 LAYERS = tuple(("llama.py", {"size": "1b", "n_layers": n}, 8, 512) for n in (4, 16, 64, 250, 1000))
+MIXED = tuple(("llama.py", {"size": size}, (64, 64), 4096) for size in ("15m", "7b"))  # hosts of each of `KINDS`
+KINDS, BETWEEN = ("dgx_a100_x8", "v100_x8"), "a100_v100.toml"
+GROUPS = {"case": CASES, "devices": DEVICES, "layers": LAYERS, "mixed": MIXED}
 
 
-def measure(file: str, overrides: dict[str, object], n_hosts: int, global_batch: int, time_limit_s: float) -> None:
-    """Plan once in this process, as the command does, and print a JSON line."""
+def measure(
+    file: str, overrides: dict[str, object], hosts: int | list[int], global_batch: int, time_limit_s: float
+) -> None:
+    """Plan once in this process, as the command does, and print a JSON line; `hosts` of several kinds are a cluster."""
     from autoplan.cli import NEW_OBJECTS_PER_COLLECTION
 
     gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
     from autoplan.api import trace_model
-    from autoplan.hardware import load_profile
-    from autoplan.options import Options
-    from autoplan.search import search
-    from autoplan.space import priced_space
 
-    options = Options(global_batch=global_batch, time_limit_s=time_limit_s)
     start_s = time.process_time()
     graph = trace_model(EXAMPLES / file, overrides=overrides)
     graph_s = time.process_time() - start_s
-    profile = load_profile(HARDWARE, n_hosts=n_hosts)
-    start_s = time.process_time()
-    offered = priced_space(graph, profile, options, global_batch=global_batch)
-    space_s = time.process_time() - start_s
-    start_s = time.process_time()
-    result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+    plan = _plan if isinstance(hosts, int) else _plan_mixed
+    n_devices, space_s, search_s, result = plan(graph, hosts, global_batch, time_limit_s)
     print(
         json.dumps(
             {
                 "model": Path(file).stem,
                 "set": overrides,
-                "n_devices": profile.n_devices,
+                "n_devices": n_devices,
                 "n_layers": sum(segment.is_block for segment in graph.segments),
                 "n_meshes": result.n_meshes,
                 "graph_s": graph_s,
                 "space_s": space_s,
-                "search_s": time.process_time() - start_s,
+                "search_s": search_s,
                 "first_plan_s": result.first_plan_s,
                 "process_s": time.process_time(),
                 "step_s": result.best.estimate.step_s if result.best else None,
@@ -84,11 +84,43 @@ def measure(file: str, overrides: dict[str, object], n_hosts: int, global_batch:
     )
 
 
-def run(path: Path, time_limit_s: float) -> None:
-    """Measure every case cold and warm."""
+def _plan(graph, n_hosts: int, global_batch: int, time_limit_s: float) -> tuple:
+    """Devices, seconds to price the space and to search it, and the result."""
+    from autoplan.hardware import load_profile
+    from autoplan.options import Options
+    from autoplan.search import search
+    from autoplan.space import priced_space
+
+    options = Options(global_batch=global_batch, time_limit_s=time_limit_s)
+    profile, start_s = load_profile(HARDWARE, n_hosts=n_hosts), time.process_time()
+    offered, space_s = priced_space(graph, profile, options, global_batch=global_batch), time.process_time() - start_s
+    start_s = time.process_time()
+    result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+    return profile.n_devices, space_s, time.process_time() - start_s, result
+
+
+def _plan_mixed(graph, hosts: list[int], global_batch: int, time_limit_s: float) -> tuple:
+    """Likewise, in fp16, which both kinds have."""
+    from autoplan.cluster_space import mixed_space
+    from autoplan.hardware import load_profile
+    from autoplan.hardware.cluster import load_cluster
+    from autoplan.options import Options
+    from autoplan.search.mixed import search_mixed
+
+    options = Options(global_batch=global_batch, precision="fp16", time_limit_s=time_limit_s)
+    groups = tuple(load_profile(kind, n_hosts=n) for kind, n in zip(KINDS, hosts, strict=True))
+    cluster, start_s = replace(load_cluster(EXAMPLES / BETWEEN), groups=groups), time.process_time()
+    space, space_s = mixed_space(graph, cluster, options, global_batch=global_batch), time.process_time() - start_s
+    start_s = time.process_time()
+    result = search_mixed(space, options=options)
+    return cluster.n_devices, space_s, time.process_time() - start_s, result
+
+
+def run(path: Path, time_limit_s: float, groups: Sequence[str]) -> None:
+    """Measure every case of these groups cold and warm."""
     with path.open("w") as file:
-        for group, cases in (("case", CASES), ("devices", DEVICES), ("layers", LAYERS)):
-            for case in cases:
+        for group in groups:
+            for case in GROUPS[group]:
                 with tempfile.TemporaryDirectory() as cache:
                     for state in ("cold", "warm"):
                         line = {"group": group, "state": state, **_one(case, time_limit_s, cache)}
@@ -97,7 +129,7 @@ def run(path: Path, time_limit_s: float) -> None:
                         print(_row(line), flush=True)
 
 
-def _one(case: tuple[str, dict[str, object], int, int], time_limit_s: float, cache: str) -> dict[str, object]:
+def _one(case: tuple, time_limit_s: float, cache: str) -> dict[str, object]:
     command = [sys.executable, __file__, "one", json.dumps([*case, time_limit_s])]
     environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -128,7 +160,7 @@ def table(path: Path) -> None:
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     print(HEADER)
     for cold, warm in zip(lines[::2], lines[1::2], strict=True):
-        if cold["group"] == "case":
+        if cold["group"] in ("case", "mixed"):
             print(_row(cold, warm))
 
 
@@ -172,13 +204,29 @@ def _panel(left: int, label: str, points: list[tuple[float, float]]) -> str:
     return f'{grid}<path d="M{line}"/>{marks}{caption}'
 
 
-if __name__ == "__main__":
-    command, *arguments = sys.argv[1:]
-    if command == "one":
-        measure(*json.loads(arguments[0]))
-    elif command == "run":
-        run(Path(arguments[0]), float(arguments[1]) if len(arguments) > 1 else TIME_LIMIT_S)
-    elif command == "table":
-        table(Path(arguments[0]))
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (("run", "measure cases"), ("table", "print tables"), ("plot", "draw search times")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("file", type=Path, help="JSON lines")
+        if name == "plot":
+            command.add_argument("out", type=Path, help="the SVG to write")
+        if name == "run":
+            command.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="of each search")
+            command.add_argument("--group", choices=GROUPS, action="append", help="only these cases; may be repeated")
+    commands.add_parser("one").add_argument("case", help="as `run` calls it")
+    given = parser.parse_args()
+    if given.command == "one":
+        measure(*json.loads(given.case))
+    elif given.command == "run":
+        run(given.file, given.time_limit, given.group or tuple(GROUPS))
+    elif given.command == "table":
+        table(given.file)
     else:
-        plot(Path(arguments[0]), Path(arguments[1]))
+        plot(given.file, given.out)
+
+
+if __name__ == "__main__":
+    main()

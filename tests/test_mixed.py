@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan_report import plan_report
 from autoplan.search import GOOD_ENOUGH, search
+from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
-from autoplan.search.mixed_meshes import families
+from autoplan.search.mixed_meshes import MeshQueue, families_of, shapes
 from autoplan.search.partition import best_partition
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
@@ -55,11 +57,32 @@ def test_the_plan_equals_brute_force_on_64_random_clusters(block: int) -> None:
     assert n_over_both >= n_shared > 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_queue_gives_every_pipeline_that_may_fit_in_the_order_of_bounds(seed: int) -> None:
+    space = mixed_space(two_toys(seed))
+    found = [family for shape in shapes(space, EXACT) for family in families_of(space, shape)]
+    want = [bound_s for family in found for bound_s in family.bounds_s.tolist() if bound_s < INFINITY]
+    queue, meshes, bounds_s = MeshQueue(space, tuple(shapes(space, EXACT))), set(), []
+    while (popped := queue.pop(known_s=INFINITY)) is not None:
+        bounds_s.append(popped[0])
+        meshes.add(popped[1:])
+        assert queue.bound_s >= popped[0]
+    assert bounds_s == sorted(want)
+    assert len(meshes) == len(bounds_s)
+    assert queue.bound_s == INFINITY
+    half_s = sorted(want)[len(want) // 2]
+    queue, n_below = MeshQueue(space, tuple(shapes(space, EXACT))), 0
+    while queue.pop(known_s=half_s) is not None:
+        n_below += 1
+    assert n_below == sum(bound_s < half_s for bound_s in want)
+    assert queue.bound_s >= half_s
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_bound_of_a_pipeline_exceeds_its_fastest_plan(seed: int) -> None:
     toys = two_toys(seed)
     space = mixed_space(toys)
-    for family in families(space, EXACT):
+    for family in (family for shape in shapes(space, EXACT) for family in families_of(space, shape)):
         for row, bound_s in enumerate(family.bounds_s):
             mesh, groups = family.member(row)
             table = space.price(mesh, groups)
@@ -99,7 +122,7 @@ def test_every_plan_has_what_was_fixed(name: str) -> None:
 
 def test_schedule_plain_is_1f1b_and_gpipe_where_1f1b_lacks_micro_batches() -> None:
     def pipelines(fix: tuple[tuple[str, str], ...]) -> set[tuple[Mesh, tuple[int, ...], tuple[int, ...]]]:
-        found = families(mixed_space(two_toys(0)), replace(EXACT, fix=fix))
+        found = shapes(mixed_space(two_toys(0)), replace(EXACT, fix=fix))
         return {(own.mesh, own.groups, tuple(row)) for own in found for row in own.n_ranks.tolist()}
 
     def is_meant(mesh: Mesh, n_ranks: tuple[int, ...]) -> bool:
@@ -121,6 +144,18 @@ def test_more_hosts_in_any_group_are_never_slower(seed: int, group: int) -> None
     few, more = (search_mixed(mixed_space(own), options=EXACT) for own in (toys, larger))
     assert few.best is None or more.best is not None
     assert few.best is None or more.best.estimate.step_s <= few.best.estimate.step_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 10.0, 100.0, 1000.0])
+def test_what_is_proved_when_time_is_over_is_true(limit_s: float) -> None:
+    for seed in range(6):
+        toys, ticks = two_toys(seed), count()  # a second passes whenever somebody looks at the clock
+        options = replace(EXACT, time_limit_s=limit_s)
+        stopped = search_mixed(mixed_space(toys), options=options, clock=lambda ticks=ticks: float(next(ticks)))
+        want_s = best_of_all(toys, 0.1)
+        if stopped.bound_s is not None and want_s is not None:
+            assert stopped.bound_s <= want_s * (1 + 1e-6)
+        assert stopped.status in ("optimal", "infeasible") or stopped.stopped_by == "time limit"
 
 
 @pytest.mark.nightly

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mixed_toys import EXACT, best_of_shares_by_trying, layered, mixed_space, toy_shares, two_toys
 from test_mixed import CLUSTER, GPT, SMALL
 
 from autoplan import api
 from autoplan.answer import Answer, answer_from_json, answer_to_dict, answer_to_json
+from autoplan.cluster_space import mixed_space as real_mixed_space
 from autoplan.cost.between import Exchange
 from autoplan.cost.mixed import make_mixed_pricer
 from autoplan.errors import InputError
@@ -24,9 +27,11 @@ from autoplan.options import Options
 from autoplan.output_folder import rejected_csv, report_files
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
 from autoplan.report.plan_report import plan_report
+from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
-from autoplan.search.mixed_shares import ShareQueue, mesh_of, micro_batch_counts
+from autoplan.search.mixed_shares import ShareQueue, micro_batch_counts
+from autoplan.search.share_families import mesh_of, share_families
 from autoplan.simulator.simulate import memory_over_time, simulate
 from autoplan.space import load_rules
 from autoplan.verify import _per_pipeline_rank
@@ -48,6 +53,39 @@ def test_the_queue_has_every_mesh_and_no_bound_exceeds_its_fastest_plan(seed: in
     assert [bound_s for bound_s, _ in found] == sorted(bound_s for bound_s, _ in found)
     assert sorted(mesh for _, mesh in found) == sorted(mesh for mesh, _ in toy_shares(toys))
     assert queue.bound_s == INFINITY
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_mesh_is_ruled_out_that_may_be_faster_than_what_is_known(seed: int) -> None:
+    toys = tuple(replace(toy, memory_limit_bytes=2**50) for toy in two_toys(seed))
+    space = mixed_space(toys)
+    fastest = [(best_of_shares_by_trying(toys, space.price(*own)), own[0]) for own in toy_shares(toys)]
+    times_s = sorted(step_s for step_s, _ in fastest if step_s is not None)
+    for known_s in (times_s[len(times_s) // 8], times_s[len(times_s) // 2]):
+        queue, found = ShareQueue(space, EXACT, known_s=known_s), set()
+        while (popped := queue.pop(known_s=known_s)) is not None:
+            found.add(popped[1])
+        assert {mesh for step_s, mesh in fastest if step_s is not None and step_s < known_s * (1 - 1e-9)} <= found
+        assert len(found) < len(fastest)
+
+
+def test_no_bound_of_a_real_mesh_exceeds_that_of_its_table(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    cluster, graph = load_cluster(tmp_path / "cluster.toml"), api.trace_model(GPT, overrides=SMALL)
+    space = real_mixed_space(graph, cluster, Options(precision="fp32"), global_batch=24)
+    rng, degrees = random.Random(0), set()
+    for family in share_families(space, Options(), known_s=INFINITY):
+        degrees.add(family.mesh.tp)
+        for row in rng.sample(range(len(family.bounds_s)), k=min(5, len(family.bounds_s))):
+            dps, sizes = family.dp[row].tolist(), family.sizes[row].tolist()
+            steps = [dp * size for dp, size in zip(dps, sizes, strict=True)]
+            for counts in list(micro_batch_counts(24, steps, [24, 24]))[:2]:
+                mesh = mesh_of(family.mesh, tuple(map(BatchShare, dps, sizes, counts)))
+                tables = space.price(mesh, (GroupRanks(0, 1), GroupRanks(1, 1))).rank_tables
+                least_s = (family.starts_s[row] + family.slopes_s[row] * np.array(counts)[:, None]).max(axis=1)
+                assert all(least_s <= np.array(list(map(step_bound_s, tables))) * (1 + 1e-9))
+                assert family.bounds_s[row] <= max(map(step_bound_s, tables)) * (1 + 1e-9)
+    assert degrees == {1, 2}
 
 
 def test_every_number_of_micro_batches_that_makes_up_the_batch_is_found_once() -> None:

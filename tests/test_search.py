@@ -273,7 +273,7 @@ def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap() -> None:
 
 
 def test_little_is_priced_after_the_time_limit() -> None:
-    toy, now_s = random_toy(7, n_segments=6, n_devices=8, global_batch=8, tight=False), [0.0]
+    toy, now_s = random_toy(8, n_segments=6, n_devices=8, global_batch=8), [0.0]
 
     def price(mesh: Mesh) -> CostTable:
         now_s[0] += 0.01

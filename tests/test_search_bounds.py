@@ -10,11 +10,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from brute_force import Toy, all_stages, random_toy, with_space
+from distributed.programs import EXAMPLES
 
+from autoplan.api import trace_model
 from autoplan.cost.table import CostTable
+from autoplan.hardware import load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.bounds import shortfall_bytes, step_bound_s
+from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
 from autoplan.search.formulation import formulate
 from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.linear_model import INFINITY
@@ -41,6 +44,7 @@ from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.solve import minimize
 from autoplan.simulator.simulate import simulate
+from autoplan.space import priced_space
 
 
 def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tuple[CostTable, tuple[StagePlan, ...]]]:
@@ -58,6 +62,20 @@ def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tu
 def test_the_bound_of_a_mesh_never_exceeds_a_simulated_step(seed: int) -> None:
     for table, stages in random_plans(seed, count=20):
         assert step_bound_s(table) <= simulate(table, stages).step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_real_mesh_computes_less_than_the_one_that_stands_for_it(precision: str) -> None:
+    graph = trace_model(EXAMPLES / "gpt.py", overrides={"size": "char", "n_layers": 2, "width": 48, "context": 32})
+    options = Options(global_batch=16, precision=precision)
+    offered = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=2), options, global_batch=16)
+    meshes = enumerate_meshes(offered.space, options)
+    keys = tuple(map(compute_key, meshes))
+    least_s = {key: least_passes_s(offered.price(mesh)) for key, mesh in computes_least(meshes, keys).items()}
+    assert len(least_s) < len(meshes) / 2
+    for mesh, key in zip(meshes, keys, strict=True):
+        for least, own in zip(least_s[key], least_passes_s(offered.price(mesh)), strict=True):
+            assert least <= own * (1 + 1e-12)
 
 
 RECOMPUTE = (None, None, "none", "full", "selective")

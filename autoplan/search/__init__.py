@@ -16,9 +16,8 @@ of the enumeration, so the same input gives the same answer.
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
 
-The simulator alone judges plans. `price` must give equal `forward_s` and `backward_s` to meshes that agree in tp,
-sharding, micro-batch size, ZeRO stage, and in whether they have a pipeline and are compiled: the first bound rests on
-it.
+The simulator alone judges plans. Of meshes that `bounds.compute_key` takes for alike, `price` must not give a longer
+forward or backward pass to that of `bounds.computes_least` than to any other: the first bound rests on it.
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 """
@@ -32,7 +31,7 @@ from collections.abc import Callable
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 from autoplan.search.baselines import Baseline, plain_recipes
-from autoplan.search.bounds import compute_bound_s, least_compute_s
+from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
 from autoplan.search.found import MakePlan, result_of
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 from autoplan.search.one_mesh import faster_than
@@ -103,12 +102,10 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
     index = None if warm_start is None else state.index_of(warm_start.mesh)
     if warm_start is not None and index is not None:
         consider(state, index, warm_start.stages)
-    for index, mesh in enumerate(state.meshes):
-        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        key = (*layout, mesh.zero_stage, mesh.pp > 1, mesh.execution, mesh.generated)
-        if key not in state.compute_s:
-            state.compute_s[key] = least_compute_s(state.table(mesh))
-        forward_s, backward_s = state.compute_s[key]
+    keys = tuple(map(compute_key, state.meshes))
+    passes_s = {key: least_passes_s(state.table(mesh)) for key, mesh in computes_least(state.meshes, keys).items()}
+    for index, (mesh, key) in enumerate(zip(state.meshes, keys, strict=True)):
+        forward_s, backward_s = passes_s[key]
         bound_s = compute_bound_s(mesh, forward_s=forward_s, backward_s=backward_s)
         state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
     state.ready_s = state.clock() - state.started_s

@@ -9,7 +9,8 @@ average of the paths of `paths` over the stages: the average stage has 1 / pp of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import mul
@@ -22,8 +23,7 @@ from autoplan.schedules import build_schedule, splits_backward, stage_ranks
 def compute_bound_s(mesh: Mesh, *, forward_s: float, backward_s: float) -> float:
     """The least step time of a mesh whose whole model takes so long per micro-batch on one rank.
 
-    Needs no cost table of this mesh: compute depends only on `tp`, the sharding, the micro-batch size, the ZeRO stage
-    (which may copy parameters in and out) and on whether there is a pipeline (which may hold tied weights twice).
+    Needs no cost table of this mesh; see `computes_least`.
     """
     n, pp = mesh.n_micro_batches, mesh.pp
     both_s = forward_s + backward_s
@@ -34,17 +34,51 @@ def compute_bound_s(mesh: Mesh, *, forward_s: float, backward_s: float) -> float
     return n * both_s / pp
 
 
-def least_compute_s(table: CostTable) -> tuple[float, float]:
-    """Forward and backward compute of all segments for one micro-batch, without recomputation."""
-    return _total(table, lambda cost: cost.forward_s), _total(table, lambda cost: cost.backward_s)
+def compute_key(mesh: Mesh) -> tuple[Hashable, ...]:
+    """Meshes with equal keys take about as long for a micro-batch; `computes_least` says which the least of them.
+
+    That depends on `tp`, the sharding, the micro-batch size, the ZeRO stage (which may copy parameters in and out), on
+    whether there is a pipeline (which may hold tied weights twice), on whether gradients are added up, and on how
+    modules run.
+    """
+    layout = mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage
+    return (*layout, mesh.pp > 1, mesh.n_micro_batches > 1, mesh.compile, mesh.memory_format, mesh.generated)
+
+
+def computes_least(meshes: Sequence[Mesh], keys: Sequence[Hashable]) -> dict[Hashable, Mesh]:
+    """Per key a mesh that computes no longer than any of them: that with the smallest shards, the backward pass whole.
+
+    Of gradients and parameters that lie in shards, a rank adds up, copies and casts its own.
+    """
+    found: dict[Hashable, Mesh] = {}
+    for key, mesh in zip(keys, meshes, strict=True):
+        known = found.get(key)
+        if known is None or known.zero_shard_degree < mesh.zero_shard_degree:
+            found[key] = mesh
+    return {key: replace(mesh, schedule="1f1b", n_chunks=1) for key, mesh in found.items()}
+
+
+def least_passes_s(table: CostTable) -> tuple[float, float]:
+    """Forward and backward pass of all segments for one micro-batch, with what the host and tensor parallelism add."""
+    return _total(table, forward_s), _total(table, backward_s)
+
+
+def least_communication_s(table: CostTable) -> tuple[float, float]:
+    """Gathers and reductions of all segments: in every micro-batch, and once per step."""
+    gathers_s, reduces_s = _total(table, _gather_s), _total(table, _reduce_s)
+    often_s = (2.0 * gathers_s if table.gathers_per_micro_batch else 0.0) + (
+        reduces_s if table.reduces_per_micro_batch else 0.0
+    )
+    once_s = (0.0 if table.gathers_per_micro_batch else gathers_s) + (
+        0.0 if table.reduces_per_micro_batch else reduces_s
+    )
+    return often_s, once_s
 
 
 def step_bound_s(table: CostTable) -> float:
     """A lower bound on the step time of any plan of the mesh. See the module docstring."""
-    n = table.mesh.n_micro_batches
-    gathers_s, reduces_s = _total(table, _gather_s), _total(table, _reduce_s)
-    communication_s = gathers_s * (2 * n if table.gathers_per_micro_batch else 1)
-    communication_s += reduces_s * (n if table.reduces_per_micro_batch else 1)
+    often_s, once_s = least_communication_s(table)
+    communication_s = table.mesh.n_micro_batches * often_s + once_s
     bound_s = _whole_bound_s if table.mesh.pp == 1 else _pipeline_bound_s
     return max(table.batch_copy_s, table.per_step_s + bound_s(table, communication_s=communication_s))
 

@@ -11,8 +11,8 @@ The meshes of pipelines are examined in the order of their bounds (`mixed_meshes
 rank's stage by its own figures, so that faster ranks get more layers), simulated; of a small mesh all plans are. What
 is left unproved is the gap of the result.
 
-Groups alone are searched after the first half of the time, and only those whose devices could do the work of a step in
-less than the best plan takes. Shared batches come next, then the rest of the pipelines.
+A group alone is searched only when its devices could do the work of a step in less than the best plan takes. A few
+pipelines come first of all, then what may hold the best plan by its bound (`_examine_all`).
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from dataclasses import replace
+from itertools import chain, count, product
 
 import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh, Plan
-from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.bounds import least_compute_s
+from autoplan.parallel_plan import Mesh
+from autoplan.search import search
+from autoplan.search.bounds import least_passes_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
-from autoplan.search.mixed_meshes import Family, Groups, GroupSpace, MeshQueue, MixedSpace, families
+from autoplan.search.mixed_answer import result_of
+from autoplan.search.mixed_meshes import Groups, GroupSpace, MeshQueue, MixedSpace, shapes
 from autoplan.search.mixed_plans import best_of_shares, fitting, neighbours, repaired
-from autoplan.search.mixed_rejections import least_short, rejection
+from autoplan.search.mixed_rejections import rejection
 from autoplan.search.mixed_shares import ShareQueue
+from autoplan.search.mixed_state import Found, MixedState
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
 from autoplan.search.partition import best_partition, partitions_below
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
-from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
 
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
+FIRST_PIPELINES = 32  # examined before all else: where pipelines are best, groups alone need not be searched
+PROMISING = 0.7  # share of the best plan's time; a group that could do the work in less is searched before shares
+SHARES_UNTIL = 0.75  # of the time
 WORTH_IMPROVING = 0.05  # by how much a plan may be slower than the best one, to be improved piece by piece
 
 
@@ -61,100 +66,66 @@ def search_mixed(
 
     Raises: InfeasibleError if there is no mesh at all; InputError for a wrong fix.
     """
-    state = _Search(space, options, clock, clock(), patience_s)
+    state = MixedState(space, options, clock, clock(), patience_s)
     try:
-        state.families = tuple(families(space, options))
-        state.queue = MeshQueue(state.families)
-        _examine_until(state, share=0.5)
-        _search_groups(state)
-        _examine_shares(state)
-        _examine_until(state, share=1.0)
+        state.shapes = tuple(shapes(space, options))
+        state.queue = MeshQueue(space, state.shapes)
+        _examine_all(state)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
-    return _result(state)
-
-
-# ---------------------------------------------------------------------------------------------------- the search so far
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The best plan of a mesh."""
-
-    mesh: Mesh
-    groups: Groups
-    judged: Judged
-    bound_s: float
-
-
-@dataclass(slots=True)
-class _Search:
-    """A search under way."""
-
-    space: MixedSpace
-    options: Options
-    clock: Callable[[], float]
-    started_s: float
-    patience_s: float | None = None
-    families: tuple[Family, ...] = ()
-    queue: MeshQueue = field(default_factory=lambda: MeshQueue(()))
-    shares: ShareQueue | None = None  # not yet
-    found: list[_Found] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
-    results: dict[int, SearchResult] = field(default_factory=dict)  # of groups alone
-    left_bounds_s: dict[int, float] = field(default_factory=dict)  # of groups that cannot hold a better plan
-    impossible: dict[int, str] = field(default_factory=dict)  # why a group has no mesh at all
-    least_bound_s: float = INFINITY  # of meshes over several groups that may hold a better plan than was found
-    first_plan_s: float | None = None
-    stopped: str = ""
-
-    def note_plan(self) -> None:
-        """Remember when the first plan that fits was known."""
-        if self.first_plan_s is None and self.best_s < INFINITY:
-            self.first_plan_s = self.clock() - self.started_s
-
-    @property
-    def best_s(self) -> float:
-        """The step time of the best plan so far."""
-        groups_s = (result.best.estimate.step_s for result in self.results.values() if result.best is not None)
-        return min((*(item.judged.estimate.step_s for item in self.found), *groups_s), default=INFINITY)
-
-    @property
-    def gap(self) -> float:
-        """How much faster a plan must be to be worth looking for."""
-        return 0.0 if self.options.require_optimal else GOOD_ENOUGH
-
-    @property
-    def to_beat_s(self) -> float:
-        """The step time that a plan must be below to be worth looking for."""
-        return faster_than(self.best_s, gap=self.gap)
-
-    def remaining_s(self) -> float:
-        """Time left; INFINITY when there is no limit."""
-        limit_s = self.options.time_limit_s
-        if limit_s is not None and self.patience_s is not None and self.best_s == INFINITY:
-            limit_s = self.patience_s
-        return INFINITY if limit_s is None else limit_s - (self.clock() - self.started_s)
+    return result_of(state)
 
 
 # ------------------------------------------------------------------------------------------------------- examining them
 
 
-def _examine_until(state: _Search, *, share: float) -> None:
-    """Examine pipelines in order of their bounds until none can be better, or this share of the time is over."""
-    limit_s = state.options.time_limit_s
-    kept_s = 0.0 if limit_s is None else (1.0 - share) * limit_s
-    while (first := state.queue.first()) is not None and first[0] < state.to_beat_s:
-        if state.remaining_s() <= kept_s:
+def _examine_all(state: MixedState) -> None:
+    """What may hold the best plan by its bound comes first; shared batches wait for a good plan, and are then quick."""
+    assert state.queue is not None
+    state.work_s = {index: _work_s(group, state.options) for index, group in enumerate(state.space.groups)}
+    _examine_pipelines(state, n_most=FIRST_PIPELINES)
+    _search_groups(state, below_s=max(state.queue.bound_s, PROMISING * state.best_s))
+    _examine_shares(state)
+    left = set(state.work_s) - set(state.results) - set(state.impossible)
+    if left:
+        _examine_pipelines(state, below_s=min(state.work_s[index] for index in left), share=0.5)
+    _search_groups(state)
+    _examine_pipelines(state)
+
+
+def _examine_pipelines(
+    state: MixedState, *, n_most: int | None = None, below_s: float = INFINITY, share: float = 1.0
+) -> None:
+    """Examine pipelines in order of their bounds: `n_most` of them, until none below `below_s` can be better, or this
+    share of the time is over.
+    """
+    assert state.queue is not None
+    for n_examined in count():
+        if state.queue.bound_s >= min(state.to_beat_s, below_s) or n_examined == n_most:
+            return
+        if state.is_over(share):
             state.stopped = "time limit" if share == 1.0 else ""
             return
-        bound_s, number, row = first
-        _examine(state, *state.families[number].member(row), bound_s=bound_s)
+        _examine_first(state, state.queue.pop(known_s=state.to_beat_s), _examine)
+
+
+def _examine_first(
+    state: MixedState,
+    first: tuple[float, Mesh, Groups] | None,
+    examine: Callable[[MixedState, float, Mesh, Groups], None],
+) -> None:
+    """Examine what came out of a queue; when interrupted, its bound is not lost."""
+    if first is None:
+        return
+    try:
+        examine(state, *first)
         state.note_plan()
-        state.queue.drop_first()
+    except KeyboardInterrupt:
+        state.least_bound_s = min(state.least_bound_s, first[0])
+        raise
 
 
-def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> None:
+def _examine(state: MixedState, bound_s: float, mesh: Mesh, groups: Groups) -> None:
     """The plan of a mesh by whole pieces; where the mesh is small and that proves too little, the best of all plans."""
     table, recompute = state.space.price(mesh, groups), fixed(state.options, "recompute")
     limit_s = state.best_s
@@ -176,20 +147,17 @@ def _examine(state: _Search, mesh: Mesh, groups: Groups, *, bound_s: float) -> N
     _keep(state, table, groups, best, bound_s=bound_s)
 
 
-def _examine_shares(state: _Search) -> None:
+def _examine_shares(state: MixedState) -> None:
     """Examine meshes with shares of the batch in order of their bounds until none can be better, or time is over."""
     state.shares = ShareQueue(state.space, state.options, known_s=state.best_s)
     while state.shares.bound_s < state.to_beat_s:
-        if state.remaining_s() <= 0.0:
+        if state.is_over(SHARES_UNTIL):
             state.stopped = "time limit"
             return
-        first = state.shares.pop(known_s=state.best_s)
-        if first is not None:
-            _examine_share(state, *first)
-            state.note_plan()
+        _examine_first(state, state.shares.pop(known_s=state.best_s), _examine_share)
 
 
-def _examine_share(state: _Search, least_s: float, mesh: Mesh, groups: Groups) -> None:
+def _examine_share(state: MixedState, least_s: float, mesh: Mesh, groups: Groups) -> None:
     """The plan of a mesh with shares; where the mesh is small and that proves too little, the best of all plans."""
     table, recompute = state.space.price(mesh, groups), fixed(state.options, "recompute")
     best, bound_s = best_of_shares(table, recompute=recompute)
@@ -200,17 +168,17 @@ def _examine_share(state: _Search, least_s: float, mesh: Mesh, groups: Groups) -
     _keep(state, table, groups, best, bound_s=bound_s)
 
 
-def _keep(state: _Search, table: CostTable, groups: Groups, best: Judged | None, *, bound_s: float) -> None:
+def _keep(state: MixedState, table: CostTable, groups: Groups, best: Judged | None, *, bound_s: float) -> None:
     """Remember what was found of a mesh."""
     state.least_bound_s = min(state.least_bound_s, bound_s)
     if best is None:
         state.rejections.append(rejection(table, groups, bound_s=bound_s))
     else:
-        state.found.append(_Found(table.mesh, groups, best, min(bound_s, best.estimate.step_s)))
+        state.found.append(Found(table.mesh, groups, best, min(bound_s, best.estimate.step_s)))
 
 
 def _settled(
-    state: _Search, table: CostTable, best: Judged | None, *, bound_s: float, known_s: float
+    state: MixedState, table: CostTable, best: Judged | None, *, bound_s: float, known_s: float
 ) -> tuple[Judged | None, float]:
     """Plan and bound after replaying every way to cut that may be faster; unchanged where these are too many."""
     recompute, limit_s = fixed(state.options, "recompute"), faster_than(known_s, gap=state.gap)
@@ -234,7 +202,7 @@ def _settled(
     return best, max(bound_s, least_s)
 
 
-def _improved(state: _Search, table: CostTable, best: Judged, *, recompute: str | None) -> Judged:
+def _improved(state: MixedState, table: CostTable, best: Judged, *, recompute: str | None) -> Judged:
     """The plan after moving pieces from stage to stage, one by one, as long as that makes it faster."""
     edges = piece_edges(table)
     while True:
@@ -261,23 +229,28 @@ def _is_small(table: CostTable) -> bool:
 # --------------------------------------------------------------------------------------------------------- groups alone
 
 
-def _search_groups(state: _Search) -> None:
-    """Search the groups whose devices could do the work of a step in less than the best plan takes, strongest first."""
-    work_s = {index: _work_s(group, state.options) for index, group in enumerate(state.space.groups)}
-    for number, index in enumerate(sorted(work_s, key=lambda index: (work_s[index], index))):
-        if state.best_s < INFINITY and work_s[index] >= state.to_beat_s:
-            state.left_bounds_s[index] = work_s[index]
-            continue
+def _search_groups(state: MixedState, *, below_s: float = INFINITY) -> None:
+    """Search the groups whose devices could do the work of a step in less than `below_s`, and than the best plan takes.
+
+    The strongest is the first.
+    """
+    waiting = [index for index in state.work_s if index not in state.results and index not in state.impossible]
+    for number, index in enumerate(sorted(waiting, key=lambda index: (state.work_s[index], index))):
+        if state.work_s[index] > below_s or (state.best_s < INFINITY and state.work_s[index] >= state.to_beat_s):
+            return
         group, remaining_s = state.space.groups[index], state.remaining_s()
-        share_s = None if remaining_s == INFINITY else max(0.0, remaining_s / (len(work_s) - number + 1))
-        options = replace(state.options, time_limit_s=share_s)
+        share_s = None if remaining_s == INFINITY else max(0.0, remaining_s / (len(waiting) - number + 1))
+        options, began_s = replace(state.options, time_limit_s=share_s), state.clock()
         try:
-            result = search(group.space, price=group.price, options=options, make_plan=group.make_plan)
+            result = search(
+                group.space, price=group.price, options=options, make_plan=group.make_plan, clock=state.clock
+            )
         except InfeasibleError as error:
             state.impossible[index] = str(error)
             continue
         state.results[index] = result
-        state.note_plan()
+        if state.first_plan_s is None and result.first_plan_s is not None:
+            state.first_plan_s = began_s - state.started_s + result.first_plan_s
         if result.stopped_by == "interrupted":
             raise KeyboardInterrupt
 
@@ -289,95 +262,5 @@ def _work_s(group: GroupSpace, options: Options) -> float:
     for tp in legal_tensor_degrees(space, options):
         for sharding, size in product(dict(space.shardings)[tp], micro_batch_sizes(space, options, dp=1)):
             table = group.price(Mesh(tp=tp, sharding=sharding, micro_batch_size=size))
-            least_s = min(least_s, tp * sum(least_compute_s(table)) / size)
+            least_s = min(least_s, tp * sum(least_passes_s(table)) / size)
     return least_s * space.global_batch / space.n_devices
-
-
-# ----------------------------------------------------------------------------------------------------------- the answer
-
-
-def _result(state: _Search) -> SearchResult:
-    n_meshes = sum(len(family.n_ranks) for family in state.families)
-    n_meshes += sum(result.n_meshes for result in state.results.values())
-    n_meshes += 0 if state.shares is None else state.shares.n_meshes
-    if n_meshes == 0 and state.impossible:
-        raise InfeasibleError("\n".join(dict.fromkeys(state.impossible.values())))
-    candidates = _candidates(state)
-    best = candidates[0] if candidates else None
-    bound_s = _proved_s(state)
-    is_proved = best is not None and bound_s >= faster_than(best.estimate.step_s)
-    if best is not None:
-        status = "optimal" if is_proved else "feasible"
-    else:
-        status = "infeasible" if bound_s == INFINITY and not state.stopped else "unknown"
-    return SearchResult(
-        status=status,
-        best=best,
-        alternatives=tuple(candidates[1:]),
-        baselines=tuple(
-            replace(item, baseline=f"{item.baseline} on group {index}")
-            for index, result in sorted(state.results.items())
-            for item in result.baselines
-        ),
-        rejected=_rejected(state, best),
-        bound_s=best.estimate.step_s if best is not None and is_proved else bound_s if 0 < bound_s < INFINITY else None,
-        n_meshes=n_meshes,
-        search_s=state.clock() - state.started_s,
-        first_plan_s=state.first_plan_s,
-        stopped_by=_stopped_by(state, bound_s) if status == "feasible" else state.stopped,
-    )
-
-
-def _candidates(state: _Search) -> list[Candidate]:
-    """The best plans of different meshes, fastest first."""
-    n_kept = state.options.top + 1
-    pipelines = sorted(state.found, key=lambda item: item.judged.estimate.step_s)[:n_kept]
-    found = [
-        Candidate(state.space.make_plan(item.mesh, item.groups, item.judged.stages), item.judged.estimate, item.bound_s)
-        for item in pipelines
-    ]
-    for result in state.results.values():
-        found += [item for item in (result.best, *result.alternatives) if item is not None]
-    return sorted(found, key=lambda item: item.estimate.step_s)[:n_kept]
-
-
-def _proved_s(state: _Search) -> float:
-    """No plan of the space that fits is faster; 0 when that is not known of some."""
-    first = state.queue.first()
-    shares_s = 0.0 if state.shares is None else state.shares.bound_s
-    bounds_s = [state.least_bound_s, shares_s, *(() if first is None else (first[0],))]
-    for index in range(len(state.space.groups)):
-        result = state.results.get(index)
-        if index in state.left_bounds_s:
-            bounds_s.append(state.left_bounds_s[index])
-        elif result is not None:
-            bounds_s.append(INFINITY if result.status == "infeasible" else result.bound_s or 0.0)
-        elif index not in state.impossible:
-            return 0.0
-    return min(bounds_s)
-
-
-def _stopped_by(state: _Search, bound_s: float) -> str:
-    """What ended the search; see `SearchResult`."""
-    if bound_s >= faster_than(state.best_s, gap=GOOD_ENOUGH):
-        return ""
-    reasons = {result.stopped_by for result in state.results.values()} - {""}
-    return state.stopped or ("time limit" if "time limit" in reasons else "stalled")
-
-
-def _is_of(plan: Plan, item: _Found) -> bool:
-    places = [[(own.group, own.n_ranks) for own in groups] for groups in (plan.groups, item.groups)]
-    return plan.mesh == item.mesh and places[0] == places[1]
-
-
-def _rejected(state: _Search, best: Candidate | None) -> tuple[Rejection, ...]:
-    """Every mesh that was looked at but the best one; without a plan also the least too large of each family."""
-    others = [
-        Rejection(item.mesh, "slower", f"its best plan found takes {item.judged.estimate.step_s:.6g} s", step_s)
-        for item in state.found
-        for step_s in (item.judged.estimate.step_s,)
-        if best is None or not _is_of(best.plan, item)
-    ]
-    too_large = [item for item in map(least_short, state.families) if item is not None] if best is None else []
-    of_groups = [item for result in state.results.values() for item in result.rejected]
-    return (*others, *state.rejections, *too_large, *of_groups)

@@ -1,12 +1,8 @@
-"""The pipelines over several groups of a mixed cluster, each with a bound on its step time.
+"""The pipelines over several groups of a mixed cluster, in the order of bounds on their step times.
 
-A pipeline over ranks of several kinds has the bound (`_bounds_s`; per micro-batch f_gk and b_gk forward and backward of
-segment k on group g, p_g ranks there, M micro-batches, c_gk = (M - 1) b_gk + (M - pp) f_gk, C_g its sum over k)
-
-    per_step + sum_k min_g (f_gk + b_gk) + sum_k min_g (c_gk / C_g) / sum_g (p_g / C_g)
-
-since the first micro-batch goes there and back through all segments, and the busiest rank has at least the average of
-all, each weighted by its speed.
+A shape says all of a pipeline but its ZeRO stage, its shard degree and how many ranks each group has; its bound is that
+of the least compute there is. The queue prices a shape when its bound is the first (`families_of`): the bounds of its
+meshes are those of `mixed_bounds`.
 
 Like `device_counts`, the ranks of a group fill one host in part, or any number of whole hosts with few significant
 bits, so the plans of a larger cluster include those of a smaller one.
@@ -14,6 +10,7 @@ bits, so the plans of a larger cluster include those of a smaller one.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,10 +18,9 @@ from itertools import permutations, product
 
 import numpy as np
 
-from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
+from autoplan.cost.table import CostTable
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
-from autoplan.search.bounds import memory_room_bytes
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import (
     SearchSpace,
@@ -37,14 +33,13 @@ from autoplan.search.meshes import (
     significant_bits,
     zero_choices,
 )
+from autoplan.search.mixed_bounds import LeastPasses, between_ranks_s, pipeline_bounds_s, short_bytes
 from autoplan.search.ranges import Array
 
 Groups = tuple[GroupRanks, ...]
 SCHEDULES = ("1f1b", "gpipe")
 # Of the numbers of hosts tried per group, by how many groups there are: with more groups there are more combinations.
 SIGNIFICANT_BITS = {2: 4, 3: 2}
-N_MULTIPLES = 4  # steps by which `_whole_segments_s` looks for the least time
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +61,14 @@ class MixedSpace:
             divide those of every group.
         price: the table of a mesh whose pipeline ranks, or shares of the batch, are on these groups.
         make_plan: likewise its plan.
+        layout_sizes: micro-batch sizes of which every other one shares the tensor-parallel layout with some.
     """
 
     groups: tuple[GroupSpace, ...]
     pipelines: SearchSpace
     price: Callable[[Mesh, Groups], CostTable]
     make_plan: Callable[[Mesh, Groups, tuple[StagePlan, ...]], Plan]
+    layout_sizes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +95,72 @@ class Family:
         return replace(self.mesh, pp=sum(counts)), ranks
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Pipelines that differ only in their ZeRO stage and shard degree, and in where their ranks are.
+
+    Attributes:
+        mesh: one of them, with one rank on each group, not sharded.
+        groups: indices of the groups, in the order of the pipeline.
+        n_ranks: a row per choice, a column per group.
+        bound_s: none of them is faster.
+    """
+
+    mesh: Mesh
+    groups: tuple[int, ...]
+    n_ranks: Array
+    zeros: tuple[tuple[int, int], ...]
+    bound_s: float
+
+    @property
+    def n_meshes(self) -> int:
+        """How many meshes these are."""
+        return len(self.n_ranks) * len(self.zeros)
+
+
 class MeshQueue:
     """The pipelines that may fit, in order of their bounds; there are millions, so they are arrays."""
 
-    def __init__(self, own: tuple[Family, ...]) -> None:
-        bounds_s = np.concatenate([np.zeros(0), *(family.bounds_s for family in own)])
-        numbers = np.repeat(np.arange(len(own)), [len(family.bounds_s) for family in own])
-        rows = np.concatenate([np.zeros(0, dtype=int), *(np.arange(len(family.bounds_s)) for family in own)])
-        order = np.argsort(bounds_s, kind="stable")[: np.isfinite(bounds_s).sum()]
-        self._bounds_s, self._numbers, self._rows = bounds_s[order], numbers[order], rows[order]
-        self._n_done = 0
+    def __init__(self, space: MixedSpace, shapes: tuple[Shape, ...]) -> None:
+        self._space = space
+        self._shapes = sorted(shapes, key=lambda shape: shape.bound_s)
+        self._n_priced = 0
+        self._orders: list[Array] = []  # of each family, the rows by their bounds
+        self._waiting: list[tuple[float, int, int]] = []  # (bound, family, place in its order) of its first row left
+        self.families: list[Family] = []
 
-    def first(self) -> tuple[float, int, int] | None:
-        """(bound, family, row) of the first one left; None when none is."""
-        if self._n_done == len(self._rows):
+    @property
+    def bound_s(self) -> float:
+        """No mesh left is faster; INFINITY when none is left."""
+        return min(self._waiting[0][0] if self._waiting else INFINITY, self._next_shape_s)
+
+    @property
+    def _next_shape_s(self) -> float:
+        return self._shapes[self._n_priced].bound_s if self._n_priced < len(self._shapes) else INFINITY
+
+    def pop(self, *, known_s: float) -> tuple[float, Mesh, Groups] | None:
+        """The mesh with the least bound, and where its ranks are; None when no bound is below `known_s`."""
+        while self._next_shape_s < known_s and self._next_shape_s <= self.bound_s:
+            for own in families_of(self._space, self._shapes[self._n_priced]):
+                order = np.argsort(own.bounds_s, kind="stable")[: np.isfinite(own.bounds_s).sum()]
+                self.families.append(own)
+                self._orders.append(order)
+                self._wait(len(self.families) - 1, 0)
+            self._n_priced += 1
+        if not self._waiting or self._waiting[0][0] >= known_s:
             return None
-        place = self._n_done
-        return float(self._bounds_s[place]), int(self._numbers[place]), int(self._rows[place])
+        bound_s, number, place = heapq.heappop(self._waiting)
+        self._wait(number, place + 1)
+        return bound_s, *self.families[number].member(int(self._orders[number][place]))
 
-    def drop_first(self) -> None:
-        """The first one is done."""
-        self._n_done += 1
+    def _wait(self, number: int, place: int) -> None:
+        """Let the row at this place of a family wait, if there is one."""
+        own, order = self.families[number], self._orders[number]
+        if place < len(order):
+            heapq.heappush(self._waiting, (float(own.bounds_s[order[place]]), number, place))
 
 
-def families(space: MixedSpace, options: Options) -> Iterator[Family]:
+def shapes(space: MixedSpace, options: Options) -> Iterator[Shape]:
     """Every pipeline over several groups that the options allow, in a fixed order."""
     pipelines, wanted_tp, wanted_dp = space.pipelines, fixed_int(options, "tp"), fixed_int(options, "dp")
     n_most = max(group.space.n_devices for group in space.groups)
@@ -130,10 +169,53 @@ def families(space: MixedSpace, options: Options) -> Iterator[Family]:
     ]
     tp_degrees = [tp for tp in legal_tensor_degrees(pipelines, options) if wanted_tp in (None, tp)]
     dp_degrees = [dp for dp in divisors(pipelines.global_batch) if dp <= n_most and wanted_dp in (None, dp)]
+    least: dict[tuple[Mesh, tuple[int, ...]], LeastPasses] = {}
     for tp, dp, order in product(tp_degrees, dp_degrees, orders):
         n_ranks = _rank_counts(space, options, order, n_devices=dp * tp)
-        if len(n_ranks) > 0:
-            yield from _families_of(space, options, order, n_ranks, tp=tp, dp=dp)
+        zeros = zero_choices(pipelines, options, tp=tp, dp=dp)
+        sizes = micro_batch_sizes(pipelines, options, dp=dp)
+        if len(n_ranks) == 0 or not zeros:
+            continue
+        for sharding, size in product(dict(pipelines.shardings)[tp], sizes):
+            plain = Mesh(pp=len(order), tp=tp, micro_batch_size=size, sharding=sharding)
+            if (plain, order) not in least:
+                least[plain, order] = LeastPasses.of(_table(space, plain, order))
+            mesh = replace(plain, dp=dp, n_micro_batches=pipelines.global_batch // dp // size)
+            for schedule, possible in _schedules(space, options, mesh, n_ranks):
+                own = replace(mesh, schedule=schedule)
+                bound_s = float(pipeline_bounds_s(least[plain, order], own, possible).min())
+                yield Shape(own, order, possible, zeros, bound_s)
+
+
+def families_of(space: MixedSpace, shape: Shape) -> Iterator[Family]:
+    """The pipelines of a shape, priced: a family per ZeRO stage and shard degree."""
+    for zero_stage, shard_degree in shape.zeros:
+        mesh = replace(shape.mesh, zero_stage=zero_stage, zero_shard_degree=shard_degree)
+        table = _table(space, mesh, shape.groups)
+        lacking_bytes = short_bytes(table, shape.n_ranks)
+        bounds_s = pipeline_bounds_s(LeastPasses.of(table), mesh, shape.n_ranks) + between_ranks_s(table, shape.n_ranks)
+        bounds_s = np.maximum(table.per_step_s + bounds_s, shape.bound_s)
+        bounds_s = np.where(lacking_bytes > 0.0, INFINITY, bounds_s)
+        yield Family(mesh, shape.groups, shape.n_ranks, bounds_s, lacking_bytes)
+
+
+def _table(space: MixedSpace, mesh: Mesh, groups: tuple[int, ...]) -> CostTable:
+    """With one rank on each group."""
+    return space.price(mesh, tuple(GroupRanks(group, 1) for group in groups))
+
+
+def _schedules(space: MixedSpace, options: Options, mesh: Mesh, n_ranks: Array) -> Iterator[tuple[str, Array]]:
+    """Each schedule with the rows of `n_ranks` that it may have."""
+    wanted = fixed(options, "schedule")
+    is_enough = n_ranks.sum(axis=1) <= mesh.n_micro_batches  # micro-batches for 1f1b
+    for schedule in SCHEDULES:
+        if schedule not in space.pipelines.schedules or wanted not in (None, schedule, PLAIN_SCHEDULE):
+            continue
+        possible = n_ranks[is_enough] if schedule == "1f1b" else n_ranks
+        if (schedule, wanted) == ("gpipe", PLAIN_SCHEDULE):
+            possible = n_ranks[~is_enough]
+        if len(possible) > 0:
+            yield schedule, possible
 
 
 def allowed_counts(space: MixedSpace, group: int, *, n_groups: int) -> list[int]:
@@ -151,94 +233,3 @@ def _rank_counts(space: MixedSpace, options: Options, order: tuple[int, ...], *,
     grid = np.stack(np.meshgrid(*choices, indexing="ij"), axis=-1).reshape(-1, len(order))
     stages = grid.sum(axis=1)
     return grid[(stages <= n_pieces) & ((stages == wanted) if wanted is not None else True)]
-
-
-def _families_of(
-    space: MixedSpace, options: Options, order: tuple[int, ...], n_ranks: Array, *, tp: int, dp: int
-) -> Iterator[Family]:
-    pipelines, wanted = space.pipelines, fixed(options, "schedule")
-    sizes = micro_batch_sizes(pipelines, options, dp=dp)
-    zeros = zero_choices(pipelines, options, tp=tp, dp=dp)
-    for sharding, size, (zero_stage, shard_degree) in product(dict(pipelines.shardings)[tp], sizes, zeros):
-        mesh = Mesh(
-            pp=len(order),
-            dp=dp,
-            tp=tp,
-            zero_stage=zero_stage,
-            zero_shard_degree=shard_degree,
-            micro_batch_size=size,
-            n_micro_batches=pipelines.global_batch // dp // size,
-            sharding=sharding,
-        )
-        table = space.price(mesh, tuple(GroupRanks(group, 1) for group in order))
-        for schedule in SCHEDULES:
-            if schedule not in pipelines.schedules or wanted not in (None, schedule, PLAIN_SCHEDULE):
-                continue
-            is_enough = n_ranks.sum(axis=1) <= mesh.n_micro_batches  # micro-batches for 1f1b
-            possible = n_ranks[is_enough] if schedule == "1f1b" else n_ranks
-            if (schedule, wanted) == ("gpipe", PLAIN_SCHEDULE):
-                possible = n_ranks[~is_enough]
-            if len(possible) > 0:
-                own = replace(mesh, schedule=schedule)
-                short_bytes = _short_bytes(table, possible)
-                bounds_s = np.where(short_bytes > 0.0, INFINITY, _bounds_s(table, own, possible))
-                yield Family(own, order, possible, bounds_s, short_bytes)
-
-
-def _bounds_s(table: CostTable, mesh: Mesh, n_ranks: Array) -> Array:
-    """The bound of the module docstring, per row of `n_ranks`; `table` has one rank on each group."""
-    tables = [table.at_rank(rank) for rank in range(mesh.pp)]
-    n_of_kind = np.array([table.kinds.count(kind) for kind in range(len(table.costs))], dtype=float)
-    forward, backward = _by_kind(tables, forward_s), _by_kind(tables, backward_s)  # [group, kind]
-    n = mesh.n_micro_batches
-    n_forwards = np.full(len(n_ranks), n - 1) if mesh.schedule == "gpipe" else n - n_ranks.sum(axis=1)
-    busy_s = ((n - 1) * backward + n_forwards[:, None, None] * forward) * n_of_kind  # [row, group, kind]
-    whole_s = busy_s.sum(axis=2)
-    shares = np.divide(busy_s, whole_s[:, :, None], out=np.zeros_like(busy_s), where=whole_s[:, :, None] > 0.0)
-    speeds = np.divide(n_ranks, whole_s, out=np.full(whole_s.shape, INFINITY), where=whole_s > 0.0).sum(axis=1)
-    busiest_s = shares.min(axis=1).sum(axis=1) / speeds
-    commonest = int(n_of_kind.argmax())
-    one_s = busy_s[:, :, commonest] / n_of_kind[commonest]
-    busiest_s = np.maximum(busiest_s, _whole_segments_s(one_s, n_ranks, n_of_kind[commonest], at_least_s=busiest_s))
-    return table.per_step_s + n_of_kind @ (forward + backward).min(axis=0) + busiest_s
-
-
-def _short_bytes(table: CostTable, n_ranks: Array) -> Array:
-    """What the average rank lacks at the least, per row of `n_ranks`."""
-    tables = [table.at_rank(rank) for rank in range(table.mesh.pp)]
-    n_of_kind = np.array([table.kinds.count(kind) for kind in range(len(table.costs))], dtype=float)
-    needed_bytes = n_of_kind @ _by_kind(tables, _least_bytes(table)).min(axis=0)
-    room_bytes = n_ranks @ np.array([max(0.0, memory_room_bytes(own)) for own in tables])
-    return (needed_bytes - room_bytes) / n_ranks.sum(axis=1)
-
-
-def _whole_segments_s(one_s: Array, n_ranks: Array, n_segments: float, *, at_least_s: Array) -> Array:
-    """The least time of the busiest rank, since no rank has a part of a segment: per row, from below.
-
-    `one_s` is the time of one of `n_segments` alike, per row and group. In t seconds the ranks of a group do
-    n_ranks x floor(t / one_s) of them; the least t that is enough is a multiple of one of the times.
-    """
-    found_s = at_least_s
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for _ in range(N_MULTIPLES):
-            n_done = np.floor(found_s[:, None] / one_s * (1.0 + ROUNDING))
-            is_enough = (n_ranks * n_done).sum(axis=1) >= n_segments
-            following_s = np.min((n_done + 1.0) * one_s, axis=1)
-            found_s = np.where(is_enough | ~np.isfinite(following_s), found_s, following_s)
-    return found_s
-
-
-def _by_kind(tables: list[CostTable], value: Callable[[SegmentCost], float]) -> Array:
-    """Per group and kind of segment, the least value over the recompute choices."""
-    return np.array([[min(map(value, choices)) for choices in own.costs] for own in tables], dtype=float)
-
-
-def _least_bytes(table: CostTable) -> Callable[[SegmentCost], float]:
-    """What a segment needs at some moment whatever the plan, on any rank."""
-
-    def value(cost: SegmentCost) -> float:
-        gathered = cost.gathered_bytes if table.keeps_gathered else 0
-        gradients = cost.gradient_bytes if table.mesh.n_micro_batches > 1 else 0
-        return cost.state_bytes + cost.saved_bytes + gathered + gradients
-
-    return value

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -254,12 +254,14 @@ class PeakMoment:
         pending: (stage, micro-batches whose pass for inputs has begun and whose pass for weights is not done).
         accumulating: its stages of which a pass that is over has made gradients of weights, all of which are there: in
             the last pass that makes them, they are reduced one after the other.
+        makes_gradients: whether the pass makes gradients of weights, now or at another such moment.
     """
 
     stage: int
     in_flight: tuple[tuple[int, int], ...]
     pending: tuple[tuple[int, int], ...]
     accumulating: frozenset[int]
+    makes_gradients: bool = False
 
 
 def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
@@ -270,7 +272,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
     for action in schedule[rank]:
         n_left[action.stage] += action.kind in GRADIENT_KINDS
     begun: set[int] = set()
-    found: dict[PeakMoment, None] = {}
+    found: dict[PeakMoment, bool] = {}
     for action in schedule[rank]:
         makes_gradients = action.kind in GRADIENT_KINDS
         in_flight[action.stage] += action.kind == "F"
@@ -278,13 +280,14 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
         numbers = (tuple(sorted(in_flight.items())), tuple(sorted(pending.items())))
         n_left[action.stage] -= makes_gradients
         whole = begun - {action.stage} if makes_gradients and n_left[action.stage] == 0 else begun
-        found[PeakMoment(action.stage, *numbers, frozenset(whole))] = None
+        moment = PeakMoment(action.stage, *numbers, frozenset(whole))
+        found[moment] = found.get(moment, False) or makes_gradients
         begun |= {action.stage} if makes_gradients else set()
         in_flight[action.stage] -= makes_gradients
         pending[action.stage] -= action.kind == "W"
-    return tuple(
-        moment for moment, is_exceeded in zip(found, _are_exceeded(list(found)), strict=True) if not is_exceeded
-    )
+    all_moments = [replace(moment, makes_gradients=makes) for moment, makes in found.items()]
+    exceeded = _are_exceeded(all_moments)
+    return tuple(moment for moment, is_exceeded in zip(all_moments, exceeded, strict=True) if not is_exceeded)
 
 
 def _are_exceeded(moments: list[PeakMoment]) -> list[bool]:
@@ -301,6 +304,7 @@ class MomentCounts:
     """The moments of one rank as arrays (moment, stage of the rank); `running` is the place of the running stage."""
 
     running: Array
+    makes_gradients: Array
     in_flight: Array
     pending: Array
     accumulating: Array
@@ -311,6 +315,7 @@ class MomentCounts:
         own = [stage for stage, _ in moments[0].in_flight]
         return cls(
             running=np.array([own.index(moment.stage) for moment in moments]),
+            makes_gradients=np.array([moment.makes_gradients for moment in moments]),
             in_flight=np.array([[count for _, count in moment.in_flight] for moment in moments]),
             pending=np.array([[count for _, count in moment.pending] for moment in moments]),
             accumulating=np.array([[stage in moment.accumulating for stage in own] for moment in moments], dtype=int),

@@ -42,6 +42,8 @@ class Segments:
         resident_bytes: what it holds all step; gradient_bytes: after its first backward pass.
         alone_bytes: what it needs while it runs; least_alone_bytes: of either choice.
         is_again: whether the faster choice is to recompute, or the only one.
+        ending_bytes: where it is the last of a range and not the only one, what a pass that makes gradients needs at
+            the least beside all that is saved, while it runs or while the segment before it does (`_ending_bytes`).
     """
 
     forward_s: Array
@@ -64,6 +66,7 @@ class Segments:
     easy_bytes: Array
     pending_bytes: Array
     is_again: tuple[bool, ...]
+    ending_bytes: Array
 
     @classmethod
     def of(cls, table: CostTable, recompute: str | None) -> Segments:
@@ -116,7 +119,28 @@ class Segments:
             easy_bytes=np.where(is_easy, spared, 0.0),
             pending_bytes=column(lambda cost: cost.pending_bytes),
             is_again=tuple(map(is_again.__getitem__, table.kinds)),
+            ending_bytes=_ending_bytes(table, column, (base, other)),
         )
+
+
+def _ending_bytes(
+    table: CostTable,
+    column: Callable[..., Array],
+    choices: tuple[tuple[SegmentCost, ...], ...],
+) -> Array:
+    """See `Segments`; `column` gives a value per segment for costs per kind.
+
+    While the segment before the last runs, the activations of the last are gone, and the input of the reduction of its
+    gradients is there, or these as they were computed. Where gradients are not reduced in every pass that is left out.
+    """
+    alone = partial(alone_bytes, table)
+    own = [column(alone, costs) for costs in choices]
+    if not table.reduces_per_micro_batch:
+        return np.minimum(*own)
+    before = np.append(0.0, np.minimum(*own)[:-1])
+    behind = column(lambda cost: cost.late_gradient_bytes or cost.reducing_bytes)
+    saved = [column(lambda cost: cost.saved_bytes, costs) for costs in choices]
+    return np.minimum(*(np.maximum(one, before + behind - kept) for one, kept in zip(own, saved, strict=True)))
 
 
 def _choices(table: CostTable, recompute: str | None) -> list[tuple[SegmentCost, SegmentCost, bool]]:

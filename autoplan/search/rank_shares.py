@@ -319,11 +319,11 @@ class Shares:
         used = used + self._chosen(needs.saved_bytes, rank) @ moments.in_flight.T
         used = used + self._chosen(needs.pending_bytes, rank) @ moments.pending.T
         used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
-        used = used + self._chosen(needs.alone_bytes, rank)[:, moments.running]
+        alone, ending = (self._chosen(own, rank)[:, moments.running] for own in (needs.alone_bytes, needs.ending_bytes))
+        used = used + np.where(moments.makes_gradients, ending, alone)
         room_bytes = memory_room_bytes(self.table, stages=self.shape.stages_of[rank])
-        n_easy = moments.in_flight.max(axis=1)  # micro-batches that spare it at the most, whichever stage has it
-        easy_bytes = float(self.segments.easy_bytes.sum())
-        return np.maximum(0.0, used - room_bytes - ONE_BYTE - n_easy * easy_bytes)
+        easy_bytes = self._chosen(needs.easy_bytes, rank) @ moments.in_flight.T
+        return np.maximum(0.0, used - room_bytes - ONE_BYTE - easy_bytes)
 
     def _hard_bytes(self) -> float:
         """The most that a segment spares per micro-batch in flight, but for the easy one."""

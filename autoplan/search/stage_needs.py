@@ -49,8 +49,9 @@ class Needs:
         plain_s: likewise, without what reductions add.
         reduce_s: all reductions of one micro-batch.
         left_s: what a backward pass leaves to be reduced; last_left_s: the last one of the step.
-        alone_bytes: by the last segment while it runs.
-        n_spared: segments that spare memory when they are recomputed, at the most.
+        alone_bytes: by the last segment while it runs; ending_bytes: by it or the one before, the larger of both, in a
+            pass that makes gradients.
+        n_spared: segments that spare memory when they are recomputed, and easy_bytes (see `Segments`), at the most.
     """
 
     possible: Array
@@ -67,7 +68,9 @@ class Needs:
     saved_bytes: Array
     pending_bytes: Array
     alone_bytes: Array
+    ending_bytes: Array
     n_spared: Array
+    easy_bytes: Array
 
     @classmethod
     def of(cls, table: CostTable, segments: Segments) -> Needs:
@@ -97,6 +100,8 @@ class Needs:
         )
         fields["last_reduce_s"] = ranges.first(segments.reduce_s)
         fields["alone_bytes"] = ranges.last(segments.least_alone_bytes)
+        has_several = ranges.edges[ranges.stop] - ranges.edges[ranges.start] > 1
+        fields["ending_bytes"] = np.where(has_several, ranges.last(segments.ending_bytes), fields["alone_bytes"])
         everything = [*passes.values(), *plain.values(), *fields.values()]
         least = per_stage(ranges, sizes, np.stack([np.broadcast_to(values, shape) for values in everything]))
         least_of = dict(zip(fields, least[len(passes) + len(plain) :], strict=True))
@@ -113,13 +118,14 @@ class Needs:
             last_left[0] = last_reduce[0]
         if table.gathers_per_micro_batch:
             last_left = least_of["last_left_s"] = last_reduce
-        n_spared = ranges.total(1.0 * (segments.spared_bytes > 0.0))
+        n_spared, easy_bytes = ranges.total(1.0 * (segments.spared_bytes > 0.0)), ranges.total(segments.easy_bytes)
         return cls(
             possible=possible,
             passes_s=passes_s,
             plain_s=plain_s,
             left_s=last_left if table.reduces_per_micro_batch else np.zeros(last_left.shape),
             n_spared=per_stage(ranges, sizes, n_spared, largest=True),
+            easy_bytes=per_stage(ranges, sizes, easy_bytes, largest=True),
             **least_of,
         )
 

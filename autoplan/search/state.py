@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
@@ -34,7 +34,6 @@ class SearchState:
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
-    compute_s: dict[tuple[Hashable, ...], tuple[float, float]] = field(default_factory=dict)
     programs: dict[int, MeshProgram] = field(default_factory=dict)
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
