@@ -92,7 +92,8 @@ def _best_of(
     space: SearchSpace,
     price: Callable[[Mesh], CostTable],
 ) -> Baseline | None:
-    """The fastest plan that fits of the first tier that has one; else the plan found that lacks the least memory.
+    """The fastest plan that fits of the first tier that has one; else the plan found that lacks the least memory, and
+    where by its bound none can fit one with the smallest micro-batch.
 
     Plans are replayed in the order of the bounds of their meshes, and none whose bound is not below the best.
     """
@@ -115,7 +116,7 @@ def _best_of(
             return best
     if closest is not None or not seen:
         return closest
-    table = min(seen, key=shortfall_bytes)
+    table = min(seen, key=lambda own: (own.mesh.micro_batch_size, shortfall_bytes(own)))
     plans = (Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again))) for again in recompute)
     return min(plans, key=_short_bytes)
 
