@@ -41,6 +41,8 @@ def test_large_gpt_is_planned_faster_than_the_text_book_layout() -> None:
     fixed = autoplan.plan(gpt, hw="dgx_a100_x8", hosts=8, overrides={"size": "175b"}, fix=fix, **options)
     assert found.best is not None and fixed.best is not None
     assert found.best.estimate.step_s < fixed.best.estimate.step_s
+    (ddp,) = (recipe for recipe in found.baselines if recipe.baseline == "DDP")
+    assert not ddp.estimate.fits and ddp.plan.mesh.micro_batch_size == 1
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, CHECKOUT / "README.md"], ids=lambda path: path.stem)
