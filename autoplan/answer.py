@@ -18,7 +18,7 @@ from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, int
 from autoplan.json_values import decode, encode
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
-from autoplan.profile.measured_ops import SegmentComparison
+from autoplan.profile.op_times import SegmentComparison
 from autoplan.search.result import Candidate, SearchResult, nearest_rejections
 from autoplan.units import SECONDS_PER_HOUR
 
@@ -99,7 +99,7 @@ class Answer:
         notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
         request: what was asked; None when that cannot be asked again.
         ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
-        splits: what its tensor-parallel ranks split, one phrase each; see `split_names`.
+        splits: what its tensor-parallel ranks split, one phrase each; see `tensor_parallel.split_names`.
     """
 
     workload: Workload

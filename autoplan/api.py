@@ -70,7 +70,7 @@ def estimate(
 def discover_rules(
     model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> str:
-    """A file of rules for these ops of the model, or for all that have none; found by trial, see `rule_discovery`."""
+    """A file of rules for these ops of the model, or for all that have none, found by trial."""
     from autoplan.space import ops_without_rule
     from autoplan.tensor_parallel import rule_discovery
     from autoplan.tracing import trace
@@ -92,14 +92,15 @@ def measurement_folder(
     memory_format: str = MEMORY_FORMATS[0],
     **options: Any,
 ) -> dict[str, str | bytes]:
-    """The folder that measures a model on one device of `hw`, as relative path -> content; see `profile_folder`.
+    """The folder that measures a model on one device of `hw`, as relative path -> content; see
+    `profile.measurement_folder`.
 
     `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
     the loss are measured eager (`compile` is "off"), compiled ("on") or "both"; what reads images with these
     "contiguous", "channels_last" or "both".
     """
     from autoplan.output_folder import read_text_file
-    from autoplan.profile.profile_folder import (
+    from autoplan.profile.measurement_folder import (
         COMPILE_WAYS,
         FORMAT_WAYS,
         MeasurementRequest,
@@ -198,7 +199,7 @@ def whatif(
 
 def solve(problem: Problem) -> Answer:
     """`decide`, and when nothing fits, the changes that would make something fit; Ctrl-C keeps those found so far."""
-    from autoplan.report.plan_report import remedy_text
+    from autoplan.report.plan import remedy_text
     from autoplan.search.remedies import find_remedies
 
     answer = _with_ops(problem, decide(problem))
@@ -236,7 +237,7 @@ def decide(
 
 def _with_ops(problem: Problem, answer: Answer) -> Answer:
     """The answer with the ops of its best plan, where `autoplan profile` measured them."""
-    from autoplan.profile.measurements import ops_of_plan
+    from autoplan.profile.lookup import ops_of_plan
 
     if problem.measured is None or isinstance(problem.profile, Cluster) or answer.result.best is None:
         return answer
@@ -269,7 +270,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
     from autoplan.output_folder import launch_command, read_text_file, report_files
-    from autoplan.report.plan_report import program_header
+    from autoplan.report.plan import program_header
     from autoplan.space import load_rules
     from autoplan.tracing.hugging_face import is_hugging_face
 
@@ -292,7 +293,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
 
 
 def memory_curves(problem: Problem, plan: Plan) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """What each pipeline rank has allocated over the step; see `simulate.memory_over_time`."""
+    """What each pipeline rank has allocated over the step; see `simulator.simulate.memory_over_time`."""
     from autoplan.simulator.simulate import memory_over_time
 
     return memory_over_time(_price(problem, plan), plan.stages)

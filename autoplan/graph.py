@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 COMPUTE = "compute"
-# Ops that stand for all that a module does, in a graph of whole modules; see `module_level`.
+# Ops that stand for all that a module does, in a graph of whole modules; see `tracing.module_level`.
 MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read

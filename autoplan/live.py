@@ -122,7 +122,7 @@ def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
 
 
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
-    from autoplan.profile.measurements import measurements_of
+    from autoplan.profile.lookup import measurements_of
     from autoplan.search import search
     from autoplan.space import priced_space
 

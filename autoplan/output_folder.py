@@ -111,7 +111,7 @@ def write_page(path: Path, text: str, *, force: bool = False) -> None:
 def report_files(answer: Answer, *, memory: tuple[tuple[tuple[float, int], ...], ...] = ()) -> dict[str, str | bytes]:
     """Everything in the folder that is not the program itself: plan, reports, predicted trace, launch scripts.
 
-    `memory` is what `simulate.memory_over_time` returns, for the trace and the page.
+    `memory` is what `simulator.simulate.memory_over_time` returns, for the trace and the page.
     """
     from autoplan.html_report import chart_files, plan_page  # a plan without a folder needs no templates
 

@@ -17,7 +17,7 @@ from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
 if TYPE_CHECKING:
     from autoplan.graph import OpGraph
-    from autoplan.profile.measured_profile import MeasuredProfile
+    from autoplan.profile.segment_times import MeasuredProfile
 
 Overrides = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def make_problem(
     model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
 ) -> Problem:
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
-    from autoplan.profile.measurements import measurements_of
+    from autoplan.profile.lookup import measurements_of
 
     profile = load_hardware(hw, n_hosts=hosts)
     options = checked(options)

@@ -177,7 +177,7 @@ def _row(problem: Problem, change: str, item: Candidate | None, *, before: Candi
 
 def plan_changes(before: Plan, after: Plan) -> str:
     """`tensor parallel 1 -> 2, ZeRO stage 1 over 8 ranks -> none`, or that nothing or only the stages differ."""
-    from autoplan.report.plan_report import plan_rows
+    from autoplan.report.plan import plan_rows
 
     if before == after:
         return "same plan"

@@ -31,7 +31,7 @@ from autoplan.options import (
     Options,
 )
 from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
-from autoplan.profile.measured_profile import MeasuredProfile
+from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
 from autoplan.search.meshes import SearchSpace, divisors, fixed, fixed_int

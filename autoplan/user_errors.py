@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 
-_NOT_THE_USERS = ("site-packages", "/lib/python", "/autoplan/tracing/trace.py", "/autoplan/tracing/module_level.py")
+_NOT_THE_USERS = ("site-packages", "/lib/python", str(Path(__file__).parent) + os.sep)
 _DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
 
 

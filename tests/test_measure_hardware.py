@@ -321,17 +321,17 @@ fit_links([CollectiveTime(kind, 2, 2**20, 1e-3, 1) for kind in ("all_reduce", "a
 
 FAILING = """
 import os, sys
-from autoplan import measure_hardware
+from autoplan.measure_hardware import measure
 
-whole = measure_hardware.link_times
+whole = measure.link_times
 
 def failing(ranks):
     if ranks.rank == 1:
         raise RuntimeError("CUDA out of memory")
     return whole(ranks)
 
-measure_hardware.link_times = failing
-sys.exit(measure_hardware.main())
+measure.link_times = failing
+sys.exit(measure.main())
 """
 
 
@@ -369,13 +369,13 @@ def test_a_missing_gpu_ends_with_7(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(("out", "code"), [("nowhere/my_box.toml", 9), ("my_box.json", 2)])
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, out, code, monkeypatch):
-    monkeypatch.setattr("autoplan.measure_hardware._measure", None)  # to call it would be an internal error
+    monkeypatch.setattr("autoplan.measure_hardware.measure._measure", None)  # to call it would be an internal error
     assert cli.run(["hw", "measure", "--out", str(tmp_path / out)]) == code
 
 
 def test_a_profile_that_the_loader_refuses_is_not_written(tmp_path, monkeypatch, capsys):
     impossible = replace(H200, memory_bytes=3)
-    monkeypatch.setattr("autoplan.measure_hardware._measure", lambda *_: impossible)
+    monkeypatch.setattr("autoplan.measure_hardware.measure._measure", lambda *_: impossible)
     assert cli.run(["hw", "measure", "--json", "--out", str(tmp_path / "my_box.toml")]) == 7
     assert "device.memory" in capsys.readouterr().err
     assert leftovers(tmp_path) == []

@@ -17,7 +17,8 @@ from autoplan.hardware import load_profile
 from autoplan.measuring.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
 from autoplan.measuring.timing import Call, Clock
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.profile.measured_ops import (
+from autoplan.profile.op_comparison import compare_ops
+from autoplan.profile.op_times import (
     OpComparison,
     OpMeasurement,
     OpSeconds,
@@ -26,9 +27,8 @@ from autoplan.profile.measured_ops import (
     check_ops,
     segment_ops,
 )
-from autoplan.profile.measured_profile import MeasuredProfile
-from autoplan.profile.op_comparison import compare_ops
 from autoplan.profile.segment_key import WHOLE, content_key
+from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.report.explain import explain_report
 from autoplan.report.ops import ops_text
 from autoplan.space import load_rules

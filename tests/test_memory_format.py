@@ -22,9 +22,10 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.plan_checks import check_plan
 from autoplan.processes import start_process
-from autoplan.profile.measured_profile import parse_profile
-from autoplan.profile.profiling import results_table, run_measurements
-from autoplan.report.plan_report import plan_report
+from autoplan.profile.run import run_measurements
+from autoplan.profile.segment_times import parse_profile
+from autoplan.report.measurements import results_table
+from autoplan.report.plan import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images
 from autoplan.space import executions

@@ -28,7 +28,7 @@ from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan
 from autoplan.report.explain import explain_report
-from autoplan.report.plan_report import plan_report
+from autoplan.report.plan import plan_report
 from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed

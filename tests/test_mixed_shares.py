@@ -26,7 +26,7 @@ from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.output_folder import rejected_csv, report_files
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
-from autoplan.report.plan_report import plan_report
+from autoplan.report.plan import plan_report
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed

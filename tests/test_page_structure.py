@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from test_sweep_page import ROWS
 
-from autoplan.html_report.plan_page import plan_page
+from autoplan.html_report.answer_page import plan_page
 from autoplan.html_report.sweep_page import sweep_page
 
 VOID = frozenset({"meta", "link", "br", "img", "input", "hr", "use"})

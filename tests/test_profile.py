@@ -21,11 +21,12 @@ from autoplan.options import Options
 from autoplan.output_folder import write_folder
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.processes import start_process
-from autoplan.profile.measured_profile import MeasuredProfile, SegmentTime, parse_profile
-from autoplan.profile.profile_folder import value_ranges
-from autoplan.profile.profiling import results_table, run_measurements
+from autoplan.profile.measurement_folder import value_ranges
+from autoplan.profile.run import run_measurements
 from autoplan.profile.segment_key import WHOLE, assignment_key, content_key
-from autoplan.report.plan_report import plan_report
+from autoplan.profile.segment_times import MeasuredProfile, SegmentTime, parse_profile
+from autoplan.report.measurements import results_table
+from autoplan.report.plan import plan_report
 from autoplan.space import price_plan, priced_space
 
 CHECKOUT = Path(__file__).parent.parent
@@ -725,7 +726,7 @@ def test_emit_writes_a_folder_and_says_how_to_run_it(hw, tmp_path, capsys) -> No
 @pytest.mark.parametrize(("fresh", "name"), [([], "measurements.sqlite"), (["--fresh"], None)])
 def test_results_of_earlier_runs_are_taken_unless_fresh_ones_are_asked_for(hw, tmp_path, monkeypatch, fresh, name):
     asked = []
-    monkeypatch.setattr("autoplan.profile.profiling.run_measurements", lambda files, **given: asked.append(given) or [])
+    monkeypatch.setattr("autoplan.profile.run.run_measurements", lambda files, **given: asked.append(given) or [])
     arguments = ["profile", str(MLP), "--set", "width=8", "--hw", hw, "--tp", "1", "--out", str(tmp_path / "m.json")]
     assert cli.run([*arguments, *fresh]) == 0
     assert [given["cache"] and given["cache"].name for given in asked] == [name]

@@ -15,7 +15,7 @@ from autoplan.answer import Answer, answer_from_json, answer_to_json
 from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.options import Options
 from autoplan.report.explain import sensitivity_report, why_not_report
-from autoplan.report.plan_report import plan_report
+from autoplan.report.plan import plan_report
 from autoplan.units import GB, GiB
 
 CHECKOUT = Path(__file__).parent.parent

@@ -30,7 +30,7 @@ from autoplan.parallel_plan import Mesh
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import profile_sheet
 from autoplan.report.plain_text import text_table
-from autoplan.report.plan_report import plan_report, program_header, rejections_text
+from autoplan.report.plan import plan_report, program_header, rejections_text
 from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"

@@ -16,7 +16,7 @@ from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
-from autoplan.report.plan_report import plan_report, program_header
+from autoplan.report.plan import plan_report, program_header
 from autoplan.semantics import STATEMENTS, notes
 from autoplan.tracing.trace import ModelSource, trace_model
 

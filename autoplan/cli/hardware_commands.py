@@ -64,7 +64,8 @@ def profile_command(
     from autoplan import api
     from autoplan.option_checks import parse_overrides
     from autoplan.output_folder import check_target, write_folder
-    from autoplan.profile import profiling
+    from autoplan.profile.run import cache_file, count_results, run_measurements
+    from autoplan.report.measurements import results_table
 
     if (out is None) == (emit is None):
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
@@ -85,9 +86,9 @@ def profile_command(
         run = f"python {emit}/measure.py --out measured.json"
         print_result(json_text({"folder": str(emit), "command": run}) if output_format == "json" else run)
     if out is not None:
-        rows = profiling.run_measurements(files, out=out, device=device, cache=profiling.cache_file(fresh))
-        found = {"out": str(out), **profiling.count_results(rows)}
-        print_result(json_text(found) if output_format == "json" else profiling.results_table(rows))
+        rows = run_measurements(files, out=out, device=device, cache=cache_file(fresh))
+        found = {"out": str(out), **count_results(rows)}
+        print_result(json_text(found) if output_format == "json" else results_table(rows))
 
 
 @click.group("hw")
@@ -146,7 +147,7 @@ def hw_measure(out: Path, output_format: str, **options: Any) -> None:
 
     One device by itself; all of a host under: torchrun --standalone --nproc-per-node N -m autoplan hw measure ...
     """
-    from autoplan.measure_hardware import measure_host
+    from autoplan.measure_hardware.measure import measure_host
     from autoplan.report.hardware import profile_sheet
 
     with stdout_kept_clean():

@@ -63,7 +63,7 @@ def plan_command(
     from autoplan import api
     from autoplan.interop import check_targets
     from autoplan.output_folder import check_target
-    from autoplan.report.plan_report import plan_report
+    from autoplan.report.plan import plan_report
 
     check_targets(targets, out=out)
     if out is not None:
@@ -98,7 +98,7 @@ def estimate_command(
     """Score the plan of --plan, or the best one that has every value of --fix."""
     from autoplan import api
     from autoplan.output_folder import read_answer
-    from autoplan.report.plan_report import plan_report
+    from autoplan.report.plan import plan_report
 
     if plan_file is None and not options["fix"]:
         raise UsageError("estimate needs a plan\n  fix: add --fix dp=8,tp=1,pp=1 or --plan plan.json")

@@ -1,4 +1,4 @@
-"""What a tensor-parallel layout costs on a cluster, op by op: the prices of the programs of `sharding`."""
+"""What a tensor-parallel layout costs on a cluster, op by op: for the programs of `tensor_parallel.sharding`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import LOSS_PATH, OpGraph
 from autoplan.parallel_plan import Execution
-from autoplan.profile.measured_profile import MeasuredProfile, SegmentTime
+from autoplan.profile.segment_times import MeasuredProfile, SegmentTime
 
 IMAGE_DIMS = 4
 

@@ -48,8 +48,8 @@ from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
-from autoplan.profile.measured_profile import MeasuredProfile
 from autoplan.profile.segment_key import assignment_key, content_key
+from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.rules import OpRule
 from autoplan.schedules import splits_backward
 from autoplan.units import MiB

@@ -13,7 +13,7 @@ from autoplan.html_report.readings import plan_readings, with_readings
 from autoplan.html_report.svg import Chart
 from autoplan.html_report.timeline import MemoryCurve, memory_chart, timeline_chart
 from autoplan.parallel_plan import Estimate
-from autoplan.report.plan_report import recompute_text, tightest_bytes
+from autoplan.report.plan import recompute_text, tightest_bytes
 from autoplan.report.plan_words import BREAKDOWN_LABELS, Lanes, describe_mesh, lanes_of
 from autoplan.search.result import Candidate
 from autoplan.units import BILLION, MILLION, GiB, format_seconds, format_usd
@@ -46,7 +46,7 @@ def plan_charts(
 ) -> tuple[Chart, ...]:
     """Every chart there are figures for; none without a plan.
 
-    `memory` is what `simulate.memory_over_time` returns, `sensitivity` what `questions.sensitivity` does.
+    `memory` is what `simulator.simulate.memory_over_time` returns, `sensitivity` what `questions.sensitivity` does.
     """
     if answer.result.best is None:
         return ()

@@ -12,7 +12,7 @@ from autoplan.answer import Answer
 from autoplan.betterments import SensitivityRow
 from autoplan.html_report.svg import Chart
 from autoplan.parallel_plan import Mesh
-from autoplan.report.plan_report import tightest_bytes
+from autoplan.report.plan import tightest_bytes
 from autoplan.report.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.units import GiB, format_seconds
 from autoplan.what_if.rows import WhatIfRow, pace, rate_unit

@@ -2,6 +2,6 @@
 
 import sys
 
-from autoplan.measure_hardware import main
+from autoplan.measure_hardware.measure import main
 
 sys.exit(main())

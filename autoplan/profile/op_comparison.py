@@ -1,7 +1,7 @@
 """Which ops of a plan's segments take the time: as measured by `autoplan profile`, beside what the roofline says.
 
     measured    lines of what "ops": per op and shapes of its tensors, forward and backward
-    computed    the ops of the graph on one rank, by name and local shapes: `segment_work.timed`
+    computed    the ops of the graph on one rank, by name and local shapes: `cost.segment_work.timed`
 
 Both are grouped by op and shapes. What remains on one side only is compared by the name of the op; a name that only one
 side has (code may say reshape where the graph has view) stands alone, which is why a figure may be missing.
@@ -18,9 +18,9 @@ from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import GraphFacts, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.parallel_plan import Plan, SegmentSharding
-from autoplan.profile.measured_ops import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
-from autoplan.profile.measured_profile import MeasuredProfile
+from autoplan.profile.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
 from autoplan.profile.segment_key import assignment_key, content_key
+from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.rules import OpRule
 from autoplan.tensor_parallel.sharding import read_sharding
 

@@ -25,7 +25,7 @@ def timeline_to_chrome_json(
     memory: tuple[tuple[tuple[float, int], ...], ...] = (),
     lanes: Lanes = PIPELINE,
 ) -> str:
-    """The trace as JSON text; `memory` is what `simulate.memory_over_time` returns."""
+    """The trace as JSON text; `memory` is what `simulator.simulate.memory_over_time` returns."""
     streams = tuple(dict.fromkeys(event.stream for event in timeline))
     ranks = sorted({event.rank for event in timeline} | set(range(len(memory))))
     events = [

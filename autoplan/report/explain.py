@@ -14,7 +14,7 @@ from autoplan.betterments import SensitivityRow
 from autoplan.questions import WhyNot
 from autoplan.report.ops import ops_text
 from autoplan.report.plain_text import page, text_table
-from autoplan.report.plan_report import (
+from autoplan.report.plan import (
     breakdown_table,
     describe_plan,
     fix_text,

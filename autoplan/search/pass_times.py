@@ -1,4 +1,4 @@
-"""Rows that bound the time of each pass of each stage from below, as `simulate.replay_pass` does from above.
+"""Rows that bound the time of each pass of a stage from below, as `simulator.stage_pass.replay_pass` does from above.
 
 With compute c and communication g beside each other a segment takes
 

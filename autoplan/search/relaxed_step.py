@@ -1,6 +1,6 @@
 """The whole step replayed with the least that stages of given sizes need. A bound, for many choices at once.
 
-`RelaxedStep.least_s` replays the schedule action by action, as `simulate` does, for many choices of sizes. Each rank
+`RelaxedStep.least_s` replays the schedule action by action, as `simulator` does, for many choices of sizes. Each rank
 is two times: when it is free, and when all that it has to communicate is done. A pass with compute C, reductions R
 and at least B of them left when it ends, beside L seconds left over from before, takes
 

@@ -1,5 +1,6 @@
-"""A schedule as numbers: what depends on it alone is worked out once per shape and kept, as a search replays the same
-few schedules again and again.
+"""A schedule as numbers: what depends on it alone, worked out once per shape and kept.
+
+A search replays the same few schedules again and again.
 """
 
 from __future__ import annotations

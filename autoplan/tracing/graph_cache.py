@@ -26,7 +26,7 @@ from platformdirs import user_cache_dir
 from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 
 _HERE = Path(__file__).parent
-TRACERS = (*sorted(_HERE.glob("*.py")), _HERE.parent / "graph.py", _HERE.parent / "segments.py")
+TRACERS = (*sorted(_HERE.glob("*.py")), _HERE.parent / "graph.py")
 
 
 def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph], *, way: str = "") -> OpGraph:

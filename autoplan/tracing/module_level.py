@@ -45,8 +45,8 @@ from autoplan.graph import (
     Ref,
     TensorSpec,
 )
-from autoplan.segments import block_path, split_segments
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
+from autoplan.tracing.segments import block_path, split_segments
 from autoplan.tracing.trace import ModelSource, call_model, meta_batch
 from autoplan.units import GiB
 from autoplan.user_errors import first_line, users_place

@@ -25,10 +25,10 @@ from autoplan.graph import (
     Symbol,
     TensorSpec,
 )
-from autoplan.segments import split_segments
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
 from autoplan.tracing.same_operators import are_same, live_nodes
+from autoplan.tracing.segments import split_segments
 from autoplan.tracing.source_names import with_labels
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.problem import Problem
-from autoplan.report.plan_report import groups_text
+from autoplan.report.plan import groups_text
 from autoplan.report.plan_words import describe_mesh
 from autoplan.search.result import Candidate, SearchResult
 

@@ -20,7 +20,7 @@ from typing import Any
 from autoplan.errors import InputError
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
-from autoplan.profile.measured_ops import OPS, SegmentOps, check_ops, segment_ops
+from autoplan.profile.op_times import OPS, SegmentOps, check_ops, segment_ops
 
 SCHEMA_VERSION = 1
 MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"

@@ -24,8 +24,8 @@ from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
 from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
-from autoplan.profile.measured_profile import SCHEMA_VERSION
 from autoplan.profile.segment_key import assignment_key, content_key
+from autoplan.profile.segment_times import SCHEMA_VERSION
 from autoplan.rules import OpRule
 from autoplan.space import all_shardings, layout_size, load_rules
 
@@ -33,7 +33,6 @@ Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer i
 MEASUREMENT = "measurement.json"
 COMPILE_WAYS = {"off": (False,), "on": (True,), "both": (False, True)}
 FORMAT_WAYS = {**{name: (name,) for name in MEMORY_FORMATS}, "both": MEMORY_FORMATS}
-RESULTS = "measured.json"
 
 
 @dataclass(frozen=True, slots=True)

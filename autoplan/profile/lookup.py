@@ -9,10 +9,10 @@ from autoplan.hardware import HardwareProfile
 from autoplan.options import Options
 from autoplan.output_folder import read_text_file
 from autoplan.parallel_plan import Plan
-from autoplan.profile.measured_ops import SegmentComparison
-from autoplan.profile.measured_profile import MeasuredProfile, parse_profile
 from autoplan.profile.op_comparison import compare_ops
+from autoplan.profile.op_times import SegmentComparison
 from autoplan.profile.segment_key import content_key
+from autoplan.profile.segment_times import MeasuredProfile, parse_profile
 from autoplan.space import load_rules
 
 

@@ -38,14 +38,14 @@ from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.intervals import COVERAGE
 from autoplan.report.plain_text import rate_text
-from autoplan.report.plan_report import fix_text, plan_rows, shortage_text, tightest_bytes
+from autoplan.report.plan import fix_text, plan_rows, shortage_text, tightest_bytes
 from autoplan.report.plan_words import describe_mesh, lanes_of
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 
 def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity: Sequence[SensitivityRow] = ()) -> str:
-    """The page; `memory` is of `simulate.memory_over_time`, `sensitivity` of `questions.sensitivity`."""
+    """The page; `memory` is of `simulator.simulate.memory_over_time`, `sensitivity` of `questions.sensitivity`."""
     result, has_plan = answer.result, answer.result.best is not None
     return render(
         "plan.html.jinja",
