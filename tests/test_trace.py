@@ -272,3 +272,11 @@ def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
     # 4 of 80 layers: 4 * 0.856e9 + 2 * 1.05e9 parameters would take 22 GB in float32
     assert n_parameters > 5e9
     assert peak_kib * 1024 < 2e9
+
+
+def test_a_make_batch_that_takes_no_batch_size_is_not_blamed_on_a_file_of_ours(tmp_path):
+    model = "def build_model():\n    return nn.Linear(4, 4)\n"
+    path = write(tmp_path, model + MAKE_BATCH.replace("make_batch(n)", "make_batch()") + LOSS)
+    with pytest.raises(InputError, match="make_batch failed") as raised:
+        trace_model(model_source(path, {}))
+    assert "user_errors.py" not in str(raised.value)

@@ -1,1 +1,7 @@
-"""Reports: answers as text for a terminal, and a predicted step as a trace; pages are in `html_report`."""
+"""Reports: answers as text for a terminal, and a predicted step as a trace; pages are in `html_report`.
+
+    Answer --plan (rivals: why not the next), explain, ops--> text        Estimate --chrome_trace--> trace.json
+    HardwareProfile --hardware--> text        measured rows --measurements--> text
+
+plan_words and plain_text are the words and the tables that all of them share.
+"""

@@ -1,1 +1,5 @@
-"""The simulator: replays one plan event by event, and says how long a step takes and what memory it needs."""
+"""The simulator: replays one plan event by event, and is the only judge of its step time and memory.
+
+CostTable + stages --replay_script--> the schedule as numbers --simulate--> Estimate
+    stage_pass: one pass of a stage    rank_memory: bytes of a rank    shared_step: ranks with unequal batches
+"""

@@ -1,1 +1,5 @@
-"""Tensor parallelism: OpGraph + rules -> a layout for every value, by integer programming; rules found by trying."""
+"""Tensor parallelism: OpGraph + rules -> a layout for every value of every kind of segment.
+
+rules --op_strategies--> what each op may do --sharding (integer program)--> layouts --layout_cache--> disk
+unknown op --rule_trials, rule_discovery--> a rule, found by trying            layouts --split_names--> words
+"""

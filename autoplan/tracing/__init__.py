@@ -1,1 +1,10 @@
-"""Tracing: a user's model -> OpGraph, by `torch.export` and a second run; or of whole modules where that fails."""
+"""Tracing: a user's model -> OpGraph, for every batch size, without a weight in memory.
+
+    model file --trace (torch.export)--> one batch size --+
+               --second_run------------> another ---------+--overlaid_graph--> ops --segments--> OpGraph
+               --module_level (whole modules, where torch.export fails)------------------------> OpGraph
+
+constant_masks, dissolved and effects are what a trace gets wrong or leaves out; same_operators compares two runs;
+source_names finds the user's names; hugging_face writes the model file of a configuration; graph_cache
+keeps graphs on disk.
+"""
