@@ -60,7 +60,7 @@ def parallelize(
     plan: Plan | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     build_optimizer: Callable[[Any], Any] | None = None,
-    device_type: str = "cuda",
+    device_type: str | None = None,
     **options: Any,
 ) -> ParallelModel:
     """The part of `module` that is this rank's under a plan for all processes of the group; every process must call it.
@@ -68,7 +68,7 @@ def parallelize(
     `example_batch` is (inputs, targets) with the batch as first dim. Without `plan` the search runs on rank 0, over
     plans that use every process; `options` are the fields of `Options`. The result is called like the module, and
     `.step(batch)` runs one optimizer step on this data-parallel rank's samples. `module` gives its weights away.
-    `device_type` is "cuda" or "cpu".
+    `device_type` is "cuda" or "cpu"; None stands for "cuda" where there is a device.
 
     Raises: UsageError for an option that is not possible; PlanMismatchError when the plan is for another number of
         processes or another model; InputError when it is impossible in itself.
@@ -76,6 +76,7 @@ def parallelize(
     from autoplan import runtime
     from autoplan.plan_checks import check_plan
 
+    device_type = device_type or runtime.default_device_type()
     chosen = checked(Options(**options))
     profile = load_profile(hw, n_hosts=hosts)
     graph = trace(module, example_batch, loss_fn=loss_fn, module_level=chosen.module_level)

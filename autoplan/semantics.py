@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autoplan.across_samples import mixing_op, sum_op
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
-from autoplan.graph import Op, OpGraph, Ref
+from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Plan
 
@@ -122,6 +123,28 @@ def _loss_average(graph: OpGraph, plan: Plan) -> str:
     )
 
 
+def _mixed_samples(graph: OpGraph, plan: Plan) -> str:
+    mesh, op = plan.mesh, mixing_op(graph) if plan.mesh.dp * plan.mesh.n_micro_batches > 1 else None
+    if op is None:
+        return ""
+    where = "loss_fn" if op.module_path == LOSS_PATH else op.module_path or "the model's forward"
+    return (
+        f"Samples of a batch are put together, in {op.label or op.target} of {where}: each micro-batch does so with"
+        f" its own {mesh.micro_batch_size} of the {mesh.global_batch_size} samples of a step, so this trains something"
+        f" else than one process that takes all at once; --fix dp=1,micro_batch={mesh.global_batch_size} keeps it."
+    )
+
+
+def _summed_loss(graph: OpGraph, plan: Plan) -> str:
+    n_parts = plan.mesh.dp * plan.mesh.n_micro_batches
+    if n_parts == 1 or sum_op(graph) is None:
+        return ""
+    return (
+        "The loss is a sum over samples, while micro-batches and data-parallel ranks are averaged: loss and gradients"
+        f" are 1/{n_parts} of those of one process that takes the whole batch; a mean means the same in both."
+    )
+
+
 def _grad_compression(graph: OpGraph, plan: Plan) -> str:
     if plan.grad_compression == "bf16":
         return (
@@ -176,6 +199,8 @@ STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
     _batch_norm,
     _running_statistics,
     _loss_average,
+    _mixed_samples,
+    _summed_loss,
     _grad_compression,
     _dropout,
     _checkpoint,

@@ -238,7 +238,9 @@ def verification_text(found: Verification) -> str:
     """What the run showed, as text."""
     rows = [("processes", str(found.n_processes)), ("steps", str(found.n_steps))]
     if found.parity is not None:
-        rows.append(("loss, gradients and parameters equal one process", "yes" if found.parity else "NO"))
+        rows.append(
+            ("loss, gradients, parameters equal one process with these micro-batches", "yes" if found.parity else "NO")
+        )
     whole = [item for item in found.comparisons if item.what not in _OF_PROFILED_STEP]
     parts = [item for item in found.comparisons if item.what in _OF_PROFILED_STEP]
     tables = [text_table(("verify", ""), rows), _table(whole, "difference", "expected"), found.interval_source]

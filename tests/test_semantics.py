@@ -1,5 +1,6 @@
 """What a plan changes in the meaning of a model is said in one sentence each, and only where it is so."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -74,11 +75,11 @@ def attention(dropout_p):
     return lambda: Calling(function)
 
 
-def graph_of(inner=nn.Identity, loss_fn=F.mse_loss) -> OpGraph:
+def graph_of(inner=nn.Identity, loss_fn=F.mse_loss, *, is_regression=None) -> OpGraph:
     def make_batch(batch_size):
         inputs = torch.randn(batch_size, WIDTH)
-        is_regression = loss_fn is F.mse_loss
-        targets = torch.randn(batch_size, N_CLASSES) if is_regression else torch.randint(N_CLASSES, (batch_size,))
+        has_decimals = loss_fn is F.mse_loss if is_regression is None else is_regression
+        targets = torch.randn(batch_size, N_CLASSES) if has_decimals else torch.randint(N_CLASSES, (batch_size,))
         return inputs, targets
 
     return trace_model(ModelSource("toy", "toy.py", lambda: Model(inner()), make_batch, loss_fn))
@@ -127,7 +128,44 @@ def test_a_mean_over_targets_that_may_be_ignored_is_stated_with_the_ignored_targ
     assert "targets that are not -100" in only_note(graph_of(loss_fn=F.cross_entropy))
     assert "targets that are not 0" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, ignore_index=0)))
     assert notes_of(graph_of(loss_fn=F.cross_entropy), ONE_PROCESS) == ()
-    assert notes_of(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, reduction="sum"))) == ()
+    assert "sum over samples" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, reduction="sum")))
+
+
+def samples_with_samples(outputs, targets):
+    return -(outputs @ outputs.T).log_softmax(1).diagonal().mean()
+
+
+def per_sample(reduce):
+    return lambda outputs, targets: reduce((outputs - targets).square().sum(1))
+
+
+@pytest.mark.parametrize(
+    ("inner", "loss_fn", "where"),
+    [
+        (nn.Identity, samples_with_samples, "of loss_fn"),
+        (lambda: Calling(lambda layer, x: x - layer(x).mean(0)), F.mse_loss, "of inner"),
+    ],
+)
+def test_samples_that_are_put_together_are_told_unless_one_micro_batch_has_all(inner, loss_fn, where):
+    graph = graph_of(inner, loss_fn)
+    assert where in only_note(graph) and "own 2 of the 12 samples" in only_note(graph)
+    assert notes_of(graph, ONE_PROCESS) == ()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "is_sum"),
+    [
+        (functools.partial(F.mse_loss, reduction="sum"), True),
+        (per_sample(torch.sum), True),
+        (per_sample(torch.mean), False),
+        (per_sample(lambda losses: losses.sum() / losses.shape[0]), False),
+        (per_sample(lambda losses: losses.sum() / torch.ones_like(losses).sum()), False),
+    ],
+)
+def test_a_loss_that_adds_samples_up_is_told_and_a_mean_is_not(loss_fn, is_sum):
+    notes = notes_of(graph_of(loss_fn=loss_fn, is_regression=True))
+    assert [note for note in notes if "1/6 of those of one process" in note] == list(notes)
+    assert bool(notes) == is_sum
 
 
 @pytest.mark.parametrize(
@@ -161,7 +199,10 @@ def test_every_statement_is_one_sentence():
     def everything():
         return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), Calling(in_checkpoint), Calling(in_autocast))
 
-    graph = graph_of(everything, F.cross_entropy)
+    def loss_fn(outputs, targets):
+        return F.cross_entropy(outputs, targets) + (outputs - outputs.mean(0)).square().sum()
+
+    graph = graph_of(everything, loss_fn)
     both = {"grad_compression": "bf16"}, {"grad_compression": "powersgd", "powersgd_rank": 4}
     for mesh, compression in zip((DATA_PARALLEL, PIPELINE), both, strict=True):
         found = notes_of(graph, mesh, precision="bf16", **compression)

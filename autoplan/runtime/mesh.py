@@ -120,6 +120,11 @@ def from_first_rank(
     return values[0]
 
 
+def default_device_type() -> str:
+    """The kind of device to train on: "cuda" where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the process group for a plan, in a program of its own: on CPU its processes share the cores of the host.
 

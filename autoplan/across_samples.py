@@ -1,0 +1,93 @@
+"""What a model or its loss does across the samples of a batch: OpGraph -> the op that does it, or None.
+
+Micro-batches and data-parallel ranks take a share of the samples each, and their losses and gradients are averaged.
+That is the step of one process where every sample is worked on by itself and the loss is a mean over them:
+
+    mixing_op    gives a sample something of the others: a product of samples with samples, a mean taken from each
+    sum_op       adds the losses of the samples up, and nothing divides by how many there are
+
+Left out: a maximum that is subtracted for stability mixes by this, though its result does not change; and what only
+adds a term to the loss, such as the balance of experts, is not found.
+"""
+
+from __future__ import annotations
+
+from autoplan.equations import argument
+from autoplan.graph import Op, OpGraph, PerSample, Ref, TensorSpec
+
+_SUM = 2  # the number of the reduction "sum" in ATen
+# Where the reduction stands among the arguments of losses.
+_REDUCTION = {
+    "aten.binary_cross_entropy.default": 3,
+    "aten.binary_cross_entropy_with_logits.default": 4,
+    "aten.cross_entropy_loss.default": 3,
+    "aten.huber_loss.default": 2,
+    "aten.kl_div.default": 2,
+    "aten.l1_loss.default": 2,
+    "aten.mse_loss.default": 2,
+    "aten.nll_loss.default": 3,
+    "aten.nll_loss2d.default": 3,
+    "aten.nll_loss_nd.default": 3,
+    "aten.smooth_l1_loss.default": 2,
+}
+_SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList"})
+_DIVIDES = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.mul.Tensor", "aten.mul.Scalar"})
+_BATCH_NORM = "batch_norm"  # has a note of its own
+
+
+def mixing_op(graph: OpGraph) -> Op | None:
+    """The first op by which a sample gets something of others; None where each is worked on by itself."""
+    specs, reduced = graph.specs(), reduced_values(graph)
+    for op in graph.ops:
+        read = op.input_names()
+        n_before = max((_n_batch_dims(specs[name]) for name in read), default=0)
+        n_after = _n_batch_dims(op.outputs[0]) if op.outputs else 0
+        if _BATCH_NORM in op.target or not n_after or not n_before or not op.outputs[0].is_float:
+            continue
+        if n_after > 1 >= n_before or any(name in reduced for name in read):
+            return op
+    return None
+
+
+def sum_op(graph: OpGraph) -> Op | None:
+    """The op that adds up the losses of samples without a division by their number; None for a mean."""
+    specs, reduced, ops = graph.specs(), reduced_values(graph), {op.name: op for op in graph.ops}
+    open_names, seen = [graph.loss], set()
+    while open_names:
+        op = ops.get(open_names.pop())
+        if op is None or op.name in seen:
+            continue
+        seen.add(op.name)
+        read = op.input_names()
+        if any(_n_batch_dims(specs[name]) for name in read):
+            if op.target in _SUMS or (op.target in _REDUCTION and _reduction(op) == _SUM):
+                return op
+        elif not _is_divided(op, reduced):
+            open_names += read
+    return None
+
+
+def reduced_values(graph: OpGraph) -> frozenset[str]:
+    """Decimal numbers made of all samples: values without a batch dim that follow from some with one."""
+    specs, found = graph.specs(), set[str]()
+    for op in graph.ops:
+        is_reduced = bool(op.outputs) and op.outputs[0].is_float and not _n_batch_dims(op.outputs[0])
+        if is_reduced and any(name in found or _n_batch_dims(specs[name]) for name in op.input_names()):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _n_batch_dims(spec: TensorSpec) -> int:
+    return sum(isinstance(extent, PerSample) for extent in spec.shape)
+
+
+def _reduction(op: Op) -> int:
+    return int(argument(op, _REDUCTION[op.target], "reduction", default=1))
+
+
+def _is_divided(op: Op, reduced: frozenset[str]) -> bool:
+    """Whether a loss is divided here by the number of samples, or by a sum over them such as a count."""
+    if op.target not in _DIVIDES:
+        return False
+    second = op.args[1]
+    return isinstance(second, PerSample) or (isinstance(second, Ref) and second.name in reduced)
