@@ -68,8 +68,9 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
             f"time_limit_s: found {options.time_limit_s:g}\n  expected: at most {MAX_TIME_LIMIT_S:g}\n"
             "  fix: use --require-optimal to search for as long as the proof takes"
         )
-    for name, value in options.fix:
-        _check_fix(name, value, tuple(schedules))
+    for pair in options.fix:
+        _check_pair(pair)
+        _check_fix(*pair, tuple(schedules))
     if options.module_level:
         _check_module_level(options)
     _check_compression(options)
@@ -173,6 +174,17 @@ def _check_compression(options: Options) -> None:
     if name == "powersgd" and options.precision == "fp16":
         expected = "bf16 or fp32, since gradients that overflow would stay in the errors it carries on"
         raise UsageError.of(where, found="--precision fp16", expected=expected, fix="take bf16, or another precision")
+
+
+def _check_pair(pair: object) -> None:
+    """Refuse what a library call gives in place of (name, value)."""
+    if not (isinstance(pair, tuple) and [type(item) for item in pair] == [str, str]):
+        raise UsageError.of(
+            "fix",
+            found=repr(pair),
+            expected="pairs of texts, a name and its value",
+            fix='write fix=(("tp", "2"), ("pp", "1"))',
+        )
 
 
 def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:

@@ -414,3 +414,9 @@ def test_closed_pipe_is_silent(tmp_path: Path, answer: Answer) -> None:
     command = f"'{sys.executable}' -m autoplan explain '{tmp_path}/out' | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=CHECKOUT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("fix", ["tp=2", {"tp": 2}, (("tp", 2),)])
+def test_a_fix_of_the_library_that_is_no_pairs_of_texts_is_refused_with_an_example(fix) -> None:
+    with pytest.raises(errors.UsageError, match="pairs of texts"):
+        check_options(Options(fix=fix))

@@ -288,3 +288,8 @@ def test_a_scalar_parameter_is_refused_by_name(tmp_path):
     path = write(tmp_path, model + "def build_model():\n    return Model()\n" + MAKE_BATCH + LOSS)
     with pytest.raises(InputError, match="parameter temperature: found 'a scalar'"):
         trace_model(model_source(path, {}))
+
+
+def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
+    with pytest.raises(InputError, match="fix: pip install no_such_package"):
+        load_model_file(write(tmp_path, "import no_such_package\n"))

@@ -139,11 +139,12 @@ def parse_toml(text: str, *, where: str) -> Table:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
+        is_twice = "overwrite" in str(error)
         raise InputError.of(
             where,
             found=f"{error}{_line_of(error, text)}",
-            expected="TOML, each key once",
-            fix="correct that line (a value that cannot be overwritten is given twice)",
+            expected="each key once" if is_twice else "TOML",
+            fix="leave one of the two out" if is_twice else "correct that line: a quote or a bracket may be open",
         ) from None
 
 

@@ -79,7 +79,8 @@ def load_model_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{path}: importing the model file failed: {user_frame(error, path)}") from error
+        fix = f"\n  fix: pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        raise InputError(f"{path}: importing the model file failed: {user_frame(error, path)}{fix}") from error
     for name, signature in (
         ("build_model", "(**overrides) -> nn.Module"),
         ("make_batch", "(batch_size) -> (inputs, targets)"),
