@@ -236,10 +236,13 @@ def heading_parts(answer: Answer) -> list[str]:
 def _heading(answer: Answer) -> str:
     workload = answer.workload
     hosts = count(workload.n_hosts, "host")
-    return (
-        f"{workload.model}: {si_count(workload.n_parameters)} parameters on {workload.hardware}\n"
-        f"{hosts}, {count(workload.n_devices, 'device')} ({workload.device})"
-    )
+    lines = [
+        f"{workload.model}: {si_count(workload.n_parameters)} parameters on {workload.hardware}",
+        f"{hosts}, {count(workload.n_devices, 'device')} ({workload.device})",
+    ]
+    if answer.result.best is not None and answer.request is not None and answer.request.options.global_batch is None:
+        lines.append(f"global batch {answer.best.plan.mesh.global_batch_size}, the default; see --global-batch")
+    return "\n".join(lines)
 
 
 def status_text(answer: Answer) -> str:
