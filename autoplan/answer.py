@@ -15,7 +15,7 @@ from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
-from autoplan.json_values import decode, encode
+from autoplan.json_values import decode, encode, loads_finite
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.profile.op_times import SegmentComparison
@@ -340,7 +340,7 @@ _NEEDED_KEYS = tuple(field.name for field in fields(SearchResult) if field.defau
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = loads_finite(text)
     except (ValueError, RecursionError) as error:
         raise InputError.of(
             where, found=str(error), expected="the JSON text that autoplan wrote", fix="plan again"
@@ -348,7 +348,3 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError.of(where, found=type(content).__name__, expected="a JSON object", fix="plan again")
     return content
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from autoplan.errors import InputError
+
+
+def loads_finite(text: str) -> Any:
+    """The value of a JSON text; raises ValueError for NaN and Infinity too, which JSON does not have."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
 
 
 def encode(value: Any) -> Any:

@@ -55,7 +55,9 @@ profile_option = click.option(
     "--profile", metavar="FILE", help="Measurements of `autoplan profile`, in place of computed times."
 )
 workload_options = combined(
-    click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step.  [default: 8 per device]"),
+    click.option(
+        "--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step.  [default: 8 per device]"
+    ),
     click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True),
     click.option("--objective", type=click.Choice(OBJECTIVES), default=DEFAULTS.objective, show_default=True),
     click.option(

@@ -11,13 +11,13 @@ programs without tensor and pipeline parallelism run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from autoplan.errors import InputError
+from autoplan.json_values import loads_finite
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
 from autoplan.profile.op_times import OPS, SegmentOps, check_ops, segment_ops
@@ -207,7 +207,7 @@ def _matching(rows: list[dict[str, Any]], where: str, field: str, wanted: str, f
 def _parse_line(line: str, where: str) -> dict[str, Any]:
     again = "run autoplan profile again with the same --out: it repairs the end of the file and goes on"
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
+        row = loads_finite(line)
     except (ValueError, RecursionError) as error:
         raise InputError.of(where, found=str(error), expected="one JSON object per line", fix=again) from error
     _require(where, isinstance(row, dict), type(row).__name__, "a JSON object", again)
@@ -248,10 +248,6 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
 
 def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
 
 
 def _require(where: str, holds: bool, found: object, expected: str, fix: str) -> None:
