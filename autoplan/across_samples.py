@@ -31,7 +31,8 @@ _REDUCTION = {
     "aten.smooth_l1_loss.default": 2,
 }
 _SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList"})
-_DIVIDES = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.mul.Tensor", "aten.mul.Scalar"})
+_DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
+_SCALINGS = _DIVISIONS | {"aten.mul.Tensor"}  # a product may be with one over a count
 _BATCH_NORM = "batch_norm"  # has a note of its own
 
 
@@ -87,7 +88,7 @@ def _reduction(op: Op) -> int:
 
 def _is_divided(op: Op, reduced: frozenset[str]) -> bool:
     """Whether a loss is divided here by the number of samples, or by a sum over them such as a count."""
-    if op.target not in _DIVIDES:
-        return False
-    second = op.args[1]
-    return isinstance(second, PerSample) or (isinstance(second, Ref) and second.name in reduced)
+    second = op.args[1] if op.target in _SCALINGS else None
+    if isinstance(second, PerSample):
+        return op.target in _DIVISIONS
+    return isinstance(second, Ref) and second.name in reduced
