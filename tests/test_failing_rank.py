@@ -65,7 +65,8 @@ def test_a_data_parallel_rank_that_raises_ends_the_job_with_its_traceback(tmp_pa
     done = assert_ends_soon(lambda: run_folder(tmp_path, 2, *RUN, timeout_s=2 * MOST_S))
     assert "[rank1]: ValueError: the 5th micro-batch is bad" in done.stderr
     assert "in breaking" in done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["0", "1"]  # two steps were done
+    # Rank 0 had told of the first step before the second could be done; its line of the second races the failure.
+    assert [line.split()[1] for line in done.stdout.splitlines()] in (["0"], ["0", "1"])
 
 
 @pytest.mark.nightly
