@@ -19,6 +19,8 @@ _SHARDED = {"dp": 2, "zero_shard_degree": 2, "n_micro_batches": 2, "micro_batch_
 PLANS = {
     "ddp": {"dp": 2, "n_micro_batches": 2, "micro_batch_size": 2},
     **{f"zero{stage}": {**_SHARDED, "zero_stage": stage} for stage in (1, 2, 3)},
+    # the first layer has the weight that the others read too, outside of its own pass
+    "zero3_generated": {**_SHARDED, "zero_stage": 3, "generated": True},
     "tp2": {"tp": 2, "sharding": "R", "n_micro_batches": 2, "micro_batch_size": 3},
     "tp2_split": {"tp": 2, "sharding": "S(1)", "micro_batch_size": 3},
     "pp2": {"pp": 2, "n_micro_batches": 2, "micro_batch_size": 2},
