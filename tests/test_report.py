@@ -30,7 +30,7 @@ from autoplan.parallel_plan import Mesh
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import profile_sheet
 from autoplan.report.plain_text import text_table
-from autoplan.report.plan import plan_report, program_header, rejections_text
+from autoplan.report.plan import plan_report, program_header, rejections_text, status_text
 from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
@@ -252,6 +252,14 @@ def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> No
     assert "next best" not in plan_report(alone) and "plain recipe" not in plan_report(alone)
     chosen = replace(answer.best, baseline="FSDP")
     assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
+
+
+def test_what_is_fixed_to_one_mesh_is_given_and_nothing_is_said_to_be_optimal(answer: Answer) -> None:
+    options = Options(fix=(("dp", "2"), ("tp", "1")))
+    request = Request("toy.py", (), "toy_x4", 1, options)
+    one, several = (replace(answer, request=request, result=replace(answer.result, n_meshes=n)) for n in (1, 5))
+    assert status_text(one) == "given: there is one mesh with dp=2, tp=1, and this is its fastest plan"
+    assert status_text(several).startswith("optimal: no other plan with dp=2, tp=1 is faster")
 
 
 def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(answer: Answer) -> None:
