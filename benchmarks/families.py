@@ -1,4 +1,4 @@
-"""Which model families work under which parallelism: runs every case on CPU processes and prints the README's table.
+"""Which model families work under which parallelism: runs every case on CPU processes and prints one table.
 
     python benchmarks/families.py run RESULTS.jsonl [FAMILY ...]    about 10 minutes on 2 cores
     python benchmarks/families.py table RESULTS.jsonl               Markdown
