@@ -4,11 +4,11 @@
 
 The rows of `data/published_fsdp_steps.csv` are the tables of mosaicml/llm-foundry scripts/train/benchmarking/README.md
 @8c8dd48: 125 million to 65 billion parameters, 512 to 65,536 tokens, 8 to 512 devices. The sizes are those of
-scripts/train/yamls/pretrain there; with biases and learned positions they give the published counts of parameters. So
+scripts/train/yamls/pretrain there; with biases and learned positions they give the published counts of parameters, so
 `examples/gpt.py` is that model. FULL_SHARD is ZeRO 3 and SHARD_GRAD_OP is ZeRO 2, activation checkpointing recomputes
-all blocks, and PURE reduces gradients in bf16. Their loss was one fused kernel on 16-bit logits; the chunked loss, which
-never holds them whole, is the nearest to that. They ran torch 1.13 to 2.1 with the FSDP and the flash attention of then,
-which uses less of an H100 than of an A100. Rows in 8-bit floats are left out: no plan has them.
+all blocks, and PURE reduces gradients in bf16. Their loss was one fused kernel on 16-bit logits; the chunked loss,
+which never holds them whole, is the nearest to that. They ran torch 1.13 to 2.1 with the FSDP and the flash attention
+of then, which uses less of an H100 than of an A100. Rows in 8-bit floats are left out: no plan has them.
 """
 
 import csv
