@@ -70,7 +70,10 @@ def look(
     today: date | None,
     progress: Progress,
 ) -> Facts | tuple[WhatIfRow, ...]:
-    """Search everything that the rules need; after an interrupt, the rows found until then."""
+    """Search everything that the rules need; after an interrupt, the rows found until then.
+
+    Raises: InputError for more than one kind of host.
+    """
     name = question.hw[0]
     profile = load_hardware(name, n_hosts=2)  # with the network between them
     if not isinstance(profile, HardwareProfile) or len(question.hw) > 1:
