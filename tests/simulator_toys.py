@@ -44,3 +44,12 @@ def one_each(n_stages):
 
 def pipeline(pp, n_micro_batches, *, schedule="1f1b", n_chunks=1):
     return Mesh(pp=pp, n_micro_batches=n_micro_batches, schedule=schedule, n_chunks=n_chunks)
+
+
+def tick(queue):
+    """A second of the communication stream: the first entry with anything left goes on."""
+    for entry in queue:
+        if entry[1] > 0:
+            entry[1] -= 1
+            break
+    return 1

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator_toys import FREE, one_each, pipeline, segment, table_of, whole
+from simulator_toys import FREE, one_each, pipeline, segment, table_of, tick, whole
 
 from autoplan.errors import InputError, PlanMismatchError
 from autoplan.parallel_plan import StagePlan
@@ -168,14 +168,6 @@ def ticks_of(work, *, left_s):
             elapsed += tick(queue)
         queue.append([("reduce", index), item.reduce_s])
     return elapsed, sum(rest for _, rest in queue)
-
-
-def tick(queue):
-    for entry in queue:
-        if entry[1] > 0:
-            entry[1] -= 1
-            break
-    return 1
 
 
 seconds = st.integers(0, 5)
