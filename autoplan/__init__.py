@@ -4,6 +4,19 @@
     result = autoplan.plan("model.py", hw="dgx_a100_x8", global_batch=512)
     print(result.status, result.best.plan.mesh, result.best.estimate.step_s)
 
+Where things are, along the data flow:
+
+    values      options, graph, layout, rules, equations, parallel_plan (`Mesh`, `Plan`, `Estimate`), answers
+    trace       tracing: a model -> OpGraph     analysis: what follows from it     hardware: a cluster as numbers
+    price       tensor_parallel: layouts of values -> cost: times and bytes -> space: what the search is called with
+    search      search, by solver and schedules     simulator: the judge of every plan
+    generate    codegen: the program     runtime: what it runs on     output, launched and verified; files: its folder
+    measure     profile, measuring, measurements: segments of a model     measure_hardware: a machine
+    ask         planning: names -> answer, after checks     what_if: other clusters     api, live: the library
+    show        report: text     html_report: pages     cli: the command line     doctor: this machine
+
+Below them errors, units, registry (tables of extension files), json_values, user_cache, user_errors and processes.
+
 Names load on first use: importing autoplan imports neither torch nor the solver.
 """
 

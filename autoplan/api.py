@@ -94,6 +94,8 @@ def measurement_folder(
     `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
     the loss are measured eager (`compile` is "off"), compiled ("on") or "both"; what reads images with these
     "contiguous", "channels_last" or "both".
+
+    Raises: InputError or TraceError for what the model file or the hardware is; UsageError for an option.
     """
     from autoplan.files import read_text_file
     from autoplan.profile.measurement_folder import (
@@ -158,6 +160,8 @@ def whatif(
     `n_jobs` processes search at once; with more than one, a script that calls this needs `if __name__ == "__main__"`.
     Larger sweeps run on any `executor` of concurrent.futures, on other machines too where these have autoplan, such as
     `distributed.Client(...).get_executor()` of Dask: points are independent, and results are the same.
+
+    Raises: InputError, TraceError or UsageError for a question that cannot be asked.
     """
     from autoplan.what_if.asking import ask
     from autoplan.what_if.flags import OPTIONS, keyword_tables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,6 +189,14 @@ def test_no_public_name_is_also_a_module() -> None:
 def test_every_module_says_what_it_owns(path: Path) -> None:
     text = path.read_text()
     assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGE.glob("*/__init__.py")), ids=lambda path: path.parent.name)
+def test_every_package_has_a_map_that_names_its_modules(package: Path) -> None:
+    words = set(re.findall(r"\w+\*?", ast.get_docstring(ast.parse(package.read_text())) or ""))
+    names = {path.stem for path in package.parent.glob("*.py") if not path.stem.startswith("__")}
+    beginnings = tuple(word[:-1] for word in words if word.endswith("*"))  # `checkpoint*` names all that begin so
+    assert sorted(name for name in names - words if not (beginnings and name.startswith(beginnings))) == []
 
 
 @pytest.mark.parametrize(

@@ -207,9 +207,9 @@ def breakdown_by_axis_s(breakdown: Breakdown) -> dict[str, Any]:
     }
 
 
-def answer_to_json(answer: Answer, *, indent: int | None = 2) -> str:
+def answer_to_json(answer: Answer) -> str:
     """The answer as JSON text."""
-    return json.dumps(answer_to_dict(answer), indent=indent, allow_nan=False)
+    return json.dumps(answer_to_dict(answer), indent=2, allow_nan=False)
 
 
 def answer_to_dict(answer: Answer) -> dict[str, Any]:

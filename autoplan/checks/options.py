@@ -101,7 +101,10 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
-    """`NAME=USD` texts as US dollars per device-hour by profile name."""
+    """`NAME=USD` texts as US dollars per device-hour by profile name.
+
+    Raises: UsageError for what is no price.
+    """
     prices: dict[str, float] = {}
     for text in texts:
         name, value = _split_pair("--price", text)

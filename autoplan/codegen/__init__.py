@@ -4,6 +4,18 @@ train.py            the program
 model.py            the user's file as it is
 parallel_model.py   the model rewritten for one rank; with tensor or pipeline parallelism, or where it is faster
 runtime/            copied as it is from `autoplan.runtime`
+
+writer has what all parts are written from: graph, plan, layouts, names. Of parallel_model.py
+
+    blocks, stages, loss              its classes, and `loss_fn`; segment_modules has one class alone, to be measured
+    containers                        the weights and plain modules of a class
+    forward                           the lines of a forward function, with the conversions between layouts
+    lines, value_names, expressions   what stands on a line, what values are called, one op as an expression
+    printers, call                    how operators print that no rule of `expressions` covers
+    memory_order                      where values lie in channels_last
+
+tables is the plan as the runtime reads it, train_script the text of train.py, text and layout_text are Python source
+itself: its pieces, and its layout.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Under gpipe and 1F1B, with one stage or more, some path through the step takes a
 
 so for each threshold on G the least sum of A is a shortest path: `least[stop] = min over start of least[start] + A`.
 With D(x) this least sum under G <= x, the bound is the minimum of D(x) + x; between two thresholds a < b it is at least
-D(b) + a, and thresholds are halved until that is not below the best found (`bands.best_threshold`).
+D(b) + a, and thresholds are halved until that is not below the best found (`banded_path.best_threshold`).
 
 A stage that lacks memory recomputes as little as will do. Exact for one kind of block: whole blocks; else the fraction
 of the kind with the most bytes per second. Ranks on different devices have times and memory of their own (`_Passes`);
@@ -28,7 +28,7 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.search.bands import (
+from autoplan.search.banded_path import (
     Times,
     bands_of,
     best_threshold,

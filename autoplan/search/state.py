@@ -38,7 +38,7 @@ class SearchState:
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
-    agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `steps._agree_on_sizes`, per index
+    agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `_agree_on_sizes`, per index
     stopped: str = ""
     first_plan_s: float | None = None  # when the first plan that fits was known
     ranked: list[int] | None = None  # `ranking`, while no plan has been added

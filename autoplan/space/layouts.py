@@ -60,6 +60,8 @@ def all_shardings(
     They are the best for micro-batches of `batch_size`. `rules` are those that `options` name; what was solved before
     is read from the user's cache. Where the degree that is fixed is slower than none, its assignments are the best ones
     under the highest price of communication, of `PRICES_OF_COMMUNICATION`, at which something is split.
+
+    Raises: UsageError for a degree that is fixed and has no place, or nothing to split.
     """
     wanted = fixed_int(options, "tp")
     degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)

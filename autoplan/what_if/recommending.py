@@ -171,7 +171,10 @@ def least_hosts(profile: HardwareProfile, *, precision: str, n_flops: float, dea
 
 
 def parse_deadline(text: str) -> float:
-    """Seconds of `14d`, `36 h`."""
+    """Seconds of `14d`, `36 h`.
+
+    Raises: UsageError for what is no time.
+    """
     try:
         seconds = parse_quantity(text, SECOND_UNITS)
     except ValueError as error:
@@ -180,7 +183,10 @@ def parse_deadline(text: str) -> float:
 
 
 def parse_budget(text: str) -> float:
-    """US dollars of `100000`, `100000 USD`."""
+    """US dollars of `100000`, `100000 USD`.
+
+    Raises: UsageError for what is no amount.
+    """
     try:
         return parse_quantity(text.replace(",", ""), {"": 1.0, "USD": 1.0})
     except ValueError as error:

@@ -1,8 +1,9 @@
-"""One stage per rank: the shortest path through the stages, looked for only where each stage may lie.
+"""One stage per rank by banded dynamic programming: the shortest path, looked for only where each stage may lie.
 
 A stage is a range of pieces with two times, A and G of `partition`. How many pieces it may have in a step that is fast
-enough is known beforehand (`most_pieces`), and so where each stage may begin and end (`bands_of`). The path with the
-least sum of A under G <= x is `least_sum`; the best x is found by halving (`best_threshold`).
+enough is known beforehand (`most_pieces`), and so where each stage may begin and end: a band of the table (start, stop)
+of all ranges (`bands_of`). The path with the least sum of A under G <= x is `least_sum`; the best x is found by halving
+(`best_threshold`).
 """
 
 from __future__ import annotations

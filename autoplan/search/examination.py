@@ -1,4 +1,4 @@
-"""One step with one mesh of the queue: its bound is raised, a plan of it found, or it is settled."""
+"""One mesh of the best-first queue examined: its bound is raised a level, a plan of it found, or it is settled."""
 
 from __future__ import annotations
 
