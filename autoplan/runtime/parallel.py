@@ -36,6 +36,7 @@ from .named_parameters import name_parameters
 from .optimizer import LEARNING_RATE, build_optimizer_of
 from .pipeline import Pipeline
 from .recompute import apply_recompute, unchanged_buffers
+from .scalar_parameters import hold_as_vectors
 from .seeds import training_seed
 from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
@@ -111,6 +112,7 @@ class ParallelModel(nn.Module):
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
                 apply_recompute(stage, config.recompute_of(mesh.dp_rank))
+                hold_as_vectors(stage)
                 self.compressed.append(apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config))
                 stage.to(mesh.device)
                 take_images(stage, config.memory_format, blocks=blocks)
@@ -382,6 +384,8 @@ class ParallelModel(nn.Module):
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = whole(tensor)
+        if self.whole.shapes.get(self.whole.first_name.get(name, name)) == ():
+            return tensor.view(())
         shard = self.shards.get(name)
         if shard is None or self.mesh.tp_group is None:
             return tensor
