@@ -31,6 +31,7 @@ from autoplan.options import (
     Options,
 )
 from autoplan.parallel_plan import Execution, Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.profile.current_code import with_current_code
 from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, forward_flops, operand_names
@@ -89,6 +90,7 @@ def priced_space(
     check_fixed(graph, options)
     rules = load_rules(options.rules)
     by_size = shardings_by_size(graph, profile, options, rules)
+    measured = with_current_code(measured, graph, by_size.values(), precision=options.precision, rules=rules)
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
@@ -116,15 +118,8 @@ def priced_space(
         )
         for size, shardings in by_size.items()
     }
-    make_plan = partial(
-        _make_plan,
-        graph,
-        by_size,
-        options,
-        (profile.name, profile.n_hosts),
-        graph.content_hash(),
-        rules,
-    )
+    hardware, graph_hash = (profile.name, profile.n_hosts), graph.content_hash()
+    make_plan = partial(_make_plan, graph, by_size, options, hardware, graph_hash, rules)
     return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), make_plan)
 
 
@@ -137,13 +132,14 @@ def price_plan(
     measured: MeasuredProfile | None = None,
 ) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
-    way, degree = plan.mesh.execution, plan.mesh.tp
+    way, degree, rules = plan.mesh.execution, plan.mesh.tp, load_rules(rule_files)
+    shardings = {(degree, plan.mesh.sharding): plan.shardings}
+    split = [shardings] if degree > 1 else []  # the whole model's were looked at where the profile was read
+    measured = with_current_code(measured, graph, split, precision=plan.precision, rules=rules)
     if way.compile:
         _check_execution(graph, measured, Execution(compile=True), where="plan: mesh.compile", degree=degree)
     if way != Execution():
         _check_execution(graph, measured, way, where="plan: mesh.memory_format", degree=degree)
-    shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
-    rules = load_rules(rule_files)
     pricer = make_pricer(
         graph,
         profile=profile,
@@ -209,8 +205,8 @@ def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution
         return "no segment that reads images, [sample, channel, height, width]"
     if needed and (measured is None or not needed <= measured.executions):
         return f"no segment that was measured {name}"
-    failed = () if measured is None else (item for item in measured.failed if item[2] in needed)
-    texts = dict.fromkeys(f"{segment} (tp {tp})" for segment, tp, _ in failed if degree in (None, tp))
+    failed = () if measured is None else (item for item in measured.failed if item.execution in needed)
+    texts = dict.fromkeys(f"{item.segment} (tp {item.tp})" for item in failed if degree in (None, item.tp))
     action = "torch.compile failed on" if way.compile else f"measurements {name} that failed of"
     return f"{action} {', '.join(texts)}" if texts else ""
 

@@ -23,8 +23,9 @@ from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, Tenso
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
 from autoplan.options import MEMORY_FORMATS, Options
-from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
-from autoplan.profile.segment_key import assignment_key, content_key
+from autoplan.parallel_plan import SegmentSharding
+from autoplan.profile.current_code import one_stage_plan
+from autoplan.profile.segment_key import assignment_key, code_key, content_key
 from autoplan.profile.segment_times import SCHEMA_VERSION
 from autoplan.rules import OpRule
 from autoplan.space import all_shardings, layout_size, load_rules
@@ -70,7 +71,11 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
     regions: dict[tuple[Any, ...], dict[str, Any]] = {}
     for (degree, boundary, assignments), sizes in _splits(request, rules).items():
         name = f"segments_{len(found)}"
-        text, classes = segment_modules(request.graph, _plan(request, degree, boundary, assignments), rules=rules)
+        text, classes = segment_modules(
+            request.graph,
+            one_stage_plan(request.graph, request.options.precision, degree, boundary, assignments),
+            rules=rules,
+        )
         found[f"{name}.py"] = text
         for region in _regions(request, classes, degree, boundary, assignments):
             known = regions.setdefault(
@@ -125,13 +130,6 @@ def _splits(
     return found
 
 
-def _plan(request: MeasurementRequest, degree: int, boundary: str, assignments: tuple[SegmentSharding, ...]) -> Plan:
-    """The whole model as one stage."""
-    stage = StagePlan(0, len(request.graph.segments))
-    mesh = Mesh(tp=degree, sharding=boundary)
-    return Plan(mesh, (stage,), precision=request.options.precision, shardings=assignments)
-
-
 def _regions(
     request: MeasurementRequest,
     classes: Mapping[int, SegmentClass],
@@ -161,6 +159,7 @@ def _regions(
                 "memory_formats": list(FORMAT_WAYS[request.memory_format] if kind in images else MEMORY_FORMATS[:1]),
                 "compiles_forward": segment.is_block or not has_blocks,
                 "class": called.name,
+                "code": code_key(called.text),
                 "own": _own_call(graph, segment) if degree == 1 and segment.is_block else None,
                 "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
                 "inputs": [
