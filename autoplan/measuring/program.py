@@ -56,7 +56,8 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
     compiled = run.compile if task["compiled"] else None
     batch_size, device, seen = task["micro_batch_size"], run.clock.device, replace_collectives().seen
     if task["module"] == OWN:
-        own = run.own_model.builder(region["own"], batch_size, device, compiled)
+        kept = region["float32_buffers"]
+        own = run.own_model.builder(region["own"], batch_size, device, compiled, float32_buffers=kept)
         return _measured_calls(_in_format(own, task["memory_format"]), run.clock, seen)
     build = _in_format(generated_builder(region, batch_size, run.dtype, device, compiled), task["memory_format"])
     told = None

@@ -19,6 +19,7 @@ from typing import Any
 from autoplan.codegen import runtime_files
 from autoplan.codegen.segment_modules import SegmentClass, measuring_files, segment_modules
 from autoplan.cost.measured import compiled_kinds, image_kinds
+from autoplan.float32_buffers import float32_buffers
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
@@ -142,6 +143,7 @@ def _regions(
     has_blocks = any(segment.is_block for segment in graph.segments)
     by_kind = {assignment.kind: assignment for assignment in assignments}
     inputs = {item.name: item for item in graph.inputs}
+    float32 = float32_buffers(graph)
     frozen = {parameter.name for parameter in graph.parameters if not parameter.is_trainable}
     found = []
     for kind, segment in graph.first_of_kind().items():
@@ -161,6 +163,7 @@ def _regions(
                 "class": called.name,
                 "code": code_key(called.text),
                 "own": _own_call(graph, segment) if degree == 1 and segment.is_block else None,
+                "float32_buffers": [name.removeprefix(prefix) for name in segment.parameters if name in float32],
                 "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
                 "inputs": [
                     _input(request, facts, name, local_spec(facts.specs[name], layout, degree), inputs.get(name))
