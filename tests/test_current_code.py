@@ -11,12 +11,13 @@ import pytest
 from autoplan import api
 from autoplan.codegen import forward
 from autoplan.errors import InputError
+from autoplan.measurements.segment_key import WHOLE, code_key
+from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
 from autoplan.measuring.results import key_of
 from autoplan.options import Options
-from autoplan.profile.current_code import WHOLE_MODEL, with_current_code
-from autoplan.profile.segment_key import WHOLE, code_key
-from autoplan.profile.segment_times import MeasuredProfile, SegmentTime
-from autoplan.space import load_rules, shardings_by_size
+from autoplan.rules import load_rules
+from autoplan.space.current_code import WHOLE_MODEL, with_current_code
+from autoplan.space.layouts import shardings_by_size
 
 CHECKOUT = Path(__file__).parent.parent
 GPT = CHECKOUT / "examples" / "gpt.py"

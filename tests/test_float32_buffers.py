@@ -15,14 +15,14 @@ from distributed.programs import graph_of, make_plan, write_programs
 from torch import nn
 
 from autoplan import api
+from autoplan.analysis.float32_buffers import float32_buffers, float32_values, patterns
 from autoplan.codegen import config_values
 from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.work_context import work_contexts
-from autoplan.float32_buffers import float32_buffers, float32_values, patterns
 from autoplan.hardware import load_profile
+from autoplan.rules import load_rules
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
 from autoplan.runtime.buffers import cast_buffers
-from autoplan.space import load_rules
 from autoplan.tracing.trace import module_source, trace_model
 
 FAMILIES = Path(__file__).parent / "families"

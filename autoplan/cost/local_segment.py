@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autoplan.chunked_loss import is_sliceable
+from autoplan.analysis.chunked_loss import is_sliceable
+from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.cost.work_context import WorkContext
-from autoplan.float32_buffers import float32_buffers
 from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
@@ -61,7 +61,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class SlicedOps:
-    """What of a segment a chunked loss computes slice by slice; see `chunked_loss`.
+    """What of a segment a chunked loss computes slice by slice; see `analysis.chunked_loss`.
 
     Attributes:
         indices: of the ops, the product first and the loss last.

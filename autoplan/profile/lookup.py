@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoplan.errors import InputError
+from autoplan.files import read_text_file
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
+from autoplan.measurements.op_times import SegmentComparison
+from autoplan.measurements.segment_key import content_key
+from autoplan.measurements.segment_times import MeasuredProfile, parse_profile
 from autoplan.options import Options
-from autoplan.output_folder import read_text_file
 from autoplan.parallel_plan import Plan
-from autoplan.profile.current_code import WHOLE_MODEL, with_current_code
 from autoplan.profile.op_comparison import compare_ops
-from autoplan.profile.op_times import SegmentComparison
-from autoplan.profile.segment_key import content_key
-from autoplan.profile.segment_times import MeasuredProfile, parse_profile
-from autoplan.space import load_rules
+from autoplan.rules import load_rules
+from autoplan.space.current_code import WHOLE_MODEL, with_current_code
 
 
 def measurements_of(

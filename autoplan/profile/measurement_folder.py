@@ -16,20 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.codegen import runtime_files
 from autoplan.codegen.segment_modules import SegmentClass, measuring_files, segment_modules
 from autoplan.cost.measured import compiled_kinds, image_kinds
-from autoplan.float32_buffers import float32_buffers
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
+from autoplan.measurements.segment_key import assignment_key, code_key, content_key
+from autoplan.measurements.segment_times import SCHEMA_VERSION
 from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import SegmentSharding
-from autoplan.profile.current_code import one_stage_plan
-from autoplan.profile.segment_key import assignment_key, code_key, content_key
-from autoplan.profile.segment_times import SCHEMA_VERSION
-from autoplan.rules import OpRule
-from autoplan.space import all_shardings, layout_size, load_rules
+from autoplan.rules import OpRule, load_rules
+from autoplan.space.current_code import one_stage_plan
+from autoplan.space.layouts import all_shardings, layout_size
 
 Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
 MEASUREMENT = "measurement.json"

@@ -7,7 +7,7 @@ left out; a file none of whose lines belongs to this device, precision and model
 wrong. Of two lines for one thing the later one counts. A line without `compiled` was measured eager, one without
 `memory_format` on contiguous tensors, one without `module` on generated code; "own" is the user's own module, which
 programs without tensor and pipeline parallelism run. A line of generated code says by `code` which code that was;
-where it does not, as in files of before, it counts for whatever code is generated. See `profile.current_code`.
+where it does not, as in files of before, it counts for whatever code is generated. See `space.current_code`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.json_values import loads_finite
+from autoplan.measurements.op_times import OPS, SegmentOps, check_ops, segment_ops
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
-from autoplan.profile.op_times import OPS, SegmentOps, check_ops, segment_ops
 
 SCHEMA_VERSION = 1
 MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"
