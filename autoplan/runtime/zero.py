@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from .buffers import cast_buffers
 from .config import Config
 from .grad_compression import PowerSGD, compress_reductions, sharded_axes
 
@@ -38,8 +39,8 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     It returns what compressed reductions remember from step to step.
 
     A single data-parallel rank in full precision is left alone. A block that shares a parameter with the rest of the
-    model belongs to the group of the rest. In 16-bit precision, gathered parameters and all floating-point buffers have
-    the compute dtype, as after `model.to(dtype)`, so that they mix with activations.
+    model belongs to the group of the rest. In 16-bit precision, gathered parameters and most floating-point buffers
+    have the compute dtype, as after `model.to(dtype)`, so that they mix with activations; see `buffers`.
     """
     is_mixed = config.compute_dtype != config.parameter_dtype
     if config.dp == 1 and not is_mixed:
@@ -47,7 +48,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
-        _cast_buffers(root, config.compute_dtype)
+        cast_buffers(root, config.compute_dtype, kept=config.float32_buffers)
     _leave_cudnn_out_of_rnns(root)
     axes = sharded_axes(mesh, config)
     innermost_first = sorted(blocks, key=lambda name: -name.count("."))
@@ -145,13 +146,6 @@ def _leave_cudnn_out_of_rnns(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, nn.RNNBase):
             module.forward = torch.backends.cudnn.flags(enabled=False)(module.forward)
-
-
-def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
 
 
 def _shares_parameters(block: nn.Module, root: nn.Module) -> bool:
