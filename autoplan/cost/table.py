@@ -126,6 +126,11 @@ class CostTable:
         return self.rank_tables[rank] if self.rank_tables else self
 
     @property
+    def gathers_at_start(self) -> bool:
+        """Whether a rank begins to gather all its parameters when the step begins: in pipelines, where they stay."""
+        return self.mesh.pp > 1 and not self.gathers_per_micro_batch
+
+    @property
     def constant_bytes(self) -> int:
         """What every rank has allocated all step, whatever its segments."""
         return self.workspace_bytes + self.batch_bytes

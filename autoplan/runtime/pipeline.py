@@ -46,7 +46,7 @@ from torch.distributed.pipelining import (
 
 from .config import Config
 from .data import flatten_tensors
-from .zero import hold_gradients
+from .zero import hold_gradients, start_gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,7 @@ class Pipeline:
             self._schedule = self._build_schedule(inputs)
         for shell in self._shells:
             shell.start_step(targets)
+            start_gathers(shell.stage, config=self._config)
         unused_target = torch.zeros(self._config.n_micro_batches, device=self._device)
         holds_first, holds_last = self._indices[0] == 0, self._indices[-1] == self._config.n_stages - 1
         arguments = inputs if holds_first else ()

@@ -61,8 +61,9 @@ class _Pass:
 def _passes(table: CostTable, *, is_first: bool) -> tuple[_Pass, ...]:
     """The passes of the first stage, or of any other one."""
     always, every = table.gathers_per_micro_batch, table.reduces_per_micro_batch
+    waits = is_first or not table.gathers_at_start  # or its gathers may be done when its input arrives
     forward = (
-        _Pass(FIRST_FORWARD, forward_s, True, gathers=True, reduces=False),
+        _Pass(FIRST_FORWARD, forward_s, True, gathers=waits, reduces=False),
         _Pass(FORWARD, forward_s, True, gathers=always, reduces=False),
     )
     if not splits_backward(table.mesh.schedule):
@@ -93,7 +94,9 @@ def add_pass_times(form: Formulation) -> None:
             extra = _extra_values(form, kind)
             for stage in stages:
                 _add_hidden_row(form, kind, stage)
-                if kind.gathers or kind.reduces:
+                if kind.symbol == FIRST_FORWARD and form.table.gathers_at_start:
+                    _add_begun_row(form, kind, stage)
+                elif kind.gathers or kind.reduces:
                     _add_neighbour_row(form, kind, stage, extra=extra)
 
 
@@ -121,6 +124,15 @@ def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
         terms += [(column, -(1.0 - extra) * value) for column, value in _first_gather(form, kind, stage)]
     action = form.table.action_s / form.unit_s
     form.model.add_row(f"{kind.symbol} of stage {stage} hides communication", terms, lower=action)
+
+
+def _add_begun_row(form: Formulation, kind: _Pass, stage: int) -> None:
+    """A pass of the first stage, whose gathers begin with it: its last segment waits for all of them."""
+    if kind.gathers:
+        gathers = cost_values(form, lambda cost: cost.gather_s, scale=form.unit_s)
+        least_s = min(kind.compute(cost) for choices in form.table.costs for cost in choices) + form.table.action_s
+        terms = [(time_of(form, kind.symbol, stage), 1.0), *negative(sum_of(form, stage, gathers))]
+        form.model.add_row(f"{kind.symbol} of stage {stage} waits for gathers", terms, lower=least_s / form.unit_s)
 
 
 def _first_gather(form: Formulation, kind: _Pass, stage: int) -> Terms:

@@ -7,8 +7,10 @@ its own devices (`CostTable.at_rank`).
 **One pass of a stage** is replayed by `stage_pass`, **memory** is added up by `rank_memory`.
 
 **One step** (`_replay_step`): an action starts when its rank is free and its input has arrived. Sends do not block the
-sender; a rank sends its activations one after the other, and so its gradients. Left out: that sends slow compute, and
-gathers that begin before the input has arrived. With M micro-batches, on the slowest rank:
+sender; a rank sends its activations one after the other, and so its gradients. Left out: that sends slow compute.
+What is gathered from the beginning of the step on (`CostTable.gathers_at_start`) is gathered while the rank waits for
+another one to compute, but not while a transfer to it is under way: that takes the same links. With M micro-batches, on
+the slowest rank:
 
     step_s = M x (compute + recompute + tensor-parallel + launch) + what launch adds once      `_breakdown`
              (launch: what the host adds to the segments, and to every action of a pipeline)
@@ -36,7 +38,7 @@ from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
 from autoplan.simulator.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
 from autoplan.simulator.replay_script import Script, script_of
 from autoplan.simulator.shared_step import slowest_of
-from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
+from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_first_forward, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
@@ -52,6 +54,11 @@ class _Stage:
     held: StageBytes
     send_activation_s: float
     send_gradient_s: float
+
+    @property
+    def gather_s(self) -> float:
+        """Gathering all its parameters."""
+        return sum(cost.gather_s for cost in self.costs)
 
     def segments(self, kind: str) -> range:
         """The segments in the order in which a pass of this kind takes them."""
@@ -119,13 +126,18 @@ def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
 
 
 class _Run(NamedTuple):
-    """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`."""
+    """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`.
+
+    `left_what` is the communication still to be done when it stops, `gathered_s` what was done while it waited.
+    """
 
     start_s: float
     stop_s: float
     times: PassTimes
     sent_s: float
     arrived_s: float
+    left_what: str
+    gathered_s: float
 
 
 @dataclass(slots=True)
@@ -133,20 +145,33 @@ class _RankClock:
     """Where a rank stands in the replay, and what it has waited for so far."""
 
     free_s: float = 0.0
-    left_s: float = 0.0  # communication not done at `free_s`
+    left_s: float = 0.0  # communication not done at `free_s`: gathers begun with the step, afterwards reductions
+    left_what: str = "reduce"
     exposed_dp_s: float = 0.0
     exposed_pp_s: float = 0.0
     bubble_s: float = 0.0
 
-    def wait_for(self, needed: _Run) -> None:
-        """Be free when this result of another rank has arrived; pending communication goes on meanwhile."""
+    def wait_for(self, needed: _Run) -> float:
+        """Be free when this result of another rank has arrived; what was gathered meanwhile.
+
+        Reductions go on all the time, gathers until the transfer begins.
+        """
         idle_s = needed.arrived_s - self.free_s
-        if idle_s > 0.0:
-            transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
-            self.exposed_pp_s += transfer_s
-            self.bubble_s += idle_s - transfer_s
-            self.left_s = max(0.0, self.left_s - idle_s)
-            self.free_s = needed.arrived_s
+        if idle_s <= 0.0:
+            return 0.0
+        transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
+        self.exposed_pp_s += transfer_s
+        self.bubble_s += idle_s - transfer_s
+        self.free_s = needed.arrived_s
+        gathered_s = min(self.left_s, idle_s - transfer_s) if self.left_what == "gather" else 0.0
+        self.left_s = max(0.0, self.left_s - (gathered_s if self.left_what == "gather" else idle_s))
+        return gathered_s
+
+    def leave(self, left_s: float) -> None:
+        """So much communication is left; gathers come before all reductions, so that none are left means for good."""
+        self.left_s = left_s
+        if left_s == 0.0:
+            self.left_what = "reduce"
 
 
 @dataclass(slots=True)
@@ -165,31 +190,58 @@ class _Pass:
             goes on; most passes are alike.
         action_s: what the rank waits for its host after it; its communication is taken to wait, too.
         send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
+        later_s: where its gathers were begun with the step, those of the later stages of its rank.
     """
 
     clock: _RankClock
     slowdown: float
     work: tuple[SegmentPass, ...]
-    times: dict[float, PassTimes]
+    times: dict[tuple[float, str], PassTimes]
     action_s: float
     link: _Link
     send_s: float
+    later_s: float | None
+
+    def times_after(self, left_s: float, left_what: str) -> PassTimes:
+        """How long it takes with so much communication still to be done."""
+        found = self.times.get((left_s, left_what))
+        if found is None:
+            if self.later_s is None:
+                found = replay_pass(self.work, slowdown=self.slowdown, left_s=left_s, left_what=left_what)
+            else:
+                found = replay_first_forward(self.work, slowdown=self.slowdown, left_s=left_s, later_s=self.later_s)
+            self.times[left_s, left_what] = found
+        return found
 
 
 def _passes(
     table: CostTable, stages: tuple[_Stage, ...], *, script: Script, clocks: tuple[_RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentPass, ...]], dict[float, PassTimes]] = {}
+    known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[tuple[float, str], PassTimes]] = {}
+    gathered_later_s = _begin_gathers(stages, clocks) if table.gathers_at_start else ()
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
         own = table.at_rank(stage.rank)
         work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
-        times, link = known.setdefault((slowdown, work), {}), links[stage.rank, kind == "F"]
-        found.append(_Pass(clocks[stage.rank], slowdown, work, times, own.action_s, link, stage.send_s(kind)))
+        later_s = gathered_later_s[index] if gathered_later_s and kind == "F" and is_edge else None
+        times, link = known.setdefault((slowdown, work, later_s), {}), links[stage.rank, kind == "F"]
+        clock, send_s = clocks[stage.rank], stage.send_s(kind)
+        found.append(_Pass(clock, slowdown, work, times, own.action_s, link, send_s, later_s))
     return tuple(found)
+
+
+def _begin_gathers(stages: tuple[_Stage, ...], clocks: tuple[_RankClock, ...]) -> tuple[float, ...]:
+    """Begin the gathers of all ranks; per stage, those of the later stages of its rank."""
+    later_s = []
+    for stage in reversed(stages):
+        clock = clocks[stage.rank]
+        later_s.append(clock.left_s)
+        clock.left_s += stage.gather_s
+        clock.left_what = "gather" if clock.left_s else "reduce"
+    return tuple(reversed(later_s))
 
 
 def _replay_step(
@@ -202,20 +254,16 @@ def _replay_step(
     for number, awaited in zip(script.cues, script.awaited, strict=True):
         running = passes[number]
         clock = running.clock
-        if awaited is not None:
-            clock.wait_for(runs[awaited])
-        times = running.times.get(clock.left_s)
-        if times is None:
-            times = replay_pass(running.work, slowdown=running.slowdown, left_s=clock.left_s)
-            running.times[clock.left_s] = times
+        gathered_s = 0.0 if awaited is None else clock.wait_for(runs[awaited])
+        times = running.times_after(clock.left_s, clock.left_what)
         start_s = clock.free_s
         stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
-        clock.left_s = times.left_s
+        clock.leave(times.left_s)
         clock.exposed_dp_s += times.exposed_s
         if running.send_s:
             sent_s = max(stop_s, running.link.free_s)
             arrived_s = running.link.free_s = sent_s + running.send_s
-        runs.append(_Run(start_s, stop_s, times, sent_s, arrived_s))
+        runs.append(_Run(start_s, stop_s, times, sent_s, arrived_s, clock.left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
     return clocks, runs
@@ -335,8 +383,9 @@ def _timeline(table: CostTable, replay: _Replay) -> tuple[TimelineEvent, ...]:
     events: list[TimelineEvent] = []
     for rank, places in enumerate(replay.places()):
         starts_s = (*(replay.runs[place].start_s for place in places[1:]), math.inf)
-        for place, next_start_s in zip(places, starts_s, strict=True):
-            events += _events_of(replay, place, rank=rank, until_s=next_start_s)
+        stops_s = (0.0, *(replay.runs[place].stop_s for place in places[:-1]))
+        for place, stop_s, next_start_s in zip(places, stops_s, starts_s, strict=True):
+            events += _events_of(replay, place, rank=rank, since_s=stop_s, until_s=next_start_s)
         last = replay.runs[places[-1]]
         done_s = last.stop_s + last.times.left_s
         once_s = table.per_step_s + sum(cost.optimizer_s for stage in replay.stages_of(rank) for cost in stage.costs)
@@ -347,8 +396,11 @@ def _timeline(table: CostTable, replay: _Replay) -> tuple[TimelineEvent, ...]:
     return tuple(events)
 
 
-def _events_of(replay: _Replay, place: int, *, rank: int, until_s: float) -> list[TimelineEvent]:
-    """The boxes of one action: itself, its communication, what is left of that up to `until_s`, its transfer."""
+def _events_of(replay: _Replay, place: int, *, rank: int, since_s: float, until_s: float) -> list[TimelineEvent]:
+    """The boxes of one action: itself, its communication, what is left of that up to `until_s`, its transfer.
+
+    Also what is gathered while it waits, from `since_s` on.
+    """
     action, run = replay.script.ordered.actions[place], replay.runs[place]
     stage, name, segments = action.stage, str(action), replay.stages[action.stage].segments(action.kind)
     events = [TimelineEvent(rank, stage, "compute", name, run.start_s, run.stop_s)]
@@ -356,8 +408,10 @@ def _events_of(replay: _Replay, place: int, *, rank: int, until_s: float) -> lis
         what = span.what if span.place is None else f"{span.what} {segments[span.place]}"
         start_s, stop_s = run.start_s + span.start_s, run.start_s + span.stop_s
         events.append(TimelineEvent(rank, stage, "communication", what, start_s, stop_s))
+    if run.gathered_s:
+        events.append(TimelineEvent(rank, stage, "communication", "gather", since_s, since_s + run.gathered_s))
     rest_stop_s = min(run.stop_s + run.times.left_s, until_s)
-    if rest_stop_s > run.stop_s:
+    if rest_stop_s > run.stop_s and run.left_what == "reduce":
         events.append(TimelineEvent(rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
     if run.arrived_s > run.sent_s:
         stream = "send activations" if action.kind == "F" else "send gradients"
