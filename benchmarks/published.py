@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from autoplan.answer import step_interval_s
+from autoplan.answers.answer import step_interval_s
 from autoplan.api import trace_model
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.price import Pricer, Shardings, make_pricer
@@ -40,9 +40,10 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import NO_SHARDING, HardwareProfile, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.rules import load_rules
 from autoplan.search.result import Candidate
 from autoplan.simulator.simulate import simulate
-from autoplan.space import all_shardings, load_rules
+from autoplan.space.layouts import all_shardings
 from autoplan.tensor_parallel.sharding import read_sharding
 
 FOLDER = Path(__file__).parent

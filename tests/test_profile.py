@@ -14,20 +14,20 @@ from types import SimpleNamespace
 import pytest
 
 from autoplan import api, cli
-from autoplan.answer import answer_from_json, answer_to_json, step_interval_s
+from autoplan.answers.answer import answer_from_json, answer_to_json, step_interval_s
 from autoplan.errors import InputError, MeasureError, UsageError
+from autoplan.files import write_folder
 from autoplan.graph import GraphFacts
+from autoplan.measurements.segment_key import WHOLE, assignment_key, content_key
+from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime, parse_profile
 from autoplan.options import Options
-from autoplan.output_folder import write_folder
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.processes import start_process
 from autoplan.profile.measurement_folder import value_ranges
 from autoplan.profile.run import run_measurements
-from autoplan.profile.segment_key import WHOLE, assignment_key, content_key
-from autoplan.profile.segment_times import MeasuredProfile, SegmentTime, parse_profile
 from autoplan.report.measurements import results_table
 from autoplan.report.plan import plan_report
-from autoplan.space import price_plan, priced_space
+from autoplan.space.priced import price_plan, priced_space
 
 CHECKOUT = Path(__file__).parent.parent
 GPT, MLP = CHECKOUT / "examples" / "gpt.py", CHECKOUT / "examples" / "mlp.py"

@@ -332,7 +332,7 @@ from autoplan.api import trace_model
 from autoplan.hardware import load_profile
 from autoplan.options import Options
 from autoplan.search import search
-from autoplan.space import priced_space
+from autoplan.space.priced import priced_space
 
 options = Options(global_batch=64)
 graph = trace_model(Path("examples/gpt.py"), overrides={"size": "char"})

@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.answer import answer_from_json, answer_to_dict, answer_to_json
+from autoplan.analysis.semantics import STATEMENTS, notes
+from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_json
+from autoplan.checks.options import check_options
 from autoplan.graph import OpGraph
 from autoplan.html_report import plan_page
-from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report, program_header
-from autoplan.semantics import STATEMENTS, notes
 from autoplan.tracing.trace import ModelSource, trace_model
 
 WIDTH, N_CLASSES = 4, 3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.checks.options import parse_fix
 from autoplan.hardware.cluster import load_hardware
-from autoplan.option_checks import parse_fix
 from autoplan.options import Options
 from autoplan.what_if.advice_rules import speed_up
 from autoplan.what_if.advising import advise

@@ -13,14 +13,14 @@ from dataclasses import astuple, dataclass
 from importlib.resources import files
 from typing import Any
 
-from autoplan.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Execution, Plan, StagePlan
 from autoplan.rules import OpRule
-from autoplan.semantics import ignored_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoplan.analysis.semantics import drop_probability
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
@@ -13,7 +14,6 @@ from autoplan.codegen.value_names import ValueNames, operator_name
 from autoplan.graph import COMPUTE, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
 from autoplan.layout import Conversion, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Strategy, exchanged_specs, operand_names
-from autoplan.semantics import drop_probability
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
 _SUFFIX = {"R": "whole", "V": "copied", "S": "part", "P": "partial"}

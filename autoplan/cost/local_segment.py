@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from autoplan.chunked_loss import is_sliceable
+from autoplan.analysis.chunked_loss import is_sliceable
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
@@ -60,7 +60,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class SlicedOps:
-    """What of a segment a chunked loss computes slice by slice; see `chunked_loss`.
+    """What of a segment a chunked loss computes slice by slice; see `analysis.chunked_loss`.
 
     Attributes:
         indices: of the ops, the product first and the loss last.

@@ -22,8 +22,8 @@ from statistics import median
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import LOSS_PATH, OpGraph
+from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution
-from autoplan.profile.segment_times import MeasuredProfile, SegmentTime
 
 IMAGE_DIMS = 4
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autoplan.files import read_text_file
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
+from autoplan.measurements.op_times import SegmentComparison
+from autoplan.measurements.segment_key import content_key
+from autoplan.measurements.segment_times import MeasuredProfile, parse_profile
 from autoplan.options import Options
-from autoplan.output_folder import read_text_file
 from autoplan.parallel_plan import Plan
 from autoplan.profile.op_comparison import compare_ops
-from autoplan.profile.op_times import SegmentComparison
-from autoplan.profile.segment_key import content_key
-from autoplan.profile.segment_times import MeasuredProfile, parse_profile
-from autoplan.space import load_rules
+from autoplan.rules import load_rules
 
 
 def measurements_of(

@@ -22,12 +22,12 @@ from autoplan.cost.measured import compiled_kinds, image_kinds
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
+from autoplan.measurements.segment_key import assignment_key, content_key
+from autoplan.measurements.segment_times import SCHEMA_VERSION
 from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
-from autoplan.profile.segment_key import assignment_key, content_key
-from autoplan.profile.segment_times import SCHEMA_VERSION
-from autoplan.rules import OpRule
-from autoplan.space import all_shardings, layout_size, load_rules
+from autoplan.rules import OpRule, load_rules
+from autoplan.space.layouts import all_shardings, layout_size
 
 Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
 MEASUREMENT = "measurement.json"

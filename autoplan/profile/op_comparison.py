@@ -17,10 +17,10 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import GraphFacts, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
+from autoplan.measurements.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
+from autoplan.measurements.segment_key import assignment_key, content_key
+from autoplan.measurements.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Plan, SegmentSharding
-from autoplan.profile.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
-from autoplan.profile.segment_key import assignment_key, content_key
-from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.rules import OpRule
 from autoplan.tensor_parallel.sharding import read_sharding
 

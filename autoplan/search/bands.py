@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.ranges import Array, Ranges
+from autoplan.solver.linear_model import INFINITY
 
 MAX_HALVINGS = 24
 CLOSE_ENOUGH = 2e-4  # share of the bound; thresholds are not halved below it

@@ -38,7 +38,6 @@ from autoplan.search.bands import (
     most_pieces,
 )
 from autoplan.search.bounds import in_flight
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.ranges import (
     Array,
     Ranges,
@@ -51,6 +50,7 @@ from autoplan.search.ranges import (
     stage_edges,
 )
 from autoplan.search.stage_memory import StageMemory
+from autoplan.solver.linear_model import INFINITY
 
 MAX_VISITS = 4  # of `partitions_below`: stages looked at per stage that may be returned
 ROUNDING = 1e-9  # share by which a sum may be wrong that is made up in another way

@@ -17,8 +17,8 @@ import numpy as np
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
 from autoplan.search.bounds import alone_bytes
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.plans import piece_edges, repeated_segments
+from autoplan.solver.linear_model import INFINITY
 
 Array = Any  # numpy.ndarray of floats
 

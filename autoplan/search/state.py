@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed
 from autoplan.search.one_mesh import Judged, MeshProgram
 from autoplan.search.paths import shape_of
 from autoplan.search.result import Rejection
+from autoplan.solver.linear_model import INFINITY
 
 Price = Callable[[Mesh], CostTable]
 

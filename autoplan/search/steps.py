@@ -7,7 +7,6 @@ import heapq
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.joint_sizes import MAX_TURNS, QUICK_TURNS, joint_bound
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import Effort, Judged, faster_than, is_memory_proof, refine, relaxed_bound_s
 from autoplan.search.partition import best_partition
 from autoplan.search.paths import shape_of
@@ -17,6 +16,7 @@ from autoplan.search.rejections import short_somewhere, slow
 from autoplan.search.state import CUT, RELAXED, SearchState
 from autoplan.search.thrift import balanced_stages, thrifty_plan
 from autoplan.simulator.simulate import simulate
+from autoplan.solver.linear_model import INFINITY
 
 
 def examine(state: SearchState, *, to_beat: float) -> None:

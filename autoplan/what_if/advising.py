@@ -18,7 +18,7 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import is_cluster_file, load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.problem import default_global_batch
+from autoplan.planning.problem import default_global_batch
 from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, STOPPED, AdviceAnswer, Facts, is_starved
 from autoplan.what_if.advising_mixed import advise_mixed
 from autoplan.what_if.asking import Progress, ask, trace_all

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 
-from autoplan.answer import tokens_per_sample
+from autoplan.analysis.model_flops import flops_per_sample
+from autoplan.answers.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
 from autoplan.hardware.cluster import load_hardware
 from autoplan.report.plain_text import count
-from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.answer import Answer
-from autoplan.api import Problem, decide, judge, make_problem, score
-from autoplan.betterments import SensitivityRow
+from autoplan.answers.answer import Answer
+from autoplan.answers.comparisons import Fix, SensitivityRow, WhyNot
+from autoplan.checks.options import parse_overrides
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware
-from autoplan.option_checks import parse_overrides
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
-from autoplan.problem import checked
+from autoplan.planning.deciding import decide, judge, score
+from autoplan.planning.problem import Problem, checked, make_problem
 from autoplan.search.result import Candidate
 from autoplan.tracing.hugging_face import PREFIX
 from autoplan.units import GB, GiB
@@ -30,24 +30,10 @@ if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile
     from autoplan.parallel_plan import Plan
 
-Fix = tuple[tuple[str, str], ...]
 SENSITIVITY_TIME_LIMIT_S = 20.0  # of all searches together
 MORE_MEMORY_BYTES = GiB
 MORE_LINK_BYTES_PER_S = GB
 MORE_COMPUTE = 1.01
-
-
-@dataclass(frozen=True, slots=True)
-class WhyNot:
-    """A plan that was not chosen, beside the one that was.
-
-    Attributes:
-        instead: the answer of a search for the best plan that has `fix`; perhaps without a plan.
-    """
-
-    fix: Fix
-    chosen: Candidate
-    instead: Answer
 
 
 def asked_again(answer: Answer, *, folder: Path | None = None) -> Problem:

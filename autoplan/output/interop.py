@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoplan.answer import Workload
+from autoplan.answers.answer import Workload
 from autoplan.errors import UsageError
 from autoplan.parallel_plan import Plan, StagePlan
 

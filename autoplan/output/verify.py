@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autoplan.answer import Answer, allocated_interval_bytes, interval_source, step_interval_s
+from autoplan.answers.answer import Answer, allocated_interval_bytes, interval_source, step_interval_s
+from autoplan.answers.intervals import is_inside
 from autoplan.errors import InputError, MeasureError, ToleranceError
-from autoplan.intervals import is_inside
-from autoplan.output_folder import launch_size, read_answer
+from autoplan.output.folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
 from autoplan.processes import start_process
 from autoplan.report.plain_text import WIDTH, text_table

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from autoplan.chunked_loss import can_chunk, why_whole
+from autoplan.analysis.chunked_loss import can_chunk, why_whole
+from autoplan.analysis.semantics import check_loss_average
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
 from autoplan.errors import InputError, PlanMismatchError
@@ -19,11 +20,9 @@ from autoplan.layout import can_shard, conversion, parse_layout
 from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
 from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
-from autoplan.rules import OpRule, operand_names
+from autoplan.rules import OpRule, load_rules, operand_names
 from autoplan.schedules import build_schedule, splits_backward
 from autoplan.search.meshes import MAX_SPLIT_ZERO_STAGE
-from autoplan.semantics import check_loss_average
-from autoplan.space import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
 
 COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_batches", "n_chunks")

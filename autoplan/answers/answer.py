@@ -11,14 +11,14 @@ import json
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from autoplan.answers.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
 from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
-from autoplan.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
 from autoplan.json_values import decode, encode, loads_finite
+from autoplan.measurements.op_times import SegmentComparison
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
-from autoplan.profile.op_times import SegmentComparison
 from autoplan.search.result import Candidate, SearchResult, nearest_rejections
 from autoplan.units import SECONDS_PER_HOUR
 
@@ -96,7 +96,7 @@ class Answer:
     """A search result and the workload it answers for.
 
     Attributes:
-        notes: what the best plan changes in the meaning of the model, one sentence each; see `semantics`.
+        notes: what the best plan changes in the meaning of the model, one sentence each; see `analysis.semantics`.
         request: what was asked; None when that cannot be asked again.
         ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
         splits: what its tensor-parallel ranks split, one phrase each; see `tensor_parallel.split_names`.

@@ -18,9 +18,9 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.json_values import loads_finite
+from autoplan.measurements.op_times import OPS, SegmentOps, check_ops, segment_ops
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
-from autoplan.profile.op_times import OPS, SegmentOps, check_ops, segment_ops
 
 SCHEMA_VERSION = 1
 MEASURED, NOISY, OUT_OF_MEMORY = "measured", "noisy", "out of memory"

@@ -20,8 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 from autoplan.errors import SolverError
-from autoplan.search.linear_model import INFINITY, LinearModel, Solution
-from autoplan.search.second_solver import find_counterexample
+from autoplan.solver.linear_model import INFINITY, LinearModel, Solution
+from autoplan.solver.second_solver import find_counterexample
 
 TOLERANCE = 1e-6  # of HiGHS, on each row (feasibility) and on each integer column
 ROW_SUM_LIMIT = 2**31  # solvers with 32-bit sums answer wrongly beyond it (google/or-tools#5293)

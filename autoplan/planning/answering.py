@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
+from autoplan.analysis.semantics import notes
+from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.search.result import SearchResult
-from autoplan.semantics import notes
 from autoplan.tensor_parallel.split_names import splits
 
 if TYPE_CHECKING:
     from autoplan.hardware import HardwareProfile
-    from autoplan.problem import Problem
+    from autoplan.planning.problem import Problem
 
 MODULE_LEVEL_LIMITS = (
     "planned at module level: data parallelism, ZeRO and recomputation; no tensor or pipeline parallelism, because the"
@@ -47,8 +47,9 @@ def _request(problem: Problem) -> Request:
 
 
 def _workload(problem: Problem) -> Workload:
-    from autoplan.space import flops_per_sample, load_rules, ops_without_rule
-    from autoplan.untried import untried
+    from autoplan.analysis.model_flops import flops_per_sample, ops_without_rule
+    from autoplan.planning.untried import untried
+    from autoplan.rules import load_rules
 
     graph, profile = problem.graph, problem.profile
     kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)

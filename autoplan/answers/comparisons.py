@@ -1,8 +1,13 @@
-"""What a little better cluster is worth: a row of what `questions.sensitivity` finds and reports show."""
+"""An answer beside another one: values of what `planning.questions` finds and reports show."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from autoplan.answers.answer import Answer
+from autoplan.search.result import Candidate
+
+Fix = tuple[tuple[str, str], ...]  # (name, value) of --fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +24,16 @@ class SensitivityRow:
     step_s: float | None
     gain: float | None
     plan_changes: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhyNot:
+    """A plan that was not chosen, beside the one that was.
+
+    Attributes:
+        instead: the answer of a search for the best plan that has `fix`; perhaps without a plan.
+    """
+
+    fix: Fix
+    chosen: Candidate
+    instead: Answer

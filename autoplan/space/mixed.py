@@ -1,4 +1,4 @@
-"""One problem on a mixed cluster as the search sees it; `space` does the same for one kind of host.
+"""One problem on a mixed cluster as the search sees it; `priced` does the same for one kind of host.
 
     each group                        --priced_space-->        the plans inside of it
     pipelines, shares of the batch    --make_mixed_pricer-->   layouts solved for the first group, priced on each
@@ -22,17 +22,12 @@ from autoplan.graph import OpGraph
 from autoplan.hardware.cluster import Cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
+from autoplan.rules import load_rules
 from autoplan.search.meshes import divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
-from autoplan.space import (
-    CHANNELS_LAST,
-    compression_choice,
-    load_rules,
-    loss_choice,
-    of_size,
-    priced_space,
-    shardings_by_size,
-)
+from autoplan.space.choices import CHANNELS_LAST, compression_choice, loss_choice
+from autoplan.space.layouts import of_size, shardings_by_size
+from autoplan.space.priced import priced_space
 
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
@@ -70,7 +65,7 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
 
 
 def price_mixed_plan(graph: OpGraph, cluster: Cluster, plan: Plan, *, rule_files: Sequence[str] = ()) -> CostTable:
-    """The cost table of one given plan, as `space.price_plan`."""
+    """The cost table of one given plan, as `priced.price_plan`."""
     price = make_mixed_pricer(
         graph,
         cluster=cluster,

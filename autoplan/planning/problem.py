@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoplan.checks.options import check_options
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
-from autoplan.option_checks import check_options
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
 if TYPE_CHECKING:
     from autoplan.graph import OpGraph
-    from autoplan.profile.segment_times import MeasuredProfile
+    from autoplan.measurements.segment_times import MeasuredProfile
 
 Overrides = Mapping[str, Any]
 
@@ -107,14 +107,14 @@ def checked(options: Options) -> Options:
 
 def _check_hardware(profile: Hardware, options: Options) -> None:
     """Refuse options that this hardware cannot have before time is spent on a trace."""
-    from autoplan.cluster_space import check_mixed_options
+    from autoplan.space.mixed import check_mixed_options
 
     if isinstance(profile, Cluster):
         check_mixed_options(options, profile)
 
 
 def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
-    from autoplan.space import ops_without_rule
+    from autoplan.analysis.model_flops import ops_without_rule
 
     names = ops_without_rule(graph, rule_files=rule_files)
     if names:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.search.linear_model import INFINITY, LinearModel, Solution
+from autoplan.solver.linear_model import INFINITY, LinearModel, Solution
 
 MAX_COLUMNS = 64  # of a model that is solved again
 MAX_WORK = 0.05  # in CP-SAT's deterministic seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.across_samples import mixing_op, sum_op
+from autoplan.analysis.across_samples import mixing_op, sum_op
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref

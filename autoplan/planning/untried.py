@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoplan.chunked_loss import why_whole
+from autoplan.analysis.chunked_loss import why_whole
 from autoplan.graph import OpGraph
+from autoplan.measurements.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution
-from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.rules import OpRule, forward_flops, operand_names
 
 MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autoplan.chunked_loss import why_whole
+from autoplan.analysis.chunked_loss import why_whole
+from autoplan.analysis.semantics import check_batch_norm, check_loss_average
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.options import Options
-from autoplan.semantics import check_batch_norm, check_loss_average
 
 
 def check_fixed(graph: OpGraph, options: Options) -> None:
