@@ -14,6 +14,9 @@ from autoplan.runtime.zero import local_part
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 
 
+N_SENT = 4  # tensors that cross a cut of `tiny_parallel`
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives that run inside it, and notes their order."""
 
@@ -29,7 +32,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def _build(**fields):
-    config = Config(precision="fp64", micro_batch_size=2, n_micro_batches=3, blocks=BLOCKS, **fields)
+    config = Config(precision="fp64", micro_batch_size=2, blocks=BLOCKS, **{"n_micro_batches": 3, **fields})
     generated = parallel_model(config.tp, config.n_stages) if config.pp > 1 else None
     return ParallelModel(config, tiny_gpt, generated, mesh=build_rank_mesh(config, "cpu"))
 
@@ -91,6 +94,19 @@ def _gathers_before_the_first_message():
 def test_a_pipeline_stage_gathers_what_it_keeps_before_its_first_input_arrives():
     # The last two ranks have the second stage: 2 blocks and the rest. Under stage 3 none can be kept until then.
     assert run_ranks(_gathers_before_the_first_message, 4)[2:] == [[3, 3, 0]] * 2
+
+
+def _gathers_of_the_first_rank():
+    """The all-gathers of the second step before the first message is sent, and before the second one."""
+    schedule = {"schedule": "interleaved", "n_chunks": 2, "n_micro_batches": 4}
+    order = _second_step(dp=2, pp=2, zero_stage=1, zero_shard_degree=2, **schedule).order
+    sends = [place for place, name in enumerate(order) if name == "send"]
+    return [order[:place].count("_allgather_base_") for place in sends[: 2 * N_SENT : N_SENT]]
+
+
+def test_the_first_rank_gathers_for_its_later_stage_before_it_sends_a_second_time():
+    # a block and the embedding of the first stage, then the block of the third one
+    assert run_ranks(_gathers_of_the_first_rank, 4)[:2] == [[2, 3]] * 2
 
 
 def _state_elements():

@@ -55,16 +55,23 @@ def test_gathers_stop_while_a_transfer_arrives_and_what_is_left_is_exposed():
     assert (breakdown.exposed_dp_s, breakdown.exposed_pp_s, breakdown.bubble_s) == (1, 2, 18)
 
 
-def test_gathers_for_later_stages_of_a_rank_go_on_beside_its_earlier_ones():
-    # rank 0: gather 0 [0, 3]; 0F0 waits for it and takes 4 s, 3 of which, beside the gather of stage 2, take 6
-    table = table_of(
-        [layer(gather_s=3)] * 4, mesh=pipeline(2, 2, schedule="interleaved", n_chunks=2), keeps=True, slowdown=2.0
-    )
+def test_the_first_rank_gathers_for_its_later_stages_after_its_first_pass():
+    # gather 0 [0, 3], 0F0 waits for it and ends at 7; of 0F1's 4 s three, beside the gather of stage 2, take 6
+    mesh = pipeline(2, 2, schedule="interleaved", n_chunks=2)
+    table = table_of([layer(gather_s=3)] * 4, mesh=mesh, keeps=True, slowdown=2.0)
     compute, communication = boxes_of(table, one_each(4), rank=0)
-    assert compute[:3] == [("0F0", 0, 10), ("0F1", 10, 14), ("2F0", 14, 18)]
-    assert communication == [("gather 0", 0, 3), ("gather", 3, 9)]
-    # rank 1 has gathered both of its stages, 6 s, when its input arrives at 10
+    assert compute[:3] == [("0F0", 0, 7), ("0F1", 7, 14), ("2F0", 14, 18)]
+    assert communication == [("gather 0", 0, 3), ("gather", 7, 13)]
+    # rank 1 has gathered for both of its stages, 6 s, when its input arrives at 7
     assert boxes_of(table, one_each(4), rank=1)[1] == [("gather", 0, 6)]
+
+
+def test_with_one_micro_batch_the_first_rank_gathers_for_a_later_stage_when_that_begins():
+    # 0F0 [0, 7], on rank 1 1F0 [7, 11] and 2F0 [11, 15], gather 3 [15, 18], 3F0 until 22
+    mesh = pipeline(2, 1, schedule="zero_bubble_v", n_chunks=2)
+    compute, communication = boxes_of(table_of([layer(gather_s=3)] * 4, mesh=mesh, keeps=True), one_each(4), rank=0)
+    assert compute[:2] == [("0F0", 0, 7), ("3F0", 15, 22)]
+    assert communication == [("gather 0", 0, 3), ("gather 3", 15, 18)]
 
 
 def test_what_is_outside_of_blocks_is_gathered_first():

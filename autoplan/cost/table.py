@@ -127,7 +127,10 @@ class CostTable:
 
     @property
     def gathers_at_start(self) -> bool:
-        """Whether a rank begins to gather all its parameters when the step begins: in pipelines, where they stay."""
+        """Whether ranks begin to gather all their parameters when the step begins, while they wait for their input.
+
+        In pipelines, where parameters stay gathered. The first stage of the model does not wait: it gathers as it goes.
+        """
         return self.mesh.pp > 1 and not self.gathers_per_micro_batch
 
     @property

@@ -16,8 +16,8 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
 - Parameters outside of all blocks (embedding, head) form one group, gathered from the first forward until
   the end of the backward pass; under stage 3 it is gathered once per micro-batch.
 - The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
-  There, parameters that are gathered once begin to be when the step begins (`start_gathers`): by itself `fully_shard`
-  gathers a block when its first forward pass is about to run, and nothing before the input of that has arrived.
+  There, parameters that are gathered once begin to be before their first forward pass (`start_gathers`): by itself
+  `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
 """
 
 from __future__ import annotations

@@ -94,9 +94,7 @@ def add_pass_times(form: Formulation) -> None:
             extra = _extra_values(form, kind)
             for stage in stages:
                 _add_hidden_row(form, kind, stage)
-                if kind.symbol == FIRST_FORWARD and form.table.gathers_at_start:
-                    _add_begun_row(form, kind, stage)
-                elif kind.gathers or kind.reduces:
+                if kind.gathers or kind.reduces:
                     _add_neighbour_row(form, kind, stage, extra=extra)
 
 
@@ -124,15 +122,6 @@ def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
         terms += [(column, -(1.0 - extra) * value) for column, value in _first_gather(form, kind, stage)]
     action = form.table.action_s / form.unit_s
     form.model.add_row(f"{kind.symbol} of stage {stage} hides communication", terms, lower=action)
-
-
-def _add_begun_row(form: Formulation, kind: _Pass, stage: int) -> None:
-    """A pass of the first stage, whose gathers begin with it: its last segment waits for all of them."""
-    if kind.gathers:
-        gathers = cost_values(form, lambda cost: cost.gather_s, scale=form.unit_s)
-        least_s = min(kind.compute(cost) for choices in form.table.costs for cost in choices) + form.table.action_s
-        terms = [(time_of(form, kind.symbol, stage), 1.0), *negative(sum_of(form, stage, gathers))]
-        form.model.add_row(f"{kind.symbol} of stage {stage} waits for gathers", terms, lower=least_s / form.unit_s)
 
 
 def _first_gather(form: Formulation, kind: _Pass, stage: int) -> Terms:

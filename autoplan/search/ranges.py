@@ -313,14 +313,7 @@ def first_forward_s(table: CostTable, segments: Segments, ranges: Ranges, *, is_
 
     Where gathers begin with the step, another stage than the first may find all of them done.
     """
-    if not table.gathers_at_start:
-        return forward_pass_s(segments, ranges, gathers=True)
-    compute_s = ranges.total(segments.forward_s)
-    if not is_first:
-        return compute_s
-    opening_s, closing_s = ranges.first(segments.gather_s), ranges.last(segments.forward_s)
-    left_s = ranges.total(segments.gather_s) - opening_s
-    return opening_s + gathering_pass_s(compute_s, left_s, closing_s=closing_s, slower=table.overlap_extra)
+    return forward_pass_s(segments, ranges, gathers=is_first or not table.gathers_at_start)
 
 
 def gathering_pass_s(compute_s: Array, left_s: Array, *, closing_s: Array, slower: float) -> Array:

@@ -321,7 +321,7 @@ def _needs(
     The triple C, R, B has the least R - C and R - B, too.
     """
     gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
-    begins = is_edge and kind == "F" and table.gathers_at_start
+    begins = is_edge and kind == "F" and table.gathers_at_start and not is_first
     waits = gathers and kind in "FB" and bool(segments.gather_s.any()) and not begins
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
     reduce_s = segments.reduce_s if reduces else np.zeros(len(segments.reduce_s))

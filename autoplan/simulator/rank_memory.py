@@ -16,9 +16,9 @@ so neither the gradients nor, after the head, the activations of all segments me
 end of a pass no activations are left, but what is outside of blocks is reduced. All of this is the order in which
 `fully_shard` takes and frees references; the caching allocator counts by these, not by when kernels are done.
 
-Parameters that are gathered from the beginning of the step on (`CostTable.gathers_at_start`) lie in the buffers that
-receive them until the first forward pass of their stage, in which each segment copies its own out of its buffer before
-it computes: there they are twice.
+Parameters whose gathers begin with the step (`CostTable.gathers_at_start`) lie in the buffers that receive them until
+the first forward pass of their stage, in which each segment copies its own out of its buffer before it computes: there
+they are twice.
 
 The numbers of micro-batches are the schedule's (`moments`), the bytes the plan's (`stage_bytes`); `memories` puts them
 together. A forward pass is taken to need the working bytes of the backward pass. Left out: that the halves of a split
@@ -140,7 +140,7 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
     message_in = table.message_bytes[start - 1] if table.message_bytes and start > 0 else 0
     message_out = table.message_bytes[stop - 1] if table.message_bytes and stop < len(table.kinds) else 0
     forward, first, later, last = _passes(table, costs)
-    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start else forward
+    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start and start > 0 else forward
     return StageBytes(
         state=sum(cost.state_bytes for cost in costs),
         buffers=n_micro_batches * (message_in + message_out) + message_in,  # the last gradient is still being sent

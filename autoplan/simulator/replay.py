@@ -4,9 +4,12 @@ All data- and tensor-parallel ranks of a stage are alike, so one rank per pipeli
 of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `stage_pass`.
 
 An action starts when its rank is free and its input has arrived. Sends do not block the sender; a rank sends its
-activations one after the other, and so its gradients. Left out: that sends slow compute. What is gathered from the
-beginning of the step on (`CostTable.gathers_at_start`) is gathered while the rank waits for another one to compute, but
-not while a transfer to it is under way: that takes the same links.
+activations one after the other, and so its gradients. Left out: that sends slow compute.
+
+Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
+to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
+input when the step begins, so it gathers as it computes; the gathers for later stages of its rank begin after its first
+forward pass, if another one of it follows.
 
 What depends on the schedule alone is kept as numbers; see `replay_script`.
 """
@@ -150,10 +153,15 @@ class RankClock:
         self.left_s = max(0.0, self.left_s - (gathered_s if self.left_what == "gather" else idle_s))
         return gathered_s
 
-    def leave(self, left_s: float) -> None:
-        """So much communication is left; gathers come before all reductions, so that none are left means for good."""
-        self.left_s = left_s
-        if left_s == 0.0:
+    def gather(self, seconds: float) -> None:
+        """Begin so many seconds of gathers; nothing is left of other ones."""
+        self.left_s, self.left_what = seconds, "gather"
+
+    def end(self, times: PassTimes) -> None:
+        """A pass is done. All gathers come before the first reduction."""
+        self.exposed_dp_s += times.exposed_s
+        self.left_s = times.left_s
+        if not times.left_s:
             self.left_what = "reduce"
 
 
@@ -173,7 +181,8 @@ class _Pass:
             goes on; most passes are alike.
         action_s: what the rank waits for its host after it; its communication is taken to wait, too.
         send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
-        later_s: where its gathers were begun with the step, those of the later stages of its rank.
+        later_s: where its gathers have begun before it, those of the later stages of its rank; else None.
+        begins_s: the gathers that begin when it is done.
     """
 
     clock: RankClock
@@ -184,6 +193,7 @@ class _Pass:
     link: _Link
     send_s: float
     later_s: float | None
+    begins_s: float
 
     def times_after(self, left_s: float, left_what: str) -> PassTimes:
         """How long it takes with so much communication still to be done."""
@@ -202,29 +212,37 @@ def _passes(
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
     known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[tuple[float, str], PassTimes]] = {}
-    gathered_later_s = _begin_gathers(stages, clocks) if table.gathers_at_start else ()
+    waiting_s, begins_s = _begin_gathers(table, stages, clocks)
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
         own = table.at_rank(stage.rank)
         work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
-        later_s = gathered_later_s[index] if gathered_later_s and kind == "F" and is_edge else None
+        later_s = waiting_s[index] if kind == "F" and is_edge else None
         times, link = known.setdefault((slowdown, work, later_s), {}), links[stage.rank, kind == "F"]
         clock, send_s = clocks[stage.rank], stage.send_s(kind)
-        found.append(_Pass(clock, slowdown, work, times, own.action_s, link, send_s, later_s))
+        begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
+        found.append(_Pass(clock, slowdown, work, times, own.action_s, link, send_s, later_s, begun_s))
     return tuple(found)
 
 
-def _begin_gathers(stages: tuple[Stage, ...], clocks: tuple[RankClock, ...]) -> tuple[float, ...]:
-    """Begin the gathers of all ranks; per stage, those of the later stages of its rank."""
-    later_s = []
-    for stage in reversed(stages):
-        clock = clocks[stage.rank]
-        later_s.append(clock.left_s)
-        clock.left_s += stage.gather_s
-        clock.left_what = "gather" if clock.left_s else "reduce"
-    return tuple(reversed(later_s))
+def _begin_gathers(
+    table: CostTable, stages: tuple[Stage, ...], clocks: tuple[RankClock, ...]
+) -> tuple[tuple[float | None, ...], float]:
+    """Begin the gathers of all ranks but the first one; what that one begins after its first pass.
+
+    Before it, per stage: the gathers for later stages of its rank; None where its own begin with its first pass.
+    """
+    later_s: list[float | None] = []
+    waiting_s = [0.0] * table.mesh.pp
+    for index, stage in reversed(list(enumerate(stages))):
+        begins_early = index > 0 and (stage.rank > 0 or table.mesh.n_micro_batches > 1)
+        later_s.append(waiting_s[stage.rank] if begins_early and table.gathers_at_start else None)
+        waiting_s[stage.rank] += 0.0 if later_s[-1] is None else stage.gather_s
+    for clock, seconds in zip(clocks[1:], waiting_s[1:], strict=True):
+        clock.gather(seconds)
+    return tuple(reversed(later_s)), waiting_s[0]
 
 
 def _replay_step(
@@ -241,8 +259,9 @@ def _replay_step(
         times = running.times_after(clock.left_s, clock.left_what)
         start_s = clock.free_s
         stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
-        clock.leave(times.left_s)
-        clock.exposed_dp_s += times.exposed_s
+        clock.end(times)
+        if running.begins_s:
+            clock.gather(running.begins_s)
         if running.send_s:
             sent_s = max(stop_s, running.link.free_s)
             arrived_s = running.link.free_s = sent_s + running.send_s

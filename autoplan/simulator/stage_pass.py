@@ -6,9 +6,9 @@ A compute stream and a communication stream, each first in, first out (`replay_p
     compute                  | segment 0 | | segment 1      |    | segment 2   |
 
 - The parameters of segment k+1 are gathered from the moment segment k starts to compute; the first gather is exposed.
-- In pipelines, where they stay gathered, all gathers of a rank are queued when the step begins, those of its first
-  stage first (`replay_first_forward`). What is outside of blocks is gathered before the blocks of its stage: it is the
-  group of the stage itself, which waits for it first.
+- In pipelines, where they stay gathered, all gathers of a stage are queued long before its first pass, unless it is the
+  first stage of the model (`replay_first_forward`). What is outside of blocks is gathered before the blocks of its
+  stage: it is the group of the stage itself, which waits for it first.
 - The gradients of segment k are reduced after its backward pass. What is left when the pass ends goes on beside what
   the rank does next; the optimizer waits for it.
 - While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
@@ -84,7 +84,7 @@ def pass_work(
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
     works = {choice: work(table.costs[choice[0]][choice[1]]) for choice in set(choices)}
     ordered = tuple(works[choice] for choice in (choices if kind == "F" else reversed(choices)))
-    if not (is_first_forward and table.gathers_at_start):
+    if is_first or not (is_first_forward and table.gathers_at_start):
         return ordered
     return _outer_first(ordered, [table.costs[number][again].late_gradient_bytes > 0 for number, again in choices])
 
@@ -97,7 +97,7 @@ def _outer_first(work: tuple[SegmentPass, ...], is_outer: Sequence[bool]) -> tup
 
 
 def replay_first_forward(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float, later_s: float) -> PassTimes:
-    """The times of the first forward pass of a stage whose gathers were queued when the step began.
+    """The times of the first forward pass of a stage whose gathers were queued before it.
 
     Behind them are `later_s` of those of the later stages of its rank; `left_s` of all these are still to be done.
     """
