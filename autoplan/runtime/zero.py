@@ -16,6 +16,8 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
 - Parameters outside of all blocks (embedding, head) form one group, gathered from the first forward until
   the end of the backward pass; under stage 3 it is gathered once per micro-batch.
 - The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
+  There, parameters that are gathered once begin to be before their first forward pass (`start_gathers`): by itself
+  `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
 """
 
 from __future__ import annotations
@@ -58,6 +60,20 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
     return compress_reductions(root, mesh=mesh, config=config)
+
+
+def start_gathers(root: nn.Module, *, config: Config) -> None:
+    """Begin to gather all parameters below `root` where they stay for the step; each block waits for its own.
+
+    Until then its parameters are in the buffer that receives them, which takes the room that they will have; while a
+    block copies its own out of it, they are there twice. In its first step `fully_shard` has not set up its streams
+    yet; that step goes without.
+    """
+    is_kept = config.zero_shard_degree > 1 and config.zero_stage < 3
+    if is_kept and isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
 
 
 def free_reduced_gradients(root: nn.Module) -> None:
