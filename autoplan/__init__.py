@@ -4,6 +4,19 @@
     result = autoplan.plan("model.py", hw="dgx_a100_x8", global_batch=512)
     print(result.status, result.best.plan.mesh, result.best.estimate.step_s)
 
+Where things are, along the data flow:
+
+    values      options, graph, layout, rules, equations, parallel_plan (`Mesh`, `Plan`, `Estimate`), answers
+    trace       tracing: a model -> OpGraph     analysis: what follows from it     hardware: a cluster as numbers
+    price       tensor_parallel: layouts of values -> cost: times and bytes -> space: what the search is called with
+    search      search, by solver and schedules     simulator: the judge of every plan
+    generate    codegen: the program     runtime: what it runs on     output, launched and verified; files: its folder
+    measure     profile, measuring, measurements: segments of a model     measure_hardware: a machine
+    ask         planning: names -> answer, after checks     what_if: other clusters     api, live: the library
+    show        report: text     html_report: pages     cli: the command line     doctor: this machine
+
+Below them errors, units, registry (tables of extension files), json_values, user_cache, user_errors and processes.
+
 Names load on first use: importing autoplan imports neither torch nor the solver.
 """
 
@@ -14,15 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoplan.answer import Answer
+    from autoplan.answers.answer import Answer
     from autoplan.api import emit, estimate, plan, whatif
     from autoplan.errors import AutoplanError
     from autoplan.hardware import load_profile, profile_names
     from autoplan.live import parallelize, trace
     from autoplan.options import Options
-    from autoplan.output_folder import read_answer
+    from autoplan.output.folder import read_answer
     from autoplan.parallel_plan import Estimate, Mesh, Plan
-    from autoplan.questions import asked_again, sensitivity, why_not
+    from autoplan.planning.questions import asked_again, sensitivity, why_not
     from autoplan.search.result import SearchResult
     from autoplan.what_if.advising import advise
     from autoplan.what_if.question import Question, read_question
@@ -35,7 +48,7 @@ if not (Path(__file__).parent / "cost_models").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
 _HOME = {
-    "Answer": "autoplan.answer",
+    "Answer": "autoplan.answers.answer",
     "AutoplanError": "autoplan.errors",
     "Estimate": "autoplan.parallel_plan",
     "Mesh": "autoplan.parallel_plan",
@@ -44,20 +57,20 @@ _HOME = {
     "Question": "autoplan.what_if.question",
     "SearchResult": "autoplan.search.result",
     "advise": "autoplan.what_if.advising",
-    "asked_again": "autoplan.questions",
+    "asked_again": "autoplan.planning.questions",
     "emit": "autoplan.api",
     "estimate": "autoplan.api",
     "load_profile": "autoplan.hardware",
     "parallelize": "autoplan.live",
     "plan": "autoplan.api",
     "profile_names": "autoplan.hardware",
-    "read_answer": "autoplan.output_folder",
+    "read_answer": "autoplan.output.folder",
     "read_question": "autoplan.what_if.question",
     "recommend": "autoplan.what_if.recommending",
-    "sensitivity": "autoplan.questions",
+    "sensitivity": "autoplan.planning.questions",
     "trace": "autoplan.live",
     "whatif": "autoplan.api",
-    "why_not": "autoplan.questions",
+    "why_not": "autoplan.planning.questions",
 }
 
 __all__ = [

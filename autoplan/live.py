@@ -17,7 +17,7 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
-from autoplan.problem import Overrides, checked, default_global_batch, trace_model
+from autoplan.planning.problem import Overrides, checked, default_global_batch, trace_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -74,7 +74,7 @@ def parallelize(
         processes or another model; InputError when it is impossible in itself.
     """
     from autoplan import runtime
-    from autoplan.plan_checks import check_plan
+    from autoplan.checks.plan import check_plan
 
     device_type = device_type or runtime.default_device_type()
     chosen = checked(Options(**options))
@@ -103,7 +103,7 @@ def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) 
     from autoplan import runtime
     from autoplan.codegen import config_values
     from autoplan.codegen.parallel_model import parallel_model_text
-    from autoplan.space import load_rules
+    from autoplan.rules import load_rules
 
     config = runtime.Config(**config_values(graph, plan))
     if plan.mesh.tp == plan.mesh.pp == 1:
@@ -125,7 +125,7 @@ def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
 def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
     from autoplan.profile.lookup import measurements_of
     from autoplan.search import search
-    from autoplan.space import priced_space
+    from autoplan.space.priced import priced_space
 
     global_batch = options.global_batch or default_global_batch(n_processes)
     measured = measurements_of(options, graph, profile, model=graph.name)

@@ -165,7 +165,7 @@ class Plan:
             optimizer state and reductions stay in fp32 (fp64 under fp64).
         shardings: one entry per segment kind; empty when `tp` is 1.
         recompute: "none", "selective", or "full" when every block is recomputed; the stages say which.
-        loss: "whole", or "chunked": the head and its loss in slices of the rows; see `chunked_loss`.
+        loss: "whole", or "chunked": the head and its loss in slices of the rows; see `analysis.chunked_loss`.
         batch_norm: "local" or "synchronized" over the data-parallel ranks.
         loss_average: over which targets a loss that leaves some out is averaged: those of each "micro_batch", and then
             over micro-batches, or all those of the "global_batch".

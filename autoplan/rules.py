@@ -20,12 +20,14 @@ Operands that lack the split letter are V, not R: each rank computes only part o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from autoplan.errors import InputError
 from autoplan.graph import Argument, Extent, Op, Ref, TensorSpec, extent_at
 from autoplan.layout import E, Layout, P, R, V, can_shard, padded, sharded
+from autoplan.registry import load_table
 
 Specs = tuple[TensorSpec, ...]
 
@@ -248,6 +250,20 @@ def _split(terms: tuple[Term, ...], result: Term, letter: str, part_of: Callable
         else:
             layouts.append(P if is_contracted and term.is_added else V)
     return Strategy(tuple(layouts), P if is_contracted else part_of(result.letters.index(letter)), is_split=True)
+
+
+def load_rules(files: Sequence[str] = ()) -> dict[str, OpRule]:
+    """The rule of every operator, from the tables of `cost_models/` and of these files (`Options.rules`).
+
+    Raises: InputError when two tables have the same operator, or an entry is no rule.
+    """
+    rules = load_table("autoplan.cost_models", "RULES", files)
+    for target, rule in rules.items():
+        if not isinstance(rule, OpRule):
+            raise InputError.of(
+                f"RULES[{target!r}]", found=type(rule).__name__, expected="an OpRule", fix='write OpRule("a b -> a b")'
+            )
+    return rules
 
 
 def normalize(strategy: Strategy, has_gradient: tuple[bool, ...], *, result_has_gradient: bool) -> Strategy:

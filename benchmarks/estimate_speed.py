@@ -21,7 +21,7 @@ from autoplan.hardware import load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.simulator.simulate import simulate
-from autoplan.space import priced_space
+from autoplan.space.priced import priced_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HARDWARE = "dgx_a100_x8"

@@ -1,4 +1,4 @@
-"""Which model families work under which parallelism: runs every case on CPU processes and prints the README's table.
+"""Which model families work under which parallelism: runs every case on CPU processes and prints one table.
 
     python benchmarks/families.py run RESULTS.jsonl [FAMILY ...]    about 10 minutes on 2 cores
     python benchmarks/families.py table RESULTS.jsonl               Markdown
@@ -69,7 +69,7 @@ def check(model: str, feature: str) -> dict[str, object]:
 
 def emit(folder: Path) -> None:
     from autoplan.codegen import generate
-    from autoplan.space import load_rules
+    from autoplan.rules import load_rules
 
     for model in FAMILIES.values():
         file, overrides = MODELS[model]
@@ -129,8 +129,8 @@ def check_on(program: Path, device: str) -> dict[str, object]:
 
 def measure(model: str) -> None:
     """Print the cost of planning one family as JSON; a process of its own, so that its peak memory is its own."""
-    from autoplan.search.solve import minimize
-    from autoplan.space import load_rules
+    from autoplan.rules import load_rules
+    from autoplan.solver.solve import minimize
     from autoplan.tensor_parallel.sharding import shard_graph
     from autoplan.tracing.trace import model_source, trace_model
 

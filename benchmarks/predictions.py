@@ -226,7 +226,7 @@ def spread(row: dict) -> float:
 def predictions(results: list[Path], profile: Path | None, hardware: Path) -> Iterator[tuple[dict, object]]:
     """Each run, with the estimate of its plan by today's cost model; compiled ones need a profile."""
     from autoplan import api
-    from autoplan.answer import plan_from_dict
+    from autoplan.answers.answer import plan_from_dict
 
     by_name = {(case.links, case.name): case for case in cases()}
     for row in (row for file in results for row in read(file)):
@@ -242,9 +242,9 @@ def table(*files: Path) -> None:
     *results, profile, hardware = files
     profile = None if profile.name == "-" else profile
     print(f"{'links':12}{'case':26}{'pred. s':>9}{'meas. s':>9}{'error':>8}{'pred. GiB':>11}{'GiB':>7}{'error':>8}")
-    from autoplan.answer import allocated_interval_bytes, step_interval_s, trust
+    from autoplan.answers.answer import allocated_interval_bytes, step_interval_s, trust
+    from autoplan.answers.intervals import COMPUTED, coverage, errors_of, is_host_bound
     from autoplan.cost.table import MEASURED
-    from autoplan.intervals import COMPUTED, coverage, errors_of, is_host_bound
 
     errors: dict[str, list[tuple[float, str]]] = {}
     again: dict[str, list[float]] = {}

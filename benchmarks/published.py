@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
-from autoplan.answer import step_interval_s
+from autoplan.answers.answer import step_interval_s
 from autoplan.api import trace_model
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.price import Pricer, Shardings, make_pricer
@@ -40,9 +40,10 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import NO_SHARDING, HardwareProfile, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.rules import load_rules
 from autoplan.search.result import Candidate
 from autoplan.simulator.simulate import simulate
-from autoplan.space import all_shardings, load_rules
+from autoplan.space.layouts import all_shardings
 from autoplan.tensor_parallel.sharding import read_sharding
 
 FOLDER = Path(__file__).parent
@@ -208,10 +209,14 @@ class Predictor:
     def _table(self, case: Case) -> CostTable:
         alone = replace(case.mesh, n_micro_batches=1, schedule="gpipe", n_chunks=1)
         table = replace(self._pricer(case.program, case.mesh.n_devices)(alone), mesh=case.mesh)
-        if case.recompute != "selective":
+        if case.recompute == "none":
             return table
-        core_s = (self._core_s(case.program, kind, case.mesh.micro_batch_size) for kind in range(len(table.costs)))
-        pairs = zip(table.costs, core_s, strict=True)
+        if case.recompute == "full":  # all of it, as torch's recomputation was not there to stop early
+            again_s = [plain.forward_s + plain.launch_forward_s + plain.tp_forward_s for plain, _ in table.costs]
+        else:
+            kinds = range(len(table.costs))
+            again_s = [self._core_s(case.program, kind, case.mesh.micro_batch_size) for kind in kinds]
+        pairs = zip(table.costs, again_s, strict=True)
         return replace(table, costs=tuple((plain, replace(again, recompute_s=s)) for (plain, again), s in pairs))
 
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:

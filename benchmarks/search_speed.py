@@ -89,7 +89,7 @@ def _plan(graph, n_hosts: int, global_batch: int, time_limit_s: float) -> tuple:
     from autoplan.hardware import load_profile
     from autoplan.options import Options
     from autoplan.search import search
-    from autoplan.space import priced_space
+    from autoplan.space.priced import priced_space
 
     options = Options(global_batch=global_batch, time_limit_s=time_limit_s)
     profile, start_s = load_profile(HARDWARE, n_hosts=n_hosts), time.process_time()
@@ -101,11 +101,11 @@ def _plan(graph, n_hosts: int, global_batch: int, time_limit_s: float) -> tuple:
 
 def _plan_mixed(graph, hosts: list[int], global_batch: int, time_limit_s: float) -> tuple:
     """Likewise, in fp16, which both kinds have."""
-    from autoplan.cluster_space import mixed_space
     from autoplan.hardware import load_profile
     from autoplan.hardware.cluster import load_cluster
     from autoplan.options import Options
     from autoplan.search.mixed import search_mixed
+    from autoplan.space.mixed import mixed_space
 
     options = Options(global_batch=global_batch, precision="fp16", time_limit_s=time_limit_s)
     groups = tuple(load_profile(kind, n_hosts=n) for kind, n in zip(KINDS, hosts, strict=True))

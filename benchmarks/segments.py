@@ -16,8 +16,8 @@ from autoplan.cost.segment_work import segment_work
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
-from autoplan.profile.segment_key import content_key
-from autoplan.space import load_rules
+from autoplan.measurements.segment_key import content_key
+from autoplan.rules import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
 from autoplan.tracing.trace import model_source, trace_model
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoplan.option_checks import parse_fix
+from autoplan.checks.options import parse_fix
 from autoplan.options import Options
 from autoplan.report.plain_text import text_table
 from autoplan.what_if.asking import ask

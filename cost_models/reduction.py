@@ -8,7 +8,7 @@ from autoplan.graph import Op
 from autoplan.rules import OpRule, Specs
 
 
-def _reduce(mark: str, *, dim_at: int = 1, keepdim_at: int = 2, default: int | None = None) -> Equation:
+def _reduce(mark: str, *, dim_at: int = 1, keepdim_at: int = 2) -> Equation:
     """The equation of a reduction whose dims (None: all) and `keepdim` are the arguments at these positions.
 
     Every operand has the same dims, or is broadcast to them.
@@ -16,7 +16,7 @@ def _reduce(mark: str, *, dim_at: int = 1, keepdim_at: int = 2, default: int | N
 
     def equation(op: Op, operands: Specs) -> str:
         rank = max(len(spec.shape) for spec in operands)
-        dims = normal_dims(argument(op, dim_at, "dim", default), rank)
+        dims = normal_dims(argument(op, dim_at, "dim"), rank)
         keeps = bool(argument(op, keepdim_at, "keepdim", False))
         names = marked(dim_names(rank), dims, mark)
         kept = [f"d{i}" if i not in dims else f"one{i}" for i in range(rank) if i not in dims or keeps]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 
-from autoplan.answer import Answer, Workload
+from autoplan.answers.answer import Answer, Workload
 from autoplan.parallel_plan import OUTSIDE_ALLOCATOR, Breakdown, Estimate, Mesh, Plan, StagePlan, TimelineEvent
 from autoplan.search.result import Candidate, Rejection, Remedy, SearchResult
 from autoplan.units import GiB

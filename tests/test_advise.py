@@ -14,17 +14,8 @@ from autoplan.hardware.cluster import groups_alone
 from autoplan.units import GiB
 from autoplan.what_if import advising
 from autoplan.what_if import sweep as sweeping
-from autoplan.what_if.advice_rules import (
-    RULES,
-    AdviceAnswer,
-    Facts,
-    leave_the_host,
-    not_over_two_hosts,
-    passes,
-    speed_up,
-    stop_at,
-    stop_scaling,
-)
+from autoplan.what_if.advice_facts import AdviceAnswer, Facts, passes, speed_up, stop_at
+from autoplan.what_if.advice_rules import RULES, leave_the_host, not_over_two_hosts, stop_scaling
 from autoplan.what_if.advice_text import advice_text, worth_showing
 from autoplan.what_if.advising import fragment
 from autoplan.what_if.advising_mixed import mixed_rules

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import autoplan
@@ -24,24 +26,23 @@ TORCH_PLACES = (
     "autoplan/tensor_parallel/rule_trials.py",
     "autoplan/runtime/",
 )
-SOLVER_PLACES = ("autoplan/search/second_solver.py", "autoplan/search/solve.py")
+SOLVER_PLACES = ("autoplan/solver/second_solver.py", "autoplan/solver/solve.py")
 PRINTING_PLACES = ("autoplan/cli/", "autoplan/runtime/")
-# Readers of hardware files and plans, the writer of the output folder, what starts a program and reads its answer,
-# the code generator, which reads its templates and the runtime it copies, and what is copied itself.
+# Readers of hardware files, the reader and writer of whole files, the cache, what starts a program and reads its
+# report, the code generator, which reads its templates and the runtime it copies, and what is copied itself.
 FILE_PLACES = (
     "autoplan/cli/",
     "autoplan/codegen/",
-    "autoplan/tracing/graph_cache.py",
+    "autoplan/files.py",
     "autoplan/hardware/file.py",
-    "autoplan/tensor_parallel/layout_cache.py",
     "autoplan/tracing/hugging_face.py",  # reads a configuration, writes the model file that stands for it
     "autoplan/measuring/",
     "autoplan/measure_hardware/",  # NCCL's log, and the profile
-    "autoplan/output_folder.py",
+    "autoplan/output/verify.py",
     "autoplan/runtime/",
-    "autoplan/search/solve.py",  # the null device, which takes what the solver prints
+    "autoplan/solver/solve.py",  # the null device, which takes what the solver prints
     "autoplan/tracing/trace.py",
-    "autoplan/verify.py",
+    "autoplan/user_cache.py",
 )
 FILE_CALLS = {"open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdtemp"}
 # What knows only numbers: neither the model, nor the hardware, nor the rules that made the numbers.
@@ -50,8 +51,9 @@ NUMBERS_ONLY = (
     "autoplan/simulator/",
     "autoplan/schedules/",
 )
-_OF_MODEL = ("codegen", "graph", "layout", "profile", "rules", "tensor_parallel", "tracing")
-MODEL_AND_HARDWARE = tuple(f"autoplan.{name}." for name in (*_OF_MODEL, "api", "hardware", "space"))
+_OF_MODEL = ("analysis", "codegen", "graph", "layout", "measurements", "profile", "rules", "tensor_parallel", "tracing")
+_ABOVE = ("answers", "api", "checks", "planning", "space", "what_if")
+MODEL_AND_HARDWARE = tuple(f"autoplan.{name}." for name in (*_OF_MODEL, *_ABOVE, "hardware"))
 
 
 def _name(path: Path) -> str:
@@ -100,7 +102,7 @@ def _callers(names: set[str]) -> list[str]:
 
 
 def test_the_scanner_sees_an_import_inside_a_function() -> None:
-    # torch is imported in trace.py, ortools inside a function of solve.py: a blind scanner would find neither
+    # torch is imported in trace.py, ortools inside a function of solver/solve.py: a blind scanner would find neither
     assert "autoplan/tracing/trace.py" in _importers("torch")
     assert sorted(_importers("ortools")) == list(SOLVER_PLACES)
 
@@ -109,7 +111,7 @@ def test_torch_is_imported_only_by_trace_measure_and_runtime() -> None:
     assert [name for name in _importers("torch") if not name.startswith(TORCH_PLACES)] == []
 
 
-def test_the_solver_is_imported_only_by_search_solve() -> None:
+def test_the_solver_is_imported_only_by_solver() -> None:
     assert [name for name in _importers("ortools") if name not in SOLVER_PLACES] == []
 
 
@@ -126,6 +128,30 @@ def test_search_and_simulate_know_neither_model_nor_hardware() -> None:
         if _name(path).startswith(NUMBERS_ONLY):
             imported = set(_imported(_without_type_checking(ast.parse(path.read_text()))))
             assert not [name for name in imported if f"{name}.".startswith(MODEL_AND_HARDWARE)], _name(path)
+
+
+def _units() -> Iterator[tuple[str, str]]:
+    """(importer, imported) of all packages of `autoplan`, and of the modules beside them, imports for types too."""
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    for path in PACKAGE.rglob("*.py"):
+        importer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for name in _imported(ast.parse(path.read_text())):
+            parts = name.split(".")
+            if parts[0] == "autoplan" and len(parts) > 1 and parts[1] in names - {importer, "cost_models"}:
+                yield importer, parts[1]
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    graph = nx.DiGraph(_units())
+    assert graph.has_edge("search", "cost"), "the scanner is blind"
+    assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+def test_of_costs_the_search_sees_the_table_only() -> None:
+    for path in SOURCES:
+        if _name(path).startswith(NUMBERS_ONLY):
+            of_cost = {name for name in _imported(ast.parse(path.read_text())) if name.startswith("autoplan.cost.")}
+            assert all(name.startswith("autoplan.cost.table") for name in of_cost), _name(path)
 
 
 def test_extension_folders_are_never_imported_by_their_bare_names() -> None:
@@ -163,6 +189,14 @@ def test_no_public_name_is_also_a_module() -> None:
 def test_every_module_says_what_it_owns(path: Path) -> None:
     text = path.read_text()
     assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGE.glob("*/__init__.py")), ids=lambda path: path.parent.name)
+def test_every_package_has_a_map_that_names_its_modules(package: Path) -> None:
+    words = set(re.findall(r"\w+\*?", ast.get_docstring(ast.parse(package.read_text())) or ""))
+    names = {path.stem for path in package.parent.glob("*.py") if not path.stem.startswith("__")}
+    beginnings = tuple(word[:-1] for word in words if word.endswith("*"))  # `checkpoint*` names all that begin so
+    assert sorted(name for name in names - words if not (beginnings and name.startswith(beginnings))) == []
 
 
 @pytest.mark.parametrize(

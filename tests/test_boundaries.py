@@ -10,7 +10,7 @@ from autoplan.cost.collectives import Group, send_s
 from autoplan.cost.price import make_pricer
 from autoplan.hardware import load_profile
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.space import load_rules
+from autoplan.rules import load_rules
 
 INTERLEAVED = {"schedule": "interleaved", "n_chunks": 2}
 

@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import pytest
 from test_sweep_page import ROWS
 
-from autoplan.answer import Answer
+from autoplan.answers.answer import Answer
 from autoplan.cli import run
+from autoplan.files import write_folder
 from autoplan.html_report import png
 from autoplan.html_report.svg import HEAD
 from autoplan.html_report.sweep_charts import sweep_charts
-from autoplan.output_folder import report_files, write_folder
+from autoplan.output.folder import report_files
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
 ASKED = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1,2", "--samples", "1e6"]

@@ -12,6 +12,7 @@ from conftest import make_estimate
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoplan.answers.intervals import STEP_ERRORS
 from autoplan.html_report.charts import (
     Bar,
     Curve,
@@ -29,7 +30,6 @@ from autoplan.html_report.provenance import KINDS, MEANINGS, provenance_kind, tr
 from autoplan.html_report.scales import Axis, log_ticks, ticks
 from autoplan.html_report.svg import HEAD, Chart, element, label
 from autoplan.html_report.timeline import LEFT, RIGHT, WIDTH, Box, coarse, memory_chart, peaks, timeline_chart
-from autoplan.intervals import STEP_ERRORS
 from autoplan.parallel_plan import Mesh, TimelineEvent
 from autoplan.units import GiB
 

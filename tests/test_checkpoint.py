@@ -30,7 +30,6 @@ from autoplan.runtime.checkpoint_weights import export_model, load_initial_weigh
 
 TOLERANCE = 1e-9
 TENSOR_PARALLEL = Config(tp=2, micro_batch_size=2, precision="fp64")
-GLOBAL_BATCH = 8
 _FSDP2 = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2}
 PLANS = {
     "tp2_fsdp2": {"tp": 2, "sharding": "R", **_FSDP2, "micro_batch_size": 4},

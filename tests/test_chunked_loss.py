@@ -14,18 +14,19 @@ from distributed.launch import run_ranks
 from distributed.programs import EXAMPLES, MODELS, graph_of, make_plan, write_programs
 
 from autoplan import codegen
-from autoplan.chunked_loss import can_chunk, chunked_head, why_whole
+from autoplan.analysis.chunked_loss import can_chunk, chunked_head, why_whole
+from autoplan.checks.plan import check_plan
 from autoplan.codegen import config_values, writer
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
-from autoplan.plan_checks import check_plan
+from autoplan.rules import load_rules
 from autoplan.runtime.chunked_loss import defer_products
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
-from autoplan.space import load_rules, price_plan, priced_space
+from autoplan.space.priced import price_plan, priced_space
 from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 LLAMA = EXAMPLES / "llama.py"

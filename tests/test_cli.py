@@ -16,13 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 import autoplan
-from autoplan import api, cli, errors, verify
-from autoplan.answer import Answer, answer_to_json
-from autoplan.answering import model_name
-from autoplan.option_checks import check_options, parse_fix, parse_overrides
+from autoplan import api, cli, errors
+from autoplan.answers.answer import Answer, answer_to_json
+from autoplan.checks.options import check_options, parse_fix, parse_overrides
+from autoplan.files import write_folder
 from autoplan.options import Options
-from autoplan.output_folder import report_files, write_folder
+from autoplan.output import verify
+from autoplan.output.folder import report_files
 from autoplan.parallel_plan import SCHEMA_VERSION, Plan
+from autoplan.planning.answering import model_name
 from autoplan.search import remedies
 
 CHECKOUT = Path(__file__).parent.parent

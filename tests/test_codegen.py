@@ -12,7 +12,7 @@ from autoplan.codegen import config_values
 from autoplan.codegen.layout_text import statement
 from autoplan.codegen.lines import Line, Wish, function_lines
 from autoplan.codegen.parallel_model import parallel_model_text
-from autoplan.space import load_rules
+from autoplan.rules import load_rules
 
 GOLDEN = Path(__file__).parent / "golden" / "programs"
 PLANS = {

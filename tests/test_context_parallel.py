@@ -17,10 +17,9 @@ from autoplan.cost.work_context import work_contexts
 from autoplan.hardware import load_profile
 from autoplan.layout import parse_layout, sharded
 from autoplan.options import Options
-from autoplan.rules import all_strategies, operand_names
+from autoplan.rules import all_strategies, load_rules, operand_names
 from autoplan.runtime.attention import causal_attention_of_rows
-from autoplan.search.solve import minimize
-from autoplan.space import load_rules
+from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.sharding import shard_graph
 from autoplan.tensor_parallel.split_names import splits
 

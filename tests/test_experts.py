@@ -10,9 +10,9 @@ from distributed.programs import check_programs, graph_of, prices, write_program
 from torch.nn import functional as F
 
 from autoplan.layout import parse_layout, sharded
+from autoplan.rules import load_rules
 from autoplan.runtime.experts import use_float64_grouped_products
-from autoplan.search.solve import minimize
-from autoplan.space import load_rules
+from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.sharding import shard_graph
 from autoplan.tensor_parallel.split_names import splits
 

@@ -12,8 +12,9 @@ from distributed.launch import run_folder
 from test_runtime_program import emit
 
 from autoplan.errors import MeasureError
-from autoplan.output_folder import report_files, write_folder
-from autoplan.verify import verify_folder
+from autoplan.files import write_folder
+from autoplan.output.folder import report_files
+from autoplan.output.verify import verify_folder
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import pytest
 from autoplan import api
 from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.errors import InputError, UsageError
+from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution, Mesh
-from autoplan.profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 
 MODEL = """

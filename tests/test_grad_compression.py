@@ -20,14 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoplan
 from autoplan import cli
+from autoplan.checks.options import check_options
+from autoplan.checks.plan import check_plan
 from autoplan.codegen import generate
 from autoplan.cost.grad_compression import Compression, n_launches, narrow_reduction, power_sgd_reduction
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import NO_SHARDING, Device, load_profile
-from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
-from autoplan.plan_checks import check_plan
+from autoplan.rules import load_rules
 from autoplan.runtime import (
     Checkpoints,
     Config,
@@ -38,7 +39,6 @@ from autoplan.runtime import (
     local_batch,
 )
 from autoplan.runtime.construction import build_whole_model
-from autoplan.space import load_rules
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 N_MICRO_BATCHES, WIDTH, N_CLASSES = 3, 12, 5

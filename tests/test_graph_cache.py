@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.tracing import graph_cache
+from autoplan import user_cache
 from autoplan.tracing.graph_cache import cached_graph
 from autoplan.tracing.trace import model_source, trace_model
 
@@ -13,7 +13,7 @@ MODEL = (Path(__file__).parent.parent / "examples" / "mlp.py").read_text()
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_cache, "user_cache_dir", lambda name: str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "user_cache_dir", lambda name: str(tmp_path / "cache"))
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     return path
@@ -55,7 +55,7 @@ def test_a_damaged_entry_is_traced_anew_and_replaced(model):
 
 def test_a_cache_that_cannot_be_written_costs_only_the_trace(model, monkeypatch):
     (model.parent / "file").write_text("")
-    monkeypatch.setattr(graph_cache, "user_cache_dir", lambda name: str(model.parent / "file"))
+    monkeypatch.setattr(user_cache, "user_cache_dir", lambda name: str(model.parent / "file"))
     calls = []
     assert counted(model, {"width": 8}, calls) == counted(model, {"width": 8}, calls)
     assert len(calls) == 2

@@ -12,7 +12,7 @@ from autoplan.hardware import load_profile, profile_names, validate_file
 from autoplan.hardware.file import build_profile
 from autoplan.options import Options
 from autoplan.search.meshes import enumerate_meshes
-from autoplan.space import priced_space
+from autoplan.space.priced import priced_space
 
 HOST = """
 description = "two toy devices"

@@ -12,7 +12,7 @@ from conftest import WORKLOAD
 from yaml import safe_load
 
 from autoplan.errors import UsageError
-from autoplan.interop import SOURCES, TARGETS, Subject, check_targets, interop_files
+from autoplan.output.interop import SOURCES, TARGETS, Subject, check_targets, interop_files
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 
 # embedding, eight blocks, head

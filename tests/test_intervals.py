@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.answer import trust
-from autoplan.cost.table import SOURCES
-from autoplan.intervals import (
+from autoplan.answers.answer import trust
+from autoplan.answers.intervals import (
     COMPUTED,
     MEMORY_ERRORS,
     STEP_ERRORS,
@@ -20,6 +19,7 @@ from autoplan.intervals import (
     interval,
     student_t_quantile,
 )
+from autoplan.cost.table import SOURCES
 
 CHECKOUT = Path(__file__).parent.parent
 

@@ -17,7 +17,7 @@ from distributed.hosts import ADDRESSES, two_hosts
 from test_runtime_program import emit
 from yaml import safe_load
 
-from autoplan.launch_scripts import (
+from autoplan.output.launch_scripts import (
     LaunchGroup,
     mixed_torchrun_script,
     resource_name,

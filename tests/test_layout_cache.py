@@ -6,15 +6,16 @@ from dataclasses import fields, replace
 import pytest
 from distributed.programs import graph_of
 
-from autoplan import space
+from autoplan import user_cache
 from autoplan.cost.layout_prices import sharding_figures
 from autoplan.hardware import NO_SHARDING, ShardingHost, load_profile
 from autoplan.options import Options
-from autoplan.parallel_plan import SegmentSharding
-from autoplan.space import LAYOUT_SIZES, priced_space
+from autoplan.parallel_plan import Mesh, SegmentSharding
+from autoplan.space import layouts
+from autoplan.space.layouts import LAYOUT_SIZES
+from autoplan.space.priced import priced_space
 from autoplan.tensor_parallel import layout_cache
 from autoplan.tensor_parallel.layout_cache import cached_layouts
-from autoplan.tracing import graph_cache
 
 LAYOUTS = {
     "R": (SegmentSharding(0, (("x", "R"), ("w", "S(1/3)")), (("add", "0", "V"), ("", "x", "R"))),),
@@ -24,7 +25,7 @@ LAYOUTS = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_cache, "user_cache_dir", lambda name: str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "user_cache_dir", lambda name: str(tmp_path / "cache"))
     return tmp_path / "cache" / "layouts"
 
 
@@ -37,8 +38,8 @@ def solved(monkeypatch):
         calls.append(model)
         return solve(model, **limits)
 
-    solve = space.minimize
-    monkeypatch.setattr(space, "minimize", counted)
+    solve = layouts.minimize
+    monkeypatch.setattr(layouts, "minimize", counted)
     return calls
 
 
@@ -134,7 +135,7 @@ def test_layouts_read_back_give_the_same_prices(solved):
     profile = load_profile("dgx_a100_x8")
     solved_now, read = offered(profile), offered(profile)
     for tp, keys in solved_now.space.shardings[1:]:
-        mesh = space.Mesh(tp=tp, sharding=keys[0])
+        mesh = Mesh(tp=tp, sharding=keys[0])
         assert solved_now.price(mesh) == read.price(mesh)
 
 

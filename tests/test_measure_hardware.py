@@ -14,8 +14,9 @@ from autoplan.cost.collectives import Group, collective_s, send_s
 from autoplan.errors import InputError, MeasureError
 from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile
 from autoplan.hardware.file import build_profile
+from autoplan.measure_hardware.host_file import profile_text
 from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
-from autoplan.measure_hardware.measured_host import MeasuredHost, Overlap, Rate, measured_json, profile_text
+from autoplan.measure_hardware.measured_host import MeasuredHost, Overlap, Rate, measured_json
 from autoplan.measure_hardware.nccl_log import Transport, link_kind, read_nccl_log
 from autoplan.units import GB, TFLOP, GiB, KiB, MiB
 

@@ -10,15 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.answer import Answer, answer_from_json, answer_to_json
+from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
 from autoplan.errors import InputError
 from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
-from autoplan.measuring.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
-from autoplan.measuring.timing import Call, Clock
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.profile.op_comparison import compare_ops
-from autoplan.profile.op_times import (
+from autoplan.measurements.op_times import (
     OpComparison,
     OpMeasurement,
     OpSeconds,
@@ -27,11 +23,15 @@ from autoplan.profile.op_times import (
     check_ops,
     segment_ops,
 )
-from autoplan.profile.segment_key import WHOLE, content_key
-from autoplan.profile.segment_times import MeasuredProfile
+from autoplan.measurements.segment_key import WHOLE, content_key
+from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measuring.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
+from autoplan.measuring.timing import Call, Clock
+from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.profile.op_comparison import compare_ops
 from autoplan.report.explain import explain_report
 from autoplan.report.ops import ops_text
-from autoplan.space import load_rules
+from autoplan.rules import load_rules
 from autoplan.tracing.trace import model_source, trace_model
 
 

@@ -16,19 +16,19 @@ from torch._prims_common import suggest_memory_format  # what operators of torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan import api
+from autoplan.checks.plan import check_plan
 from autoplan.cost.measured import execution_of, image_kinds
 from autoplan.errors import UsageError
+from autoplan.measurements.segment_times import parse_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
-from autoplan.plan_checks import check_plan
 from autoplan.processes import start_process
 from autoplan.profile.run import run_measurements
-from autoplan.profile.segment_times import parse_profile
 from autoplan.report.measurements import results_table
 from autoplan.report.plan import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images
-from autoplan.space import executions
+from autoplan.space.choices import executions
 
 TOLERANCE = 1e-9
 CHANNELS_LAST = Execution(memory_format="channels_last")
@@ -271,7 +271,8 @@ def test_a_block_that_needs_contiguous_images_leaves_a_line_and_only_contiguous_
     text = "\n".join(map(json.dumps, [*(other for other in measured.rows if other is not row), failed]))
     contents = {row["content"] for row in measured.rows}
     found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="resnet.py")
-    assert found.failed == ((row["segment"], 1, CHANNELS_LAST),)
+    (left_out,) = found.failed
+    assert (left_out.segment, left_out.tp, left_out.execution) == (row["segment"], 1, CHANNELS_LAST)
     assert executions(problem.graph, Options(), found) == (Execution(),)
 
 

@@ -16,8 +16,7 @@ from distributed.programs import EXAMPLES
 from mixed_toys import EXACT, best_of_all, best_s, layered, mixed_space, two_toys
 
 from autoplan import api
-from autoplan.answer import answer_from_json, answer_to_json
-from autoplan.cluster_space import mixed_space as real_mixed_space
+from autoplan.answers.answer import answer_from_json, answer_to_json
 from autoplan.cost.between import between_s
 from autoplan.cost.mixed import joined, make_mixed_pricer
 from autoplan.cost.price import make_pricer
@@ -29,14 +28,16 @@ from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report
+from autoplan.rules import load_rules
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_meshes import MeshQueue, families_of, shapes
 from autoplan.search.partition import best_partition
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
-from autoplan.space import load_rules, priced_space
+from autoplan.solver.linear_model import INFINITY
+from autoplan.space.mixed import mixed_space as real_mixed_space
+from autoplan.space.priced import priced_space
 
 # ------------------------------------------------------------------------------------------------------ brute force
 

@@ -8,7 +8,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoplan.space import flops_per_sample
+from autoplan.analysis.model_flops import flops_per_sample
 from autoplan.tracing.trace import example_batch, model_source, trace_model
 from autoplan.units import format_share
 

@@ -11,12 +11,13 @@ from distributed.programs import check_programs, graph_of, make_plan, write_prog
 from torch import nn
 
 from autoplan import api, cli
+from autoplan.analysis.model_flops import flops_per_sample
 from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import graph_from_json, graph_to_json
 from autoplan.live import parallelize
 from autoplan.options import Options
+from autoplan.rules import load_rules
 from autoplan.runtime.data import batch_slice, global_batch
-from autoplan.space import flops_per_sample, load_rules
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from autoplan import output_folder
-from autoplan.answer import Answer
+from autoplan import files as whole_files
+from autoplan.answers.answer import Answer
 from autoplan.errors import InputError, OutputError
-from autoplan.launch_scripts import launch_files, launch_line, slurm_script, torchrun_script, train_job
-from autoplan.output_folder import check_folder, check_target, launch_size, read_answer, report_files, write_folder
+from autoplan.files import check_folder, check_target, write_folder
+from autoplan.output.folder import launch_size, read_answer, report_files
+from autoplan.output.launch_scripts import launch_files, launch_line, slurm_script, torchrun_script, train_job
 
 FILES = {"train.py": "print('hello')\n", "runtime/mesh.py": "x = 1\n", "trace.json.gz": b"\x00\x01"}
 
@@ -81,14 +82,14 @@ def test_failure_in_the_middle_leaves_the_old_folder_and_no_scraps(
     if force:
         write_folder(tmp_path / "out", FILES)
     before = _snapshot(tmp_path)
-    write_one = output_folder._write_file
+    write_one = whole_files._write_file
 
     def fail_on_manifest(path: Path, body: bytes) -> None:
         if path.name == "MANIFEST.json":
             raise OSError(28, "No space left on device")
         write_one(path, body)
 
-    monkeypatch.setattr(output_folder, "_write_file", fail_on_manifest)
+    monkeypatch.setattr(whole_files, "_write_file", fail_on_manifest)
     with pytest.raises(OutputError, match="No space left"):
         write_folder(tmp_path / "out", {"train.py": "new"}, force=force)
     assert _snapshot(tmp_path) == before
@@ -115,7 +116,7 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     def interrupt(path: Path, body: bytes) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output_folder, "_write_file", interrupt)
+    monkeypatch.setattr(whole_files, "_write_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "out", FILES)
     assert list(tmp_path.iterdir()) == []

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from distributed.programs import graph_of, make_plan
 
+from autoplan.checks.plan import check_plan
 from autoplan.errors import InputError
 from autoplan.hardware import load_profile
-from autoplan.plan_checks import check_plan
 
 ZERO_BUBBLE_V = {"schedule": "zero_bubble_v", "n_chunks": 2, "n_micro_batches": 4}
 

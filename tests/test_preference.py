@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from brute_force import make_plan, random_toy, with_space
 
-from autoplan.answer import Answer, answer_from_json, answer_to_json
+from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.report.explain import explain_report

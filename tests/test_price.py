@@ -16,8 +16,8 @@ from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
+from autoplan.rules import load_rules
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
-from autoplan.space import load_rules
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tracing.trace import model_source, trace_model
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from autoplan import api, cli, questions
-from autoplan.answer import Answer, answer_from_json, answer_to_json
+from autoplan import api, cli
+from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
 from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.options import Options
+from autoplan.planning import deciding, questions
 from autoplan.report.explain import sensitivity_report, why_not_report
 from autoplan.report.plan import plan_report
 from autoplan.units import GB, GiB
@@ -171,9 +172,9 @@ def test_an_infeasible_answer_comes_with_remedies_that_fit(asked) -> None:
 
 def test_ctrl_c_keeps_the_remedies_found_so_far(asked, answer: Answer, infeasible: Answer, monkeypatch) -> None:
     problem, _ = asked
-    monkeypatch.setattr(api, "decide", lambda problem: infeasible)
+    monkeypatch.setattr(deciding, "decide", lambda problem: infeasible)
     results = iter([answer.result, replace(answer.result, stopped_by="interrupted")])
-    monkeypatch.setattr(api, "_retry", lambda *_: next(results))
+    monkeypatch.setattr(deciding, "_retry", lambda *_: next(results))
     found = api.solve(problem).result
     assert (found.status, found.stopped_by) == ("infeasible", "interrupted")
     assert [remedy.change for remedy in found.remedies] == ["pp=2 instead of pp=1"]

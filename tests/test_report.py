@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoplan.answer import (
+from autoplan.answers.answer import (
     MAX_REJECTED,
     Answer,
     Request,
@@ -25,7 +25,7 @@ from autoplan.answer import (
 from autoplan.errors import InputError
 from autoplan.hardware import load_profile, profile_names
 from autoplan.options import Options
-from autoplan.output_folder import rejected_csv
+from autoplan.output.folder import rejected_csv
 from autoplan.parallel_plan import Mesh
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import profile_sheet

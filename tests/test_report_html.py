@@ -20,15 +20,16 @@ from browser import CHROMIUM, Browser, open_browser
 from conftest import make_candidate, make_estimate
 from whatif_toys import PARTS
 
-from autoplan.answer import Answer, Request
-from autoplan.betterments import SensitivityRow
+from autoplan.answers.answer import Answer, Request
+from autoplan.answers.comparisons import SensitivityRow
 from autoplan.cli import run
+from autoplan.files import write_folder
 from autoplan.html_report import chart_files, plan_page
 from autoplan.html_report.plan_charts import plan_charts
 from autoplan.html_report.svg import printable
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.options import Options
-from autoplan.output_folder import report_files, write_folder
+from autoplan.output.folder import report_files
 from autoplan.parallel_plan import GroupRanks, Mesh, StagePlan, TimelineEvent
 from autoplan.search.result import Rejection
 from autoplan.units import GiB
@@ -116,7 +117,7 @@ def _event(name: str) -> TimelineEvent:
 
 def _benign(answer: Answer, hostile: Answer) -> Answer:
     """The same answer with a harmless text in the place of each hostile one."""
-    from autoplan.answer import answer_from_json, answer_to_json
+    from autoplan.answers.answer import answer_from_json, answer_to_json
 
     text = answer_to_json(hostile).replace(json.dumps(HOSTILE)[1:-1], HARMLESS)
     read = answer_from_json(text)

@@ -14,7 +14,7 @@ from autoplan.cli import run
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.report.plan import plan_report
-from autoplan.space import load_rules
+from autoplan.rules import load_rules
 from autoplan.tensor_parallel.rule_discovery import discover_rules, rules_text
 from autoplan.tracing.trace import module_source, trace_model
 

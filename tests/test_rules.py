@@ -20,9 +20,8 @@ from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.graph import GraphFacts, extent_at
 from autoplan.layout import R, V, local_spec, sharded
-from autoplan.rules import forward_flops, operand_names
+from autoplan.rules import forward_flops, load_rules, operand_names
 from autoplan.runtime import attention, collectives, experts
-from autoplan.space import load_rules
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tracing.trace import module_source, trace_model
 

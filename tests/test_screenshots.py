@@ -20,7 +20,7 @@ from pictures import SIGNATURE, blurred, read_png
 from test_report_html import MEMORY, SENSITIVITY
 from test_sweep_page import ROWS, sweep_page
 
-from autoplan.answer import Answer
+from autoplan.answers.answer import Answer
 from autoplan.html_report import plan_page
 
 GOLDEN = Path(__file__).parent / "golden" / "screenshots"

@@ -337,7 +337,7 @@ from autoplan.api import trace_model
 from autoplan.hardware import load_profile
 from autoplan.options import Options
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.space import priced_space
+from autoplan.space.priced import priced_space
 
 options = Options(global_batch=64)
 graph = trace_model(Path("examples/gpt.py"), overrides={"size": "char"})

@@ -20,7 +20,6 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
 from autoplan.search.formulation import formulate
 from autoplan.search.joint_sizes import joint_bound
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.search.partition import best_partition
 from autoplan.search.paths import (
@@ -42,9 +41,10 @@ from autoplan.search.ranges import Segments
 from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.relaxed_step import RelaxedStep
-from autoplan.search.solve import minimize
 from autoplan.simulator.simulate import simulate
-from autoplan.space import priced_space
+from autoplan.solver.linear_model import INFINITY
+from autoplan.solver.solve import minimize
+from autoplan.space.priced import priced_space
 
 
 def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tuple[CostTable, tuple[StagePlan, ...]]]:

@@ -14,7 +14,7 @@ from mixed_toys import layered
 from autoplan.cost.table import CostTable
 from autoplan.graph import crossings, invariant_values
 from autoplan.parallel_plan import Mesh
-from autoplan.search.bands import bands_of
+from autoplan.search.banded_path import bands_of
 from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s
 
 N_RANDOM = 30

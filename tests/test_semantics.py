@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoplan.answer import answer_from_json, answer_to_dict, answer_to_json
+from autoplan.analysis.semantics import STATEMENTS, notes
+from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_json
+from autoplan.checks.options import check_options
 from autoplan.graph import OpGraph
 from autoplan.html_report import plan_page
-from autoplan.option_checks import check_options
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report, program_header
-from autoplan.semantics import STATEMENTS, notes
 from autoplan.tracing.trace import ModelSource, trace_model
 
 WIDTH, N_CLASSES = 4, 3
@@ -117,11 +117,6 @@ def test_synchronized_batch_norm_is_stated_with_its_samples():
 
 def test_batch_norm_without_running_statistics_is_stated_too():
     assert "BatchNorm" in only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)))
-
-
-def test_running_statistics_in_sixteen_bits_are_stated():
-    graph = graph_of(lambda: nn.BatchNorm1d(WIDTH))
-    assert "running statistics in bf16" in only_note(graph, ONE_PROCESS, precision="bf16")
 
 
 def test_a_mean_over_targets_that_may_be_ignored_is_stated_with_the_ignored_target():

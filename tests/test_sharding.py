@@ -13,8 +13,8 @@ from autoplan.graph import GraphFacts
 from autoplan.hardware import load_profile
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
 from autoplan.options import Options
-from autoplan.rules import all_strategies, operand_names, parse_equation
-from autoplan.space import all_shardings, load_rules
+from autoplan.rules import all_strategies, load_rules, operand_names, parse_equation
+from autoplan.space.layouts import all_shardings
 from autoplan.tensor_parallel.op_strategies import block_counts, op_calls
 from autoplan.tensor_parallel.sharding import read_sharding
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import autoplan.search.solve as solve_module
+import autoplan.solver.solve as solve_module
 from autoplan.errors import SolverError
-from autoplan.search.linear_model import INFINITY, LinearModel
-from autoplan.search.solve import _quiet_stdout, minimize
+from autoplan.solver.linear_model import INFINITY, LinearModel
+from autoplan.solver.solve import _quiet_stdout, minimize
 
 
 def knapsack() -> LinearModel:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from distributed.families import family_plan
 from distributed.programs import graph_of, make_plan
 
-from autoplan.answer import Answer, answer_from_json, answer_to_json
+from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
 from autoplan.report.plan import plan_report, program_header
 from autoplan.tensor_parallel.split_names import splits
 

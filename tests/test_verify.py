@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autoplan.answer import Answer, allocated_interval_bytes, step_interval_s
+from autoplan.answers.answer import Answer, allocated_interval_bytes, step_interval_s
 from autoplan.errors import InputError, MeasureError, ToleranceError
-from autoplan.output_folder import report_files, write_folder
-from autoplan.units import GiB
-from autoplan.verify import (
+from autoplan.files import write_folder
+from autoplan.output.folder import report_files
+from autoplan.output.verify import (
     ALLOCATED,
     NEEDED,
     RESERVED,
@@ -21,6 +21,7 @@ from autoplan.verify import (
     verification_text,
     verify_folder,
 )
+from autoplan.units import GiB
 
 AGREES = {"loss": 1e-15, "gradient": 1e-14, "parameter": 0.0}
 # 0.9 + 0.1 + (0.05 + 0.05) + 0.3 + 0.2 = 1.6 s; the other ranks began their optimizer earlier

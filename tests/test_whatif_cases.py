@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from autoplan.checks.options import parse_fix
 from autoplan.hardware.cluster import load_hardware
-from autoplan.option_checks import parse_fix
 from autoplan.options import Options
-from autoplan.what_if.advice_rules import speed_up
+from autoplan.what_if.advice_facts import speed_up
 from autoplan.what_if.advising import advise
 from autoplan.what_if.asking import ask, clusters_of
 from autoplan.what_if.question import Question, read_question

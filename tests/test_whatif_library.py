@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import autoplan
+from autoplan import user_cache
 from autoplan.errors import InputError, UsageError
 from autoplan.options import Options
-from autoplan.tracing import graph_cache
 from autoplan.what_if.question import Question, checked_question
 
 MLP = str(Path(__file__).parent.parent / "examples" / "mlp.py")
@@ -32,6 +32,6 @@ def test_any_executor_finds_the_same_rows(monkeypatch: pytest.MonkeyPatch, tmp_p
     with ThreadPoolExecutor(2) as pool:
         for number, executor in enumerate((None, pool)):
             folder = str(tmp_path / str(number))  # nothing is kept from the other one
-            monkeypatch.setattr(graph_cache, "user_cache_dir", lambda name, folder=folder: folder)
+            monkeypatch.setattr(user_cache, "user_cache_dir", lambda name, folder=folder: folder)
             found.append(autoplan.whatif(MLP, hw=("dgx_a100_x8",), hosts=(1, 2), global_batch=64, executor=executor))
     assert found[0] == found[1] and {row.n_hosts for row in found[1] if row.step_s} == {1, 2}

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from autoplan.what_if import sweep
+from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.conditions import Condition, Loading, Reliability
 from autoplan.what_if.points import Point, PointResult
 from autoplan.what_if.prices import PriceBook, parse_prices
@@ -91,3 +96,17 @@ def toy_row(*, n_samples: float | None = None, n_tokens: float | None = None, **
     point = changes.pop("point", Point("toy_x4", 1, 8, "bf16"))
     result = changes.pop("result", toy_result())
     return row_of(point, result, toy_assumptions(**changes), n_samples=n_samples, n_tokens=n_tokens)
+
+
+def keep_points_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points of sweeps lie in this folder; graphs and layouts stay where they are."""
+    real = sweep.cache_entry
+    monkeypatch.setattr(
+        sweep, "cache_entry", lambda name, key: folder / f"{key}.json" if name == "points" else real(name, key)
+    )
+
+
+def toy_answer(*rows: WhatIfRow) -> WhatIf:
+    """An answer with these rows, of a sweep that took a second."""
+    swept = sweep.Sweep((), n_kept=0, is_interrupted=False, processor_s=1.0, wall_s=1.0)
+    return WhatIf(tuple(rows), swept, toy_assumptions())

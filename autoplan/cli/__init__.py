@@ -4,7 +4,9 @@
     1 bug            4 cannot trace          7 measuring failed                  130 interrupted
     2 usage          5 proved infeasible     8 verify out of tolerance
 
-Imports stand inside the commands, so that `--help` loads neither torch nor the solver.
+plan_commands, hardware_commands and purchase_commands are the commands, shared_options what several of them take;
+console prints, page_files writes pages. Imports stand inside the commands, so that `--help` loads neither torch nor the
+solver.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.report.plain_text import WIDTH
 
 if TYPE_CHECKING:
-    from autoplan.answer import Answer
+    from autoplan.answers.answer import Answer
 
 MIN_WIDTH = 72  # of text; narrower terminals break lines themselves
 
 
 def print_answer(answer: Answer, render: Callable[[Answer], str], output_format: str) -> None:
     """An answer as `--format` says, on stdout."""
-    from autoplan.answer import answer_to_json
+    from autoplan.answers.answer import answer_to_json
 
     print_result(answer_to_json(answer) if output_format == "json" else render(answer))
 

@@ -62,8 +62,8 @@ def profile_command(
     With --emit nothing is measured here: copy DIR to the machine and run `python DIR/measure.py` (needs torch).
     """
     from autoplan import api
-    from autoplan.option_checks import parse_overrides
-    from autoplan.output_folder import check_target, write_folder
+    from autoplan.checks.options import parse_overrides
+    from autoplan.files import check_target, write_folder
     from autoplan.profile.run import cache_file, count_results, run_measurements
     from autoplan.report.measurements import results_table
 
@@ -173,8 +173,8 @@ def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -
     """Print the prices that come with autoplan, or those of SkyPilot catalogs, as a file for --prices."""
     import tomllib
 
+    from autoplan.files import read_text_file
     from autoplan.hardware.file import shipped_prices
-    from autoplan.output_folder import read_text_file
     from autoplan.what_if.prices import catalog_prices, read_prices
 
     try:

@@ -25,8 +25,8 @@ class PageFiles:
 
         Raises: OutputError or UsageError.
         """
+        from autoplan.files import check_page, check_target
         from autoplan.html_report.png import check_png
-        from autoplan.output_folder import check_page, check_target
 
         if self.html is not None:
             check_page(self.html, force=self.force)
@@ -39,7 +39,7 @@ class PageFiles:
 
     def write(self, *, page: Callable[[], str], files: Callable[[], Mapping[str, str | bytes]]) -> None:
         """Make and write what was asked for; each is whole or not there at all."""
-        from autoplan.output_folder import write_folder, write_page
+        from autoplan.files import write_folder, write_page
 
         if self.html is not None:
             write_page(self.html, page(), force=self.force)

@@ -26,9 +26,9 @@ from .shared_options import (
 )
 
 if TYPE_CHECKING:
-    from autoplan.answer import Answer
-    from autoplan.betterments import SensitivityRow
-    from autoplan.problem import Problem
+    from autoplan.answers.answer import Answer
+    from autoplan.answers.comparisons import SensitivityRow
+    from autoplan.planning.problem import Problem
 
 
 @click.command("plan")
@@ -61,8 +61,8 @@ def plan_command(
 ) -> None:
     """Find the fastest plan for MODEL and, with --out, write the program that trains it so."""
     from autoplan import api
-    from autoplan.interop import check_targets
-    from autoplan.output_folder import check_target
+    from autoplan.files import check_target
+    from autoplan.output.interop import check_targets
     from autoplan.report.plan import plan_report
 
     check_targets(targets, out=out)
@@ -97,7 +97,7 @@ def estimate_command(
 ) -> None:
     """Score the plan of --plan, or the best one that has every value of --fix."""
     from autoplan import api
-    from autoplan.output_folder import read_answer
+    from autoplan.output.folder import read_answer
     from autoplan.report.plan import plan_report
 
     if plan_file is None and not options["fix"]:
@@ -131,7 +131,7 @@ def rule_command(
     Each split is tried on random numbers with 2 and 3 shards, forward and gradient.
     """
     from autoplan import api
-    from autoplan.option_checks import parse_overrides
+    from autoplan.checks.options import parse_overrides
 
     tell(f"tracing {model}")
     with stdout_kept_clean():
@@ -156,11 +156,12 @@ def explain_command(
 
     With --why-not and --sensitivity, say instead why not another plan, and what would change the decision.
     """
-    from autoplan import api, questions
-    from autoplan.answer import answer_to_dict
+    from autoplan import api
+    from autoplan.answers.answer import answer_to_dict
+    from autoplan.checks.options import parse_fix
     from autoplan.html_report import chart_files, plan_page
-    from autoplan.option_checks import parse_fix
-    from autoplan.output_folder import read_answer
+    from autoplan.output.folder import read_answer
+    from autoplan.planning import questions
     from autoplan.report.explain import explain_report, sensitivity_report, why_not_report
 
     beside = PageFiles(**page_files)
@@ -200,7 +201,7 @@ def explain_command(
 @output_option
 def verify_command(folder: Path, n_steps: int, device: str, output_format: str) -> None:
     """Run the program of DIR (this runs its code): parity with one process on CPU, the prediction on CUDA."""
-    from autoplan.verify import outside_text, verification_text, verify_folder
+    from autoplan.output.verify import outside_text, verification_text, verify_folder
 
     tell(f"running {folder} for {n_steps} steps on {device}")
     found = verify_folder(folder, n_steps=n_steps, device=device)
@@ -210,7 +211,7 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
 
 
 def _read_options(*, fix: tuple[str, ...], **options: Any) -> Options:
-    from autoplan.option_checks import parse_fix
+    from autoplan.checks.options import parse_fix
 
     if options["time_limit_s"] is None and not options.get("require_optimal"):
         options["time_limit_s"] = DEFAULTS.time_limit_s
@@ -219,7 +220,7 @@ def _read_options(*, fix: tuple[str, ...], **options: Any) -> Options:
 
 def _problem(model: Path, overrides: tuple[str, ...], *, hw: str, hosts: int, options: Options) -> Problem:
     from autoplan import api
-    from autoplan.option_checks import parse_overrides
+    from autoplan.checks.options import parse_overrides
 
     tell(f"tracing {model}")
     return api.make_problem(model, hw=hw, hosts=hosts, overrides=parse_overrides(overrides), options=options)

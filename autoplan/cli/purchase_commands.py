@@ -28,7 +28,7 @@ from .shared_options import (
 )
 
 if TYPE_CHECKING:
-    from autoplan.what_if.advice_rules import AdviceAnswer
+    from autoplan.what_if.advice_facts import AdviceAnswer
     from autoplan.what_if.question import Question
     from autoplan.what_if.recommending import Recommendation
 

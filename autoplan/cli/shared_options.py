@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from autoplan.option_checks import FIX_VALUES
+from autoplan.checks.options import FIX_VALUES
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
 
 DEFAULTS = Options()

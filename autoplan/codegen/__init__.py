@@ -4,6 +4,18 @@ train.py            the program
 model.py            the user's file as it is
 parallel_model.py   the model rewritten for one rank; with tensor or pipeline parallelism, or where it is faster
 runtime/            copied as it is from `autoplan.runtime`
+
+writer has what all parts are written from: graph, plan, layouts, names. Of parallel_model.py
+
+    blocks, stages, loss              its classes, and `loss_fn`; segment_modules has one class alone, to be measured
+    containers                        the weights and plain modules of a class
+    forward                           the lines of a forward function, with the conversions between layouts
+    lines, value_names, expressions   what stands on a line, what values are called, one op as an expression
+    printers, call                    how operators print that no rule of `expressions` covers
+    memory_order                      where values lie in channels_last
+
+tables is the plan as the runtime reads it, train_script the text of train.py, text and layout_text are Python source
+itself: its pieces, and its layout.
 """
 
 from __future__ import annotations
@@ -13,14 +25,15 @@ from dataclasses import astuple, dataclass
 from importlib.resources import files
 from typing import Any
 
-from autoplan.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
+from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
 from autoplan.graph import OpGraph, computes_in_float32
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Execution, Plan, StagePlan
 from autoplan.rules import OpRule
-from autoplan.semantics import ignored_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +107,18 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
         **_loss_values(graph, plan),
         **_compression_values(plan),
+        **_buffer_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
+
+
+def _buffer_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """Which buffers stay in float32; of the user's own BatchNorm modules the runtime knows it."""
+    own = frozenset() if plan.mesh.needs_generated_model else running_statistics(graph)
+    kept = float32_buffers(graph) - own if plan.precision in ("bf16", "fp16") else frozenset()
+    others = (parameter.name for parameter in graph.parameters if parameter.is_buffer and parameter.name not in own)
+    return {"float32_buffers": patterns(kept, others=others)} if kept else {}
 
 
 def _recomputed(graph: OpGraph, stage: StagePlan) -> tuple[str, ...]:

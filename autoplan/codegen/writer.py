@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoplan.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.forward import ForwardContext
 from autoplan.codegen.layout_text import bracket
 from autoplan.codegen.lines import RESERVED

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoplan.chunked_loss import SLICE_ROWS
+from autoplan.analysis.chunked_loss import SLICE_ROWS
 from autoplan.cost.local_segment import LocalOp, LocalSegment, SlicedOps
 from autoplan.cost.op_time import host_s
 from autoplan.cost.parameters import element_bytes

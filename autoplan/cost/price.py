@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
-from autoplan.chunked_loss import is_in_compiled
+from autoplan.analysis.chunked_loss import is_in_compiled
 from autoplan.cost.batch import make_batch_pricer
 from autoplan.cost.between import Exchange
 from autoplan.cost.boundaries import (
@@ -47,9 +47,9 @@ from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
+from autoplan.measurements.segment_key import assignment_key, content_key
+from autoplan.measurements.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
-from autoplan.profile.segment_key import assignment_key, content_key
-from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.rules import OpRule
 from autoplan.schedules import splits_backward
 from autoplan.units import MiB
@@ -213,7 +213,7 @@ def _works_pricer(
         found = computed(tp, sharding, micro_batch_size)
         as_measured = correction(execution, own)
         if as_measured is None:
-            assert execution == Execution()  # see `space.executions`
+            assert execution == Execution()  # see `space.choices.executions`
             return tuple((work, "") for work in found.values())
         return tuple(
             as_measured.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)

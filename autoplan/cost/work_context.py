@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from autoplan.chunked_loss import ChunkedHead, chunked_head
+from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
 from autoplan.cost.collectives import Route, axis_group, route_of, route_s
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile

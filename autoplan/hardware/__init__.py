@@ -4,6 +4,9 @@
 
 A file in `hardware_profiles/` describes one kind of host; `load_profile` makes a cluster of them. Ranks fill hosts,
 hosts fill racks, racks fill sites, in order. Most networks have one tier; a cluster has the tiers that it reaches.
+
+file reads a hardware file with what fields says of each figure and networks of links beyond the host; cluster has
+groups of hosts of several kinds.
 """
 
 from __future__ import annotations

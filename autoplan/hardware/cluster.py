@@ -16,7 +16,7 @@
     rate_per_group_one_direction = {...}   all uplinks of one group together, in bits  "400 Gbit/s"
     bus_efficiency = {...}                 achieved bus bandwidth / rate               "80 %"
 
-Plans for it are made by `cluster_space` and `search.mixed`.
+Plans for it are made by `space.mixed` and `search.mixed`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def _beside(path: str | Path, profile: str) -> str:
 
 
 def build_cluster(text: str, *, name: str, where: str, load: Callable[[str, int], HardwareProfile]) -> Cluster:
-    """The cluster that `text` describes; `where` names it in messages, `load` makes a group of a profile's name."""
+    """The cluster that `text` describes; `where` names it in messages, `load` makes a group of a profile's name.
+
+    Raises: InputError that names the table.
+    """
     table = parse_toml(text, where=where)
     check_keys(table, where, ("description", "group", "between"))
     groups = table.get("group")

@@ -157,7 +157,10 @@ def section(
     fallback: Table | None = None,
     required: bool = True,
 ) -> Figures:
-    """The figures of one table, those of `fallback` where it has none; appends to `sources`."""
+    """The figures of one table, those of `fallback` where it has none; appends to `sources`.
+
+    Raises: InputError that names the figure that is missing or wrong.
+    """
     check_keys(table, label, (*fields, *others))
     figures: Figures = {}
     field_path = label.partition(": ")[2]
@@ -287,7 +290,10 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def inner_table(table: Table, label: str, key: str) -> Table:
-    """A required table inside another."""
+    """A required table inside another.
+
+    Raises: InputError when it is missing.
+    """
     inner = table.get(key)
     if not isinstance(inner, dict):
         path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
@@ -296,7 +302,10 @@ def inner_table(table: Table, label: str, key: str) -> Table:
 
 
 def plain(table: Table, label: str, key: str, cls: type, purpose: str) -> Any:
-    """A required text or count, which carries no unit and needs no source."""
+    """A required text or count, which carries no unit and needs no source.
+
+    Raises: InputError when it is missing, or another type.
+    """
     value = table.get(key)
     if not isinstance(value, cls) or isinstance(value, bool) or value == "":
         path = f"{label}.{key}" if ": " in label else f"{label}: {key}"

@@ -163,6 +163,8 @@ def build_profile(
     """The profile that `text` describes; `where` names it in messages. Every network of the file is checked.
 
     `n_devices_per_host` is how many devices of each host are ours; None takes all.
+
+    Raises: InputError that names the field.
     """
     table = parse_toml(text, where=where)
     if "group" in table:

@@ -5,7 +5,9 @@
                                    +--chart_files--> files    charts, timeline, ...   rows in, drawing out
     rows   --sweep_charts--> SVG -----sweep_page--> HTML      page                    policy, style, script
 
-Nothing is requested and only the one script that sorts tables may run; without it everything is still there.
+table has cards and tables, readings the sentence below each chart, provenance what a figure rests on; mesh_chart draws
+the mesh, png turns charts into images. Nothing is requested and only the one script that sorts tables may run; without
+it everything is still there.
 """
 
 from __future__ import annotations

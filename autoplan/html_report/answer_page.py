@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from autoplan.answer import (
+from autoplan.answers.answer import (
     Answer,
     interval_source,
     mfu,
@@ -15,7 +15,8 @@ from autoplan.answer import (
     tokens_per_s,
     trust,
 )
-from autoplan.betterments import SensitivityRow
+from autoplan.answers.comparisons import SensitivityRow
+from autoplan.answers.intervals import COVERAGE
 from autoplan.html_report.page import render
 from autoplan.html_report.plan_charts import cost_usd, paid_text, plan_charts
 from autoplan.html_report.plan_rows import (
@@ -36,7 +37,6 @@ from autoplan.html_report.png import chart_texts
 from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
-from autoplan.intervals import COVERAGE
 from autoplan.report.plain_text import rate_text
 from autoplan.report.plan import fix_text, plan_rows, shortage_text, tightest_bytes
 from autoplan.report.plan_words import describe_mesh, lanes_of
@@ -45,7 +45,7 @@ from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 
 def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity: Sequence[SensitivityRow] = ()) -> str:
-    """The page; `memory` is of `simulator.simulate.memory_over_time`, `sensitivity` of `questions.sensitivity`."""
+    """The page; `memory` is of `simulate.memory_over_time`, `sensitivity` of `planning.questions.sensitivity`."""
     result, has_plan = answer.result, answer.result.best is not None
     return render(
         "plan.html.jinja",

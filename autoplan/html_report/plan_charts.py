@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoplan.answer import Answer, device_hours
-from autoplan.betterments import SensitivityRow
+from autoplan.answers.answer import Answer, device_hours
+from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.charts import Bar, Point, Swing, pareto_chart, stacked_bars, tornado_chart
 from autoplan.html_report.mesh_chart import mesh_chart
 from autoplan.html_report.palette import BREAKDOWN_SERIES, WAITING
@@ -53,7 +53,7 @@ def plan_charts(
 ) -> tuple[Chart, ...]:
     """Every chart there are figures for; none without a plan.
 
-    `memory` is what `simulator.simulate.memory_over_time` returns, `sensitivity` what `questions.sensitivity` does.
+    `memory` is what `simulate.memory_over_time` returns, `sensitivity` what `planning.questions.sensitivity` does.
     """
     if answer.result.best is None:
         return ()

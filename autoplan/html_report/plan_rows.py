@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, trust
-from autoplan.betterments import SensitivityRow
+from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, trust
+from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.plan_charts import cost_usd, named_candidates
 from autoplan.html_report.provenance import provenance_kind, trust_kind
 from autoplan.html_report.table import Cell, Table, Value, cells, records_csv

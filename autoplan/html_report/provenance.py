@@ -43,5 +43,5 @@ def provenance_kind(source: str) -> str:
 
 
 def trust_kind(trust: str) -> str:
-    """One of `KINDS` for a prediction, by what `answer.trust` says of its times."""
+    """One of `KINDS` for a prediction, by what `answers.answer.trust` says of its times."""
     return _TRUST.get(trust, "computed")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoplan.answer import Answer
-from autoplan.betterments import SensitivityRow
+from autoplan.answers.answer import Answer
+from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.svg import Chart
 from autoplan.parallel_plan import Mesh
 from autoplan.report.plan import tightest_bytes

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from autoplan.html_report.svg import label, line
 from autoplan.units import SECOND_UNITS
 
+MOST_LOG_TICKS = 7
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -49,7 +51,7 @@ def _n_steps(low: float, high: float, apart: float) -> int:
     return math.floor(high / apart + _ROUNDING) - math.ceil(low / apart - _ROUNDING) + 1
 
 
-def log_ticks(low: float, high: float, *, n_most: int = 7) -> tuple[float, ...]:
+def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Numbers on a logarithmic axis from `low` to `high`: 1, 2, 5 and so on, or powers of ten alone if many."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
@@ -59,9 +61,9 @@ def log_ticks(low: float, high: float, *, n_most: int = 7) -> tuple[float, ...]:
             for factor in factors
             if low <= factor * 10.0**exponent <= high
         ]
-        if len(found) <= n_most:
+        if len(found) <= MOST_LOG_TICKS:
             return tuple(found) if len(found) > 1 else (low, high)
-    apart = math.ceil(len(found) / n_most)
+    apart = math.ceil(len(found) / MOST_LOG_TICKS)
     return tuple(found[::apart])
 
 

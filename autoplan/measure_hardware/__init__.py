@@ -3,6 +3,6 @@
     torchrun --standalone --nproc-per-node N -m autoplan hw measure --out my_box.toml
     torchrun --standalone --nproc-per-node N -m autoplan.measure_hardware --out my_box.toml    (needs only torch)
 
-device, links, pipeline, sharding --rates, times--> measure --> measured_host --TOML, JSON--> files
+device, links, pipeline, sharding --rates, times--> measure --> measured_host --host_file (TOML), JSON--> files
                                                       link_fit, host_shares, nccl_log: what the times and NCCL's log say
 """

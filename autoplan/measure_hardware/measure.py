@@ -23,8 +23,9 @@ from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.file import build_profile
 from autoplan.measure_hardware.device import device_rates
+from autoplan.measure_hardware.host_file import profile_text
 from autoplan.measure_hardware.links import Ranks, collective_launch, link_times, overlap_times
-from autoplan.measure_hardware.measured_host import MeasuredHost, measured_json, profile_text
+from autoplan.measure_hardware.measured_host import MeasuredHost, measured_json
 from autoplan.measure_hardware.nccl_log import LOG_SUBSYSTEMS, SOCKET, Transport, link_kind, read_nccl_log
 from autoplan.measure_hardware.pipeline import pipeline_rates
 from autoplan.measure_hardware.sharding import sharded_passes

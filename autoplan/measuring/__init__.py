@@ -8,4 +8,7 @@ and nothing else of autoplan; the user's own blocks need what model.py imports.
     generated    makes a Call of a generated segment ----+
     own          makes a Call of a block of model.py ----+--> timing, memory --> program writes one line per result
                                                                                      of `results`, tells `progress`
+
+values are those that weights have meanwhile, known_values those of inputs that follow from constants; ops has the time
+of each op, optimizer that of its step; stand_ins take the place of torch.distributed.
 """

@@ -17,14 +17,14 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import GraphFacts, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
+from autoplan.measurements.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
+from autoplan.measurements.segment_key import assignment_key, content_key
+from autoplan.measurements.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Plan, SegmentSharding
-from autoplan.profile.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
-from autoplan.profile.segment_key import assignment_key, content_key
-from autoplan.profile.segment_times import MeasuredProfile
 from autoplan.rules import OpRule
 from autoplan.tensor_parallel.sharding import read_sharding
 
-Key = tuple[str, Shapes]
+OpKey = tuple[str, Shapes]
 
 
 def compare_ops(
@@ -48,16 +48,16 @@ def compare_ops(
     return tuple(found)
 
 
-def _measured(row: SegmentOps) -> dict[Key, OpSeconds]:
+def _measured(row: SegmentOps) -> dict[OpKey, OpSeconds]:
     return {(item.op, item.shapes): OpSeconds(item.forward_s, item.backward_s) for item in row.ops}
 
 
 def _computed(
     context: WorkContext, segment: Segment, assignment: SegmentSharding | None, batch_size: int
-) -> dict[Key, OpSeconds]:
+) -> dict[OpKey, OpSeconds]:
     degree, facts = context.degree, context.facts
     layouts = read_sharding(context.graph, segment, assignment, degree=degree, rules=context.rules, facts=facts)
-    found: defaultdict[Key, OpSeconds] = defaultdict(OpSeconds)
+    found: defaultdict[OpKey, OpSeconds] = defaultdict(OpSeconds)
     for local in local_segment(context, segment, layouts).ops:
         time = timed(context, local, batch_size)
         shapes = tuple(spec.at(batch_size) for spec in local.operands if spec.shape)
@@ -72,7 +72,7 @@ def _profiled_name(target: str) -> str:
     return f"{namespace}::{rest.split('.')[0]}" if rest else target
 
 
-def _compared(measured: Mapping[Key, OpSeconds], computed: Mapping[Key, OpSeconds]) -> tuple[OpComparison, ...]:
+def _compared(measured: Mapping[OpKey, OpSeconds], computed: Mapping[OpKey, OpSeconds]) -> tuple[OpComparison, ...]:
     rows = [OpComparison(*key, measured[key], computed[key]) for key in measured if key in computed]
     left = [_by_name({key: s for key, s in side.items() if not (key in measured and key in computed)})
             for side in (measured, computed)]  # fmt: skip
@@ -83,7 +83,7 @@ def _compared(measured: Mapping[Key, OpSeconds], computed: Mapping[Key, OpSecond
     return tuple(sorted(rows, key=lambda row: -(row.measured or OpSeconds()).total_s))
 
 
-def _by_name(side: Mapping[Key, OpSeconds]) -> dict[str, OpSeconds]:
+def _by_name(side: Mapping[OpKey, OpSeconds]) -> dict[str, OpSeconds]:
     found: defaultdict[str, OpSeconds] = defaultdict(OpSeconds)
     for (name, _), seconds in side.items():
         found[name] = found[name].plus(seconds)

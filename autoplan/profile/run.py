@@ -15,19 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_dir
-
 from autoplan.errors import MeasureError, OutputError
-from autoplan.output_folder import read_text_file, write_folder
+from autoplan.files import read_text_file, write_folder
+from autoplan.measurements.segment_times import STATUSES
 from autoplan.processes import start_process
-from autoplan.profile.segment_times import STATUSES
+from autoplan.user_cache import cache_folder
 
 Start = Callable[[Sequence[str]], int]
 
 
 def cache_file(is_fresh: bool = False) -> Path | None:
     """Where results of all runs of this user are kept; none where all are to be measured again."""
-    return None if is_fresh else Path(user_cache_dir("autoplan")) / "measurements.sqlite"
+    return None if is_fresh else cache_folder() / "measurements.sqlite"
 
 
 def run_measurements(

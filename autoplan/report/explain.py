@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autoplan.answer import Answer
-from autoplan.betterments import SensitivityRow
-from autoplan.questions import WhyNot
+from autoplan.answers.answer import Answer
+from autoplan.answers.comparisons import SensitivityRow, WhyNot
 from autoplan.report.ops import ops_text
 from autoplan.report.plain_text import page, text_table
 from autoplan.report.plan import (

@@ -8,7 +8,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from autoplan.answer import Answer, mfu, samples_per_s, segment_sources_text, step_interval_s, tokens_per_s, trust
+from autoplan.answers.answer import (
+    Answer,
+    mfu,
+    samples_per_s,
+    segment_sources_text,
+    step_interval_s,
+    tokens_per_s,
+    trust,
+)
 from autoplan.parallel_plan import Breakdown, Estimate, Plan
 from autoplan.report.plain_text import WIDTH, count, page, rate_text, si_count, text_table
 from autoplan.report.plan_words import (

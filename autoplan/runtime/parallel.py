@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batch_norm import data_parallel_groups, synchronize_batch_norm
+from .batch_norm import data_parallel_groups, normalize_in_float32, synchronize_batch_norm
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
@@ -109,6 +109,8 @@ class ParallelModel(nn.Module):
                 if config.chunked_head and parallel_model is None:
                     head = stage.get_submodule(config.chunked_head)
                     defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
+                if config.compute_dtype != config.parameter_dtype:
+                    normalize_in_float32(stage)
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
                 apply_recompute(stage, config.recompute_of(mesh.dp_rank))

@@ -11,6 +11,8 @@ What an action waits for (`dependency`):
     sB m  waits for (s+1)B m        the gradient; the last stage waits for its own forward pass
     sI m  waits for (s+1)I m        likewise
     sW m  waits for sI m
+
+gpipe, one_f_one_b, interleaved and zero_bubble_v are schedules.
 """
 
 from __future__ import annotations

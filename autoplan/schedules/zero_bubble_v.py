@@ -30,7 +30,10 @@ from autoplan.schedules import Action, Schedule, ScheduleKind
 
 
 def zero_bubble_v(n_ranks: int, n_chunks: int, n_micro_batches: int) -> Schedule:
-    """The schedule of the module docstring."""
+    """The schedule of the module docstring.
+
+    Raises: InputError unless each rank has two stages.
+    """
     if n_chunks != 2:
         raise InputError.of(
             "mesh.n_chunks",

@@ -22,6 +22,17 @@ The simulator alone judges plans. Of meshes that `bounds.compute_key` takes for 
 forward or backward pass to that of `bounds.computes_least` than to any other: the first bound rests on it.
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
+
+    the space       meshes, baselines: what is tried        result, found, rejections, remedies: what is returned
+    the queue       state, examination: where it stands, and one mesh of it examined
+    bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
+      one stage     partition, banded_path: where to cut        stage_memory: what a range of pieces holds
+      several       rank_shares, stage_needs: per rank and stage        joint_sizes, relaxed_step: all ranks together
+    one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths and rank_paths are
+                    what its schedule implies, plans its plans, thrift those without a solver
+    mixed clusters  mixed, mixed_state, mixed_answer, mixed_rejections: the same search over groups of hosts
+                    mixed_meshes, mixed_bounds, mixed_plans: pipelines over groups
+                    mixed_shares, share_families: shares of the batch
 """
 
 from __future__ import annotations
@@ -34,6 +45,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
+from autoplan.search.examination import consider, examine
 from autoplan.search.found import MakePlan, result_of
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 from autoplan.search.one_device import one_device
@@ -42,7 +54,6 @@ from autoplan.search.plans import obeys_recompute
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
 from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, Price, SearchState
-from autoplan.search.steps import consider, examine
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 

@@ -98,27 +98,41 @@ def best_of(
     Plans are replayed in the order of the bounds of their meshes, and none whose bound is not below the best.
     """
     seen: list[CostTable] = []
-    closest: Baseline | None = None
+    missed: list[Baseline] = []
     for meshes in tiers:
         tables = [price(mesh) for mesh in meshes]
-        seen += tables
-        best: Baseline | None = None
-        for table in sorted((own for own in tables if shortfall_bytes(own) <= 0), key=step_bound_s):
-            if best is not None and step_bound_s(table) >= best.judged.estimate.step_s:
-                break
-            for again in recompute:
-                plan = Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again)))
-                if not plan.judged.estimate.fits:
-                    closest = plan if closest is None else min(closest, plan, key=_short_bytes)
-                elif best is None or plan.judged.estimate.step_s < best.judged.estimate.step_s:
-                    best = plan
+        best, short = _fastest_of(name, tables, recompute, space=space)
         if best is not None:
             return best
-    if closest is not None or not seen:
-        return closest
+        seen += tables
+        missed += short
+    if missed or not seen:
+        return min(missed, key=_short_bytes, default=None)
     table = min(seen, key=lambda own: (own.mesh.micro_batch_size, shortfall_bytes(own)))
-    plans = (Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again))) for again in recompute)
-    return min(plans, key=_short_bytes)
+    return min(_baselines(name, table, recompute, space=space), key=_short_bytes)
+
+
+def _fastest_of(
+    name: str, tables: list[CostTable], recompute: tuple[bool, ...], *, space: SearchSpace
+) -> tuple[Baseline | None, list[Baseline]]:
+    """The fastest plan that fits, and those replayed that do not."""
+    best: Baseline | None = None
+    missed: list[Baseline] = []
+    for table in sorted((own for own in tables if shortfall_bytes(own) <= 0), key=step_bound_s):
+        if best is not None and step_bound_s(table) >= best.judged.estimate.step_s:
+            break
+        for plan in _baselines(name, table, recompute, space=space):
+            if not plan.judged.estimate.fits:
+                missed.append(plan)
+            elif best is None or plan.judged.estimate.step_s < best.judged.estimate.step_s:
+                best = plan
+    return best, missed
+
+
+def _baselines(name: str, table: CostTable, recompute: tuple[bool, ...], *, space: SearchSpace) -> Iterator[Baseline]:
+    """Even stages on one mesh, with and without recomputation as these say."""
+    for again in recompute:
+        yield Baseline(name, table, _judge(table, even_stages(space, table, recomputes=again)))
 
 
 def _short_bytes(plan: Baseline) -> int:

@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import Judged
 from autoplan.search.plans import piece_edges
 from autoplan.search.ranges import Array
@@ -26,6 +25,7 @@ from autoplan.search.rank_shares import Shares
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.thrift import recomputing_stages, thrifty_plan
 from autoplan.simulator.simulate import simulate
+from autoplan.solver.linear_model import INFINITY
 
 MAX_TURNS = 50_000_000  # actions x choices that are replayed for one mesh; a count, so that the machine decides nothing
 QUICK_TURNS = MAX_TURNS // 4  # likewise, before a solver has tried

@@ -23,7 +23,6 @@ from autoplan.search.bounds import (
     leaves_all_gradients,
     memory_room_bytes,
 )
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.paths import Shape
 from autoplan.search.terms import (
     Formulation,
@@ -35,6 +34,7 @@ from autoplan.search.terms import (
     sum_of,
     weighted,
 )
+from autoplan.solver.linear_model import INFINITY
 from autoplan.units import MiB
 
 ROOM_SLACK_MIB = 1e-5  # beyond the solver's tolerance: a plan that fits to the byte is never cut off

@@ -31,7 +31,6 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import search
 from autoplan.search.bounds import least_passes_s
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
 from autoplan.search.mixed_answer import result_of
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MeshQueue, MixedSpace, shapes
@@ -45,6 +44,7 @@ from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
 from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
+from autoplan.solver.linear_model import INFINITY
 
 MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 FIRST_PIPELINES = 32  # examined before all else: where pipelines are best, groups alone need not be searched

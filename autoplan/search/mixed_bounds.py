@@ -20,8 +20,8 @@ import numpy as np
 from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
 from autoplan.parallel_plan import Mesh
 from autoplan.search.bounds import memory_room_bytes
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.ranges import Array
+from autoplan.solver.linear_model import INFINITY
 
 N_MULTIPLES = 4  # steps by which `_whole_segments_s` looks for the least time
 ROUNDING = 1e-9

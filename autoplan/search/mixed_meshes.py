@@ -21,7 +21,6 @@ import numpy as np
 from autoplan.cost.table import CostTable
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import (
     SearchSpace,
     device_counts,
@@ -35,6 +34,7 @@ from autoplan.search.meshes import (
 )
 from autoplan.search.mixed_bounds import LeastPasses, between_ranks_s, pipeline_bounds_s, short_bytes
 from autoplan.search.ranges import Array
+from autoplan.solver.linear_model import INFINITY
 
 Groups = tuple[GroupRanks, ...]
 SCHEDULES = ("1f1b", "gpipe")

@@ -6,9 +6,9 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.mixed_meshes import Family, Groups
 from autoplan.search.result import Rejection
+from autoplan.solver.linear_model import INFINITY
 from autoplan.units import GiB
 
 

@@ -23,12 +23,12 @@ from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Estimate, StagePlan
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.formulation import add_path, decode, forbid, formulate
-from autoplan.search.linear_model import INFINITY, Solution
 from autoplan.search.paths import Path, Shape, critical_paths
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute
-from autoplan.search.solve import minimize
 from autoplan.search.terms import Formulation
 from autoplan.simulator.simulate import simulate
+from autoplan.solver.linear_model import INFINITY, Solution
+from autoplan.solver.solve import minimize
 from autoplan.units import MiB
 
 RELATIVE_TOLERANCE = 1e-7  # a plan counts as faster than another only by more than this share

@@ -17,8 +17,8 @@ import numpy as np
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
 from autoplan.search.bounds import alone_bytes
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.plans import piece_edges, repeated_segments
+from autoplan.solver.linear_model import INFINITY
 
 Array = Any  # numpy.ndarray of floats
 
@@ -306,6 +306,20 @@ def forward_pass_s(segments: Segments, ranges: Ranges, *, gathers: bool) -> Arra
         return ranges.total(segments.forward_s)
     waits = ranges.total(segments.forward_s + segments.forward_extra_s) - ranges.last(segments.forward_extra_s)
     return waits + ranges.first(segments.gather_s)
+
+
+def first_forward_s(table: CostTable, segments: Segments, ranges: Ranges, *, is_first: bool) -> Array:
+    """The least time of the first forward pass of each range: as the first stage of the model, or as any other one.
+
+    Where gathers begin with the step, another stage than the first may find all of them done.
+    """
+    return forward_pass_s(segments, ranges, gathers=is_first or not table.gathers_at_start)
+
+
+def gathering_pass_s(compute_s: Array, left_s: Array, *, closing_s: Array, slower: float) -> Array:
+    """The least time of a pass beside which gathers of so long go on, all of which the last segment waits for."""
+    beside_s = np.minimum(left_s, compute_s - closing_s)
+    return compute_s + slower * beside_s + (left_s - beside_s)
 
 
 def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Array:

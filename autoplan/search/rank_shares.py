@@ -24,12 +24,12 @@ import numpy as np
 from autoplan.cost.table import CostTable
 from autoplan.schedules import splits_backward
 from autoplan.search.bounds import least_message_bytes, memory_room_bytes
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.paths import BACKWARD, LAST_BACKWARD, LAST_WEIGHTS, WEIGHTS, Shape
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import ONE_BYTE, Array, Segments
 from autoplan.search.rank_paths import CARRY_FORWARD, RankPaths, rank_paths
 from autoplan.search.stage_needs import Needs, places_of
+from autoplan.solver.linear_model import INFINITY
 
 N_HALVINGS = 5  # of the span in which a bound is raised
 MAX_RECOMPUTED = 100_000  # ways to recompute on one rank that are listed

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import faster_than, least_memory
 from autoplan.search.paths import shape_of
 from autoplan.search.result import Rejection
 from autoplan.search.state import SearchState
+from autoplan.solver.linear_model import INFINITY
 from autoplan.units import GiB, MiB
 
 N_CLOSEST = 16  # meshes that are asked for the plan that lacks the least memory, when nothing fits

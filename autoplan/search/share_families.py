@@ -28,10 +28,10 @@ from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh
 from autoplan.search.bounds import least_communication_s, least_passes_s, shortfall_bytes
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import divisors, fixed_int, legal_tensor_degrees
 from autoplan.search.mixed_meshes import MixedSpace, allowed_counts
 from autoplan.search.ranges import Array
+from autoplan.solver.linear_model import INFINITY
 
 FREE_SIZES = 2  # groups at the most that have micro-batch sizes of their own
 ROUNDING = 1e-9

@@ -8,8 +8,8 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.search.bounds import memory_room_bytes
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.ranges import ONE_BYTE, Array, Ranges, Segments
+from autoplan.solver.linear_model import INFINITY
 
 
 @dataclass(slots=True)

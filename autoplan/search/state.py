@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.meshes import fixed
 from autoplan.search.one_mesh import Judged, MeshProgram
 from autoplan.search.paths import shape_of
 from autoplan.search.result import Rejection
+from autoplan.solver.linear_model import INFINITY
 
 Price = Callable[[Mesh], CostTable]
 
@@ -38,7 +38,7 @@ class SearchState:
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
-    agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `steps._agree_on_sizes`, per index
+    agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `_agree_on_sizes`, per index
     stopped: str = ""
     first_plan_s: float | None = None  # when the first plan that fits was known
     ranked: list[int] | None = None  # `ranking`, while no plan has been added

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable, SegmentCost
-from autoplan.search.linear_model import INFINITY, LinearModel
 from autoplan.search.plans import Run
+from autoplan.solver.linear_model import INFINITY, LinearModel
 
 Terms = list[tuple[int, float]]
 Values = dict[tuple[int, int, bool], float]  # (run, slot in the piece, recomputed) -> value per segment

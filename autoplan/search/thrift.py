@@ -17,12 +17,12 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Estimate, StagePlan
-from autoplan.search.linear_model import INFINITY
 from autoplan.search.one_mesh import Judged
 from autoplan.search.paths import Shape
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import Ranges, Segments
 from autoplan.simulator.simulate import simulate
+from autoplan.solver.linear_model import INFINITY
 
 MAX_TRIES = 12  # plans simulated until one fits
 

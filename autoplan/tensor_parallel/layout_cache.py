@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.parallel_plan import SegmentSharding
-from autoplan.tracing.graph_cache import (
-    cache_entry,
-    file_sha256,
-    package_version,
-    read_checked,
-    user_files,
-    write_checked,
-)
+from autoplan.user_cache import cache_entry, file_sha256, package_version, read_checked, user_files, write_checked
 
 Layouts = dict[str, tuple[SegmentSharding, ...]]  # by boundary, as `shard_graph` gives them
 

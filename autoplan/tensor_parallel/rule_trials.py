@@ -43,7 +43,10 @@ class Trial:
 
     @classmethod
     def of(cls, op: Op, operands: Specs) -> Trial:
-        """Run the whole op, forward and backward."""
+        """Run the whole op, forward and backward.
+
+        Raises: CannotTryError when its results would say nothing.
+        """
         if sum(spec.n_elements(BATCH_SIZE) for spec in operands) > MAX_ELEMENTS:
             raise CannotTryError("its tensors are too large to try; make the model smaller with --set")
         generator = torch.Generator().manual_seed(0)

@@ -32,7 +32,7 @@ from autoplan.graph import GraphFacts, Op, OpGraph, Segment, TensorSpec
 from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, padded, parse_layout, sharded
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import OpRule, Strategy, operand_names
-from autoplan.search.linear_model import LinearModel, Solution
+from autoplan.solver.linear_model import LinearModel, Solution
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 
 MICROSECONDS = 1e6  # the unit of the objective: solvers want numbers near 1

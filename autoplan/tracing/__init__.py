@@ -5,6 +5,6 @@
                --module_level (whole modules, where torch.export fails)------------------------> OpGraph
 
 constant_masks, dissolved and effects are what a trace gets wrong or leaves out; same_operators compares two runs;
-source_names finds the user's names; hugging_face writes the model file of a configuration; graph_cache
-keeps graphs on disk.
+source_names finds the user's names; hugging_face writes the model file of a configuration, of hugging_face_templates;
+graph_cache keeps graphs on disk.
 """

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from platformdirs import user_cache_dir
-
+from autoplan.checks.options import nearest
 from autoplan.errors import InputError
-from autoplan.option_checks import nearest
 from autoplan.tracing.hugging_face_templates import CAUSAL, IMAGE_CLASSES, MASKED, MODEL, SEQ_TO_SEQ, SEQUENCE_CLASSES
+from autoplan.user_cache import cache_folder
 
 PREFIX = "hf:"
 # Samples of this length at most, unless `--set context=...` says otherwise: a model may allow far more than is trained.
@@ -74,7 +73,7 @@ def write_model_file(model: str | Path, overrides: Mapping[str, Any]) -> Path:
     Raises: InputError naming the file and field that cannot be used, or how to install transformers.
     """
     name, text = model_file_text(Path(str(model).removeprefix(PREFIX)), overrides)
-    folder = Path(user_cache_dir("autoplan")) / "models" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = cache_folder() / "models" / hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
         return _write(folder, name, text)
     except OSError:  # a cache that cannot be written

@@ -3,6 +3,13 @@
     Question --points--> Point --search, in processes, cached--> PointResult --conditions, money--> WhatIfRow
     WhatIfRow --> text (`row_text`), CSV, JSON (`tables`), Recommendation (`recommending`), Advice (`advising`)
 
+    question      the question, made by flags from the command line, and from a file by table_values, condition_tables
+    asking        the whole way, with sweep: many points, each kept; links: clusters with other links; prices
+    rows          what a row says, from conditions, goodput (failures) and money
+    texts         row_text, loss_text, report_text, recommendation_text, advice_text
+    recommending  and answer_changes: what would make it another one
+    advising      and advising_mixed, by advice_rules over advice_facts
+
 A `PointResult` is physics: the best plan of a cluster, its step and memory. A `WhatIfRow` (module `rows`; every field
 has its unit in its name, what is unknown is None) adds what the user says of failures, loading and prices, and needs
 no search: another price or failure rate changes rows in microseconds.

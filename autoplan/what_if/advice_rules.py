@@ -1,9 +1,4 @@
-"""Rules of advice: each a claim about a model on these links, with the figures that it is made by.
-
-On n devices
-
-    speed-up = samples/s on n / samples/s on one          efficiency = speed-up / n,  or by hosts where one has no plan
-    cost of a token on n / on one = 1 / efficiency
+"""Rules of advice: each a claim about a model on these links, with the figures that it is made by (`advice_facts`).
 
 The thresholds are computed for the model and its links; only what counts as much is fixed: `LITTLE` and `MUCH` of the
 wall time spent waiting for communication, `DEARER` for the cost of a token.
@@ -11,106 +6,32 @@ wall time spent waiting for communication, `DEARER` for the cost of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from autoplan.hardware import HardwareProfile
 from autoplan.report.plain_text import count, rate_text
 from autoplan.units import SECONDS_PER_HOUR, format_bytes, format_rate, format_seconds
+from autoplan.what_if.advice_facts import (
+    DEARER,
+    LITTLE,
+    MUCH,
+    Advice,
+    Facts,
+    efficiency,
+    is_starved,
+    passes,
+    speed_up,
+    stop_at,
+)
 from autoplan.what_if.conditions import SECONDS_PER_DAY
 from autoplan.what_if.rows import WhatIfRow
 
-LITTLE, MUCH = 0.10, 0.30  # of the wall time, waiting for communication
-DEARER = 1.10  # cost of a token against the cheapest
 WORTH = 0.01  # of speed: a cluster that gains less over a smaller one is no alternative to it
 MANY_DEVICES, LONG_S = 256, 7 * SECONDS_PER_DAY  # from where on failures count
 MAX_BATCH_FACTOR = 64
 POOR_LINK = 0.5  # of the data-sheet rate of a link: a large all-reduce that reaches less has something in its way
-STOPPED = "none yet: interrupted before all clusters were searched"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the rules look at; rows without a plan have a status that says why.
-
-    Attributes:
-        one, half, host, split: one device, half of a host's, a whole host's, and as many as that over two hosts.
-        hosts: 1, 2, 4, ... whole hosts.
-        batches: (global batch, row) of the whole host with larger batches, until these feed all devices.
-        state_bytes: weights, gradients and optimizer state on a device that shares nothing.
-        layer_bytes: likewise of the largest segment.
-    """
-
-    profile: HardwareProfile
-    one: WhatIfRow
-    half: WhatIfRow
-    host: WhatIfRow
-    split: WhatIfRow
-    hosts: tuple[WhatIfRow, ...]
-    batches: tuple[tuple[int, WhatIfRow], ...]
-    state_bytes: int
-    layer_bytes: int
-    layer: str
-    deadline_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One rule: whether it applies here, what it says, and the figures it says it by."""
-
-    situation: str
-    applies: bool
-    advice: str
-    figures: str
-
-
-@dataclass(frozen=True, slots=True)
-class AdviceAnswer:
-    """All rules in order, and the rows behind them; `verdict` is the advice of those that apply, in order.
-
-    After an interrupt there are the rows found until then, and no rules, which need them all.
-    """
-
-    verdict: str
-    rules: tuple[Advice, ...]
-    rows: tuple[WhatIfRow, ...]
-    is_interrupted: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
-
-
-def speed_up(row: WhatIfRow, than: WhatIfRow) -> float | None:
-    """Samples per second against those of another row, on the wall."""
-    if row.goodput is None or than.goodput is None or not row.step_s or not than.step_s:
-        return None
-    return (row.goodput / row.step_s * row.global_batch) / (than.goodput / than.step_s * than.global_batch)
-
-
-def efficiency(row: WhatIfRow, than: WhatIfRow) -> float | None:
-    """Speed-up / times as many devices: 1 / the cost of a token against the other row."""
-    gain = speed_up(row, than)
-    return None if gain is None else gain * than.n_devices / row.n_devices
-
-
-def passes(rows: Sequence[WhatIfRow], share: float) -> WhatIfRow | None:
-    """The first row in which devices wait longer than this share of the time for communication."""
-    return next((row for row in rows if row.exposed_share is not None and row.exposed_share > share), None)
-
-
-def is_starved(row: WhatIfRow) -> bool:
-    """Whether the batch is too small for the devices: some idle, or all wait much for communication."""
-    return bool(row.n_idle_devices) or (row.exposed_share or 0.0) > LITTLE
-
-
-def stop_at(rows: Sequence[WhatIfRow]) -> WhatIfRow | None:
-    """The most hosts on which a token costs at most `DEARER` times as much as on the cheapest; None without plans."""
-    known = [row for row in rows if row.goodput is not None]
-    if not known:
-        return None
-    per_device = [(speed_up(row, known[0]) or 0.0) / row.n_devices for row in known]
-    best = max(per_device)
-    return [row for row, value in zip(known, per_device, strict=True) if value * DEARER >= best][-1]
 
 
 def _share(row: WhatIfRow) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autoplan.report.plain_text import WIDTH, folded
-from autoplan.what_if.advice_rules import WORTH, Advice, AdviceAnswer, speed_up
+from autoplan.what_if.advice_facts import Advice, AdviceAnswer, speed_up
+from autoplan.what_if.advice_rules import WORTH
 from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import WhatIfRow
 

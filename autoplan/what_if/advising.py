@@ -18,8 +18,9 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import is_cluster_file, load_hardware
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.problem import default_global_batch
-from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES, STOPPED, AdviceAnswer, Facts, is_starved
+from autoplan.planning.problem import default_global_batch
+from autoplan.what_if.advice_facts import STOPPED, AdviceAnswer, Facts, is_starved
+from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES
 from autoplan.what_if.advising_mixed import advise_mixed
 from autoplan.what_if.asking import Progress, ask, trace_all
 from autoplan.what_if.points import combinations
@@ -69,7 +70,10 @@ def look(
     today: date | None,
     progress: Progress,
 ) -> Facts | tuple[WhatIfRow, ...]:
-    """Search everything that the rules need; after an interrupt, the rows found until then."""
+    """Search everything that the rules need; after an interrupt, the rows found until then.
+
+    Raises: InputError for more than one kind of host.
+    """
     name = question.hw[0]
     profile = load_hardware(name, n_hosts=2)  # with the network between them
     if not isinstance(profile, HardwareProfile) or len(question.hw) > 1:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from datetime import date
 from itertools import product
 
-from autoplan.answer import tokens_per_sample
-from autoplan.cluster_space import check_mixed_options
+from autoplan.answers.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware.cluster import Cluster, Hardware, is_cluster_file, load_hardware
 from autoplan.hardware.file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
-from autoplan.problem import checked, default_global_batch, model_file, trace_model
+from autoplan.planning.problem import checked, default_global_batch, model_file, trace_model
+from autoplan.space.mixed import check_mixed_options
 from autoplan.what_if.links import changed
 from autoplan.what_if.points import Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices

@@ -6,9 +6,9 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoplan.checks.options import parse_overrides, parse_prices
 from autoplan.errors import UsageError
 from autoplan.hardware.fields import Table
-from autoplan.option_checks import parse_overrides, parse_prices
 
 OWN_LINK = "own"  # how --host-link calls the links of the profile
 OPTIONS = ("global_batch", "precision", "fix")  # fields of `Options` that a whatif.toml names, too

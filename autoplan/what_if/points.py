@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from autoplan.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
-from autoplan.api import decide
+from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster
 from autoplan.options import PLAIN_SCHEDULE, Options
-from autoplan.problem import Problem
+from autoplan.planning.deciding import decide
+from autoplan.planning.problem import Problem
 from autoplan.report.plan import groups_text
 from autoplan.report.plan_words import describe_mesh
 from autoplan.search.result import Candidate, SearchResult
@@ -156,7 +156,7 @@ def unusable(problem: Problem, why: str) -> PointResult:
 
 
 def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
-    from autoplan.answer import tokens_per_sample
+    from autoplan.answers.answer import tokens_per_sample
 
     profile, precision = problem.profile, problem.options.precision
     kinds = profile.groups if isinstance(profile, Cluster) else (profile,)

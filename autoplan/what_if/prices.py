@@ -92,7 +92,10 @@ def read_prices(path: str | Path | None = None) -> PriceBook:
 
 
 def parse_prices(text: str, *, where: str) -> PriceBook:
-    """The prices of a TOML text; `where` names it in messages."""
+    """The prices of a TOML text; `where` names it in messages.
+
+    Raises: InputError that names the field.
+    """
     table = parse_toml(text, where=where)
     check_keys(table, where, ("device",))
     entries = table.get("device", [])

@@ -52,10 +52,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware.fields import Table, check_choice, check_keys, number
 from autoplan.hardware.file import parse_toml, read_path
-from autoplan.option_checks import parse_fix
 from autoplan.options import PRECISIONS, Options
 from autoplan.tracing.hugging_face import is_hugging_face
 from autoplan.what_if.condition_tables import LISTED, MAX_HOSTS, merged, read_condition, variants

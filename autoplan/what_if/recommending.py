@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 
-from autoplan.answer import tokens_per_sample
+from autoplan.analysis.model_flops import flops_per_sample
+from autoplan.answers.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, load_profile, profile_names
 from autoplan.hardware.cluster import load_hardware
 from autoplan.report.plain_text import count
-from autoplan.space import flops_per_sample
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
@@ -171,7 +171,10 @@ def least_hosts(profile: HardwareProfile, *, precision: str, n_flops: float, dea
 
 
 def parse_deadline(text: str) -> float:
-    """Seconds of `14d`, `36 h`."""
+    """Seconds of `14d`, `36 h`.
+
+    Raises: UsageError for what is no time.
+    """
     try:
         seconds = parse_quantity(text, SECOND_UNITS)
     except ValueError as error:
@@ -180,7 +183,10 @@ def parse_deadline(text: str) -> float:
 
 
 def parse_budget(text: str) -> float:
-    """US dollars of `100000`, `100000 USD`."""
+    """US dollars of `100000`, `100000 USD`.
+
+    Raises: UsageError for what is no amount.
+    """
     try:
         return parse_quantity(text.replace(",", ""), {"": 1.0, "USD": 1.0})
     except ValueError as error:

@@ -26,9 +26,9 @@ from typing import Any
 from autoplan.graph import OpGraph
 from autoplan.hardware.cluster import Hardware
 from autoplan.options import Options
-from autoplan.problem import Problem
+from autoplan.planning.problem import Problem
 from autoplan.tensor_parallel.layout_cache import own_hash, rule_hashes
-from autoplan.tracing.graph_cache import cache_entry, package_version, read_checked, write_checked
+from autoplan.user_cache import cache_entry, package_version, read_checked, write_checked
 from autoplan.what_if.points import PointResult, solve_point, unusable
 
 FOLDER = "points"

@@ -12,9 +12,8 @@ from autoplan.codegen import config_values, generate
 from autoplan.graph import OpGraph
 from autoplan.layout import EXCHANGE, Conversion, local_spec
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.rules import forward_flops, operand_names
-from autoplan.search.solve import minimize
-from autoplan.space import load_rules
+from autoplan.rules import forward_flops, load_rules, operand_names
+from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.sharding import ShardingPrices, shard_graph
 from autoplan.tracing.graph_cache import cached_graph
 

@@ -1,0 +1,7 @@
+"""What follows from an OpGraph alone, whatever the cluster: facts that rules, prices, checks and reports ask for.
+
+chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
+across_samples    which op mixes the samples of a batch, or adds them up
+semantics         what a plan changes in the meaning of the model, in sentences
+model_flops       the FLOPs of one sample, and the operators that no rule knows
+"""

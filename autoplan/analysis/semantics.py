@@ -1,0 +1,239 @@
+"""What a plan changes in the meaning of a model, in plain sentences: OpGraph + Plan -> notes of the report.
+
+Each entry of `STATEMENTS` looks for one thing and says one sentence about it, or nothing. A plan that trains exactly as
+one process does, up to the order of additions, has no notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoplan.analysis.across_samples import mixing_op, sum_op
+from autoplan.equations import argument
+from autoplan.errors import InputError, UsageError
+from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
+from autoplan.options import POWERSGD_START_STEP
+from autoplan.parallel_plan import Plan
+
+_MEAN = 1  # the number of the reduction "mean" in ATen
+# Where the probability stands among the arguments of ops that draw random masks, and its keyword.
+_DROPOUT = {
+    "aten.dropout.default": (1, "p"),
+    "aten.native_dropout.default": (1, "p"),
+    "aten.feature_dropout.default": (1, "p"),
+    "aten.alpha_dropout.default": (1, "p"),
+    "aten.scaled_dot_product_attention.default": (4, "dropout_p"),
+    "aten.lstm.input": (5, "dropout"),
+    "aten.gru.input": (5, "dropout"),
+}
+# Where the ignored target stands among the arguments of losses that leave some targets out of their mean.
+_IGNORE_INDEX = {
+    "aten.cross_entropy_loss.default": 4,
+    "aten.nll_loss.default": 4,
+    "aten.nll_loss_nd.default": 4,
+    "aten.nll_loss2d.default": 4,
+}
+_DEFAULT_IGNORE_INDEX = -100
+# What may stand between the targets of the batch and the loss without changing how many of them count.
+_KEEPS_TARGETS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "contiguous.default",
+        "alias.default", "transpose.int", "permute.default", "clone.default", "squeeze.dim", "unsqueeze.default",
+    )
+)  # fmt: skip
+
+
+def notes(graph: OpGraph, plan: Plan) -> tuple[str, ...]:
+    """One sentence for each thing that means something else under the plan than in one process."""
+    said = (statement(graph, plan) for statement in STATEMENTS)
+    return tuple(sentence for sentence in said if sentence)
+
+
+def ignored_target(graph: OpGraph) -> int | None:
+    """The target that the loss leaves out of its mean; None when no loss is a mean over integer targets."""
+    loss = _mean_over_targets(graph)
+    if loss is None:
+        return None
+    position = _IGNORE_INDEX[loss.target]
+    return int(argument(loss, position, "ignore_index", default=_DEFAULT_IGNORE_INDEX))
+
+
+def check_loss_average(graph: OpGraph, loss_average: str | None) -> None:
+    """Return when the loss can be averaged so.
+
+    Raises: InputError for "global_batch" unless the loss is one mean over all targets of the batch, so that the batch
+        tells how many count.
+    """
+    if loss_average == "global_batch" and not _targets_are_those_of_the_batch(graph):
+        raise InputError.of(
+            "--fix loss_average=global_batch",
+            found="a loss that is not one mean over the integer targets of the batch, as they are",
+            expected="loss_fn to return F.cross_entropy(outputs, targets), of any shape, with reduction mean",
+            fix="leave it out, or divide by the number of targets of a whole batch in loss_fn yourself",
+        )
+
+
+def check_batch_norm(graph: OpGraph, batch_norm: str | None) -> None:
+    """Return when the model has what `batch_norm` is about; raises UsageError otherwise."""
+    if batch_norm is not None and not _has_batch_norm(graph):
+        raise UsageError.of(
+            f"--fix batch_norm={batch_norm}",
+            found="no BatchNorm",
+            expected="a model with BatchNorm",
+            fix="leave batch_norm out",
+        )
+
+
+def _batch_norm(graph: OpGraph, plan: Plan) -> str:
+    mesh = plan.mesh
+    if not _has_batch_norm(graph) or mesh.dp * mesh.n_micro_batches == 1:
+        return ""
+    whole = f"not of the global batch ({mesh.global_batch_size})"
+    if plan.batch_norm == "synchronized" and mesh.n_micro_batches == 1:
+        return "" if mesh.dp == 1 else "The estimate leaves the communication of synchronized BatchNorm out."
+    if mesh.dp == 1:
+        return f"BatchNorm normalizes by the statistics of one micro-batch ({mesh.micro_batch_size} samples), {whole}."
+    if plan.batch_norm == "synchronized":
+        return (
+            f"BatchNorm normalizes by the statistics of one micro-batch on all {mesh.dp} data-parallel ranks"
+            f" ({mesh.dp * mesh.micro_batch_size} samples), {whole}; the estimate leaves its communication out."
+        )
+    return (
+        f"BatchNorm normalizes by the statistics of one micro-batch on one rank ({mesh.micro_batch_size} samples),"
+        f" {whole}, and each data-parallel rank keeps its own running statistics, of which rank 0's are the ones to"
+        " save; --fix batch_norm=synchronized takes the samples of all data-parallel ranks."
+    )
+
+
+def _loss_average(graph: OpGraph, plan: Plan) -> str:
+    ignored = ignored_target(graph)
+    if ignored is None or plan.mesh.dp * plan.mesh.n_micro_batches == 1 or plan.loss_average == "global_batch":
+        return ""
+    return (
+        f"The loss is averaged over the targets that are not {ignored} in each micro-batch, and then over micro-batches"
+        " and ranks: where these have different numbers of such targets, one in a smaller number weighs more than in"
+        " a mean over the global batch, which --fix loss_average=global_batch gives."
+    )
+
+
+def _mixed_samples(graph: OpGraph, plan: Plan) -> str:
+    mesh, op = plan.mesh, mixing_op(graph) if plan.mesh.dp * plan.mesh.n_micro_batches > 1 else None
+    if op is None:
+        return ""
+    where = "loss_fn" if op.module_path == LOSS_PATH else op.module_path or "the model's forward"
+    return (
+        f"Samples of a batch are put together, in {op.label or op.target} of {where}: each micro-batch does so with"
+        f" its own {mesh.micro_batch_size} of the {mesh.global_batch_size} samples of a step, so this trains something"
+        f" else than one process that takes all at once; --fix dp=1,micro_batch={mesh.global_batch_size} keeps it."
+    )
+
+
+def _summed_loss(graph: OpGraph, plan: Plan) -> str:
+    n_parts = plan.mesh.dp * plan.mesh.n_micro_batches
+    if n_parts == 1 or sum_op(graph) is None:
+        return ""
+    return (
+        "The loss is a sum over samples, while micro-batches and data-parallel ranks are averaged: loss and gradients"
+        f" are 1/{n_parts} of those of one process that takes the whole batch; a mean means the same in both."
+    )
+
+
+def _grad_compression(graph: OpGraph, plan: Plan) -> str:
+    if plan.grad_compression == "bf16":
+        return (
+            f"Gradients are rounded to bfloat16 (8 bits of mantissa) to be summed over {plan.mesh.dp} data-parallel"
+            " ranks in it: losses differ from those of one process as those of two bf16 runs do."
+        )
+    if plan.grad_compression == "powersgd":
+        return (
+            f"Gradients of matrices are summed over {plan.mesh.dp} data-parallel ranks as products of rank"
+            f" {plan.powersgd_rank} from step {POWERSGD_START_STEP} on, and what a step loses is added to the next, but"
+            " not kept in checkpoints: another training than that of one process, whose losses only a trial run can"
+            " tell; its time is counted with the optimizer, since torch's hook waits for the device."
+        )
+    return ""
+
+
+def _dropout(graph: OpGraph, plan: Plan) -> str:
+    if plan.mesh.n_devices == 1 or not any(drop_probability(op) for op in graph.ops):
+        return ""
+    return "Dropout draws its masks on each rank: they differ from those of one process, so losses agree on average."
+
+
+def _checkpoint(graph: OpGraph, plan: Plan) -> str:
+    if "checkpoint" not in graph.dissolved:
+        return ""
+    if plan.mesh.needs_generated_model:
+        return (
+            "The model's forward calls torch.utils.checkpoint, which the generated code does not: the plan alone"
+            " decides what is recomputed."
+        )
+    return (
+        "The model's forward calls torch.utils.checkpoint and keeps doing so, beside what the plan recomputes; the"
+        " estimate does not know of it."
+    )
+
+
+def _autocast(graph: OpGraph, plan: Plan) -> str:
+    if "autocast" not in graph.dissolved:
+        return ""
+    if plan.mesh.needs_generated_model:
+        return (
+            "The model's forward enters torch.autocast, which the generated code does not: it computes in the plan's"
+            f" precision, {plan.precision}."
+        )
+    return (
+        "The model's forward enters torch.autocast and keeps doing so, on top of the plan's precision,"
+        f" {plan.precision}; the estimate does not know of it."
+    )
+
+
+STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
+    _batch_norm,
+    _loss_average,
+    _mixed_samples,
+    _summed_loss,
+    _grad_compression,
+    _dropout,
+    _checkpoint,
+    _autocast,
+)
+
+
+def _has_batch_norm(graph: OpGraph) -> bool:
+    """By its op or, in a graph of whole modules, by its running statistics."""
+    return any("batch_norm" in op.target for op in graph.ops) or any(
+        parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean" for parameter in graph.parameters
+    )
+
+
+def drop_probability(op: Op) -> float:
+    """The probability with which an op drops elements; 0 for an op that drops none."""
+    if op.target not in _DROPOUT:
+        return 0.0
+    position, keyword = _DROPOUT[op.target]
+    return float(argument(op, position, keyword) or 0.0)
+
+
+def _mean_over_targets(graph: OpGraph) -> Op | None:
+    """The first loss that is a mean over integer targets."""
+    specs = graph.specs()
+    for op in graph.ops:
+        if op.target in _IGNORE_INDEX and argument(op, 3, "reduction", default=_MEAN) == _MEAN:
+            targets = op.args[1]
+            if isinstance(targets, Ref) and specs[targets.name].dtype == "int64":
+                return op
+    return None
+
+
+def _targets_are_those_of_the_batch(graph: OpGraph) -> bool:
+    """Whether the loss is one mean over integer targets, and these are the whole targets of the batch."""
+    loss = _mean_over_targets(graph)
+    targets = [item.name for item in graph.inputs if item.path[0] == "targets"]
+    if loss is None or loss.name != graph.loss:
+        return False
+    ops, name = {op.name: op for op in graph.ops}, loss.args[1].name
+    while name in ops and ops[name].target in _KEEPS_TARGETS:
+        name = ops[name].args[0].name
+    return targets == [name]

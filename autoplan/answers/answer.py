@@ -1,0 +1,351 @@
+"""Answer: a search result together with what it is about, its derived figures, and its JSON form.
+
+    answer_from_json(answer_to_json(answer)) == answer      (timelines are not kept)
+
+The JSON text is the contract that `--format json` prints and that `plan.json` holds: a unit in every name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from autoplan.answers.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
+from autoplan.cost.table import SOURCES
+from autoplan.errors import InputError
+from autoplan.graph import OpGraph
+from autoplan.json_values import decode, encode, loads_finite
+from autoplan.measurements.op_times import SegmentComparison
+from autoplan.options import Options
+from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
+from autoplan.search.result import Candidate, SearchResult, nearest_rejections
+from autoplan.units import SECONDS_PER_HOUR
+
+MAX_REJECTED = 10_000  # meshes in JSON that are not the answer; `rejected.csv` has all of them
+_COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "exposed_pp_s"))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadGroup:
+    """One group of a mixed cluster: `n_hosts` hosts of `n_devices_per_host` devices `device`; see `Workload`."""
+
+    hardware: str
+    device: str
+    n_hosts: int
+    n_devices_per_host: int
+    peak_flops_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a result is about: the figures a report needs that no plan holds.
+
+    Attributes:
+        model: name of the model file or module.
+        device: name of the accelerator; `peak_flops_per_s` is its dense peak in the plan's precision.
+        flops_per_sample: forward and backward FLOPs of the model itself, without recomputation.
+        tokens_per_sample: None when the inputs are not token ids.
+        price_usd_per_device_hour: None when unknown.
+        segment_names: names of the graph's segments, in order.
+        provenance: (figure, where it comes from) pairs.
+        ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
+        objective: what was minimized, "time" or "cost".
+        limits: what this kind of planning leaves out, and what was not tried, one sentence each.
+        groups: of a mixed cluster; its `device` then names all of them, its price is their mean per device, and peaks
+            are those of the groups.
+    """
+
+    model: str
+    hardware: str
+    device: str
+    n_hosts: int
+    n_devices: int
+    n_parameters: int
+    flops_per_sample: int | None
+    tokens_per_sample: int | None
+    peak_flops_per_s: float | None
+    price_usd_per_device_hour: float | None
+    segment_names: tuple[str, ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
+    ops_without_rule: tuple[str, ...] = ()
+    objective: str = "time"
+    limits: tuple[str, ...] = ()
+    groups: tuple[WorkloadGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked, so that it can be asked again with a change.
+
+    Attributes:
+        model: the model file or `hf:CONFIG.JSON`, as it was named.
+        overrides: `key=value` texts, as after `--set`.
+        hw: name or file of the hardware profile.
+    """
+
+    model: str
+    overrides: tuple[str, ...]
+    hw: str
+    n_hosts: int
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A search result and the workload it answers for.
+
+    Attributes:
+        notes: what the best plan changes in the meaning of the model, one sentence each; see `analysis.semantics`.
+        request: what was asked; None when that cannot be asked again.
+        ops: of the segments of the best plan, as measured and as computed; none where they were not measured.
+        splits: what its tensor-parallel ranks split, one phrase each; see `tensor_parallel.split_names`.
+    """
+
+    workload: Workload
+    result: SearchResult
+    notes: tuple[str, ...] = ()
+    request: Request | None = None
+    ops: tuple[SegmentComparison, ...] = ()
+    splits: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen plan; ask only when there is one."""
+        assert self.result.best is not None
+        return self.result.best
+
+
+def trust(estimate: Estimate) -> str:
+    """How the times of the segments were found, by the one that is known least; of `intervals.STEP_ERRORS`."""
+    return max(estimate.segment_sources, key=SOURCES.index, default=COMPUTED)
+
+
+def step_interval_s(candidate: Candidate) -> tuple[float, float]:
+    """Between which two step times the truth is expected; see `intervals`."""
+    return interval(candidate.estimate.step_s, _step_errors(candidate.estimate))
+
+
+def _step_errors(estimate: Estimate) -> Errors:
+    return STEP_ERRORS[trust(estimate), is_host_bound(estimate.breakdown.launch_s, estimate.step_s)]
+
+
+def allocated_interval_bytes(candidate: Candidate) -> tuple[tuple[int, int], ...]:
+    """Per pipeline rank, between which two sizes its peak of allocated memory is expected; see `intervals`."""
+    errors = MEMORY_ERRORS[trust(candidate.estimate)]
+    bounds = (interval(n_bytes, errors) for n_bytes in candidate.estimate.allocated_bytes)
+    return tuple((round(low), round(high)) for low, high in bounds)
+
+
+def interval_source(estimate: Estimate) -> str:
+    """Where the interval of the step comes from."""
+    return f"{trust(estimate)}: {_step_errors(estimate)}"
+
+
+def segment_sources_text(estimate: Estimate) -> str:
+    """`30 segments measured, 2 scaled`; nothing without a measured profile."""
+    counts = [(estimate.segment_sources.count(source), source) for source in SOURCES]
+    texts = [f"{count} {source}" for count, source in counts if count]
+    return f"segments: {', '.join(texts)}" if texts else ""
+
+
+def samples_per_s(candidate: Candidate) -> float:
+    """Samples of all data-parallel ranks together."""
+    return candidate.plan.mesh.global_batch_size / candidate.estimate.step_s
+
+
+def tokens_per_s(workload: Workload, candidate: Candidate) -> float | None:
+    """None when the model does not read tokens."""
+    if workload.tokens_per_sample is None:
+        return None
+    return workload.tokens_per_sample * samples_per_s(candidate)
+
+
+def mfu(workload: Workload, candidate: Candidate) -> float | None:
+    """Model FLOPs / (step time x peak of the devices the plan uses); None when FLOPs or peak are unknown."""
+    peak_flops_per_s = _peak_flops_per_s(workload, candidate.plan)
+    if workload.flops_per_sample is None or peak_flops_per_s is None:
+        return None
+    return workload.flops_per_sample * samples_per_s(candidate) / peak_flops_per_s
+
+
+def _peak_flops_per_s(workload: Workload, plan: Plan) -> float | None:
+    """Of the devices the plan uses, together."""
+    if not plan.groups:
+        return None if workload.peak_flops_per_s is None else workload.peak_flops_per_s * plan.mesh.n_devices
+    peaks = [workload.groups[own.group].peak_flops_per_s for own in plan.groups]
+    known = [n * peak for n, peak in zip(plan.n_devices_of_groups, peaks, strict=True) if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
+
+
+def tokens_per_sample(graph: OpGraph) -> int | None:
+    """Token ids in one sample of the first input; None when the model does not read tokens.
+
+    A token input is int64 of shape [batch, seq].
+    """
+    spec = graph.inputs[0].spec
+    if spec.dtype != "int64" or len(spec.shape) != 2:
+        return None
+    return spec.n_elements(1)
+
+
+def device_hours(workload: Workload, candidate: Candidate, *, n_samples: float) -> float:
+    """Device-hours to train on `n_samples`; whole hosts are paid for, also where a plan leaves devices idle."""
+    return n_samples / samples_per_s(candidate) * workload.n_devices / SECONDS_PER_HOUR
+
+
+def breakdown_by_axis_s(breakdown: Breakdown) -> dict[str, Any]:
+    """The breakdown with exposed communication by mesh axis; all numbers in it sum to the step time."""
+    return {
+        "compute": breakdown.compute_s,
+        "exposed_comm": {axis: getattr(breakdown, name) for axis, name in _COMMUNICATION},
+        "bubble": breakdown.bubble_s,
+        "optimizer": breakdown.optimizer_s,
+        "recompute": breakdown.recompute_s,
+        "launch": breakdown.launch_s,
+        "exposed_batch_copy": breakdown.exposed_batch_copy_s,
+    }
+
+
+def answer_to_json(answer: Answer) -> str:
+    """The answer as JSON text."""
+    return json.dumps(answer_to_dict(answer), indent=2, allow_nan=False)
+
+
+def answer_to_dict(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON values: the summary first, then everything needed to read it back."""
+    result = answer.result
+    is_whole = len(result.rejected) <= MAX_REJECTED
+    counts = result.rejected_counts if is_whole else tuple(result.rejected_by_reason.items())
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": result.status,
+        "gap": result.gap,
+        **_summary(answer),
+        "bound_s": result.bound_s,
+        "provenance": dict(answer.workload.provenance),
+        "n_meshes": result.n_meshes,
+        "search_s": result.search_s,
+        "first_plan_s": result.first_plan_s,
+        "nearest_fix": result.nearest_fix,
+        "remedies": encode(result.remedies),
+        "closest": encode(result.closest) if result.best is None else None,
+        "stopped_by": result.stopped_by,
+        "ops_without_rule": list(answer.workload.ops_without_rule),
+        "notes": list(answer.notes),
+        "splits": list(answer.splits),
+        "request": encode(answer.request),
+        "ops": encode(answer.ops),
+        "workload": encode(answer.workload),
+        "best": encode(result.best),
+        "alternatives": encode(result.alternatives),
+        "baselines": encode(result.baselines),
+        "one_device": encode(result.one_device),
+        "rejected_counts": encode(counts),
+        "rejected": encode(result.rejected if is_whole else nearest_rejections(result.rejected, most=MAX_REJECTED)),
+    }
+
+
+def _summary(answer: Answer) -> dict[str, Any]:
+    """The flat figures of the chosen plan; each is null when there is no plan."""
+    if answer.result.best is None:
+        return dict.fromkeys(_SUMMARY_KEYS)
+    candidate, workload = answer.best, answer.workload
+    estimate, tokens = candidate.estimate, tokens_per_s(workload, candidate)
+    values = (
+        plan_to_dict(candidate.plan),
+        estimate.step_s,
+        list(step_interval_s(candidate)),
+        interval_source(estimate),
+        samples_per_s(candidate),
+        tokens,
+        tokens if tokens is not None else samples_per_s(candidate),
+        mfu(workload, candidate),
+        list(estimate.needed_bytes),
+        list(estimate.allocated_bytes),
+        [list(bounds) for bounds in allocated_interval_bytes(candidate)],
+        estimate.memory_limit_bytes,
+        [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))],
+        breakdown_by_axis_s(estimate.breakdown),
+        dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
+    )
+    return dict(zip(_SUMMARY_KEYS, values, strict=True))
+
+
+_SUMMARY_KEYS = (
+    "plan",
+    "step_s",
+    "step_s_interval",
+    "step_s_interval_source",
+    "samples_per_s",
+    "tokens_per_s",
+    "tokens_or_samples_per_s",
+    "mfu",
+    "peak_bytes_per_stage",
+    "allocated_bytes_per_stage",
+    "allocated_bytes_interval_per_stage",
+    "memory_limit_bytes",
+    "memory_limit_bytes_per_stage",
+    "breakdown_s",
+    "segment_sources",
+)
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The decision in short: degrees, batch, schedule, recomputation and stages."""
+    decision: dict[str, Any] = encode(plan.mesh)
+    names = ("recompute", "loss", "precision", "batch_norm", "loss_average", "grad_compression", "powersgd_rank")
+    decision.update({name: getattr(plan, name) for name in names})
+    decision["stages"] = encode(plan.stages)
+    decision["groups"] = encode(plan.groups)
+    return decision
+
+
+def answer_from_json(text: str, *, where: str = "plan.json") -> Answer:
+    """The answer that `answer_to_json` wrote.
+
+    Raises: InputError naming the field that is missing, unknown or of the wrong type.
+    """
+    content = _parse(text, where)
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise InputError.of(
+            f"{where}: schema_version",
+            found=version,
+            expected=f"{SCHEMA_VERSION}",
+            fix="make the plan again with this version of autoplan",
+        )
+    missing = sorted({*_NEEDED_KEYS, "workload", "notes", "request"} - set(content))
+    if missing:
+        raise InputError.of(where, found="no " + ", ".join(missing), expected="a whole plan.json", fix="plan again")
+    result = {key: content[key] for key in _RESULT_KEYS if key in content}
+    return Answer(
+        workload=decode(Workload, content["workload"], f"{where}: workload"),
+        result=decode(SearchResult, result, where),
+        notes=decode(tuple[str, ...], content["notes"], f"{where}: notes"),
+        request=decode(Request | None, content["request"], f"{where}: request"),
+        ops=decode(tuple[SegmentComparison, ...], content.get("ops", []), f"{where}: ops"),
+        splits=decode(tuple[str, ...], content.get("splits", []), f"{where}: splits"),
+    )
+
+
+def plan_from_dict(content: object, *, where: str) -> Plan:
+    """The plan that stands in a plan.json under "best"."""
+    plan: Plan = decode(Plan, content, where)
+    return plan
+
+
+_RESULT_KEYS = tuple(field.name for field in fields(SearchResult))
+_NEEDED_KEYS = tuple(field.name for field in fields(SearchResult) if field.default is MISSING)
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        content = loads_finite(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError.of(
+            where, found=str(error), expected="the JSON text that autoplan wrote", fix="plan again"
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError.of(where, found=type(content).__name__, expected="a JSON object", fix="plan again")
+    return content

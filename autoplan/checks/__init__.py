@@ -1,0 +1,6 @@
+"""What comes from outside is looked at once, before it is used; everything after trusts it.
+
+options    the values of Options, and the texts they are made from (--fix, --set, --price)
+fixes      what is fixed, against the model: that it has what the choice is about
+plan       a plan that somebody may have edited, against the model and the cluster
+"""

@@ -1,0 +1,44 @@
+"""Checks of what a user fixes against the model: that it has what the choice is about."""
+
+from __future__ import annotations
+
+from autoplan.analysis.chunked_loss import why_whole
+from autoplan.analysis.semantics import check_batch_norm, check_loss_average
+from autoplan.errors import UsageError
+from autoplan.graph import OpGraph
+from autoplan.options import Options
+
+
+def check_fixed(graph: OpGraph, options: Options) -> None:
+    """Return when the model can have all that is fixed.
+
+    Raises: UsageError, or InputError for a loss that cannot be averaged so.
+    """
+    fix = dict(options.fix)
+    check_loss_average(graph, fix.get("loss_average"))
+    check_batch_norm(graph, fix.get("batch_norm"))
+    _check_recompute(graph, fix.get("recompute"))
+    _check_loss(graph, fix.get("loss"))
+
+
+def _check_loss(graph: OpGraph, loss: str | None) -> None:
+    """Refuse to chunk a loss that is no pattern the runtime knows."""
+    why = why_whole(graph) if loss == "chunked" else ""
+    if why:
+        raise UsageError.of(
+            "--fix loss=chunked",
+            found=why,
+            expected="a model that ends in an nn.Linear, then F.cross_entropy of its rows",
+            fix="leave loss out, or write the end of the model so",
+        )
+
+
+def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
+    """Refuse to fix what a model without blocks cannot do."""
+    if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
+        raise UsageError.of(
+            f"--fix recompute={recompute}",
+            found="no block",
+            expected="a model with blocks (modules in a ModuleList or Sequential), which are recomputed one by one",
+            fix="put the layers into an nn.ModuleList, or leave recompute out",
+        )

@@ -1,0 +1,201 @@
+"""Checks of what a user asks for, once on entry; everything after trusts an Options value."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from autoplan.errors import UsageError
+from autoplan.options import (
+    BATCH_NORMS,
+    GRAD_COMPRESSIONS,
+    LOSS_AVERAGES,
+    LOSSES,
+    MAX_TIME_LIMIT_S,
+    MEMORY_FORMATS,
+    OBJECTIVES,
+    PRECISIONS,
+    Options,
+)
+from autoplan.parallel_plan import ZERO_STAGES
+
+_RECOMPUTE = ("none", "full", "selective")
+_SWITCH = ("on", "off")
+# What each name of `--fix` accepts: a list of words, or None for a positive integer.
+FIX_VALUES: dict[str, tuple[str, ...] | None] = {
+    "dp": None,
+    "tp": None,
+    "pp": None,
+    "zero": tuple(map(str, ZERO_STAGES)),
+    "shard": None,
+    "micro_batch": None,
+    "schedule": (),
+    "recompute": _RECOMPUTE,
+    "loss": LOSSES,
+    "compile": _SWITCH,
+    "memory_format": MEMORY_FORMATS,
+    "generated": _SWITCH,
+    "batch_norm": BATCH_NORMS,
+    "loss_average": LOSS_AVERAGES,
+    "grad_compression": GRAD_COMPRESSIONS,
+    "powersgd_rank": None,
+}
+
+
+def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options:
+    """The options, unchanged, once every value is known to be possible.
+
+    `schedules` are the legal names of `fix=schedule`; when empty, any name passes.
+
+    Raises: UsageError that names the option, what it accepts and the nearest legal value.
+    """
+    _check_word("precision", options.precision, PRECISIONS)
+    _check_word("objective", options.objective, OBJECTIVES)
+    for name, number in (
+        ("global_batch", options.global_batch),
+        ("time_limit_s", options.time_limit_s),
+        ("max_micro_batch_size", options.max_micro_batch_size),
+        ("top", options.top),
+    ):
+        if number is not None and not 0 < number < float("inf"):
+            raise UsageError(
+                f"{name}: found {number}\n  expected: a number above 0\n  fix: leave it out for the default"
+            )
+    if options.time_limit_s is not None and options.time_limit_s > MAX_TIME_LIMIT_S:
+        raise UsageError(
+            f"time_limit_s: found {options.time_limit_s:g}\n  expected: at most {MAX_TIME_LIMIT_S:g}\n"
+            "  fix: use --require-optimal to search for as long as the proof takes"
+        )
+    for pair in options.fix:
+        _check_pair(pair)
+        _check_fix(*pair, tuple(schedules))
+    if options.module_level:
+        _check_module_level(options)
+    _check_compression(options)
+    return options
+
+
+def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """`dp=4,zero=1` (any number of such texts) as (name, value) pairs; the same name twice is an error."""
+    pairs: dict[str, str] = {}
+    for part in (part for text in texts for part in text.split(",") if part.strip()):
+        name, value = _split_pair("--fix", part)
+        if name in pairs:
+            raise UsageError(f"--fix {name}: found twice ({pairs[name]} and {value})\n  fix: give it once")
+        pairs[name] = value
+    return tuple(pairs.items())
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """`key=value` texts as keyword arguments of build_model: Python literals where they are, else strings."""
+    overrides: dict[str, Any] = {}
+    for text in texts:
+        name, value = _split_pair("--set", text)
+        try:
+            overrides[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            overrides[name] = value
+    return overrides
+
+
+def parse_prices(texts: Iterable[str]) -> dict[str, float]:
+    """`NAME=USD` texts as US dollars per device-hour by profile name.
+
+    Raises: UsageError for what is no price.
+    """
+    prices: dict[str, float] = {}
+    for text in texts:
+        name, value = _split_pair("--price", text)
+        try:
+            price = float(value)
+        except ValueError:
+            price = 0.0
+        if not 0 < price < float("inf"):
+            raise UsageError(
+                f"--price {name}: found {value!r}\n  expected: US dollars per device-hour, above 0\n"
+                f"  fix: --price {name}=2.50, or leave it out when it is unknown"
+            )
+        prices[name] = price
+    return prices
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`; did you mean "dp"?` when some legal word is close, else nothing."""
+    close = difflib.get_close_matches(word, tuple(words), n=1)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def _split_pair(option: str, text: str) -> tuple[str, str]:
+    name, separator, value = (part.strip() for part in text.partition("="))
+    if not (name and separator and value):
+        raise UsageError(
+            f"{option}: found {text!r}\n  expected: name=value\n  fix: write {option} {name or 'name'}=VALUE"
+        )
+    return name, value
+
+
+def _check_word(name: str, word: str, words: Iterable[str]) -> None:
+    words = tuple(words)
+    if word not in words:
+        raise UsageError(f"{name}: found {word!r}{nearest(word, words)}\n  expected: one of {', '.join(words)}")
+
+
+def _check_module_level(options: Options) -> None:
+    """Whole modules are neither split nor put on several stages."""
+    for name, value in options.fix:
+        if name in ("tp", "pp") and int(value) != 1:
+            raise UsageError(
+                f"--fix {name}={value} beside --module-level\n"
+                f"  expected: {name}=1, since --module-level plans neither tensor nor pipeline parallelism\n"
+                f"  fix: leave {name} out, or leave --module-level out if the model can be traced"
+            )
+
+
+def _check_compression(options: Options) -> None:
+    """Gradients are compressed where there is something to reduce, and by PowerSGD where ranks have all of them."""
+    fix = dict(options.fix)
+    name = fix.get("grad_compression", GRAD_COMPRESSIONS[0])
+    if "powersgd_rank" in fix and name != "powersgd":
+        raise UsageError.of(
+            f"--fix powersgd_rank={fix['powersgd_rank']}",
+            found=f"grad_compression {name}",
+            expected="grad_compression=powersgd beside it",
+            fix="add it, or leave powersgd_rank out",
+        )
+    if name == GRAD_COMPRESSIONS[0]:
+        return
+    where = f"--fix grad_compression={name}"
+    if fix.get("dp") == "1":
+        raise UsageError.of(
+            where, found="dp=1", expected="dp of 2 or more, since one rank reduces nothing", fix="leave one of them out"
+        )
+    if name == "powersgd" and fix.get("zero", "0") != "0":
+        expected = "zero=0, since PowerSGD needs all gradients on every rank"
+        raise UsageError.of(where, found=f"zero={fix['zero']}", expected=expected, fix="take bf16, or leave zero out")
+    if name == "powersgd" and options.precision == "fp16":
+        expected = "bf16 or fp32, since gradients that overflow would stay in the errors it carries on"
+        raise UsageError.of(where, found="--precision fp16", expected=expected, fix="take bf16, or another precision")
+
+
+def _check_pair(pair: object) -> None:
+    """Refuse what a library call gives in place of (name, value)."""
+    if not (isinstance(pair, tuple) and [type(item) for item in pair] == [str, str]):
+        raise UsageError.of(
+            "fix",
+            found=repr(pair),
+            expected="pairs of texts, a name and its value",
+            fix='write fix=(("tp", "2"), ("pp", "1"))',
+        )
+
+
+def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:
+    if name not in FIX_VALUES:
+        known = ", ".join(FIX_VALUES)
+        raise UsageError(f"--fix: unknown name {name!r}{nearest(name, FIX_VALUES)}\n  expected: one of {known}")
+    words = schedules if name == "schedule" else FIX_VALUES[name]
+    if words:
+        _check_word(f"--fix {name}", value, words)
+    elif words is None and not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise UsageError(f"--fix {name}: found {value!r}\n  expected: a whole number above 0")

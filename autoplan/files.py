@@ -1,0 +1,217 @@
+"""Files and folders, written as a whole or not at all, and read back.
+
+    files --> temporary folder beside the target --> MANIFEST.json last --> renamed to the target
+
+A folder without MANIFEST.json is not one of ours, or was not finished; a reader refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from autoplan.errors import InputError, OutputError
+from autoplan.parallel_plan import SCHEMA_VERSION
+
+MANIFEST = "MANIFEST.json"
+MAX_FILE_BYTES = 256 * 2**20
+_MADE_BY_RUNNING = frozenset({"__pycache__"})
+
+
+def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
+    """Refuse a target that could not be written, before time is spent on a search.
+
+    Raises: OutputError when the parent cannot be written, or something is there that may not be replaced.
+    """
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise OutputError(
+            f"{target}: the folder {parent} does not exist\n  fix: create it first, or choose another {option}"
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{target}: the folder {parent} is not writable\n  fix: choose another {option}")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise OutputError(
+            f"{target}: already exists, nothing was changed\n  fix: choose another {option}, or add --force"
+        )
+    _check_replaceable(target)
+
+
+def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool = False) -> None:
+    """Write `files` (relative path -> content) as the folder `target`, with a manifest of their SHA-256 sums.
+
+    The folder appears complete or not at all; with `force`, the old one stays until the new one is complete.
+
+    Raises: OutputError when a name leaves the folder, or the target cannot be written.
+    """
+    for name in files:
+        _check_name(name)
+    check_target(target, force=force)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.absolute().parent))
+    except OSError as error:
+        raise OutputError(f"{target}: {error.strerror}; nothing was changed") from error
+    try:
+        _write_files(scratch / "new", files)
+        _swap(scratch, target)
+    except OSError as error:
+        raise OutputError(f"{target}: {error.strerror or error}; nothing was changed") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_page(path: Path, *, force: bool) -> None:
+    """Refuse a page that could not be written, before time is spent on what it shows.
+
+    Raises: OutputError when its folder cannot be written, or something is there and `force` is not set.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{path}: the folder {folder} cannot be written\n  fix: create it first, or choose another")
+    if os.path.lexists(path) and not (force and path.is_file()):
+        raise OutputError(
+            f"{path}: already exists, nothing was changed\n  fix: choose another --html, or add --force to replace it"
+        )
+
+
+def write_page(path: Path, text: str, *, force: bool = False) -> None:
+    """Write a page whole or not at all; with `force` an old one stays until the new one is there.
+
+    Raises: OutputError when it cannot be written.
+    """
+    check_page(path, force=force)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.absolute().parent))
+        try:
+            _write_file(scratch / "page", text.encode())
+            (scratch / "page").replace(path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror or error}; nothing was changed") from error
+
+
+def check_folder(folder: Path) -> None:
+    """Check every file of an output folder against its manifest.
+
+    Raises: InputError that names the file that is missing or was changed.
+    """
+    for name, sha256 in _manifest_sums(folder).items():
+        path = folder / name
+        if not path.is_file():
+            raise InputError.of(str(path), found="no file", expected="a complete output folder", fix="plan again")
+        if _sha256(path.read_bytes()) != sha256:
+            raise InputError.of(
+                str(path),
+                found="a file that was changed after it was written",
+                expected=f"the SHA-256 sum of {MANIFEST}",
+                fix="plan again; or copy the folder and remove its MANIFEST.json to keep your edit",
+            )
+
+
+def read_text_file(path: Path) -> str:
+    """The text of a file that autoplan wrote or was given.
+
+    Raises: InputError when it cannot be read, or is too large to be one of these.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InputError.of(str(path), found="a huge file", expected="a text of autoplan", fix="check the path")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise InputError.of(str(path), found=reason, expected="a readable text file", fix="check the path") from error
+
+
+def _manifest_sums(folder: Path) -> dict[str, str]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise InputError.of(
+            str(folder), found=f"no {MANIFEST}", expected="a complete output folder", fix="write it again with --out"
+        )
+    try:
+        sums = json.loads(read_text_file(path))["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError.of(str(path), found="damaged text", expected="a manifest", fix="plan again") from error
+    if not isinstance(sums, dict) or not all(isinstance(item, str) for item in sums.values()):
+        raise InputError.of(f"{path}: sha256", found=type(sums).__name__, expected="file sums", fix="plan again")
+    for name in sums:
+        _check_name(name)
+    return sums
+
+
+def _check_name(name: str) -> None:
+    """Refuse a file name that leaves the folder."""
+    path = PurePosixPath(name)
+    is_plain = name and not path.is_absolute() and ".." not in path.parts and str(path) == name
+    if not is_plain or name == MANIFEST or "\\" in name or "\0" in name:
+        raise OutputError(f"{name!r} is not a file name inside the output folder; nothing was written")
+
+
+def _check_replaceable(target: Path) -> None:
+    """With --force only what autoplan wrote is replaced; a checkpoint or note beside it is never lost."""
+    if target.is_symlink() or not target.is_dir():
+        raise OutputError(f"{target}: not a folder, nothing was changed\n  fix: choose another --out")
+    try:
+        ours = {*_manifest_sums(target), MANIFEST}
+    except InputError as error:
+        raise OutputError(
+            f"{target}: was not written by autoplan (no readable {MANIFEST}), nothing was changed\n"
+            "  fix: choose another --out"
+        ) from error
+    for path in sorted(target.rglob("*")):
+        name = path.relative_to(target)
+        if path.is_file() and name.as_posix() not in ours and not _MADE_BY_RUNNING.intersection(name.parts):
+            raise OutputError(
+                f"{target}: holds {name}, which autoplan did not write; nothing was changed\n"
+                "  fix: move it away, or choose another --out"
+            )
+
+
+def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    sums = {}
+    for name, content in sorted(files.items()):
+        body = content.encode() if isinstance(content, str) else content
+        _write_file(folder / name, body)
+        sums[name] = _sha256(body)
+    manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "sha256": sums}
+    _write_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    folder.chmod(0o755)
+
+
+def _write_file(path: Path, body: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.suffix == ".sh":
+        path.chmod(0o755)
+
+
+def _swap(scratch: Path, target: Path) -> None:
+    """Put `scratch/new` in the place of `target`; on failure the old folder is back where it was.
+
+    A process killed between the two renames leaves the old folder, whole, as `.NAME.xxxx.part/old` beside the target.
+    """
+    if not os.path.lexists(target):
+        (scratch / "new").rename(target)
+        return
+    target.rename(scratch / "old")
+    try:
+        (scratch / "new").rename(target)
+    except BaseException:
+        (scratch / "old").rename(target)
+        raise
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

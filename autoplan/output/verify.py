@@ -1,0 +1,292 @@
+"""Run an emitted program: does it train like one process, and do time and memory come out as predicted?
+
+The program checks itself (`train.py --check`) and profiles itself (`train.py --profile-steps`); this module starts it,
+reads what it measured, and compares:
+
+    step         median of the steps after warm-up
+    peak memory  per pipeline rank, the largest of its ranks
+    components   of the rank that the others waited for, as the estimate is that of the slowest rank; see `_COMPONENTS`
+
+Step and allocated memory have a predicted interval and are judged by it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from autoplan.answers.answer import Answer, allocated_interval_bytes, interval_source, step_interval_s
+from autoplan.answers.intervals import is_inside
+from autoplan.errors import InputError, MeasureError, ToleranceError
+from autoplan.output.folder import launch_size, read_answer
+from autoplan.parallel_plan import Estimate, Mesh
+from autoplan.processes import start_process
+from autoplan.report.plain_text import WIDTH, text_table
+from autoplan.units import format_bytes, format_seconds
+
+Start = Callable[[Sequence[str], Path], int]
+
+STEP, PROFILED_STEP = "step", "profiled step"
+ALLOCATED, RESERVED, NEEDED = "allocated", "reserved", "needed"
+# component: (fields of the predicted `Breakdown`, what the profiled step says: a field, or an axis of `exposed_s`)
+_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "compute and recompute": (("compute_s", "recompute_s"), "compute_s"),
+    "launch (device idle)": (("launch_s", "exposed_batch_copy_s"), "idle_s"),
+    "exposed tp": (("exposed_tp_s",), "tp"),
+    "exposed dp": (("exposed_dp_s",), "dp"),
+    "exposed pp and bubble": (("exposed_pp_s", "bubble_s"), "pp"),
+    "exposed, axis unknown": ((), "unknown"),
+    "optimizer": (("optimizer_s",), "optimizer_s"),
+}
+_OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
+N_BATCHES = 4  # different ones, drawn before the first step
+COMPONENTS_NOTE = (
+    "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
+    "communication is predicted as exposed and measured as compute. Idle beyond launch is any wait for the host."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure, predicted and measured, in seconds or bytes as `unit` says.
+
+    Attributes:
+        difference: predicted / measured - 1; of a component (predicted - measured) / measured profiled step, so that
+            those of all components sum to that of the profiled step. None when it was not measured.
+        interval: where the measured figure is expected; None for what has none.
+    """
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float | None
+    difference: float | None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the measured figure lies in the interval; None without one of both."""
+        if self.interval is None or self.measured is None:
+            return None
+        return is_inside(self.measured, self.interval)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a run showed.
+
+    Attributes:
+        parity: whether loss, gradients and parameters agreed with one process; None when that was not checked.
+        measured_step_s: None on other hardware than planned for, where a step time says nothing about the estimate.
+        within_interval: whether step and allocated memory lie in the predicted intervals; None when not measured.
+        interval_source: what the intervals rest on.
+        comparisons: step, memory, and the components of the step.
+        details: what the program reported.
+    """
+
+    n_processes: int
+    n_steps: int
+    parity: bool | None
+    predicted_step_s: float
+    measured_step_s: float | None
+    within_interval: bool | None
+    interval_source: str
+    comparisons: tuple[Comparison, ...]
+    details: dict[str, Any]
+
+
+def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
+    """Check the folder, run its program for `n_steps`, and compare.
+
+    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed, and
+    profiled for two more steps.
+
+    Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
+        when it does not run on this device.
+    """
+    answer = read_answer(folder)
+    size = launch_size(answer)
+    if size["n_hosts"] > 1:
+        raise InputError(
+            f"{folder}: the plan runs on {size['n_hosts']} hosts; verify starts one\n"
+            "  fix: start launch/torchrun.sh on each host with --check, or plan for one host"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "result.json"
+        code = start(_command(size["n_devices_per_host"], n_steps, device, report), folder)
+        details = json.loads(report.read_text()) if report.is_file() else {}
+    if code and _was_compared(details):
+        raise ToleranceError(f"{folder}: the program does not train like one process; its output is above")
+    if code:
+        raise MeasureError(
+            f"{folder}/train.py ended with exit code {code} on {device}; its output is above\n"
+            "  fix: autoplan doctor lists the devices of this machine"
+        )
+    return _compare(answer, details, n_steps=n_steps)
+
+
+def _was_compared(details: dict[str, Any]) -> bool:
+    """Whether the program got as far as a comparison with one process; the launcher hides its exit code."""
+    return any(step.get("differences") for step in details.get("steps", ()))
+
+
+def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
+    launcher += ["train.py", "--device", device, "--out-json", str(report)]
+    if device == "cpu":
+        return [*launcher, "--steps", str(n_steps), "--dtype", "float64", "--check"]
+    # the step before the traced one is slow, too: it warms the profiler up
+    traced = ["--profile-steps", f"{n_steps + 1}:{n_steps + 2}", "--profile-dir", str(report.parent / "profile")]
+    return [*launcher, "--steps", str(n_steps + 2), "--repeat-batches", str(N_BATCHES), *traced]
+
+
+def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verification:
+    """Measured figures against the prediction, on the planned hardware; elsewhere only the prediction."""
+    best = answer.best
+    measured = details if details.get("device") == answer.workload.device else {}
+    step_s = _measured_step_s(measured)
+    comparisons = (
+        _comparison(STEP, "s", best.estimate.step_s, step_s, step_interval_s(best)),
+        *_memory(answer, measured),
+        *_components(best.estimate, measured.get("profiled_step_per_rank") or ()),
+    )
+    judged = [item.is_inside for item in comparisons if item.is_inside is not None]
+    return Verification(
+        n_processes=best.plan.mesh.n_devices,
+        n_steps=n_steps,
+        parity=True if _was_compared(details) else None,
+        predicted_step_s=best.estimate.step_s,
+        measured_step_s=step_s,
+        within_interval=all(judged) if judged else None,
+        interval_source=interval_source(best.estimate),
+        comparisons=comparisons,
+        details=details,
+    )
+
+
+def _comparison(
+    what: str, unit: str, predicted: float, measured: float | None, interval: tuple[float, float] | None = None
+) -> Comparison:
+    return Comparison(what, unit, predicted, measured, predicted / measured - 1 if measured else None, interval)
+
+
+def _measured_step_s(measured: Mapping[str, Any]) -> float | None:
+    """The median without the first third of the steps, at least one, which are warm-up."""
+    times_s = [step["step_s"] for step in measured.get("steps", ()) if not step.get("is_profiled")]
+    counted_s = times_s[max(1, len(times_s) // 3) :]
+    return median(counted_s) if counted_s else None
+
+
+def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]:
+    """Memory of each pipeline rank: allocated, what the allocator reserved, and that with what lies outside of it."""
+    estimate, mesh = answer.best.estimate, answer.best.plan.mesh
+    allocated = _per_pipeline_rank(measured.get("peak_allocated_bytes_per_rank"), mesh)
+    reserved_by_rank = measured.get("peak_reserved_bytes_per_rank") or ()
+    outside_by_rank = measured.get("outside_allocator_bytes_per_rank") or ()
+    reserved = _per_pipeline_rank(reserved_by_rank, mesh)
+    needed = _per_pipeline_rank(list(map(_sum, reserved_by_rank, outside_by_rank)), mesh)
+    intervals = allocated_interval_bytes(answer.best)
+    for rank, predicted in enumerate(estimate.allocated_bytes):
+        yield _comparison(_of_rank(ALLOCATED, rank, mesh), "bytes", predicted, allocated[rank], intervals[rank])
+    for rank, predicted in enumerate(estimate.allocator_bytes):
+        yield _comparison(_of_rank(RESERVED, rank, mesh), "bytes", predicted, reserved[rank])
+    for rank, predicted in enumerate(estimate.needed_bytes):
+        yield _comparison(_of_rank(NEEDED, rank, mesh), "bytes", predicted, needed[rank])
+
+
+def _sum(reserved: int | None, outside: int | None) -> int | None:
+    return None if reserved is None or outside is None else reserved + outside
+
+
+def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:
+    """The largest of the ranks of each pipeline rank, or share of the batch; ranks are numbered as `Mesh` says."""
+    ends = list(accumulate(share.dp * mesh.tp for share in mesh.all_shares * mesh.pp))
+    parts = [(sizes or ())[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [max((size for size in part if size is not None), default=None) for part in parts]
+
+
+def _of_rank(what: str, rank: int, mesh: Mesh) -> str:
+    if mesh.shares:
+        return f"{what}, share {rank}"
+    return f"{what}, pp rank {rank}" if mesh.pp > 1 else what
+
+
+def _components(estimate: Estimate, profiles: Sequence[Mapping[str, Any]]) -> Iterator[Comparison]:
+    """The parts of the step, without those that are zero on both sides, then the step that they sum to."""
+    if not profiles:
+        return
+    slowest = max(profiles, key=lambda profile: float(profile["until_optimizer_s"]))
+    step_s = float(slowest["step_s"])
+    for what, (names, place) in _COMPONENTS.items():
+        predicted_s = sum((getattr(estimate.breakdown, name) for name in names), 0.0)
+        exposed_s = slowest["exposed_s"].get(place, {}).values()
+        measured_s = float(slowest[place]) if place in slowest else float(sum(exposed_s))
+        if predicted_s or measured_s:
+            yield Comparison(what, "s", predicted_s, measured_s, (predicted_s - measured_s) / step_s)
+    yield _comparison(PROFILED_STEP, "s", estimate.step_s, step_s)
+
+
+def verification_text(found: Verification) -> str:
+    """What the run showed, as text."""
+    rows = [("processes", str(found.n_processes)), ("steps", str(found.n_steps))]
+    if found.parity is not None:
+        rows.append(
+            ("loss, gradients, parameters equal one process with these micro-batches", "yes" if found.parity else "NO")
+        )
+    measured = [item for item in found.comparisons if item.measured is not None]
+    whole = [item for item in measured if item.what not in _OF_PROFILED_STEP]
+    parts = [item for item in measured if item.what in _OF_PROFILED_STEP]
+    tables = [text_table(("verify", ""), rows)]
+    if whole:
+        tables += [_table(whole, "difference", "expected"), found.interval_source]
+    if parts:
+        tables += [_table(parts, "of the step", ""), COMPONENTS_NOTE]
+    if found.measured_step_s is None:
+        tables.append(_not_measured(found))
+    return "\n\n".join(text if "\n" in text else textwrap.fill(text, WIDTH) for text in tables) + "\n"
+
+
+def _not_measured(found: Verification) -> str:
+    """Why step, memory and components are not there."""
+    device = found.details.get("device") or "this device"
+    return (
+        f"Run on {device}. The step ({format_seconds(found.predicted_step_s)} predicted), its parts and memory can be "
+        "seen on the planned device alone: times are not compared."
+    )
+
+
+def _table(items: Sequence[Comparison], difference: str, expected: str) -> str:
+    header = ("", "predicted", "measured", difference, expected)
+    return text_table(header, map(_cells, items), right=frozenset({1, 2, 3}))
+
+
+def outside_text(found: Verification) -> str:
+    """Which figures lie outside of their interval, for an error; nothing if none does."""
+    outside = [item for item in found.comparisons if item.is_inside is False]
+    return "; ".join(f"{item.what} {_quantity(item, item.measured)}, expected {_expected(item)}" for item in outside)
+
+
+def _cells(item: Comparison) -> tuple[str, ...]:
+    difference = "-" if item.difference is None else f"{item.difference:+.1%}"
+    predicted, measured = _quantity(item, item.predicted), _quantity(item, item.measured)
+    return item.what, predicted, measured, difference, _expected(item) + (" OUTSIDE" if item.is_inside is False else "")
+
+
+def _expected(item: Comparison) -> str:
+    if item.interval is None:
+        return ""
+    return " to ".join(_quantity(item, bound) for bound in item.interval)
+
+
+def _quantity(item: Comparison, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return format_bytes(value) if item.unit == "bytes" else format_seconds(value)

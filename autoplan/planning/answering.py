@@ -1,0 +1,110 @@
+"""A search result becomes an answer: what it is about, what its plan splits, and what that changes in the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoplan.analysis.semantics import notes
+from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
+from autoplan.hardware.cluster import Cluster, Hardware
+from autoplan.search.result import SearchResult
+from autoplan.tensor_parallel.split_names import splits
+
+if TYPE_CHECKING:
+    from autoplan.hardware import HardwareProfile
+    from autoplan.planning.problem import Problem
+
+MODULE_LEVEL_LIMITS = (
+    "planned at module level: data parallelism, ZeRO and recomputation; no tensor or pipeline parallelism, because the"
+    " operators inside of modules and the values between them were not traced",
+    "all parameters are gathered and reduced at once, since each rank may use others",
+    "times and memory are those of the ways that two small runs took through the model",
+)
+
+
+def answer_of(problem: Problem, result: SearchResult) -> Answer:
+    """The result with what it is about, and what there is to say of its plan."""
+    workload, request = _workload(problem), _request(problem)
+    if result.best is None:
+        return Answer(workload, result, request=request)
+    graph, plan = problem.graph, result.best.plan
+    return Answer(workload, result, notes=notes(graph, plan), request=request, splits=splits(graph, plan))
+
+
+def model_name(model: str | Path) -> str:
+    """What reports call a MODEL: its file's name; a configuration also by its folder, since all have one name."""
+    from autoplan.tracing.hugging_face import PREFIX, is_hugging_face
+
+    path = Path(str(model).removeprefix(PREFIX))
+    return PREFIX + "/".join(path.parts[-2:]) if is_hugging_face(model) else path.name
+
+
+def _request(problem: Problem) -> Request:
+    settings = tuple(f"{name}={value!r}" for name, value in problem.overrides)
+    n_hosts = 1 if isinstance(problem.profile, Cluster) else problem.profile.n_hosts  # as --hosts was given
+    return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
+
+
+def _workload(problem: Problem) -> Workload:
+    from autoplan.analysis.model_flops import flops_per_sample, ops_without_rule
+    from autoplan.planning.untried import untried
+    from autoplan.rules import load_rules
+
+    graph, profile = problem.graph, problem.profile
+    kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
+    return Workload(
+        model=model_name(problem.model),
+        hardware=profile.name,
+        device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
+        n_hosts=profile.n_hosts,
+        n_devices=profile.n_devices,
+        n_parameters=graph.n_parameters(),
+        flops_per_sample=flops_per_sample(graph, rule_files=problem.options.rules),
+        tokens_per_sample=tokens_per_sample(graph),
+        peak_flops_per_s=None if isinstance(profile, Cluster) else peaks[0],
+        price_usd_per_device_hour=_mean_price_usd(kinds),
+        segment_names=tuple(segment.name for segment in graph.segments),
+        provenance=_provenance(problem),
+        ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
+        objective=problem.options.objective,
+        limits=MODULE_LEVEL_LIMITS
+        if graph.is_module_level
+        else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
+        groups=tuple(
+            WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
+            for kind, peak in zip(kinds, peaks, strict=True)
+        )
+        if isinstance(profile, Cluster)
+        else (),
+    )
+
+
+def _kinds(profile: Hardware) -> tuple[HardwareProfile, ...]:
+    """Each kind of host."""
+    return profile.groups if isinstance(profile, Cluster) else (profile,)
+
+
+def _peaks_flops_per_s(problem: Problem) -> list[float | None]:
+    """Of each kind of device, in the precision asked for."""
+    precision = problem.options.precision
+    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in _kinds(problem.profile)]
+
+
+def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
+    """Of a device-hour, over all devices; None unless all are known."""
+    known = [(kind.n_devices, kind.price_usd_per_device_hour) for kind in kinds]
+    total_usd = sum(count * price for count, price in known if price is not None)
+    return None if None in dict(known).values() else total_usd / sum(count for count, _ in known)
+
+
+def _provenance(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """(figure, where it comes from) of all hardware, and of the times of segments."""
+    profile = problem.profile
+    of_groups = [
+        (f"{group.name}: {name}", source)
+        for group in (profile.groups if isinstance(profile, Cluster) else ())
+        for name, source in group.sources
+    ]
+    measured = () if problem.measured is None else (("times of segments", problem.measured.source),)
+    return (*of_groups, *profile.sources, *measured)

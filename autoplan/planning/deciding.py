@@ -1,0 +1,157 @@
+"""Problem -> Answer: the search over its prices, or one given plan judged.
+
+decide    the best plan
+solve     the same, and what would make something fit where nothing does
+score     one given plan, checked and judged
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from autoplan.answers.answer import Answer
+from autoplan.cost.table import CostTable
+from autoplan.errors import InfeasibleError, InputError, UsageError
+from autoplan.hardware.cluster import Cluster, load_hardware
+from autoplan.options import Options
+from autoplan.parallel_plan import Estimate, Plan
+from autoplan.planning.answering import answer_of
+from autoplan.planning.problem import Problem, global_batch_size
+from autoplan.search.result import Candidate, Remedy, SearchResult
+
+
+def solve(problem: Problem) -> Answer:
+    """`decide`, and when nothing fits, the changes that would make something fit; Ctrl-C keeps those found so far."""
+    from autoplan.report.plan import remedy_text
+    from autoplan.search.remedies import find_remedies
+
+    answer = _with_ops(problem, decide(problem))
+    if answer.result.status != "infeasible" or answer.result.n_meshes == 0:
+        return answer
+    found: list[Remedy] = []
+    stopped_by = answer.result.stopped_by
+    try:
+        for remedy in find_remedies(problem.options, n_hosts=problem.profile.n_hosts, retry=partial(_retry, problem)):
+            found.append(remedy)
+    except KeyboardInterrupt:
+        stopped_by = "interrupted"
+    first = remedy_text(found[0]) if found else ""
+    result = replace(answer.result, remedies=tuple(found), nearest_fix=first, stopped_by=stopped_by)
+    return replace(answer, result=result)
+
+
+def decide(
+    problem: Problem,
+    *,
+    warm_start: Plan | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
+) -> Answer:
+    """Search the whole space, `warm_start` first; the estimate of the best plan carries its timeline.
+
+    That no mesh divides devices and batch is an infeasible answer, whose `nearest_fix` lists the numbers that would.
+    `clock` is what the time limit is measured with; see `search.search` for patience.
+    """
+    result = _search(problem, warm_start=warm_start, clock=clock, patience_s=patience_s)
+    if result.best is not None:
+        result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
+    return answer_of(problem, result)
+
+
+def _with_ops(problem: Problem, answer: Answer) -> Answer:
+    """The answer with the ops of its best plan, where `autoplan profile` measured them."""
+    from autoplan.profile.lookup import ops_of_plan
+
+    if problem.measured is None or isinstance(problem.profile, Cluster) or answer.result.best is None:
+        return answer
+    plan = answer.result.best.plan
+    return replace(answer, ops=ops_of_plan(problem.options, problem.graph, problem.profile, plan, problem.measured))
+
+
+def score(problem: Problem, plan: Plan) -> Answer:
+    """One given plan, judged; the status of the answer is "given".
+
+    Raises: PlanMismatchError when the plan was made for another model or needs more devices; InputError naming the
+        field when it is impossible in itself.
+    """
+    from autoplan.checks.plan import check_plan
+
+    check_plan(plan, problem.graph, problem.profile, rule_files=problem.options.rules)
+    if problem.measured is not None and plan.precision != problem.options.precision:
+        raise UsageError(
+            f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"
+            f"  fix: add --precision {plan.precision}"
+        )
+    estimate = judge(problem, plan)
+    best = Candidate(plan, estimate, bound_s=estimate.step_s)
+    result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
+    problem = replace(problem, options=replace(problem.options, precision=plan.precision))
+    return answer_of(problem, result)
+
+
+def _nothing(status: str, why: str) -> SearchResult:
+    """The result when not one mesh could be tried."""
+    return SearchResult(status, None, (), (), (), bound_s=None, n_meshes=0, search_s=0.0, nearest_fix=why)
+
+
+def judge(problem: Problem, plan: Plan) -> Estimate:
+    """Time and memory of one plan of this problem, which is trusted; see `score` for any other."""
+    from autoplan.simulator.simulate import simulate
+
+    return simulate(cost_table(problem, plan), plan.stages, with_timeline=True)
+
+
+def cost_table(problem: Problem, plan: Plan) -> CostTable:
+    """What one plan of this problem, which is trusted, is judged by."""
+    from autoplan.space.mixed import price_mixed_plan
+    from autoplan.space.priced import price_plan
+
+    graph, profile, rules = problem.graph, problem.profile, problem.options.rules
+    if isinstance(profile, Cluster):
+        return price_mixed_plan(graph, profile, plan, rule_files=rules)
+    return price_plan(graph, profile, plan, rule_files=rules, measured=problem.measured)
+
+
+def _search(
+    problem: Problem,
+    *,
+    warm_start: Plan | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    patience_s: float | None = None,
+) -> SearchResult:
+    from autoplan.search import search
+    from autoplan.search.mixed import search_mixed
+    from autoplan.space.mixed import mixed_space
+    from autoplan.space.priced import priced_space
+
+    graph, profile, options, batch = problem.graph, problem.profile, problem.options, global_batch_size(problem)
+    try:
+        if isinstance(profile, Cluster):
+            mixed = mixed_space(graph, profile, options, global_batch=batch)
+            return search_mixed(mixed, options=options, clock=clock, patience_s=patience_s)
+        offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
+        return search(
+            offered.space,
+            price=offered.price,
+            options=options,
+            make_plan=offered.make_plan,
+            warm_start=warm_start,
+            clock=clock,
+            patience_s=patience_s,
+        )
+    except InfeasibleError as error:
+        return _nothing("infeasible", str(error))
+
+
+def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
+    """The same global batch under other options, on that many hosts; a cluster that cannot be has no plan."""
+    try:
+        is_same = n_hosts == problem.profile.n_hosts
+        profile = problem.profile if is_same else load_hardware(problem.hw, n_hosts=n_hosts)
+        options = replace(options, global_batch=global_batch_size(problem))
+        return _search(replace(problem, profile=profile, options=options))
+    except InputError as error:
+        return _nothing("unusable", str(error))

@@ -1,0 +1,125 @@
+"""A question: this model on that hardware under these options. It is made from what a user names, and checked.
+
+load_hardware -> checked -> trace_model -> Problem        make_problem
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoplan.checks.options import check_options
+from autoplan.errors import InputError
+from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
+from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
+
+if TYPE_CHECKING:
+    from autoplan.graph import OpGraph
+    from autoplan.measurements.segment_times import MeasuredProfile
+
+Overrides = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question: this model on that hardware under these options.
+
+    Attributes:
+        model_file: the file the graph was traced from; an emitted folder holds a copy of it.
+        profile: equal hosts, or a mixed cluster.
+        hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
+        model: what the user named: the model file, or `hf:CONFIG.JSON`, for which `model_file` was written.
+        overrides: (name, value) arguments of its build_model, or fields of its configuration.
+        measured: what `options.profile` holds of this model, device and precision.
+    """
+
+    graph: OpGraph
+    profile: Hardware
+    options: Options
+    model_file: Path
+    hw: str
+    model: str
+    overrides: tuple[tuple[str, Any], ...] = ()
+    measured: MeasuredProfile | None = None
+
+
+def make_problem(
+    model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
+) -> Problem:
+    """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
+    from autoplan.profile.lookup import measurements_of
+
+    profile = load_hardware(hw, n_hosts=hosts)
+    options = checked(options)
+    _check_hardware(profile, options)
+    path, arguments = model_file(model, overrides or {})
+    graph = trace_model(path, overrides=arguments, module_level=options.module_level)
+    if options.strict:
+        _refuse_ops_without_rule(graph, options.rules)
+    measured = None if isinstance(profile, Cluster) else measurements_of(options, graph, profile, model=path.name)
+    return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
+
+
+def trace_model(model: str | Path, *, overrides: Overrides | None = None, module_level: bool = False) -> OpGraph:
+    """The graph of a model; it runs the model file's code, on meta tensors, unless the trace is cached.
+
+    With `module_level` the model itself runs, on the CPU, and the graph is one of whole modules.
+    """
+    from autoplan.tracing.graph_cache import cached_graph
+
+    path, overrides = model_file(model, overrides or {})
+
+    def trace_now() -> OpGraph:
+        from autoplan.tracing import module_level as modules
+        from autoplan.tracing import trace
+
+        source = trace.model_source(path, dict(overrides))
+        return modules.trace_modules(source) if module_level else trace.trace_model(source)
+
+    return cached_graph(path, overrides, trace_now, way="module level" if module_level else "")
+
+
+def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
+    """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
+    from autoplan.tracing.hugging_face import is_hugging_face, write_model_file
+
+    return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
+
+
+def global_batch_size(problem: Problem) -> int:
+    """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
+    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
+
+
+def default_global_batch(n_devices: int) -> int:
+    """Samples of one step when the user names none."""
+    return DEFAULT_MICRO_BATCH_SIZE * n_devices
+
+
+def checked(options: Options) -> Options:
+    """The options, unchanged; raises UsageError for a value that is not possible."""
+    from autoplan.registry import load_table
+
+    return check_options(options, schedules=(*load_table("autoplan.schedules", "SCHEDULES"), PLAIN_SCHEDULE))
+
+
+def _check_hardware(profile: Hardware, options: Options) -> None:
+    """Refuse options that this hardware cannot have before time is spent on a trace."""
+    from autoplan.space.mixed import check_mixed_options
+
+    if isinstance(profile, Cluster):
+        check_mixed_options(options, profile)
+
+
+def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
+    from autoplan.analysis.model_flops import ops_without_rule
+
+    names = ops_without_rule(graph, rule_files=rule_files)
+    if names:
+        raise InputError(
+            f"--strict: found ops without a cost rule: {', '.join(names)}\n"
+            "  expected: a rule for every op\n"
+            "  fix: let `autoplan rule MODEL` find rules and give them with --rules FILE, or leave --strict out"
+        )

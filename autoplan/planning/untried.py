@@ -1,0 +1,51 @@
+"""What might make a plan faster or smaller and was not looked at, in plain sentences for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoplan.analysis.chunked_loss import why_whole
+from autoplan.graph import OpGraph
+from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.parallel_plan import Execution
+from autoplan.rules import OpRule, forward_flops, operand_names
+
+MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps
+_CONVOLUTIONS = ("conv1d", "conv2d", "convolution", "conv_transpose2d")
+_CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+
+
+def untried(graph: OpGraph, measured: MeasuredProfile | None, *, rules: Mapping[str, OpRule]) -> tuple[str, ...]:
+    """One sentence for each."""
+    found = (_channels_last(graph, measured, rules), _chunked_loss(graph))
+    return tuple(sentence for sentence in found if sentence)
+
+
+def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapping[str, OpRule]) -> str:
+    """Where most arithmetic is convolutions."""
+    is_measured = measured is not None and any(
+        way.memory_format != Execution().memory_format for way in measured.executions
+    )
+    n_flops, total = 0, 0
+    specs = graph.specs()
+    for op in graph.ops:
+        rule = rules.get(op.target)
+        if rule is not None and rule.efficiency == "matmul":
+            flops = forward_flops(rule, op, operands=tuple(specs[name] for name in operand_names(op)), batch_size=1)
+            total += flops
+            n_flops += flops if op.target.split(".")[1] in _CONVOLUTIONS else 0
+    if is_measured or 2 * n_flops <= total:
+        return ""
+    return (
+        "Most of the arithmetic is convolutions, which often run faster on images in channels_last: what that gains"
+        " must be measured, by autoplan profile MODEL --memory-format both on one device, and given by --profile FILE."
+    )
+
+
+def _chunked_loss(graph: OpGraph) -> str:
+    """Where the logits are large."""
+    specs, why = graph.specs(), why_whole(graph)
+    n_classes = [specs[op.input_names()[0]].shape[-1] for op in graph.ops if op.target == _CROSS_ENTROPY]
+    if not why or not any(isinstance(n, int) and n >= MANY_CLASSES for n in n_classes):
+        return ""
+    return f"The loss is computed whole: to compute it in slices of its rows is not possible here, which has {why}."

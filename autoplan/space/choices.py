@@ -1,0 +1,87 @@
+"""What the options fix of a plan, and what they leave to the search: loss, compression, how modules run."""
+
+from __future__ import annotations
+
+from autoplan.cost.grad_compression import Compression
+from autoplan.cost.measured import execution_of
+from autoplan.errors import UsageError
+from autoplan.graph import OpGraph
+from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.options import DEFAULT_POWERSGD_RANK, GRAD_COMPRESSIONS, LOSSES, MEMORY_FORMATS, Options
+from autoplan.parallel_plan import Execution
+from autoplan.search.meshes import fixed, fixed_int
+
+CHANNELS_LAST = MEMORY_FORMATS[1]
+
+
+def loss_choice(options: Options) -> str | None:
+    """How the loss is computed, or None where the search may choose.
+
+    It chooses as it does of what is recomputed; so recomputation of some blocks, when fixed, says nothing of the loss.
+    """
+    return fixed(options, "loss") or (LOSSES[0] if fixed(options, "recompute") == "selective" else None)
+
+
+def compression_choice(options: Options) -> Compression:
+    """How gradients are compressed, which only the user decides."""
+    name = fixed(options, "grad_compression") or GRAD_COMPRESSIONS[0]
+    rank = fixed_int(options, "powersgd_rank") or DEFAULT_POWERSGD_RANK
+    return Compression(name, rank if name == "powersgd" else None)
+
+
+def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
+    """How modules may run: as is fixed, and else in every way that was measured.
+
+    Raises: UsageError when a way is asked for that has no price.
+    """
+    compiles, memory_format, tp = fixed(options, "compile"), fixed(options, "memory_format"), fixed_int(options, "tp")
+    if compiles == "on":
+        check_execution(graph, measured, Execution(compile=True), where="--fix compile=on", degree=tp)
+    if memory_format == CHANNELS_LAST:
+        wanted = Execution(memory_format=CHANNELS_LAST)
+        check_execution(graph, measured, wanted, where=f"--fix memory_format={CHANNELS_LAST}", degree=tp)
+    found = [
+        Execution(is_compiled, layout)
+        for is_compiled in ((False, True) if compiles is None else (compiles == "on",))
+        for layout in (MEMORY_FORMATS if memory_format is None else (memory_format,))
+    ]
+    return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
+
+
+def codes(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
+    """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain."""
+    wanted = fixed(options, "generated")
+    if wanted is not None:
+        return (wanted == "on",)
+    return (False, True) if measured is not None and measured.is_worth_generating else (False,)
+
+
+def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
+    """Why there is no price for modules that run so, at this degree or any; "" when there is one."""
+    plain, kinds = Execution(), graph.first_of_kind()
+    used = {execution_of(graph, kind, way) for kind in kinds}
+    needed = used - {plain}
+    name = "compiled" if way.compile else f"in {way.memory_format}"
+    if way.memory_format not in {item.memory_format for item in used}:
+        return "no segment that reads images, [sample, channel, height, width]"
+    if needed and (measured is None or not needed <= measured.executions):
+        return f"no segment that was measured {name}"
+    failed = () if measured is None else (item for item in measured.failed if item.execution in needed)
+    texts = dict.fromkeys(f"{item.segment} (tp {item.tp})" for item in failed if degree in (None, item.tp))
+    action = "torch.compile failed on" if way.compile else f"measurements {name} that failed of"
+    return f"{action} {', '.join(texts)}" if texts else ""
+
+
+def check_execution(
+    graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, where: str, degree: int | None
+) -> None:
+    """Return when modules that run so have a price; raises UsageError naming `where` it was asked for."""
+    why = why_unknown(graph, measured, way, degree=degree)
+    if why:
+        option, plain = ("--compile", "compile") if way.compile else ("--memory-format", "memory_format")
+        raise UsageError.of(
+            where,
+            found=why,
+            expected="--profile FILE with segments that ran so, since what it gains cannot be computed",
+            fix=f"run autoplan profile MODEL {option} both, or leave {plain} out",
+        )

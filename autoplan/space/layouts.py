@@ -1,0 +1,139 @@
+"""Tensor-parallel layouts of a problem: every degree that it may have, at the micro-batch sizes that are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from autoplan.cost.layout_prices import sharding_figures, sharding_prices
+from autoplan.cost.price import Shardings
+from autoplan.errors import UsageError
+from autoplan.graph import OpGraph
+from autoplan.hardware import HardwareProfile
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, SegmentSharding
+from autoplan.rules import OpRule
+from autoplan.search.meshes import divisors, fixed_int
+from autoplan.solver.solve import minimize
+from autoplan.tensor_parallel.layout_cache import Layouts, cached_layouts
+from autoplan.tensor_parallel.sharding import shard_graph
+
+Value = TypeVar("Value")
+
+# Micro-batch sizes for which layouts are solved: starting a collective counts for small ones, bytes for large ones.
+LAYOUT_SIZES = (1, 8)
+# Parts of its price that communication has, one after the other until something is split: two ranks save half of the
+# compute, four of them three quarters, while the launches of small collectives cost both the same.
+PRICES_OF_COMMUNICATION = (1.0, 0.25, 0.0625, 0.0)
+
+
+def shardings_by_size(
+    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
+) -> dict[int, Shardings]:
+    """Tensor-parallel assignments per micro-batch size that they are solved for; all have the same keys."""
+    if graph.is_module_level:
+        return {1: {}}
+    wanted = fixed_int(options, "micro_batch")
+    sizes = LAYOUT_SIZES if wanted is None else (wanted,)
+    found = {size: all_shardings(graph, profile, options, rules, batch_size=size) for size in sizes}
+    first = found[sizes[0]]
+    return {size: {key: own.get(key, first[key]) for key in first} for size, own in found.items()}
+
+
+def layout_size(micro_batch_size: int, sizes: Iterable[int] = LAYOUT_SIZES) -> int:
+    """For which of these micro-batch sizes the layouts of another one are solved."""
+    return max((size for size in sizes if size <= 2 * micro_batch_size), default=min(sizes))
+
+
+def of_size(by_size: Mapping[int, Value], mesh: Mesh) -> Value:
+    """The entry that is meant for the micro-batches of a mesh."""
+    return by_size[layout_size(mesh.micro_batch_size, tuple(by_size))]
+
+
+def all_shardings(
+    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule], *, batch_size: int
+) -> Shardings:
+    """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
+
+    They are the best for micro-batches of `batch_size`. `rules` are those that `options` name; what was solved before
+    is read from the user's cache. Where the degree that is fixed is slower than none, its assignments are the best ones
+    under the highest price of communication, of `PRICES_OF_COMMUNICATION`, at which something is split.
+
+    Raises: UsageError for a degree that is fixed and has no place, or nothing to split.
+    """
+    wanted = fixed_int(options, "tp")
+    degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
+    found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
+    graph_hash = graph.content_hash()
+    if wanted is not None:
+        _check_degree(wanted, profile)
+    for degree in degrees:
+        if degree == 1 or degree > profile.n_devices:
+            continue
+        for part in PRICES_OF_COMMUNICATION[: 1 if wanted is None else None]:
+            best = _layouts(graph, profile, options, rules, (degree, batch_size, part), graph_hash=graph_hash)
+            split = {(degree, key): value for key, value in best.items() if _splits_something(value)}
+            found.update(split)
+            if split:
+                break
+    if wanted not in (None, 1) and not found:
+        free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
+        legal = sorted(
+            {1, *(degree for degree, _ in all_shardings(graph, profile, free, rules, batch_size=batch_size))}
+        )
+        raise UsageError.of(
+            f"--fix tp={wanted}",
+            found=f"nothing in the model that can be split over {wanted} devices",
+            expected=f"one of {', '.join(map(str, legal))}",
+            fix="use one of these, or leave tp out",
+        )
+    return found
+
+
+def _layouts(
+    graph: OpGraph,
+    profile: HardwareProfile,
+    options: Options,
+    rules: Mapping[str, OpRule],
+    case: tuple[int, int, float],
+    *,
+    graph_hash: str,
+) -> Layouts:
+    """What `shard_graph` finds now or in an earlier run for a degree, a micro-batch, and a price of communication."""
+    degree, batch_size, part = case
+
+    def solve_now() -> Layouts:
+        prices = sharding_prices(
+            graph,
+            profile=profile,
+            precision=options.precision,
+            rules=rules,
+            degree=degree,
+            batch_size=batch_size,
+            communication=part,
+        )
+        return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(minimize, time_limit_s=None))
+
+    figures = sharding_figures(profile, degree=degree)
+    named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}, price {part}", figures)
+    return cached_layouts(named, options.rules, solve_now)
+
+
+def _check_degree(degree: int, profile: HardwareProfile) -> None:
+    """Refuse a degree that the cluster has no place for, and name the nearest that it has."""
+    host = profile.n_devices_per_host
+    multiples = tuple(host * k for k in range(2, profile.n_hosts + 1))
+    legal = sorted((*divisors(host), *multiples), key=lambda other: (abs(other - degree), other))
+    if degree not in legal:
+        raise UsageError.of(
+            f"--fix tp={degree}",
+            found=f"{degree}, on {profile.n_hosts} x {host} devices",
+            expected="a divisor or a multiple of the devices of a host",
+            fix=f"use tp={' or tp='.join(map(str, sorted(legal[:2])))}",
+        )
+
+
+def _splits_something(assignments: tuple[SegmentSharding, ...]) -> bool:
+    return any(layout.startswith("S") for assignment in assignments for _, layout in assignment.values)

@@ -1,0 +1,166 @@
+"""One problem as the search sees it: the space of meshes, a price for each, and the way back to a plan.
+
+OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, make_plan(mesh, stages) -> Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from autoplan.analysis.chunked_loss import can_chunk
+from autoplan.checks.fixes import check_fixed
+from autoplan.cost.boundaries import legal_cuts
+from autoplan.cost.grad_compression import Compression
+from autoplan.cost.price import Shardings, make_pricer
+from autoplan.cost.table import CostTable
+from autoplan.graph import OpGraph
+from autoplan.hardware import HardwareProfile
+from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, Options
+from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
+from autoplan.rules import OpRule, load_rules
+from autoplan.search.meshes import SearchSpace, fixed
+from autoplan.space.choices import check_execution, codes, compression_choice, executions, loss_choice
+from autoplan.space.current_code import with_current_code
+from autoplan.space.layouts import of_size, shardings_by_size
+
+
+@dataclass(frozen=True, slots=True)
+class PricedSpace:
+    """What `search` is called with, besides the options."""
+
+    space: SearchSpace
+    price: Callable[[Mesh], CostTable]
+    make_plan: Callable[[Mesh, tuple[StagePlan, ...]], Plan]
+
+
+def priced_space(
+    graph: OpGraph,
+    profile: HardwareProfile,
+    options: Options,
+    *,
+    global_batch: int,
+    n_devices: int | None = None,
+    measured: MeasuredProfile | None = None,
+) -> PricedSpace:
+    """Solve the tensor-parallel programs of every degree, and offer everything to the search.
+
+    With `n_devices` every plan uses exactly that many; otherwise the cluster's, or fewer where that is faster.
+    """
+    check_fixed(graph, options)
+    rules = load_rules(options.rules)
+    by_size = shardings_by_size(graph, profile, options, rules)
+    measured = with_current_code(measured, graph, by_size.values(), precision=options.precision, rules=rules)
+    keys: dict[int, list[str]] = {1: [""]}
+    for degree, key in by_size[min(by_size)]:
+        keys.setdefault(degree, []).append(key)
+    space = SearchSpace(
+        n_devices=n_devices or profile.n_devices,
+        uses_all_devices=n_devices is not None,
+        n_devices_per_host=profile.n_devices_per_host,
+        global_batch=global_batch,
+        kinds=tuple(segment.kind for segment in graph.segments),
+        cuts=legal_cuts(graph),
+        shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
+        executions=executions(graph, options, measured),
+        generated=codes(options, measured),
+    )
+    pricers = {
+        size: make_pricer(
+            graph,
+            profile=profile,
+            precision=options.precision,
+            shardings=shardings,
+            rules=rules,
+            measured=measured,
+            loss=loss_choice(options),
+            compression=compression_choice(options),
+        )
+        for size, shardings in by_size.items()
+    }
+    make_plan = partial(
+        _make_plan,
+        graph,
+        by_size,
+        options,
+        (profile.name, profile.n_hosts),
+        graph.content_hash(),
+        rules,
+    )
+    return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), make_plan)
+
+
+def price_plan(
+    graph: OpGraph,
+    profile: HardwareProfile,
+    plan: Plan,
+    *,
+    rule_files: Sequence[str] = (),
+    measured: MeasuredProfile | None = None,
+) -> CostTable:
+    """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
+    way, degree, rules = plan.mesh.execution, plan.mesh.tp, load_rules(rule_files)
+    shardings = {(degree, plan.mesh.sharding): plan.shardings}
+    split = [shardings] if degree > 1 else []  # the whole model's were looked at where the profile was read
+    measured = with_current_code(measured, graph, split, precision=plan.precision, rules=rules)
+    if way.compile:
+        check_execution(graph, measured, Execution(compile=True), where="plan: mesh.compile", degree=degree)
+    if way != Execution():
+        check_execution(graph, measured, way, where="plan: mesh.memory_format", degree=degree)
+    pricer = make_pricer(
+        graph,
+        profile=profile,
+        precision=plan.precision,
+        shardings=shardings,
+        rules=rules,
+        measured=measured,
+        loss=plan.loss,
+        compression=Compression(plan.grad_compression, plan.powersgd_rank),
+    )
+    return pricer(plan.mesh)
+
+
+def _make_plan(
+    graph: OpGraph,
+    by_size: Mapping[int, Shardings],
+    options: Options,
+    hardware: tuple[str, int],
+    graph_hash: str,
+    rules: Mapping[str, OpRule],
+    mesh: Mesh,
+    stages: tuple[StagePlan, ...],
+) -> Plan:
+    """The plan; only blocks are recomputed, and in place of the last segment its loss is chunked."""
+    shardings = of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ())
+    last = len(graph.segments) - 1
+    loss = loss_choice(options) or LOSSES[any(last in stage.recomputed for stage in stages)]
+    if loss == "chunked" and not can_chunk(graph, mesh, shardings, rules=rules):
+        loss = LOSSES[0]
+    kept = tuple(
+        StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
+    )
+    compression = compression_choice(options).under(mesh)
+    return Plan(
+        mesh=mesh,
+        stages=kept,
+        precision=options.precision,
+        shardings=shardings,
+        graph_hash=graph_hash,
+        hardware=hardware[0],
+        n_hosts=hardware[1],
+        recompute=_recompute_name(graph, kept, n_copies=len(mesh.all_shares)),
+        loss=loss,
+        batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
+        loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
+        grad_compression=compression.name,
+        powersgd_rank=compression.rank,
+    )
+
+
+def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...], *, n_copies: int) -> str:
+    """Of stages that have every block so many times."""
+    n_recomputed = sum(len(stage.recomputed) for stage in stages)
+    n_blocks = n_copies * sum(segment.is_block for segment in graph.segments)
+    return "none" if n_recomputed == 0 else "full" if n_recomputed == n_blocks else "selective"

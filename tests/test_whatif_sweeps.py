@@ -1,0 +1,165 @@
+"""Sweeps: what is kept of them, in processes, interrupted, damaged, with clusters that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from whatif_toys import keep_points_apart
+
+import autoplan
+from autoplan import api, cli
+from autoplan.errors import InputError
+from autoplan.options import Options
+from autoplan.what_if import points as whatif_points
+from autoplan.what_if import sweep as sweeping
+from autoplan.what_if.asking import ask
+from autoplan.what_if.points import searched
+from autoplan.what_if.question import Question, checked_question, parse_question
+from autoplan.what_if.tables import row_to_dict
+
+CHECKOUT = Path(__file__).parent.parent
+GPT = str(CHECKOUT / "examples" / "gpt.py")
+MLP = str(CHECKOUT / "examples" / "mlp.py")
+CHAR = (("size", "char"),)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_points_apart(tmp_path_factory.mktemp("points"), monkeypatch)
+
+
+def _question(**changes) -> Question:
+    return replace(
+        Question(GPT, ("dgx_a100_x8",), hosts=(1, 2), overrides=CHAR, global_batches=(64,), n_tokens=1e9), **changes
+    )
+
+
+def test_a_second_sweep_searches_only_what_is_new() -> None:
+    first = ask(_question())
+    assert (first.sweep.n_kept, len(first.rows)) == (0, 2)
+    dearer = replace(_question(given_usd=(("dgx_a100_x8", 9.0),)), hosts=(1, 2, 4))
+    second = ask(dearer)
+    assert (second.sweep.n_kept, len(second.rows)) == (2, 3)
+    assert [row.step_s for row in second.rows[:2]] == [row.step_s for row in first.rows]
+    assert second.rows[0].cost_usd == pytest.approx(9.0 * first.rows[0].device_hours)
+
+
+def test_a_damaged_result_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "cache_entry", lambda name, key: tmp_path / f"{key}.json")
+    first = ask(_question(hosts=(1,)))
+    (entry,) = tmp_path.glob("*.json")
+    for text in ("{", json.dumps({**json.loads(entry.read_text()), "result": '{"step_s": 1e-9}'}), "[1]"):
+        entry.write_text(text)
+        again = ask(_question(hosts=(1,)))
+        assert again.sweep.n_kept == 0 and again.rows == first.rows
+    assert ask(_question(hosts=(1,))).sweep.n_kept == 1
+
+
+def test_processes_and_the_command_line_give_the_same_rows(tmp_path: Path, monkeypatch, capsys) -> None:
+    alone = ask(_question())
+    monkeypatch.setattr(sweeping, "cache_entry", lambda name, key: tmp_path / f"{key}.json")
+    arguments = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1,2", "--global-batch", "64"]
+    assert cli.run([*arguments, "--tokens", "1e9", "--jobs", "2", "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["n_known_before"] == 0 and "2 of 2 points" in err
+    assert found["rows"] == json.loads(json.dumps([row_to_dict(row) for row in alone.rows]))
+    library = api.whatif(GPT, hw=("dgx_a100_x8",), hosts=(1, 2), n_tokens=1e9, overrides=dict(CHAR), global_batch=64)
+    assert library == alone.rows
+
+
+def test_batch_and_precision_of_the_options_are_those_of_the_question() -> None:
+    given = replace(_question(), global_batches=(), options=Options(global_batch=32, precision="fp32"))
+    folded = checked_question(given, where="q")
+    assert (folded.global_batches, folded.precisions) == ((32,), ("fp32",))
+    assert folded.options == Options() and checked_question(folded, where="q") == folded
+    for changes in ({"global_batches": (64,)}, {"precisions": ("fp16", "bf16")}):
+        with pytest.raises(InputError, match="expected: one of the two"):
+            checked_question(replace(given, **changes), where="q")
+
+
+def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    solve, n_done = sweeping.solve_point, []
+
+    def interrupted_at_the_second(problem, **given):
+        if n_done:
+            raise KeyboardInterrupt
+        n_done.append(1)
+        return solve(problem, **given)
+
+    monkeypatch.setattr(sweeping, "solve_point", interrupted_at_the_second)
+    arguments = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1,2", "--global-batch", "64"]
+    assert cli.run([*arguments, "--jobs", "1", "--format", "json"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_interrupted"] and [row["status"] == "interrupted" for row in found["rows"]] == [False, True]
+    monkeypatch.setattr(sweeping, "solve_point", solve)
+    assert ask(_question()).sweep.n_kept == 1
+
+
+def test_an_unusable_cluster_is_a_row(capsys) -> None:
+    # a V100 has no bf16
+    arguments = ["whatif", MLP, "--hw", "v100_x8,dgx_a100_x8", "--jobs", "1", "--format", "json"]
+    assert cli.run(arguments) == 0
+    v100, a100 = json.loads(capsys.readouterr().out)["rows"]
+    assert v100["status"] == "unusable" and "bf16" in v100["detail"]
+    assert a100["step_s"] is not None and a100["global_batch"] == v100["global_batch"] == 64
+    # 16 data-parallel ranks do not fit on one host of 8
+    assert cli.run(["whatif", MLP, "--hw", "dgx_a100_x8", "--hosts", "1,2", "--fix", "dp=16", "--jobs", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "infeasible" in text and "fastest" in text and "global batch: 128 samples on every cluster" in text
+
+
+def test_absurd_sizes_are_answered_without_infinities(capsys) -> None:
+    arguments = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1", "--global-batch", "64"]
+    for tokens in ("1", "1e20"):
+        assert cli.run([*arguments, "--tokens", tokens, "--jobs", "1", "--format", "json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))["rows"]
+        assert row["train_s"] > 0
+
+
+def test_quick_searches_are_of_one_stage_per_rank_unless_a_schedule_is_fixed() -> None:
+    assert dict(searched(Options(), search="quick").fix)["schedule"] == "plain"
+    fixed = Options(fix=(("schedule", "gpipe"),))
+    assert searched(fixed, search="quick").fix == fixed.fix and searched(Options(), search="full").fix == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limits_s"),
+    [
+        ([], [(1.0, 15.0)]),
+        (["--time-limit", "1"], [(1.0, None)]),
+        (["--time-limit", "7"], [(7.0, None)]),
+        (["--search", "full"], [(15.0, None)]),
+    ],
+)
+def test_a_time_limit_that_is_given_is_that_of_each_search(
+    monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], limits_s: list[tuple[float, float | None]]
+) -> None:
+    asked: list[tuple[float | None, float | None]] = []
+    decide = whatif_points.decide
+
+    def find_nothing(problem, *, clock, patience_s):
+        asked.append((problem.options.time_limit_s, patience_s))
+        answer = decide(problem, clock=clock, patience_s=patience_s)
+        return replace(answer, result=replace(answer.result, status="unknown", best=None))
+
+    monkeypatch.setattr(whatif_points, "decide", find_nothing)
+    command = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--fix", "dp=8,tp=1,pp=1,recompute=none"]
+    assert cli.run([*command, "--global-batch", "64", "--jobs", "1", *arguments]) == 0
+    assert asked == limits_s
+    library = {"hw": ("dgx_a100_x8",), "overrides": dict(CHAR), "global_batch": 64, "fix": (("dp", "8"),)}
+    if arguments[:1] == ["--time-limit"]:
+        autoplan.whatif(GPT, time_limit_s=float(arguments[1]), **library)
+        assert asked == 2 * limits_s
+
+
+def test_a_question_names_no_more_points_than_can_be_answered() -> None:
+    tables = {
+        "workload": {"model": "m.py", "global_batch": list(range(1, 200))},
+        "clusters": {"hw": ["a"], "hosts": list(range(1, 200))},
+    }
+    with pytest.raises(InputError, match="39601 points"):
+        parse_question(tables, where="w")
