@@ -209,10 +209,14 @@ class Predictor:
     def _table(self, case: Case) -> CostTable:
         alone = replace(case.mesh, n_micro_batches=1, schedule="gpipe", n_chunks=1)
         table = replace(self._pricer(case.program, case.mesh.n_devices)(alone), mesh=case.mesh)
-        if case.recompute != "selective":
+        if case.recompute == "none":
             return table
-        core_s = (self._core_s(case.program, kind, case.mesh.micro_batch_size) for kind in range(len(table.costs)))
-        pairs = zip(table.costs, core_s, strict=True)
+        if case.recompute == "full":  # all of it, as torch's recomputation was not there to stop early
+            again_s = [plain.forward_s + plain.launch_forward_s + plain.tp_forward_s for plain, _ in table.costs]
+        else:
+            kinds = range(len(table.costs))
+            again_s = [self._core_s(case.program, kind, case.mesh.micro_batch_size) for kind in kinds]
+        pairs = zip(table.costs, again_s, strict=True)
         return replace(table, costs=tuple((plain, replace(again, recompute_s=s)) for (plain, again), s in pairs))
 
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:

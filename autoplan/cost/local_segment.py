@@ -85,6 +85,8 @@ class LocalSegment:
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
         weights: (parameter name, local elements) of the trainable parameters it reads; `first_dims` of each.
         fixed_bytes: buffers and frozen parameters.
+        n_repeated_ops: how many of its first ops recomputation runs again; see `_n_repeated_ops`.
+        repeated_conversions: the `conversions` that these need.
         sliced: the ops of a loss that may be chunked.
     """
 
@@ -98,6 +100,8 @@ class LocalSegment:
     weights: tuple[tuple[str, int], ...]
     first_dims: tuple[int, ...]
     fixed_bytes: int
+    n_repeated_ops: int
+    repeated_conversions: tuple[tuple[TensorSpec, Conversion], ...]
     sliced: SlicedOps | None = None
 
 
@@ -109,6 +113,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
     inputs = (name for name in segment.inputs if name in gradients)
     kept = _kept_tensors(context, segment, layouts)
+    n_repeated_ops = _n_repeated_ops(context, segment, layouts)
     return LocalSegment(
         ops=tuple(
             local_op(context, op, layouts.strategies[op.name], is_strided=not strided.isdisjoint(operand_names(op)))
@@ -123,6 +128,8 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         weights=weights,
         first_dims=first_dims,
         fixed_bytes=fixed_bytes,
+        n_repeated_ops=n_repeated_ops,
+        repeated_conversions=_conversions(context, segment, layouts, n_ops=n_repeated_ops),
         sliced=_sliced_ops(context, segment, layouts),
     )
 
@@ -194,21 +201,42 @@ def _precision_of(context: WorkContext, op: Op) -> str:
     return "fp32" if is_widened else context.precision
 
 
+def _n_repeated_ops(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> int:
+    """The ops that run a second time under recomputation, counted from the first.
+
+    torch stops (`early_stop` of `torch.utils.checkpoint`) as soon as all that autograd keeps is there again: before the
+    last op that keeps something, where that keeps its operands only, as the product at the end of a block does.
+    """
+    ops = context.graph.ops_of(segment)
+    for index in reversed(range(len(ops))):
+        op = ops[index]
+        if op.name not in context.facts.gradients or is_nothing(op):
+            continue
+        rule = context.rules.get(op.target) or OpRule(saves=(-1,))
+        if rule.extra_saved_bytes is not None or any(position < 0 for position in rule.saves):
+            return index + 1
+        if _kept(op, rule, layouts.strategies[op.name], context.facts.gradients):
+            return index
+    return 0
+
+
 def _conversions(
-    context: WorkContext, segment: Segment, layouts: SegmentLayouts
+    context: WorkContext, segment: Segment, layouts: SegmentLayouts, *, n_ops: int | None = None
 ) -> tuple[tuple[TensorSpec, Conversion], ...]:
+    """Those of all uses in the segment and of what leaves it, or those that the first `n_ops` ops need."""
     needed: dict[tuple[str, Layout], None] = {}
-    for op in context.graph.ops_of(segment):
+    for op in context.graph.ops_of(segment)[:n_ops]:
         for name, layout in zip(operand_names(op), layouts.strategies[op.name].operands, strict=True):
             needed[name, layout] = None
-    needed.update(dict.fromkeys(layouts.leaves_as.items()))
+    if n_ops is None:
+        needed.update(dict.fromkeys(layouts.leaves_as.items()))
     found = []
     for name, layout in needed:
         step = conversion(layouts.produced[name], layout, has_gradient=name in context.facts.gradients)
         assert step is not None, (name, layouts.produced[name], layout)
         if step.function:
             found.append((context.facts.specs[name], step))
-    for op in context.graph.ops_of(segment):
+    for op in context.graph.ops_of(segment)[:n_ops]:
         found += [(spec, EXCHANGE) for spec in exchanged_specs(op, layouts.strategies[op.name], context.facts.specs)]
     return tuple(found)
 

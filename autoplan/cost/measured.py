@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from autoplan.cost.segment_work import SegmentWork
+from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import LOSS_PATH, OpGraph
 from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
@@ -95,6 +95,8 @@ class Correction:
     ) -> tuple[SegmentWork, str]:
         """The work as measured, or as close to that as the measurements come, and which of these it is."""
         found, source = self._corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
+        if self.executions[kind].compile:  # one op to autograd, which keeps what it made
+            found = replace(found, repeated=WHOLE_PASS)
         return replace(found, chunked=_chunked_as(found, work)), source
 
     def _corrected(

@@ -41,7 +41,9 @@ def segment_costs(
     if not is_block:
         return plain, chunked
     input_bytes = min(work.input_bytes, work.saved_bytes)
-    again_s, host_again_s = work.forward_s + work.tp_forward_s, work.host_forward_s + work.collectives_forward_s
+    again = work.repeated
+    again_s = again.device * work.forward_s + again.tp * work.tp_forward_s
+    host_again_s = again.host * work.host_forward_s + again.collectives * work.collectives_forward_s
     full = replace(
         plain,
         recompute_s=max(again_s, host_again_s),

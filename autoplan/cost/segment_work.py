@@ -10,7 +10,7 @@ the loss in float32 at least, so under 16 bits the loss function sees tensors of
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.cost.local_segment import KeptTensor, LocalOp, LocalSegment, is_nothing
 from autoplan.cost.op_time import OpTime, host_s, op_time
@@ -35,6 +35,37 @@ CONVERSION_KERNELS = {
 
 
 @dataclass(frozen=True, slots=True)
+class PassParts:
+    """A forward pass in seconds, or how large a part of it another one is.
+
+    Attributes:
+        device, host: of the device and of the host, without communication.
+        tp, collectives: of tensor-parallel communication, and of the host to start that.
+    """
+
+    device: float
+    host: float
+    tp: float
+    collectives: float
+
+    def over(self, whole: PassParts) -> PassParts:
+        """How large a part of `whole` it is; all of what takes no time."""
+
+        def part(own: float, all_of_it: float) -> float:
+            return own / all_of_it if all_of_it else 1.0
+
+        return PassParts(
+            part(self.device, whole.device),
+            part(self.host, whole.host),
+            part(self.tp, whole.tp),
+            part(self.collectives, whole.collectives),
+        )
+
+
+WHOLE_PASS = PassParts(1.0, 1.0, 1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentWork:
     """One segment, one micro-batch, one rank; see `cost.table.SegmentCost` for the fields they share.
 
@@ -44,6 +75,7 @@ class SegmentWork:
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
+        repeated: how large a part of its forward pass recomputation runs again.
         chunked: the same with the loss in slices, where it can be; see `cost.chunked`.
     """
 
@@ -62,6 +94,7 @@ class SegmentWork:
     n_weight_ops: int
     weight_backward_s: float
     pending_bytes: int
+    repeated: PassParts
     chunked: SegmentWork | None = None
 
 
@@ -71,16 +104,16 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     n_additions, additions_s = _gradient_additions(context, segment, batch_size)
     cast_s = _loss_cast_s(context, segment, batch_size)
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
-    local_s = sum(_local_s(context.device, step) for _, step in segment.conversions)
     item_bytes = element_bytes(context.precision).gathered
+    forward = _forward_pass(context, segment, times, batch_size)
     return SegmentWork(
-        forward_s=sum(t.forward_s for t in times) + local_s + cast_s,
+        forward_s=forward.device + cast_s,
         backward_s=sum(t.backward_s for t in times) + additions_s + cast_s,
-        host_forward_s=host_s(context.device, sum(t.n_launches for t in times)),
+        host_forward_s=forward.host,
         host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
-        collectives_forward_s=context.device.collective_launch_s * _n_collectives(segment, "forward"),
+        collectives_forward_s=forward.collectives,
         collectives_backward_s=context.device.collective_launch_s * _n_collectives(segment, "backward"),
-        tp_forward_s=_communication_s(context, segment, batch_size, backward=False),
+        tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(segment, batch_size),
         input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
@@ -89,6 +122,24 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
+        repeated=_forward_pass(context, repeated_part(segment), times, batch_size).over(forward),
+    )
+
+
+def repeated_part(segment: LocalSegment) -> LocalSegment:
+    """What recomputation runs again of its forward pass."""
+    ops = segment.ops[: segment.n_repeated_ops]
+    return replace(segment, ops=ops, conversions=segment.repeated_conversions)
+
+
+def _forward_pass(context: WorkContext, segment: LocalSegment, times: Sequence[OpTime], batch_size: int) -> PassParts:
+    """Of the ops of a segment, the first that `times` are of; without the cast of a loss."""
+    own = times[: len(segment.ops)]
+    return PassParts(
+        device=sum(t.forward_s for t in own) + sum(_local_s(context.device, step) for _, step in segment.conversions),
+        host=host_s(context.device, sum(t.n_launches for t in own)),
+        tp=_communication_s(context, segment, batch_size, backward=False),
+        collectives=context.device.collective_launch_s * _n_collectives(segment, "forward"),
     )
 
 

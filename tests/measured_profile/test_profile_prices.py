@@ -41,7 +41,7 @@ def test_a_plan_takes_exactly_the_measured_seconds(problem, measured, size) -> N
             row["saved_bytes"],
         )
         if segment.is_block:
-            assert table.costs[kind][1].recompute_s == row["forward_s"]
+            assert 0 < table.costs[kind][1].recompute_s < row["forward_s"]  # its last product does not run again
     assert set(table.sources) == {"measured"}
 
 
