@@ -417,3 +417,13 @@ def test_browser_prints_every_chart_within_the_paper(browser: Browser, page_file
     assert browser.run(shown) == [True, True]
     assert base64.b64decode(browser.send("Page.printToPDF")["data"]).startswith(b"%PDF")
     browser.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_cost_says_that_whole_hosts_are_paid_for_where_a_plan_leaves_devices_idle(answer: Answer) -> None:
+    # 2 USD x 4 devices, of which the plan uses 2
+    mesh = Mesh(pp=2, micro_batch_size=2, n_micro_batches=4)
+    idle = replace(answer, result=replace(answer.result, best=make_candidate(mesh=mesh)))
+    said = "per device-hour; whole hosts are paid for, 2 devices of them idle"
+    assert said in plan_page(idle) and "whole hosts are paid for" not in plan_page(answer)
+    assert "cost of a billion tokens, whole hosts" in plan_page(answer)
+    assert "whole hosts are paid for, 2 devices of them idle" in chart_files(idle)["candidates.svg"]

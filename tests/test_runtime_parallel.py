@@ -52,6 +52,17 @@ FOUR_RANKS = {
     "pp 2 x zero 0": plan(pp=2, dp=2),
     "pp 2 x zero 1": plan(pp=2, dp=2, zero_stage=1, zero_shard_degree=2),
     "pp 2 x zero 2": plan(pp=2, dp=2, zero_stage=2, zero_shard_degree=2),
+    "pp 2 gpipe x zero 1": plan(pp=2, dp=2, schedule="gpipe", zero_stage=1, zero_shard_degree=2),
+    "pp 2 interleaved x zero 1 with recompute": plan(
+        pp=2,
+        n_chunks=2,
+        dp=2,
+        zero_stage=1,
+        zero_shard_degree=2,
+        schedule="interleaved",
+        n_micro_batches=4,
+        recompute=BLOCKS[1:],
+    ),
     "pp 2 x zero 3": plan(pp=2, dp=2, zero_stage=3, zero_shard_degree=2),
     "pp 2 interleaved x zero 3": plan(
         pp=2, n_chunks=2, dp=2, zero_stage=3, zero_shard_degree=2, schedule="interleaved", n_micro_batches=4

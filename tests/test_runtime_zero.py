@@ -14,32 +14,42 @@ from autoplan.runtime.zero import local_part
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 
 
+N_SENT = 4  # tensors that cross a cut of `tiny_parallel`
+
+
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives that run inside it."""
+    """Counts the collectives that run inside it, and notes their order."""
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.order = Counter(), []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             self.counts[function._opname] += 1
+            self.order.append(function._opname)
         return function(*args, **(kwargs or {}))
 
 
 def _build(**fields):
-    config = Config(precision="fp64", micro_batch_size=2, n_micro_batches=3, blocks=BLOCKS, **fields)
+    config = Config(precision="fp64", micro_batch_size=2, blocks=BLOCKS, **{"n_micro_batches": 3, **fields})
     generated = parallel_model(config.tp, config.n_stages) if config.pp > 1 else None
     return ParallelModel(config, tiny_gpt, generated, mesh=build_rank_mesh(config, "cpu"))
 
 
-def _count(**fields):
-    """(all-gathers, reduce-scatters, all-reduces) of the second step."""
+def _second_step(**fields):
+    """What was communicated in the second step."""
     model = _build(**fields)
     for step in range(2):
         batch = global_batch(tiny_gpt.make_batch, batch_size=model.config.global_batch_size, seed=0, step=step)
         with CollectiveCounter() as counter:
             model.step(local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank))
+    return counter
+
+
+def _count(**fields):
+    """(all-gathers, reduce-scatters, all-reduces) of the second step."""
+    counter = _second_step(**fields)
     return tuple(counter.counts[name] for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"))
 
 
@@ -73,6 +83,30 @@ def test_replicas_are_reduced_once_per_step_and_a_pipeline_changes_no_stage():
         # gathered for F2, freed by B1, gathered for B2: 3. Each block: 3 forwards + 3 backwards.
         (3 + 2 * 6, 3 * 3, 2),
     ]
+
+
+def _gathers_before_the_first_message():
+    """Per ZeRO stage, the all-gathers of the second step before anything is received."""
+    counters = [_second_step(dp=2, pp=2, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)]
+    return [counter.order[: counter.order.index("recv_")].count("_allgather_base_") for counter in counters]
+
+
+def test_a_pipeline_stage_gathers_what_it_keeps_before_its_first_input_arrives():
+    # The last two ranks have the second stage: 2 blocks and the rest. Under stage 3 none can be kept until then.
+    assert run_ranks(_gathers_before_the_first_message, 4)[2:] == [[3, 3, 0]] * 2
+
+
+def _gathers_of_the_first_rank():
+    """The all-gathers of the second step before the first message is sent, and before the second one."""
+    schedule = {"schedule": "interleaved", "n_chunks": 2, "n_micro_batches": 4}
+    order = _second_step(dp=2, pp=2, zero_stage=1, zero_shard_degree=2, **schedule).order
+    sends = [place for place, name in enumerate(order) if name == "send"]
+    return [order[:place].count("_allgather_base_") for place in sends[: 2 * N_SENT : N_SENT]]
+
+
+def test_the_first_rank_gathers_for_its_later_stage_before_it_sends_a_second_time():
+    # a block and the embedding of the first stage, then the block of the third one
+    assert run_ranks(_gathers_of_the_first_rank, 4)[:2] == [[2, 3]] * 2
 
 
 def _state_elements():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
-from autoplan.search import search
+from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.search.result import SearchResult
 
@@ -196,12 +196,12 @@ def test_alternatives_are_other_meshes_in_order_of_their_step_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_best_plan_is_never_slower_than_a_recipe_that_fits(seed: int) -> None:
+def test_the_best_plan_is_never_slower_than_a_recipe_that_fits_by_more_than_the_gap(seed: int) -> None:
     result = run(random_toy(seed), Options(max_micro_batch_size=2))
     for baseline in result.baselines:
         if baseline.estimate.fits:
             assert result.best is not None
-            assert result.best.estimate.step_s <= baseline.estimate.step_s
+            assert result.best.estimate.step_s <= baseline.estimate.step_s * (1.0 + GOOD_ENOUGH)
 
 
 def test_recipes_are_what_they_are_called() -> None:
@@ -331,7 +331,7 @@ from pathlib import Path
 from autoplan.api import trace_model
 from autoplan.hardware import load_profile
 from autoplan.options import Options
-from autoplan.search import search
+from autoplan.search import GOOD_ENOUGH, search
 from autoplan.space.priced import priced_space
 
 options = Options(global_batch=64)

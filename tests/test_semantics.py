@@ -119,11 +119,6 @@ def test_batch_norm_without_running_statistics_is_stated_too():
     assert "BatchNorm" in only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False)))
 
 
-def test_running_statistics_in_sixteen_bits_are_stated():
-    graph = graph_of(lambda: nn.BatchNorm1d(WIDTH))
-    assert "running statistics in bf16" in only_note(graph, ONE_PROCESS, precision="bf16")
-
-
 def test_a_mean_over_targets_that_may_be_ignored_is_stated_with_the_ignored_target():
     assert "targets that are not -100" in only_note(graph_of(loss_fn=F.cross_entropy))
     assert "targets that are not 0" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, ignore_index=0)))

@@ -282,14 +282,6 @@ def test_a_make_batch_that_takes_no_batch_size_is_not_blamed_on_a_file_of_ours(t
     assert "user_errors.py" not in str(raised.value)
 
 
-def test_a_scalar_parameter_is_refused_by_name(tmp_path):
-    model = "class Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 4)\n"
-    model += "        self.temperature = nn.Parameter(torch.tensor(2.0))\n\n"
-    path = write(tmp_path, model + "def build_model():\n    return Model()\n" + MAKE_BATCH + LOSS)
-    with pytest.raises(InputError, match="parameter temperature: found 'a scalar'"):
-        trace_model(model_source(path, {}))
-
-
 def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
     with pytest.raises(InputError, match="fix: pip install no_such_package"):
         load_model_file(write(tmp_path, "import no_such_package\n"))

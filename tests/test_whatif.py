@@ -165,6 +165,9 @@ def test_json_follows_the_published_schema(capsys) -> None:
     assert cli.run(["whatif", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == whatif_schema()
+    fields = schema["properties"]["rows"]["items"]["properties"]
+    of_hosts = {name for name, own in fields.items() if "of whole hosts" in own.get("description", "")}
+    assert of_hosts == {"device_hours", "cost_usd", "cost_usd_interval", "usd_per_billion_tokens", "own_cost_usd"}
     rows = [toy_row(n_samples=100), toy_row(result=toy_result(step_s=None, status="infeasible", detail="too big"))]
     _check(json.loads(json.dumps(whatif_to_dict(toy_answer(*rows)), allow_nan=False)), schema)
     with pytest.raises(AssertionError):

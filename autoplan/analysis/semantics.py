@@ -106,12 +106,6 @@ def _batch_norm(graph: OpGraph, plan: Plan) -> str:
     )
 
 
-def _running_statistics(graph: OpGraph, plan: Plan) -> str:
-    if not _has_batch_norm(graph) or plan.precision not in ("bf16", "fp16"):
-        return ""
-    return f"BatchNorm keeps its running statistics in {plan.precision}, as other buffers, while parameters stay fp32."
-
-
 def _loss_average(graph: OpGraph, plan: Plan) -> str:
     ignored = ignored_target(graph)
     if ignored is None or plan.mesh.dp * plan.mesh.n_micro_batches == 1 or plan.loss_average == "global_batch":
@@ -197,7 +191,6 @@ def _autocast(graph: OpGraph, plan: Plan) -> str:
 
 STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
     _batch_norm,
-    _running_statistics,
     _loss_average,
     _mixed_samples,
     _summed_loss,

@@ -240,6 +240,7 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "best": encode(result.best),
         "alternatives": encode(result.alternatives),
         "baselines": encode(result.baselines),
+        "one_device": encode(result.one_device),
         "rejected_counts": encode(counts),
         "rejected": encode(result.rejected if is_whole else nearest_rejections(result.rejected, most=MAX_REJECTED)),
     }

@@ -26,6 +26,7 @@ from importlib.resources import files
 from typing import Any
 
 from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
 from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
@@ -106,9 +107,18 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
         **_loss_values(graph, plan),
         **_compression_values(plan),
+        **_buffer_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),
     }
+
+
+def _buffer_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """Which buffers stay in float32; of the user's own BatchNorm modules the runtime knows it."""
+    own = frozenset() if plan.mesh.needs_generated_model else running_statistics(graph)
+    kept = float32_buffers(graph) - own if plan.precision in ("bf16", "fp16") else frozenset()
+    others = (parameter.name for parameter in graph.parameters if parameter.is_buffer and parameter.name not in own)
+    return {"float32_buffers": patterns(kept, others=others)} if kept else {}
 
 
 def _recomputed(graph: OpGraph, stage: StagePlan) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ class Call:
         dtype_like, device_like: expressions of a tensor in the compute precision, and of any tensor on the device.
         batch: the expression of the batch size.
         tp: the expression of the tensor-parallel group, for functions of the runtime.
+        is_16_bit: whether the compute precision is one of 16 bits.
         n_unpadded: the true extent of the operands' padded dim; None when nothing is padded.
     """
 
@@ -33,6 +34,7 @@ class Call:
     device_like: str
     batch: str = "batch"
     tp: str = "self.tp"
+    is_16_bit: bool = False
     n_unpadded: int | None = None
 
     def share(self, count: int, *, dim: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoplan.analysis.float32_buffers import float32_values
 from autoplan.analysis.semantics import drop_probability
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
@@ -105,7 +106,8 @@ class Body:
             self.lines,
             known={(name, ""): text for name, text in known.items()},
             arguments={(name, ""): text for name, text in arguments.items()},
-            dtypes={name: spec.dtype for name, spec in specs.items()},
+            dtypes={name: spec.dtype for name, spec in specs.items()}
+            | dict.fromkeys(float32_values(self.context.graph), "float32"),
             batch=_batch_expression({**arguments, **known}, specs),
             results=[self.key(name) for name in results],
             indent=indent,
@@ -214,6 +216,7 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         dtype_like=_LIKE_DTYPE,
         device_like=_LIKE_DEVICE,
         tp=tp,
+        is_16_bit=context.precision in ("bf16", "fp16"),
         n_unpadded=_n_unpadded(context, op, strategy),
     )
     if strategy.function:

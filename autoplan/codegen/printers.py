@@ -188,8 +188,13 @@ def group_norm(call: Call) -> str:
 
 
 def batch_norm(call: Call) -> str:
-    """F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)."""
+    """F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps).
+
+    Running statistics are in float32, with which it takes no weight and bias in 16 bits.
+    """
     x, weight, bias, mean, variance, training, *rest = call.arguments()[:8]
+    if call.is_16_bit and mean != "None":
+        weight, bias = (text if text == "None" else f"{text}.float()" for text in (weight, bias))
     training = "self.training" if training == "True" else training
     return f"F.batch_norm({', '.join([x, mean, variance, weight, bias, training, *rest])})"
 

@@ -8,7 +8,7 @@ loss_fn                  as in parallel_model.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from autoplan.codegen.blocks import block_class
@@ -43,12 +43,14 @@ class SegmentClass:
         arguments: (value, its layout) of each parameter of `forward`.
         results: the values it returns.
         has_loss: whether `loss_fn` belongs to it, on its results.
+        text: the class, and `loss_fn` where it has one.
     """
 
     name: str
     arguments: tuple[tuple[str, Layout], ...]
     results: tuple[str, ...]
     has_loss: bool
+    text: str = ""
 
 
 def segment_modules(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) -> tuple[str, dict[int, SegmentClass]]:
@@ -56,14 +58,17 @@ def segment_modules(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) 
     writer = writer_of(graph, plan, rules)
     first = graph.first_of_kind()
     described = {kind: _described(writer, segment) for kind, segment in first.items()}
-    texts = [
-        block_class(writer, segment) if segment.is_block else _outer_class(writer, segment, described[kind])
+    texts = {
+        kind: block_class(writer, segment) if segment.is_block else _outer_class(writer, segment, described[kind])
         for kind, segment in first.items()
-    ]
-    if any(found.has_loss for found in described.values()):
-        texts.append(loss_function(writer))
-    body = "\n\n\n".join(texts)
-    return f"{opening(writer, body)}\n\n\n{body}\n", described
+    }
+    loss = [loss_function(writer)] if any(found.has_loss for found in described.values()) else []
+    body = "\n\n\n".join([*texts.values(), *loss])
+    classes = {
+        kind: replace(found, text="\n".join([texts[kind], *(loss if found.has_loss else [])]))
+        for kind, found in described.items()
+    }
+    return f"{opening(writer, body)}\n\n\n{body}\n", classes
 
 
 def measuring_files() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autoplan.codegen.containers import block_members, weights_tree
 from autoplan.codegen.forward import Body, add_ops
@@ -34,7 +34,8 @@ def stage_class(writer: Writer, index: int) -> str:
     for run in _runs(segments, graph):
         _add_run(writer, run, body, members=_members(run[0], segments, held))
     known = {name: access(name) for name in read}
-    blocks = statement(f"BLOCKS: tuple[str, ...] = {names_text([s.module_path for s in segments if s.is_block])}", 1)
+    apart = [s.module_path for s in segments if s.is_block and not _lends(s.module_path, read)]
+    blocks = statement(f"BLOCKS: tuple[str, ...] = {names_text(apart)}", 1)
     return "\n".join(
         [
             f"class Stage{index}(nn.Module):",
@@ -52,6 +53,11 @@ def stage_class(writer: Writer, index: int) -> str:
             *indented(body.text(arguments=arguments, known=known, results=sent, indent=2), 2),
         ]
     )
+
+
+def _lends(path: str, read: Iterable[str]) -> bool:
+    """Whether a block has weights that others read: ZeRO must not free those between its own passes."""
+    return any(name.startswith(f"{path}.") for name in read)
 
 
 def _received(writer: Writer, stage: StagePlan) -> tuple[str, ...]:

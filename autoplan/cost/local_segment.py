@@ -9,9 +9,10 @@ activations. What depends on no input (rotary tables) is kept once for all micro
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.analysis.chunked_loss import is_sliceable
+from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
@@ -286,6 +287,7 @@ def _parameters(
     context: WorkContext, segment: Segment, layouts: SegmentLayouts
 ) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...], int]:
     table = {parameter.name: parameter for parameter in context.graph.parameters}
+    float32 = float32_buffers(context.graph) if context.precision in ("bf16", "fp16") else frozenset()
     weights, first_dims, fixed_bytes = [], [], 0
     for name in segment.parameters:
         spec = local_spec(table[name].spec, layouts.produced[name], context.degree)
@@ -293,7 +295,8 @@ def _parameters(
             weights.append((name, spec.n_elements(1)))
             first_dims.append(max(1, *spec.at(1)[:1]) if spec.shape else 1)
         else:
-            fixed_bytes += spec.n_bytes(1, context.precision)
+            kept = replace(spec, dtype="float32") if name in float32 else spec
+            fixed_bytes += kept.n_bytes(1, context.precision)
     return tuple(weights), tuple(first_dims), fixed_bytes
 
 

@@ -126,6 +126,14 @@ class CostTable:
         return self.rank_tables[rank] if self.rank_tables else self
 
     @property
+    def gathers_at_start(self) -> bool:
+        """Whether ranks begin to gather all their parameters when the step begins, while they wait for their input.
+
+        In pipelines, where parameters stay gathered. The first stage of the model does not wait: it gathers as it goes.
+        """
+        return self.mesh.pp > 1 and not self.gathers_per_micro_batch
+
+    @property
     def constant_bytes(self) -> int:
         """What every rank has allocated all step, whatever its segments."""
         return self.workspace_bytes + self.batch_bytes

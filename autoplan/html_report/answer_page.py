@@ -18,7 +18,7 @@ from autoplan.answers.answer import (
 from autoplan.answers.comparisons import SensitivityRow
 from autoplan.answers.intervals import COVERAGE
 from autoplan.html_report.page import render
-from autoplan.html_report.plan_charts import cost_usd, plan_charts
+from autoplan.html_report.plan_charts import cost_usd, paid_text, plan_charts
 from autoplan.html_report.plan_rows import (
     COMPUTED,
     MAX_REJECTIONS,
@@ -112,7 +112,7 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
     ]
     cost = cost_usd(answer, best)
     if cost is not None:
-        price = f"{format_usd(workload.price_usd_per_device_hour or 0.0)} per device-hour"
+        price = f"{format_usd(workload.price_usd_per_device_hour or 0.0)} per device-hour{paid_text(answer, best)}"
         cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(price_source(answer)), price))
     return tuple(cards)
 

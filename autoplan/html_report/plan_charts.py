@@ -13,6 +13,7 @@ from autoplan.html_report.readings import plan_readings, with_readings
 from autoplan.html_report.svg import Chart
 from autoplan.html_report.timeline import MemoryCurve, memory_chart, timeline_chart
 from autoplan.parallel_plan import Estimate
+from autoplan.report.plain_text import count
 from autoplan.report.plan import recompute_text, tightest_bytes
 from autoplan.report.plan_words import BREAKDOWN_LABELS, Lanes, describe_mesh, lanes_of
 from autoplan.search.result import Candidate
@@ -39,6 +40,12 @@ def cost_usd(answer: Answer, candidate: Candidate) -> tuple[float, str] | None:
     n_tokens = workload.tokens_per_sample
     n_samples, unit = (MILLION, "a million samples") if n_tokens is None else (BILLION / n_tokens, "a billion tokens")
     return device_hours(workload, candidate, n_samples=n_samples) * workload.price_usd_per_device_hour, unit
+
+
+def paid_text(answer: Answer, candidate: Candidate) -> str:
+    """`; whole hosts are paid for, 4 devices of them idle`, where that is so."""
+    n_idle = answer.workload.n_devices - candidate.plan.mesh.n_devices
+    return f"; whole hosts are paid for, {count(n_idle, 'device')} of them idle" if n_idle else ""
 
 
 def plan_charts(
@@ -156,7 +163,7 @@ def _candidates_chart(answer: Answer) -> Chart:
         told = f"{name}: {_step_text(item)}, {peak_bytes / GiB:.1f} GiB; {describe_mesh(item.plan.mesh)}, "
         told += recompute_text(item.plan)
         cost = cost_usd(answer, item)
-        told += "" if cost is None else f"; {format_usd(cost[0])} for {cost[1]}"
+        told += "" if cost is None else f"; {format_usd(cost[0])} for {cost[1]}{paid_text(answer, item)}"
         points.append(Point(name, item.estimate.step_s, peak_bytes / GiB, told, is_chosen=item is answer.best))
     return pareto_chart(
         points,

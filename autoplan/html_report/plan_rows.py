@@ -38,7 +38,7 @@ def candidates_table(answer: Answer) -> Table:
     cost = None if answer.result.best is None else cost_usd(answer, answer.best)
     header = ("candidate", "plan", "recompute", "step", "to the chosen", "MFU", "memory", "left")
     return Table(
-        header=(*header, *(() if cost is None else (f"cost of {cost[1]}",))),
+        header=(*header, *(() if cost is None else (f"cost of {cost[1]}, whole hosts",))),
         rows=tuple(_candidate_row(answer, name, item, with_cost=cost is not None) for name, item in named),
         numeric=frozenset(range(3, len(header) + 1)),
         kind=COMPUTED,

@@ -110,7 +110,8 @@ def _totals_table(rows: Sequence[WhatIfRow], axes: Sequence[Axis]) -> Table | No
     known = [row for row in rows if row.train_s is not None]
     if not known:
         return None
-    header = (*_point_header(axes), "time to train", "device-hours", "cost", "from", "to", "per 1e9 tokens", "energy")
+    totals = ("time to train", "device-hours of whole hosts", "cost of these", "from", "to", "per 1e9 tokens", "energy")
+    header = (*_point_header(axes), *totals)
     body = []
     for row in known:
         low_usd, high_usd = row.cost_usd_interval or (None, None)

@@ -42,6 +42,12 @@ class SegmentOps:
     boundary: str
     micro_batch_size: int
     ops: tuple[OpMeasurement, ...]
+    code: str | None = None
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """What was measured, whatever its code was."""
+        return self.content, self.assignment, self.tp, self.micro_batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,7 @@ def segment_ops(row: Mapping[str, Any]) -> SegmentOps:
             )
             for item in row["ops"]
         ),
+        code=row.get("code"),
     )
 
 

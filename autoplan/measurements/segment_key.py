@@ -2,12 +2,14 @@
 
     content key       the ops of a segment, its parameters, inputs and outputs; equal for models that differ in depth
     assignment key    the layout of each of its values; "whole" without tensor parallelism
+    code key          the generated code that runs; that of the same content changes with the generator only
 
 Names are replaced by positions: inputs, then parameters, then results of ops. Module paths and labels are left out.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from dataclasses import fields, is_dataclass
@@ -17,6 +19,7 @@ from autoplan.graph import LOSS_PATH, GraphFacts, OpGraph, Ref, Segment
 from autoplan.parallel_plan import SegmentSharding
 
 WHOLE = "whole"
+_RUN = ("forward", "loss_fn")  # functions of generated code that a measurement runs
 
 
 def content_key(graph: OpGraph, facts: GraphFacts, segment: Segment) -> str:
@@ -41,6 +44,38 @@ def assignment_key(graph: OpGraph, segment: Segment, assignment: SegmentSharding
     values = sorted((places[name], layout) for name, layout in assignment.values)
     uses = sorted((places.get(op, -1), str(places.get(where, where)), layout) for op, where, layout in assignment.uses)
     return _digest([values, uses])
+
+
+def code_key(text: str) -> str:
+    """What generated code runs, as a short text: its functions, without comments, whatever their values are called."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name in _RUN]
+    return _digest([ast.unparse(_Numbered(function).whole()) for function in functions])
+
+
+class _Numbered(ast.NodeTransformer):
+    """A function whose arguments and local values have numbers for names; weights keep theirs."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        self._function = function
+        names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+        stored = (node.id for node in names if isinstance(node.ctx, ast.Store))
+        self._local = {*(argument.arg for argument in function.args.args), *stored} - {"self"}
+        self._numbers: dict[str, int] = {}
+
+    def whole(self) -> ast.AST:
+        """The function, without its docstring."""
+        if ast.get_docstring(self._function) is not None:
+            del self._function.body[0]
+        return ast.fix_missing_locations(self.visit(self._function))
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(self._name(node.arg))
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self._name(node.id), node.ctx)
+
+    def _name(self, name: str) -> str:
+        return f"value_{self._numbers.setdefault(name, len(self._numbers))}" if name in self._local else name
 
 
 def _places(graph: OpGraph, segment: Segment) -> dict[str, int]:

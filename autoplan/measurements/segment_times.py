@@ -6,7 +6,8 @@ so results of several models, precisions and devices may stand in one file. Line
 left out; a file none of whose lines belongs to this device, precision and model is an error that says which of them is
 wrong. Of two lines for one thing the later one counts. A line without `compiled` was measured eager, one without
 `memory_format` on contiguous tensors, one without `module` on generated code; "own" is the user's own module, which
-programs without tensor and pipeline parallelism run.
+programs without tensor and pipeline parallelism run. A line of generated code says by `code` which code that was;
+where it does not, as in files of before, it counts for whatever code is generated. See `space.current_code`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class SegmentTime:
         working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
         execution: how it ran; a segment that runs alike under two of them is measured once, under the first.
         is_own: whether it was the user's own module, and not the code generated for it.
+        code: key of the generated code; None where it is not known, and for the user's own modules.
     """
 
     content: str
@@ -70,6 +72,24 @@ class SegmentTime:
     working_bytes: int | None
     execution: Execution = Execution()
     is_own: bool = False
+    code: str | None = None
+
+    @property
+    def subject(self) -> tuple[object, ...]:
+        """What was measured, whatever its code was."""
+        return self.content, self.assignment, self.tp, self.micro_batch_size, self.execution, self.is_own
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSegment:
+    """One segment that did not run so, where it does without compiling or in contiguous memory; as `SegmentTime`."""
+
+    segment: str
+    content: str
+    assignment: str
+    tp: int
+    execution: Execution
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +99,14 @@ class MeasuredProfile:
     Attributes:
         optimizer_element_s: gradient norm and one AdamW step, per element; None when not measured.
         source: file, device, and versions, for reports.
-        failed: (segment, tp, execution) that did not run, where it does without compiling or in contiguous memory.
+        failed: what did not run where it does otherwise.
         ops: of eager segments; none in files of before they were measured.
     """
 
     segments: tuple[SegmentTime, ...]
     optimizer_element_s: float | None
     source: str
-    failed: tuple[tuple[str, int, Execution], ...] = ()
+    failed: tuple[FailedSegment, ...] = ()
     ops: tuple[SegmentOps, ...] = ()
 
     @property
@@ -147,7 +167,7 @@ def parse_profile(
     )
 
 
-def _failures(segments: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Iterator[tuple[str, int, Execution]]:
+def _failures(segments: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Iterator[FailedSegment]:
     """What torch.compile failed on, and what did not run in another memory format than that in which it did."""
     for row in segments.values():
         execution = _execution(row)
@@ -155,7 +175,9 @@ def _failures(segments: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Iterator
         runs = plain is not None and plain["status"] in (MEASURED, NOISY)
         is_other = execution.memory_format != Execution().memory_format
         if row["status"] == NOT_COMPILED or (row["status"] == NOT_RUN and is_other and runs):
-            yield row["segment"], row["tp"], execution
+            yield FailedSegment(
+                row["segment"], row["content"], row["assignment"], row["tp"], execution, row.get("code")
+            )
 
 
 def _with_typical_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, ...]:
@@ -165,7 +187,7 @@ def _with_typical_host(segments: tuple[SegmentTime, ...]) -> tuple[SegmentTime, 
     """
     groups: dict[tuple[object, ...], list[SegmentTime]] = {}
     for row in segments:
-        groups.setdefault((row.content, row.assignment, row.tp, row.execution, row.is_own), []).append(row)
+        groups.setdefault((row.content, row.assignment, row.tp, row.execution, row.is_own, row.code), []).append(row)
     return tuple(
         replace(
             row,
@@ -188,7 +210,7 @@ def _device_s(device_s: float, host_s: float, *, typical_s: float) -> float:
 def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a line is about."""
     names = ("content", "assignment", "tp", "micro_batch_size")
-    return (*(row[name] for name in names), _execution(row), row.get("module", GENERATED))
+    return (*(row[name] for name in names), _execution(row), row.get("module", GENERATED), row.get("code"))
 
 
 def _execution(row: Mapping[str, Any]) -> Execution:
@@ -235,6 +257,8 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
         _require(f"{where}: memory_format", memory_format in MEMORY_FORMATS, memory_format, expected, "profile again")
         module = row.get("module", GENERATED)
         _require(f"{where}: module", module in (GENERATED, OWN), module, f"{GENERATED} or {OWN}", "profile again")
+        code = row.get("code")
+        _require(f"{where}: code", code is None or isinstance(code, str), code, "a text", "profile again")
         for name, kind in _SEGMENT_FIELDS.items():
             fits = isinstance(row.get(name), kind) and (kind is str or row[name] > 0)
             _require(f"{where}: {name}", fits, row.get(name), "a text" if kind is str else "a count", "profile again")
@@ -271,4 +295,5 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         working_bytes=None if working is None else int(working),
         execution=_execution(row),
         is_own=row.get("module", GENERATED) == OWN,
+        code=row.get("code"),
     )

@@ -40,7 +40,7 @@ def _build_call(
     with _default_dtype(dtype), device:
         module = getattr(generated, region["class"])(tp).train()
     frozen = set(region["frozen"])
-    fill_module(module, dtype)
+    fill_module(module, dtype, float32_buffers=region["float32_buffers"])
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
     if compiled is not None and region["compiles_forward"]:

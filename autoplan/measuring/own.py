@@ -11,7 +11,7 @@ import copy
 import enum
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -43,7 +43,13 @@ class OwnModel:
         self._calls: dict[int, dict[str, list[Arguments]]] = {}
 
     def builder(
-        self, own: dict[str, Any], batch_size: int, device: torch.device, compiled: Compile | None
+        self,
+        own: dict[str, Any],
+        batch_size: int,
+        device: torch.device,
+        compiled: Compile | None,
+        *,
+        float32_buffers: Collection[str] = (),
     ) -> Callable[[], Call]:
         """Makes copies of a block, which is `own["path"]` in its call number `own["call"]` of `own["n_calls"]`.
 
@@ -55,7 +61,7 @@ class OwnModel:
 
         def build() -> Call:
             module = copy.deepcopy(block).to_empty(device=device)
-            fill_module(module, self._dtype)
+            fill_module(module, self._dtype, float32_buffers=float32_buffers)
             if compiled is not None:
                 module.forward = compiled(module.forward)
             real = functools.partial(_real, device=device, known={})

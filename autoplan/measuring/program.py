@@ -8,6 +8,7 @@ says why.
 import argparse
 import functools
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -55,7 +56,8 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
     compiled = run.compile if task["compiled"] else None
     batch_size, device, seen = task["micro_batch_size"], run.clock.device, replace_collectives().seen
     if task["module"] == OWN:
-        own = run.own_model.builder(region["own"], batch_size, device, compiled)
+        kept = region["float32_buffers"]
+        own = run.own_model.builder(region["own"], batch_size, device, compiled, float32_buffers=kept)
         return _measured_calls(_in_format(own, task["memory_format"]), run.clock, seen)
     build = _in_format(generated_builder(region, batch_size, run.dtype, device, compiled), task["memory_format"])
     told = None
@@ -145,11 +147,12 @@ def tasks(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
             way = {"compiled": compiled, "memory_format": memory_format}
             described = {"what": "segment", **{name: region[name] for name in names}, **way}
             for module in (GENERATED,) if region["own"] is None else (GENERATED, OWN):
+                code = {"code": region["code"]} if module == GENERATED else {}
                 for batch_size in region["micro_batch_sizes"]:
-                    yield {**common, **described, "module": module, "micro_batch_size": batch_size}, region
+                    yield {**common, **described, "module": module, **code, "micro_batch_size": batch_size}, region
     plain = {"compiled": False, "memory_format": CONTIGUOUS, "module": GENERATED}
     for region in plan["regions"]:
-        described = {"what": OPS, **{name: region[name] for name in names}, **plain}
+        described = {"what": OPS, **{name: region[name] for name in (*names, "code")}, **plain}
         yield {**common, **described, "micro_batch_size": max(region["micro_batch_sizes"])}, region
 
 
@@ -218,7 +221,9 @@ def _result_cache(
     path: Path | None, plan: dict[str, Any], folder: Path, *, seconds: float, backend: str
 ) -> ResultCache:
     model = folder / "model.py"
-    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": backend}
+    own_texts = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+    own_hash = hashlib.sha256(own_texts.encode()).hexdigest()
+    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": backend, "measuring": own_hash}
     text = model.read_text() if model.exists() else ""
     return ResultCache(path, measured_with=measured_with, model_text=text, has_own_ops=plan["has_own_ops"])
 

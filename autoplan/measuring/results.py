@@ -3,10 +3,10 @@
     measured.json     one line per result, appended as soon as it is there; an interrupted run goes on behind the last
     cache (SQLite)    key -> figures; a region that another model or file has, too, is not measured again
 
-The key of a region is its content, which holds its shapes, its layouts, micro-batch size and precision; how it runs;
-device, driver and torch; how long it was measured for; and the text of model.py where code of it runs. A cache that
-cannot be read or written costs time, and nothing else. Only good measurements are kept in it: noisy ones, and what did
-not run, are tried again.
+The key of a region is its content, which holds its shapes, its layouts, micro-batch size and precision; how it runs,
+and the key of the generated code, or the text of model.py where code of it runs; device, driver and torch; how long it
+was measured for, and the texts of this package. A cache that cannot be read or written costs time, and nothing else.
+Only good measurements are kept in it: noisy ones, and what did not run, are tried again.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ GENERATED, OWN = "generated", "own"  # whose module it is
 MEMORY_FORMATS = CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 PATIENCE_S = 10.0  # while another process writes
 _ENVIRONMENT = ("device", "torch", "driver")
-_IDENTITY = ("what", "content", "assignment", "tp", "micro_batch_size", "precision", *_ENVIRONMENT)
+_IDENTITY = ("what", "content", "assignment", "tp", "code", "micro_batch_size", "precision", *_ENVIRONMENT)
 _OF_TASK = frozenset(
     {*_IDENTITY, "schema_version", "model", "segment", "boundary", "compiled", "memory_format", "module"}
 )

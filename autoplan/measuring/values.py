@@ -1,5 +1,9 @@
 """Values that weights and tables have while they are measured."""
 
+import importlib
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,11 +17,19 @@ def fill(weight: torch.Tensor) -> None:
     weight.normal_(std=WEIGHT_STD) if weight.dim() > 1 else weight.fill_(1.0)
 
 
-def fill_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Values for all its weights and buffers; floating buffers take the dtype, as in a program."""
+def fill_module(module: nn.Module, dtype: torch.dtype, *, float32_buffers: Collection[str]) -> None:
+    """Values for all its weights and buffers; these take the dtype, but those named, as in a program."""
     for parameter in module.parameters():
         fill(parameter)
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = (buffer.to(dtype) if buffer.is_floating_point() else buffer).fill_(1)
+            if buffer is not None and buffer.is_floating_point():
+                owner._buffers[name] = buffer.to(torch.float32 if is_16_bit else dtype)
+    if is_16_bit:
+        buffers: Any = importlib.import_module("runtime.buffers")
+        batch_norm: Any = importlib.import_module("runtime.batch_norm")
+        buffers.cast_buffers(module, dtype, kept=float32_buffers)
+        batch_norm.normalize_in_float32(module)
+    for buffer in module.buffers():
+        buffer.fill_(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from autoplan.errors import InputError
 from autoplan.files import read_text_file
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
@@ -14,6 +16,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 from autoplan.profile.op_comparison import compare_ops
 from autoplan.rules import load_rules
+from autoplan.space.current_code import WHOLE_MODEL, with_current_code
 
 
 def measurements_of(
@@ -21,13 +24,15 @@ def measurements_of(
 ) -> MeasuredProfile | None:
     """What the file `options.profile` holds of this model on this device; None when there is no file.
 
-    Raises: InputError when it belongs to another model, device or precision, or is damaged.
+    What was measured of code that is not generated any more is left out.
+
+    Raises: InputError when it belongs to another model, device or precision, or is damaged, or nothing of it counts.
     """
     if options.profile is None:
         return None
     file, facts = Path(options.profile), GraphFacts.of(graph)
     contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
-    return parse_profile(
+    found = parse_profile(
         read_text_file(file),
         where=str(file),
         device=profile.device.name,
@@ -35,6 +40,18 @@ def measurements_of(
         contents=contents,
         model=model,
     )
+    rules = load_rules(options.rules)
+    counting = with_current_code(found, graph, [WHOLE_MODEL], precision=options.precision, rules=rules)
+    if found.segments and not counting.segments:
+        raise InputError.of(
+            f"{file}: code",
+            found="measurements of code that is not generated any more",
+            expected="those of code of today",
+            fix="profile again",
+        )
+    n_old = len(found.segments) - len(counting.segments)
+    told = f"; {n_old} measurements of code that is not generated any more left out" if n_old else ""
+    return replace(counting, source=counting.source + told)
 
 
 def ops_of_plan(

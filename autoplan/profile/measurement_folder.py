@@ -16,17 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.codegen import runtime_files
 from autoplan.codegen.segment_modules import SegmentClass, measuring_files, segment_modules
 from autoplan.cost.measured import compiled_kinds, image_kinds
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
-from autoplan.measurements.segment_key import assignment_key, content_key
+from autoplan.measurements.segment_key import assignment_key, code_key, content_key
 from autoplan.measurements.segment_times import SCHEMA_VERSION
 from autoplan.options import MEMORY_FORMATS, Options
-from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import OpRule, load_rules
+from autoplan.space.current_code import one_stage_plan
 from autoplan.space.layouts import all_shardings, layout_size
 
 Ranges = Mapping[tuple[str | int, ...], tuple[int, int]]  # path of an integer input -> least and largest value
@@ -70,7 +72,11 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
     regions: dict[tuple[Any, ...], dict[str, Any]] = {}
     for (degree, boundary, assignments), sizes in _splits(request, rules).items():
         name = f"segments_{len(found)}"
-        text, classes = segment_modules(request.graph, _plan(request, degree, boundary, assignments), rules=rules)
+        text, classes = segment_modules(
+            request.graph,
+            one_stage_plan(request.graph, request.options.precision, degree, boundary, assignments),
+            rules=rules,
+        )
         found[f"{name}.py"] = text
         for region in _regions(request, classes, degree, boundary, assignments):
             known = regions.setdefault(
@@ -125,13 +131,6 @@ def _splits(
     return found
 
 
-def _plan(request: MeasurementRequest, degree: int, boundary: str, assignments: tuple[SegmentSharding, ...]) -> Plan:
-    """The whole model as one stage."""
-    stage = StagePlan(0, len(request.graph.segments))
-    mesh = Mesh(tp=degree, sharding=boundary)
-    return Plan(mesh, (stage,), precision=request.options.precision, shardings=assignments)
-
-
 def _regions(
     request: MeasurementRequest,
     classes: Mapping[int, SegmentClass],
@@ -144,6 +143,7 @@ def _regions(
     has_blocks = any(segment.is_block for segment in graph.segments)
     by_kind = {assignment.kind: assignment for assignment in assignments}
     inputs = {item.name: item for item in graph.inputs}
+    float32 = float32_buffers(graph)
     frozen = {parameter.name for parameter in graph.parameters if not parameter.is_trainable}
     found = []
     for kind, segment in graph.first_of_kind().items():
@@ -161,7 +161,9 @@ def _regions(
                 "memory_formats": list(FORMAT_WAYS[request.memory_format] if kind in images else MEMORY_FORMATS[:1]),
                 "compiles_forward": segment.is_block or not has_blocks,
                 "class": called.name,
+                "code": code_key(called.text),
                 "own": _own_call(graph, segment) if degree == 1 and segment.is_block else None,
+                "float32_buffers": [name.removeprefix(prefix) for name in segment.parameters if name in float32],
                 "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
                 "inputs": [
                     _input(request, facts, name, local_spec(facts.specs[name], layout, degree), inputs.get(name))

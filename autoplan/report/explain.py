@@ -27,6 +27,8 @@ from autoplan.report.plan import (
     tightest_bytes,
 )
 from autoplan.report.plan_words import BREAKDOWN_LABELS, lanes_of
+from autoplan.report.rivals import one_device_text
+from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
 
@@ -42,7 +44,10 @@ def explain_report(answer: Answer) -> str:
         title = "Why not the next best"
         lines += [title, describe_plan(candidate.plan), _difference(answer.best, candidate, other_name="next best")]
     if answer.result.baselines:
-        lines += ["Plain recipes", "\n".join(_baseline_line(answer.best, item) for item in answer.result.baselines)]
+        recipes = [_baseline_line(answer.best, item) for item in answer.result.baselines]
+        if answer.result.one_device is not None:
+            recipes.append(f"  {one_device_text(answer.result.one_device, than_s=answer.best.estimate.step_s)}")
+        lines += ["Plain recipes", "\n".join(recipes)]
     lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
     lines += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
     lines += [rejections_text(answer.result), _sources(answer)]
@@ -65,7 +70,7 @@ def why_not_report(why: WhyNot) -> str:
 
 def _verdict(chosen: Candidate, instead: Candidate) -> str:
     ratio = instead.estimate.step_s / chosen.estimate.step_s - 1.0
-    if abs(ratio) < SAME:
+    if -GOOD_ENOUGH <= ratio < SAME:
         return "The best plan found that has it is as fast"
     if ratio > 0:
         return f"The best plan found that has it is {ratio:.1%} slower"

@@ -1,11 +1,11 @@
-"""Why the chosen plan, in two lines: the next best mesh and the best plain recipe, and what they lose by."""
+"""Why the chosen plan, in three lines: the next best mesh, the best plain recipe, one device, and what they lose by."""
 
 from __future__ import annotations
 
 from autoplan.answers.answer import Answer
 from autoplan.report.plan_words import BREAKDOWN_LABELS, dp_text, micro_batches_text
-from autoplan.search.result import Candidate
-from autoplan.units import format_seconds
+from autoplan.search.result import Candidate, OneDevice
+from autoplan.units import GiB, format_seconds
 
 AS_FAST = 0.0005  # of the step: what no digit of a per cent shows
 
@@ -18,7 +18,17 @@ def rivals_text(answer: Answer) -> list[str]:
     if recipes and not best.baseline:
         recipe = min(recipes, key=lambda item: item.estimate.step_s)
         lines.append(f"best plain recipe: {recipe.baseline}, {_loss(best, recipe)}")
+    if result.one_device is not None and best.plan.mesh.n_devices > 1:
+        lines.append(one_device_text(result.one_device, than_s=best.estimate.step_s))
     return lines
+
+
+def one_device_text(alone: OneDevice, *, than_s: float) -> str:
+    """`one device: 143 s, 7.6 times the step`, or how much it lacks at the least."""
+    if alone.step_s is None:
+        needed, limit = alone.needed_bytes / GiB, alone.memory_limit_bytes / GiB
+        return f"one device: does not fit: {needed:.1f} GiB or more of {limit:.1f} GiB"
+    return f"one device: {format_seconds(alone.step_s)}, {alone.step_s / than_s:.1f} times the step"
 
 
 def _degrees(item: Candidate) -> str:
@@ -32,6 +42,8 @@ def _loss(best: Candidate, item: Candidate) -> str:
     slower = item.estimate.step_s / best.estimate.step_s - 1.0
     if abs(slower) < AS_FAST:
         return "as fast"
+    if slower < 0:  # within the gap of the search
+        return f"{slower:+.2%}, but less simple"
     parts = [
         (getattr(item.estimate.breakdown, field) - getattr(best.estimate.breakdown, field), label)
         for field, label in BREAKDOWN_LABELS

@@ -13,6 +13,9 @@ y = weight * x_hat + bias, x_hat = (x - mean) / deviation:
 
 so forward gathers 3 numbers per channel and rank, backward sums 2. Gradients of weight and bias stay those of the rank:
 they are averaged with all other gradients. Statistics are computed in float32 or better.
+
+In 16-bit precision running statistics stay in float32 (see `buffers`). `F.batch_norm` takes them only with a weight and
+a bias in float32, as under autocast, so these are widened.
 """
 
 from __future__ import annotations
@@ -47,28 +50,53 @@ def synchronize_batch_norm(root: nn.Module, recomputed: Iterable[str], groups: G
     modules = dict(root.named_modules())
     again = {modules[name] for name in recomputed if name in modules}
     again |= {module for module in modules.values() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    synchronized = functools.partial(synchronized_batch_norm, groups=groups)
     for module in {root, *again}:
-        module.forward = functools.partial(_run_synchronized, module.forward, groups)
+        module.forward = functools.partial(_run_with, synchronized, module.forward)
 
 
-def _run_synchronized(forward: Callable[..., Any], groups: Groups, *args: Any, **kwargs: Any) -> Any:
-    with _Synchronized(groups):
+def normalize_in_float32(root: nn.Module) -> None:
+    """Let the `nn.BatchNorm` modules of `root` take weights in 16 bits beside statistics in float32."""
+    norms: list[nn.Module] = [m for m in root.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for module in norms:
+        module.forward = functools.partial(_run_with, float32_batch_norm, module.forward)
+
+
+def _run_with(batch_norm: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Replaced(batch_norm):
         return forward(*args, **kwargs)
 
 
-class _Synchronized(TorchFunctionMode):
-    """Inside it `F.batch_norm` means `synchronized_batch_norm`."""
+class _Replaced(TorchFunctionMode):
+    """Inside it `F.batch_norm` means another function of the same arguments."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, batch_norm: Callable[..., Any]) -> None:
         super().__init__()
-        self._groups = groups
+        self._batch_norm = batch_norm
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is F.batch_norm:
-            return synchronized_batch_norm(*args, groups=self._groups, **(kwargs or {}))
+            return self._batch_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def float32_batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`F.batch_norm` with its arguments; weight and bias get the dtype of the running statistics."""
+    if running_mean is not None:
+        weight = None if weight is None else weight.to(running_mean.dtype)
+        bias = None if bias is None else bias.to(running_mean.dtype)
+    return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def synchronized_batch_norm(
@@ -88,7 +116,7 @@ def synchronized_batch_norm(
     Raises: ValueError when all ranks together have one value per channel, which has no variance.
     """
     if not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return float32_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     output, mean, variance, count = _Normalize.apply(input, weight, bias, eps, groups)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         if running_mean is not None:

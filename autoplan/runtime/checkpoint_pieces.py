@@ -79,6 +79,8 @@ def pieces_of(
 ) -> list[Piece]:
     """The boxes of one whole tensor that `tensor` (a parameter, or something of its shape) holds on this rank."""
     local = local_part(tensor.detach())
+    if not whole_shape:  # a vector of one element may stand for it, of which a rank may hold nothing
+        return [Piece(key, (), (), local.view(()))] if local.numel() else []
     spans: list[list[Span]] = [[(0, 0, extent)] for extent in whole_shape]
     if shard is not None and tp_degree > 1:
         dim = shard.dim % len(whole_shape)

@@ -3,7 +3,8 @@
 tensors, under the keys that `torch.distributed.checkpoint` gives the user's own model and optimizer:
 
     model.<name>                     parameters, frozen ones too, and persistent buffers
-    optimizer.state.<name>.<entry>   the optimizer's state of one parameter, divided as the parameter is
+    optimizer.state.<name>.<entry>   the optimizer's state of one parameter, divided as the parameter is; of one
+                                     without dims a vector of one element
     random.<rank>.<generator>        the random numbers of a rank; read again by the same mesh only
     compressed.<rank>.<stage>.<..>   what compressed reductions of a rank remember; read again under the same plan only
 
@@ -55,7 +56,9 @@ def parameter_pieces(model: ParallelModel) -> list[Piece]:
     return [
         piece
         for first_name, name, parameter in named_parameters(model)
-        for piece in _shaped_like(model, MODEL + first_name, first_name, name, parameter)
+        for piece in _divided_like(
+            model, MODEL + first_name, name, parameter, whole_shape=model.whole.shapes[first_name]
+        )
     ]
 
 
@@ -70,11 +73,13 @@ def buffer_pieces(model: ParallelModel) -> list[Piece]:
     ]
 
 
-def _shaped_like(model: ParallelModel, key: str, first_name: str, name: str, tensor: torch.Tensor) -> list[Piece]:
+def _divided_like(
+    model: ParallelModel, key: str, name: str, tensor: torch.Tensor, *, whole_shape: tuple[int, ...]
+) -> list[Piece]:
     return pieces_of(
         key,
         tensor,
-        whole_shape=model.whole.shapes[first_name],
+        whole_shape=whole_shape,
         shard=model.shards.get(name),
         tp_rank=model.mesh.tp_rank,
         tp_degree=model.config.tp,
@@ -96,7 +101,7 @@ def optimizer_pieces(model: ParallelModel) -> tuple[list[Piece], Values]:
             if not isinstance(value, torch.Tensor):
                 values.setdefault(first_name, {})[entry] = value
             elif _is_shaped_like(value, parameter):
-                pieces += _shaped_like(model, key, first_name, name, value)
+                pieces += _divided_like(model, key, name, value, whole_shape=_shape_of_state(model, first_name))
             elif value.numel() == 1 or _is_whole(model, name, parameter):
                 pieces += pieces_of(key, value, whole_shape=tuple(value.shape))
             else:
@@ -122,9 +127,10 @@ def optimizer_state_to_fill(
         own: dict[str, Any] = dict(values.get(first_name, {}))
         for entry, found in entries.get(first_name, {}).items():
             key = f"{OPTIMIZER}{first_name}.{entry}"
-            if tuple(found.size) == model.whole.shapes[first_name] and len(found.size) > 0:
+            whole_shape = _shape_of_state(model, first_name)
+            if tuple(found.size) == whole_shape:
                 own[entry] = torch.zeros_like(parameter, dtype=_dtype(found, parameter))
-                pieces += _shaped_like(model, key, first_name, name, own[entry])
+                pieces += _divided_like(model, key, name, own[entry], whole_shape=whole_shape)
             elif found.size.numel() == 1 or _is_whole(model, name, parameter):
                 own[entry] = torch.zeros(found.size, dtype=found.properties.dtype)
                 pieces += pieces_of(key, own[entry], whole_shape=tuple(found.size))
@@ -139,9 +145,13 @@ def _in_groups(model: ParallelModel) -> Iterator[nn.Parameter]:
         yield from group["params"]
 
 
+def _shape_of_state(model: ParallelModel, first_name: str) -> tuple[int, ...]:
+    """The whole shape of what has a number per element; the state of a parameter without dims is a vector."""
+    return model.whole.shapes[first_name] or (1,)
+
+
 def _is_shaped_like(value: torch.Tensor, parameter: nn.Parameter) -> bool:
-    is_same = value.shape == parameter.shape and local_part(value).shape == local_part(parameter).shape
-    return is_same and parameter.dim() > 0
+    return value.shape == parameter.shape and local_part(value).shape == local_part(parameter).shape
 
 
 def _is_whole(model: ParallelModel, name: str, parameter: nn.Parameter) -> bool:

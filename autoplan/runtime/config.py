@@ -43,6 +43,7 @@ class Config:
             module of that name. `powersgd_rank` is that of P and Q, `powersgd_start_step` the first step with them.
         recompute: names of modules whose activations are computed again in the backward pass.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
+        float32_buffers: names, with `*` for numbers, of buffers that stay in float32 in 16 bits; see `buffers`.
         computes_in_float32: forward casts to float32 by itself (norms, routers), which bounds how exact float64 can be.
         device_bytes: device memory that torch's allocator is expected to take, per pipeline rank, or per share of the
             batch; empty if not known.
@@ -72,6 +73,7 @@ class Config:
     powersgd_start_step: int = 0
     recompute: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
+    float32_buffers: tuple[str, ...] = ()
     computes_in_float32: bool = False
     is_module_level: bool = False
     device_bytes: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batch_norm import data_parallel_groups, synchronize_batch_norm
+from .batch_norm import data_parallel_groups, normalize_in_float32, synchronize_batch_norm
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
@@ -36,6 +36,7 @@ from .named_parameters import name_parameters
 from .optimizer import LEARNING_RATE, build_optimizer_of
 from .pipeline import Pipeline
 from .recompute import apply_recompute, unchanged_buffers
+from .scalar_parameters import hold_as_vectors
 from .seeds import training_seed
 from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
@@ -108,9 +109,12 @@ class ParallelModel(nn.Module):
                 if config.chunked_head and parallel_model is None:
                     head = stage.get_submodule(config.chunked_head)
                     defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
+                if config.compute_dtype != config.parameter_dtype:
+                    normalize_in_float32(stage)
                 if config.batch_norm == "synchronized" and config.dp > 1:
                     synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
                 apply_recompute(stage, config.recompute_of(mesh.dp_rank))
+                hold_as_vectors(stage)
                 self.compressed.append(apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config))
                 stage.to(mesh.device)
                 take_images(stage, config.memory_format, blocks=blocks)
@@ -382,6 +386,8 @@ class ParallelModel(nn.Module):
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = whole(tensor)
+        if self.whole.shapes.get(self.whole.first_name.get(name, name)) == ():
+            return tensor.view(())
         shard = self.shards.get(name)
         if shard is None or self.mesh.tp_group is None:
             return tensor

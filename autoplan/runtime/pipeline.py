@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from torch.distributed.pipelining import (
 
 from .config import Config
 from .data import flatten_tensors
-from .zero import hold_gradients
+from .zero import hold_gradients, start_gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class Pipeline:
             )
             for stage, index in zip(stages, self._indices, strict=True)
         ]
+        if self._indices[0] == 0:
+            self._shells[0].before_second = partial(self._start_gathers, self._shells[1:])
         self._schedule: Any = None
 
     def run_step(self, inputs: tuple[torch.Tensor, ...], targets: Sequence[Any]) -> torch.Tensor:
@@ -135,12 +138,23 @@ class Pipeline:
             self._schedule = self._build_schedule(inputs)
         for shell in self._shells:
             shell.start_step(targets)
-        unused_target = torch.zeros(self._config.n_micro_batches, device=self._device)
         holds_first, holds_last = self._indices[0] == 0, self._indices[-1] == self._config.n_stages - 1
+        if not holds_first:
+            self._start_gathers(self._shells)
+        unused_target = torch.zeros(self._config.n_micro_batches, device=self._device)
         arguments = inputs if holds_first else ()
         self._schedule.step(*arguments, target=unused_target if holds_last else None)
         losses = self._shells[-1].losses
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    def _start_gathers(self, shells: Sequence[_StageShell]) -> None:
+        """Gather for these stages while the rank waits for its first input.
+
+        The first stage of the model does not wait, and its host would only be late with the first kernels; so what it
+        gathers for later stages of its rank begins when its first forward pass is on its way.
+        """
+        for shell in shells:
+            start_gathers(shell.stage, config=self._config)
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> torch.Tensor:
         """Forward passes only, one micro-batch after the other; the mean loss on ranks of the last stage, else zero.
@@ -252,6 +266,8 @@ class _StageShell(nn.Module):
 
     `inputs` and `outputs` are examples of what crosses the cuts before and after it; empty for the first and for the
     last stage. Forward and backward passes of a stage run in the order of micro-batches.
+
+    `before_second`, if any, is called before the second forward pass of a step.
     """
 
     def __init__(
@@ -272,16 +288,20 @@ class _StageShell(nn.Module):
         self._inputs, self._outputs = inputs, outputs
         self._loss = loss
         self._prepare_backward, self._finish_weights = prepare_backward, finish_weights
+        self.before_second: Callable[[], None] | None = None
         self._targets: Sequence[Any] = ()
-        self._n_backward = self._n_weights = 0
+        self._n_forward = self._n_backward = self._n_weights = 0
 
     def start_step(self, targets: Sequence[Any]) -> None:
         """Forget the previous step."""
         self.losses = []
         self._targets = targets
-        self._n_backward = self._n_weights = 0
+        self._n_forward = self._n_backward = self._n_weights = 0
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        self._n_forward += 1
+        if self._n_forward == 2 and self.before_second is not None:
+            self.before_second()
         if self._inputs:
             tensors = _Receive.apply(self._inputs, *tensors)  # type: ignore[no-untyped-call]
         outputs = self.stage(*tensors)

@@ -16,6 +16,8 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
 - Parameters outside of all blocks (embedding, head) form one group, gathered from the first forward until
   the end of the backward pass; under stage 3 it is gathered once per micro-batch.
 - The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
+  There, parameters that are gathered once begin to be before their first forward pass (`start_gathers`): by itself
+  `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from .buffers import cast_buffers
 from .config import Config
 from .grad_compression import PowerSGD, compress_reductions, sharded_axes
 
@@ -38,8 +41,8 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     It returns what compressed reductions remember from step to step.
 
     A single data-parallel rank in full precision is left alone. A block that shares a parameter with the rest of the
-    model belongs to the group of the rest. In 16-bit precision, gathered parameters and all floating-point buffers have
-    the compute dtype, as after `model.to(dtype)`, so that they mix with activations.
+    model belongs to the group of the rest. In 16-bit precision, gathered parameters and most floating-point buffers
+    have the compute dtype, as after `model.to(dtype)`, so that they mix with activations; see `buffers`.
     """
     is_mixed = config.compute_dtype != config.parameter_dtype
     if config.dp == 1 and not is_mixed:
@@ -47,7 +50,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     policy = MixedPrecisionPolicy()
     if is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
-        _cast_buffers(root, config.compute_dtype)
+        cast_buffers(root, config.compute_dtype, kept=config.float32_buffers)
     _leave_cudnn_out_of_rnns(root)
     axes = sharded_axes(mesh, config)
     innermost_first = sorted(blocks, key=lambda name: -name.count("."))
@@ -57,6 +60,20 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
     return compress_reductions(root, mesh=mesh, config=config)
+
+
+def start_gathers(root: nn.Module, *, config: Config) -> None:
+    """Begin to gather all parameters below `root` where they stay for the step; each block waits for its own.
+
+    Until then its parameters are in the buffer that receives them, which takes the room that they will have; while a
+    block copies its own out of it, they are there twice. In its first step `fully_shard` has not set up its streams
+    yet; that step goes without.
+    """
+    is_kept = config.zero_shard_degree > 1 and config.zero_stage < 3
+    if is_kept and isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
 
 
 def free_reduced_gradients(root: nn.Module) -> None:
@@ -145,13 +162,6 @@ def _leave_cudnn_out_of_rnns(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, nn.RNNBase):
             module.forward = torch.backends.cudnn.flags(enabled=False)(module.forward)
-
-
-def _cast_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
 
 
 def _shares_parameters(block: nn.Module, root: nn.Module) -> bool:

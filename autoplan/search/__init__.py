@@ -13,6 +13,8 @@ a solver: one stage per rank is cut by dynamic programming, whose plan is judged
 rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds are taken in the order
 of the enumeration, so the same input gives the same answer.
 
+Of plans that are as good as each other the simplest is the answer (`preference`).
+
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
 
@@ -46,6 +48,7 @@ from autoplan.search.bounds import compute_bound_s, compute_key, computes_least,
 from autoplan.search.examination import consider, examine
 from autoplan.search.found import MakePlan, result_of
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
+from autoplan.search.one_device import one_device
 from autoplan.search.one_mesh import faster_than
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.rejections import explain_memory
@@ -80,8 +83,10 @@ def search(
     """
     state = SearchState(options, price, clock, clock(), patience_s)
     found: tuple[Baseline, ...] = ()
+    alone = None
     try:
         found = plain_recipes(space, options, price=state.table)
+        alone = one_device(space, options, price=state.table)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
     recipes_s = clock() - state.started_s
@@ -94,7 +99,7 @@ def search(
         explain_memory(state)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
-    return result_of(state, found, make_plan=make_plan)
+    return result_of(state, found, make_plan=make_plan, alone=alone)
 
 
 # ---------------------------------------------------------------------------------------------------------- the queue

@@ -1,4 +1,4 @@
-"""The plain recipes people use without a planner; each is a candidate, so no recipe that fits beats the search.
+"""The plain recipes people use without a planner; each is a candidate, so none that fits beats the search by its gap.
 
     DDP         dp = all devices, nothing sharded
     FSDP        dp = all devices, zero_stage 3, with or without recomputation
@@ -38,16 +38,16 @@ def plain_recipes(space: SearchSpace, options: Options, *, price: Callable[[Mesh
     """
     free = replace(options, fix=())
     groups = (
-        ("DDP", [list(_data_parallel(space, free, zero_stage=0))], (False,)),
-        ("FSDP", [list(_data_parallel(space, free, zero_stage=3))], (False, True)),
+        ("DDP", [list(data_parallel(space, free, dp=space.n_devices, zero_stage=0))], (False,)),
+        ("FSDP", [list(data_parallel(space, free, dp=space.n_devices, zero_stage=3))], (False, True)),
         ("hand rule", list(_hand_rule(space, free)), (False, True)),
     )
-    found = (_best_of(name, tiers, recompute, space=space, price=price) for name, tiers, recompute in groups)
+    found = (best_of(name, tiers, recompute, space=space, price=price) for name, tiers, recompute in groups)
     return tuple(baseline for baseline in found if baseline is not None)
 
 
-def _data_parallel(space: SearchSpace, options: Options, *, zero_stage: int) -> Iterator[Mesh]:
-    dp = space.n_devices
+def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: int) -> Iterator[Mesh]:
+    """The meshes of `dp` data-parallel ranks and nothing else, one per micro-batch; shards are over all ranks."""
     if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0):
         return
     for size in micro_batch_sizes(space, options, dp=dp):
@@ -84,7 +84,7 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
         ]
 
 
-def _best_of(
+def best_of(
     name: str,
     tiers: list[list[Mesh]],
     recompute: tuple[bool, ...],

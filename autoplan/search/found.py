@@ -8,8 +8,9 @@ from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.one_mesh import faster_than
+from autoplan.search.preference import Scored, simplest
 from autoplan.search.rejections import rejected
-from autoplan.search.result import Candidate, SearchResult
+from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
 from autoplan.solver.linear_model import INFINITY
 
@@ -17,17 +18,16 @@ MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 
 def result_of(
-    state: SearchState,
-    found: tuple[Baseline, ...],
-    *,
-    make_plan: MakePlan,
+    state: SearchState, found: tuple[Baseline, ...], *, make_plan: MakePlan, alone: OneDevice | None = None
 ) -> SearchResult:
-    """The result; `found` are the recipes, whether they are in the space or not."""
-    ranking = state.ranking()
-    best = ranking[0] if ranking else None
+    """The result; `found` are the recipes, whether they are in the space or not, and `alone` is one device."""
     bound = _proved_score(state)
+    ranking = _simplest_first(state, bound)
+    best = ranking[0] if ranking else None
     candidates = [_candidate(state, index, found, make_plan=make_plan) for index in ranking[: state.options.top + 1]]
-    status = _status(state, bound)
+    status = _status(state, best, bound)
+    if status == "optimal" and best is not None:
+        bound = state.score(best)
     weight = 1.0 if best is None else state.weight(state.meshes[best])
     return SearchResult(
         status=status,
@@ -48,7 +48,18 @@ def result_of(
         search_s=state.clock() - state.started_s,
         first_plan_s=state.first_plan_s,
         stopped_by=_stopped_by(state, status, bound),
+        one_device=alone,
     )
+
+
+def _simplest_first(state: SearchState, bound: float) -> list[int]:
+    """The meshes with a plan: the answer, then the others, best first."""
+    ranking = list(state.ranking())
+    if not ranking:
+        return ranking
+    scored = [Scored(state.score(index), state.meshes[index], state.plans[index].stages) for index in ranking]
+    answer = ranking.pop(simplest(scored, bound=bound, gap=state.gap))
+    return [answer, *ranking]
 
 
 def _proved_score(state: SearchState) -> float:
@@ -61,9 +72,9 @@ def _proved_score(state: SearchState) -> float:
     return best if least >= faster_than(best) else least
 
 
-def _status(state: SearchState, bound: float) -> str:
-    if state.plans:
-        return "optimal" if bound >= state.score_to_beat() else "feasible"
+def _status(state: SearchState, best: int | None, bound: float) -> str:
+    if best is not None:
+        return "optimal" if bound >= faster_than(state.score(best)) else "feasible"
     is_proved = bound == INFINITY and not state.stopped and len(state.rejections) == len(state.meshes)
     return "infeasible" if is_proved else "unknown"
 

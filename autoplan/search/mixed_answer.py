@@ -10,7 +10,8 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.mixed_rejections import least_short
 from autoplan.search.mixed_state import Found, MixedState
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.result import Candidate, Rejection, SearchResult
+from autoplan.search.preference import Scored, simplest
+from autoplan.search.result import Candidate, OneDevice, Rejection, SearchResult
 from autoplan.solver.linear_model import INFINITY
 
 
@@ -24,9 +25,9 @@ def result_of(state: MixedState) -> SearchResult:
     n_meshes += 0 if state.shares is None else state.shares.n_meshes
     if n_meshes == 0 and state.impossible:
         raise InfeasibleError("\n".join(dict.fromkeys(state.impossible.values())))
-    candidates = _candidates(state)
-    best = candidates[0] if candidates else None
     bound_s = _proved_s(state)
+    candidates = _simplest_first(_candidates(state), bound_s=bound_s, gap=state.gap)
+    best = candidates[0] if candidates else None
     is_proved = best is not None and bound_s >= faster_than(best.estimate.step_s)
     if best is not None:
         status = "optimal" if is_proved else "feasible"
@@ -47,6 +48,7 @@ def result_of(state: MixedState) -> SearchResult:
         search_s=state.clock() - state.started_s,
         first_plan_s=state.first_plan_s,
         stopped_by=_stopped_by(state, bound_s) if status in ("feasible", "unknown") else state.stopped,
+        one_device=_one_device(state),
     )
 
 
@@ -61,6 +63,25 @@ def _candidates(state: MixedState) -> list[Candidate]:
     for result in state.results.values():
         found += [item for item in (result.best, *result.alternatives) if item is not None]
     return sorted(found, key=lambda item: item.estimate.step_s)[:n_kept]
+
+
+def _simplest_first(candidates: list[Candidate], *, bound_s: float, gap: float) -> list[Candidate]:
+    """The answer, then the others, fastest first."""
+    if not candidates:
+        return candidates
+    plans = [(item, item.plan) for item in candidates]
+    scored = [Scored(item.estimate.step_s, plan.mesh, plan.stages, max(1, len(plan.groups))) for item, plan in plans]
+    chosen = simplest(scored, bound=bound_s, gap=gap)
+    return [candidates[chosen], *candidates[:chosen], *candidates[chosen + 1 :]]
+
+
+def _one_device(state: MixedState) -> OneDevice | None:
+    """One device of the group where that is fastest, or where the least memory is lacking when it fits on none."""
+    found = [result.one_device for result in state.results.values() if result.one_device is not None]
+    fitting = [(own.step_s, own) for own in found if own.step_s is not None]
+    if fitting:
+        return min(fitting, key=lambda pair: pair[0])[1]
+    return min(found, key=lambda own: own.needed_bytes - own.memory_limit_bytes, default=None)
 
 
 def _proved_s(state: MixedState) -> float:

@@ -45,6 +45,7 @@ from autoplan.search.ranges import (
     backward_pass_s,
     carries,
     figures_of,
+    first_forward_s,
     forward_pass_s,
     stage_edges,
 )
@@ -214,12 +215,14 @@ class _Passes:
     """What each range is on one kind of rank.
 
     Attributes:
+        opening_s: the first forward pass of the first stage; first_forward_s: of another one.
         backward_s: nothing recomputed for want of memory, and the action's wait for the host left out.
         carry_s: what a reduction leaves to the next pass.
     """
 
     table: CostTable
     segments: Segments
+    opening_s: Array
     first_forward_s: Array
     forward_s: Array
     backward_s: Array
@@ -232,7 +235,8 @@ class _Passes:
         return cls(
             table=table,
             segments=segments,
-            first_forward_s=forward_pass_s(segments, ranges, gathers=True) + table.action_s,
+            opening_s=first_forward_s(table, segments, ranges, is_first=True) + table.action_s,
+            first_forward_s=first_forward_s(table, segments, ranges, is_first=False) + table.action_s,
             forward_s=forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch) + table.action_s,
             backward_s=backward_pass_s(table, segments, ranges),
             carry_s=ranges.first(segments.reduce_s) if carries(table, segments) else 0.0,
@@ -249,7 +253,7 @@ def _stages(mesh: Mesh, tables: tuple[CostTable, ...], passes: tuple[_Passes, ..
         missing_bytes, again_s = own.memory.recomputing(in_flight(mesh, stage))
         whole_s = own.backward_s + again_s
         # Under gpipe the path reaches the stages after `s` with the last micro-batch.
-        opening_s = own.forward_s if is_gpipe and stage > 0 else own.first_forward_s
+        opening_s = own.opening_s if stage == 0 else own.forward_s if is_gpipe else own.first_forward_s
         edges_s = 2.0 * cuts_s[id(tables[stage - 1].cut_s)] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
         n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
         fits = np.isfinite(again_s)

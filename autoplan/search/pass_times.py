@@ -61,8 +61,9 @@ class _Pass:
 def _passes(table: CostTable, *, is_first: bool) -> tuple[_Pass, ...]:
     """The passes of the first stage, or of any other one."""
     always, every = table.gathers_per_micro_batch, table.reduces_per_micro_batch
+    waits = is_first or not table.gathers_at_start  # or its gathers may be done when its input arrives
     forward = (
-        _Pass(FIRST_FORWARD, forward_s, True, gathers=True, reduces=False),
+        _Pass(FIRST_FORWARD, forward_s, True, gathers=waits, reduces=False),
         _Pass(FORWARD, forward_s, True, gathers=always, reduces=False),
     )
     if not splits_backward(table.mesh.schedule):

@@ -308,6 +308,20 @@ def forward_pass_s(segments: Segments, ranges: Ranges, *, gathers: bool) -> Arra
     return waits + ranges.first(segments.gather_s)
 
 
+def first_forward_s(table: CostTable, segments: Segments, ranges: Ranges, *, is_first: bool) -> Array:
+    """The least time of the first forward pass of each range: as the first stage of the model, or as any other one.
+
+    Where gathers begin with the step, another stage than the first may find all of them done.
+    """
+    return forward_pass_s(segments, ranges, gathers=is_first or not table.gathers_at_start)
+
+
+def gathering_pass_s(compute_s: Array, left_s: Array, *, closing_s: Array, slower: float) -> Array:
+    """The least time of a pass beside which gathers of so long go on, all of which the last segment waits for."""
+    beside_s = np.minimum(left_s, compute_s - closing_s)
+    return compute_s + slower * beside_s + (left_s - beside_s)
+
+
 def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Array:
     """Time of a backward pass of each range, nothing recomputed: its last segment opens it, its first one closes it."""
     extra = segments.backward_extra_s

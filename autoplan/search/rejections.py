@@ -64,16 +64,22 @@ def rejected(state: SearchState, best: int | None) -> tuple[Rejection, ...]:
     """Every mesh but the best one, once, in the order of the enumeration."""
     queued = {index: score for score, index, _ in state.queue}
     to_beat = faster_than(state.score_to_beat(), gap=state.gap)
+    chosen = INFINITY if best is None else state.score(best)
     return tuple(
-        _rejection(state, index, queued=queued, to_beat=to_beat) for index in range(len(state.meshes)) if index != best
+        _rejection(state, index, queued=queued, to_beat=to_beat, chosen=chosen)
+        for index in range(len(state.meshes))
+        if index != best
     )
 
 
-def _rejection(state: SearchState, index: int, *, queued: dict[int, float], to_beat: float) -> Rejection:
+def _rejection(state: SearchState, index: int, *, queued: dict[int, float], to_beat: float, chosen: float) -> Rejection:
     mesh = state.meshes[index]
     if index in state.plans:
         step_s = state.plans[index].estimate.step_s
-        return Rejection(mesh, "slower", f"its best plan found takes {step_s:.6g} s", step_s=step_s)
+        detail = f"its best plan found takes {step_s:.6g} s"
+        if state.score(index) < chosen:
+            detail += ", which no proof tells from the chosen one, and is less simple"
+        return Rejection(mesh, "slower", detail, step_s=step_s)
     if index in state.rejections:
         return state.rejections[index]
     bound_s = queued.get(index, 0.0) / state.weight(mesh)

@@ -7,9 +7,10 @@ and at least B of them left when it ends, beside L seconds left over from before
     C + slower x D,    D = min(C, L + R - B)           reduced beside it
     left when it ends = max(L + R - C, B)
 
-and a pass that gathers takes what `ranges` says. Both times rise with both times before, with C and with the size of a
-stage, so sizes that are no more than those of a plan, each with the least C, R - C, R - B and B of any place where the
-stage may begin, give a step that is no longer. Likewise fewer segments recomputed than in the plan.
+and a pass that gathers takes what `ranges` says. Where the gathers of a rank begin with the step, a first forward pass
+takes what it would if they had gone on all the time. Both times rise with both times before, with C and with the size
+of a stage, so sizes that are no more than those of a plan, each with the least C, R - C, R - B and B of any place where
+the stage may begin, give a step that is no longer. Likewise fewer segments recomputed than in the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import numpy as np
 from autoplan.cost.table import CostTable
 from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, splits_backward, stage_ranks
 from autoplan.search.plans import piece_edges, stage_sizes
-from autoplan.search.ranges import Array, Ranges, Segments, backward_pass_s, carries, figures_of, forward_pass_s
+from autoplan.search.ranges import (
+    Array,
+    Ranges,
+    Segments,
+    backward_pass_s,
+    carries,
+    figures_of,
+    forward_pass_s,
+    gathering_pass_s,
+)
 from autoplan.search.stage_needs import per_stage
 
 _Place = Any  # numbers or arrays of numbers: an index of arrays over places
@@ -75,14 +85,31 @@ def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Sc
     return _Script(ranks, tuple(_Turn(*row, place in awaited) for place, row in enumerate(rows)), tuple(numbers))
 
 
+class _Begun(NamedTuple):
+    """Of a first forward pass: its gathers, the first of these, and what its last segment computes."""
+
+    gather_s: Array
+    opening_s: Array
+    closing_s: Array
+
+    def at(self, place: _Place, before_s: Array) -> _Begun:
+        """At these places, in time: when its gathers are done behind those `before`, and the first of them."""
+        gather_s, opening_s, closing_s = (values[place] for values in self)
+        return _Begun(before_s + gather_s, before_s + opening_s, closing_s)
+
+
 class _Needs(NamedTuple):
-    """What a pass needs at the least; arrays over places (`RelaxedStep`). `waits`: it gathers."""
+    """What a pass needs at the least; arrays over places (`RelaxedStep`).
+
+    `waits`: it gathers; `begun`: or its gathers were begun with the step.
+    """
 
     compute_s: Array
     reduce_s: Array
     left_s: Array
     closing_s: Array
     waits: bool
+    begun: _Begun | None = None
 
     def at(self, place: _Place, again: Array, again_s: tuple[float, float]) -> _Pass:
         """At these places, with so many segments recomputed, each of which takes from .. to `again_s`.
@@ -105,6 +132,7 @@ class _Pass(NamedTuple):
     left_s: Array
     waits: bool
     reduces: bool
+    begun: _Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +202,15 @@ class RelaxedStep:
         mesh = self.table.mesh
         script = _script(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
         places = self._places(sizes)
-        passes = []
+        passes, gathered_s = [], [np.zeros(len(sizes))] * mesh.pp
         for stage, kind, is_edge in script.passes:
-            needs = self.ranks[script.ranks[stage]]
+            rank, place = script.ranks[stage], places[stage]
+            needs = self.ranks[rank]
             own = needs.passes[kind, is_edge, stage == 0]
-            passes.append(own.at(places[stage], again[:, stage] * (kind == "B"), needs.again_s))
+            passes.append(own.at(place, again[:, stage] * (kind == "B"), needs.again_s))
+            if own.begun is not None:  # first forward passes of a rank are in the order of its stages
+                passes[-1] = passes[-1]._replace(begun=own.begun.at(place, gathered_s[rank]))
+                gathered_s[rank] = gathered_s[rank] + own.begun.gather_s[place]
         clocks = [_Clock(np.zeros(len(sizes))) for _ in range(mesh.pp)]
         links = [_Link(clock.free_s, cut_s) for clock in clocks for cut_s in (0.0, 0.0)]
         for (rank, is_forward), cut_s in self._cuts_s(sizes).items():
@@ -255,7 +287,13 @@ class _Clock:
     def run(self, item: _Pass, rank: _RankNeeds) -> None:
         """Do a pass."""
         action_s = rank.action_s
-        if item.waits:
+        if item.begun is not None:
+            done_s, opened_s, closing_s = item.begun
+            start_s = np.maximum(self.free_s, opened_s)
+            left_s = np.maximum(done_s - start_s, 0.0)
+            pass_s = gathering_pass_s(item.compute_s, left_s, closing_s=closing_s, slower=rank.slower)
+            self.free_s = start_s + (pass_s + action_s)
+        elif item.waits:
             start_s = self.end_s if rank.carries else self.free_s
             self.free_s = start_s + (item.compute_s + action_s)
             self.done_s = self.free_s + item.left_s if item.reduces else None
@@ -283,7 +321,8 @@ def _needs(
     The triple C, R, B has the least R - C and R - B, too.
     """
     gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
-    waits = gathers and kind in "FB" and bool(segments.gather_s.any())
+    begins = is_edge and kind == "F" and table.gathers_at_start and not is_first
+    waits = gathers and kind in "FB" and bool(segments.gather_s.any()) and not begins
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
     reduce_s = segments.reduce_s if reduces else np.zeros(len(segments.reduce_s))
     closing_s = least(ranges.first(reduce_s))
@@ -292,11 +331,15 @@ def _needs(
         whole_s = least(forward_pass_s(segments, ranges, gathers=True) if back_s is None else back_s)
         return _Needs(whole_s, np.zeros(whole_s.shape), closing_s, closing_s, waits=True)
     compute_s = _compute_s(segments, kind, is_first=is_first)
+    begun = None
+    if begins:
+        all_gather_s, closing_compute_s = ranges.total(segments.gather_s), ranges.last(segments.forward_s)
+        begun = _Begun(*map(least, (all_gather_s, ranges.first(segments.gather_s), closing_compute_s)))
     all_s, all_reduce_s = ranges.total(compute_s), ranges.total(reduce_s)
     all_left_s = _left_s(ranges, compute_s=compute_s, reduce_s=reduce_s)
     least_s, left_s = least(all_s), least(all_left_s)
     behind_s, grown_s = least(all_reduce_s - all_left_s), least(all_reduce_s - all_s)
-    return _Needs(least_s, np.minimum(left_s + behind_s, least_s + grown_s), left_s, closing_s, waits=False)
+    return _Needs(least_s, np.minimum(left_s + behind_s, least_s + grown_s), left_s, closing_s, False, begun)
 
 
 def _compute_s(segments: Segments, kind: str, *, is_first: bool) -> Array:

@@ -63,13 +63,27 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True)
+class OneDevice:
+    """What the step takes on one device alone.
+
+    Attributes:
+        step_s: of the fastest plan that fits; None when none does.
+        needed_bytes: of that plan; of the one that needs the least, or fewer, when none fits.
+    """
+
+    step_s: float | None
+    needed_bytes: int
+    memory_limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SearchResult:
     """The answer of a search, with its proof.
 
     Attributes:
         status: "optimal" (no other plan of the space is faster), "feasible" (stopped; see `gap`),
             "infeasible" (proved), or "unknown" (stopped with nothing).
-        best: the fastest plan; None when there is none.
+        best: the fastest plan, or the simplest of those that are as fast, see `preference`; None when there is none.
         alternatives: the best plan of other meshes, fastest first, without `best`.
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
             when it does not exist for this model and cluster.
@@ -82,6 +96,7 @@ class SearchResult:
         stopped_by: what ended the search before its proof: "time limit", "interrupted" (Ctrl-C), "stalled" (meshes
             are left whose bounds would not rise any further), or "" when nothing worth looking for is left.
         first_plan_s: when the first plan that fits was known, from the start of the search.
+        one_device: the same step on one device; None where there is no other, or none may be left idle.
     """
 
     status: str
@@ -97,6 +112,7 @@ class SearchResult:
     first_plan_s: float | None = None
     remedies: tuple[Remedy, ...] = ()
     rejected_counts: tuple[tuple[str, int], ...] = ()
+    one_device: OneDevice | None = None
 
     @property
     def rejected_by_reason(self) -> dict[str, int]:

@@ -31,6 +31,7 @@ from autoplan.search.ranges import (
     Segments,
     backward_pass_s,
     carries,
+    first_forward_s,
     forward_pass_s,
     left_s,
     reducing_pass_s,
@@ -98,6 +99,7 @@ class Needs:
         fields["last_left_s"] = left_s(
             segments, ranges, compute_s=segments.weights_s if splits else segments.backward_s
         )
+        fields["opening_s"] = first_forward_s(table, segments, ranges, is_first=True)
         fields["last_reduce_s"] = ranges.first(segments.reduce_s)
         fields["alone_bytes"] = ranges.last(segments.least_alone_bytes)
         has_several = ranges.edges[ranges.stop] - ranges.edges[ranges.start] > 1
@@ -106,6 +108,7 @@ class Needs:
         least = per_stage(ranges, sizes, np.stack([np.broadcast_to(values, shape) for values in everything]))
         least_of = dict(zip(fields, least[len(passes) + len(plain) :], strict=True))
         passes_s = _by_symbol(passes, least, action_s=table.action_s)
+        passes_s[SYMBOLS.index(FIRST_FORWARD), 0] = least_of.pop("opening_s")[0] + table.action_s
         plain_s = passes_s.copy()
         for symbol, values in zip(plain, least[len(passes) :], strict=False):
             plain_s[SYMBOLS.index(symbol)] = values + (0.0 if symbol in NOT_AN_ACTION else table.action_s)
@@ -157,7 +160,7 @@ def _passes_s(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str,
     carried = ranges.first(segments.reduce_s) * carries(table, segments)
     cut_s = np.full(ranges.start.shape, min((s for s in table.cut_s if s is not None), default=0.0))
     found = {
-        FIRST_FORWARD: forward_pass_s(segments, ranges, gathers=True),
+        FIRST_FORWARD: first_forward_s(table, segments, ranges, is_first=False),
         FORWARD: forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch),
         CARRY: carried,
         LAST_CARRY: carried,

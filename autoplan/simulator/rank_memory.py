@@ -16,6 +16,10 @@ so neither the gradients nor, after the head, the activations of all segments me
 end of a pass no activations are left, but what is outside of blocks is reduced. All of this is the order in which
 `fully_shard` takes and frees references; the caching allocator counts by these, not by when kernels are done.
 
+Parameters whose gathers begin with the step (`CostTable.gathers_at_start`) lie in the buffers that receive them until
+the first forward pass of their stage, in which each segment copies its own out of its buffer before it computes: there
+they are twice.
+
 The numbers of micro-batches are the schedule's (`moments`), the bytes the plan's (`stage_bytes`); `memories` puts them
 together. A forward pass is taken to need the working bytes of the backward pass. Left out: that the halves of a split
 backward pass free activations one by one.
@@ -103,7 +107,8 @@ class StageBytes:
         gathered: of parameters that stay gathered.
         gradients: of all its segments, after a pass.
         saved, sent, pending: per micro-batch.
-        forward, first, later, last: the peaks of a forward pass, and of the first, another and the last backward pass.
+        opening, forward: the peaks of the first forward pass, and of another one.
+        first, later, last: of the first, another and the last backward pass.
     """
 
     state: int
@@ -113,15 +118,17 @@ class StageBytes:
     saved: int
     sent: int
     pending: int
+    opening: PassPeak
     forward: PassPeak
     first: PassPeak
     later: PassPeak
     last: PassPeak
 
     def peak(self, moment: Moment, *, is_first: bool) -> PassPeak:
-        """The peak of the pass that runs."""
+        """The peak of the pass that runs; `is_first`: no pass of this stage that makes gradients is over."""
         if moment.kind not in GRADIENT_KINDS:
-            return self.forward
+            is_opening = is_first and moment.running is not None and moment.in_flight[moment.running] == 1
+            return self.opening if is_opening and moment.kind == "F" else self.forward
         if is_first:
             return self.first
         return self.last if moment.is_last else self.later
@@ -133,6 +140,7 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
     message_in = table.message_bytes[start - 1] if table.message_bytes and start > 0 else 0
     message_out = table.message_bytes[stop - 1] if table.message_bytes and stop < len(table.kinds) else 0
     forward, first, later, last = _passes(table, costs)
+    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start and start > 0 else forward
     return StageBytes(
         state=sum(cost.state_bytes for cost in costs),
         buffers=n_micro_batches * (message_in + message_out) + message_in,  # the last gradient is still being sent
@@ -141,11 +149,21 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
         saved=sum(cost.saved_bytes for cost in costs),
         sent=message_out,
         pending=sum(cost.pending_bytes for cost in costs),
+        opening=opening,
         forward=forward,
         first=first,
         later=later,
         last=last,
     )
+
+
+def _copies(costs: Sequence[SegmentCost]) -> Iterator[PassPeak]:
+    """Per segment whose parameters were received in a buffer, the moment when it copies them out of it."""
+    saved = 0
+    for cost in costs:
+        if cost.gather_s:
+            yield PassPeak(cost.gathered_bytes, 0, saved, 0)
+        saved += cost.saved_bytes
 
 
 class _Behind(NamedTuple):

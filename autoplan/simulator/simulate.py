@@ -1,14 +1,10 @@
 """The simulator: replays a plan and says how long a step takes and how much memory each rank needs.
 
-It is the only judge of time and memory. It reads a CostTable and the stages, and knows nothing of the search. All
-data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed, by the figures of
-its own devices (`CostTable.at_rank`).
+It is the only judge of time and memory. It reads a CostTable and the stages, and knows nothing of the search.
 
 **One pass of a stage** is replayed by `stage_pass`, **memory** is added up by `rank_memory`.
 
-**One step** (`_replay_step`): an action starts when its rank is free and its input has arrived. Sends do not block the
-sender; a rank sends its activations one after the other, and so its gradients. Left out: that sends slow compute, and
-gathers that begin before the input has arrived. With M micro-batches, on the slowest rank:
+**One step** is replayed by `replay`. With M micro-batches, it takes on the slowest rank
 
     step_s = M x (compute + recompute + tensor-parallel + launch) + what launch adds once      `_breakdown`
              (launch: what the host adds to the segments, and to every action of a pipeline)
@@ -20,240 +16,20 @@ gathers that begin before the input has arrived. With M micro-batches, on the sl
 
 The first line and that of the optimizer, of any rank, are together a lower bound on the step time, under any schedule.
 
-What depends on the schedule alone is kept as numbers; see `replay_script`. Where data parallelism spans groups of hosts
-of which each takes its own micro-batches, one rank of each is replayed by itself (`shared_step`).
+Where data parallelism spans groups of hosts of which each takes its own micro-batches, one rank of each is replayed by
+itself (`shared_step`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
-from autoplan.cost.table import CostTable, SegmentCost
-from autoplan.errors import PlanMismatchError
+from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.simulator.rank_memory import StageBytes, memories, moment_after, moments, needed_parts, stage_bytes
-from autoplan.simulator.replay_script import Script, script_of
+from autoplan.simulator.rank_memory import memories, moment_after, moments, needed_parts
+from autoplan.simulator.replay import RankClock, Replay, Stage, replay_plan
 from autoplan.simulator.shared_step import slowest_of
-from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_pass
-
-# ------------------------------------------------------------------------------------------------- stages as numbers
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments."""
-
-    plan: StagePlan
-    rank: int
-    choices: tuple[tuple[int, bool], ...]
-    costs: tuple[SegmentCost, ...]
-    held: StageBytes
-    send_activation_s: float
-    send_gradient_s: float
-
-    def segments(self, kind: str) -> range:
-        """The segments in the order in which a pass of this kind takes them."""
-        segments = range(self.plan.start, self.plan.stop)
-        return segments if kind == "F" else segments[::-1]
-
-    def send_s(self, kind: str) -> float:
-        """Time in which the result of an action of this kind travels to another rank."""
-        return {"F": self.send_activation_s, "W": 0.0}.get(kind, self.send_gradient_s)
-
-
-def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> _Stage:
-    recomputed = frozenset(plan.recomputed)
-    segments = range(plan.start, plan.stop)
-    own = table.at_rank(ranks[index])
-    costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
-    return _Stage(
-        plan=plan,
-        rank=ranks[index],
-        choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
-        costs=costs,
-        held=stage_bytes(own, costs, start=plan.start),
-        send_activation_s=_send_s(table, plan.stop, between=ranks[index : index + 2]),
-        send_gradient_s=_send_s(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
-    )
-
-
-def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> float:
-    """Time of a transfer over the boundary before `segment`; 0 at both ends of the model and within a rank."""
-    if len(set(between)) == 1:
-        return 0.0
-    cut_s = table.at_rank(between[0]).cut_s[segment - 1]
-    assert cut_s is not None
-    return cut_s
-
-
-def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
-    mesh, n_segments = table.mesh, len(table.kinds)
-    if len(stages) != mesh.n_stages or stages[-1].stop != n_segments:
-        raise PlanMismatchError.of(
-            "plan.stages",
-            found=f"{len(stages)} stages that end at segment {stages[-1].stop if stages else 0}",
-            expected=f"{mesh.n_stages} stages (pp {mesh.pp} x n_chunks {mesh.n_chunks}) that end at {n_segments}",
-            fix="use a plan that was made for this model and mesh",
-        )
-    for index, stage in enumerate(stages):
-        start = stages[index - 1].stop if index > 0 else 0
-        if stage.start != start or stage.stop <= start or not set(stage.recomputed) <= set(range(start, stage.stop)):
-            raise PlanMismatchError.of(
-                f"plan.stages[{index}]",
-                found=f"segments {stage.start} to {stage.stop}, recomputed {stage.recomputed}",
-                expected=f"one segment or more from {start} on, recomputed segments among them",
-                fix="make the stages follow one another",
-            )
-        if index > 0 and table.cut_s[start - 1] is None:
-            raise PlanMismatchError.of(
-                f"plan.stages[{index}].start",
-                found=start,
-                expected="a boundary at which the pipeline can be cut",
-                fix="move the cut to another segment",
-            )
-
-
-# ---------------------------------------------------------------------------------------------------------- one step
-
-
-class _Run(NamedTuple):
-    """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`."""
-
-    start_s: float
-    stop_s: float
-    times: PassTimes
-    sent_s: float
-    arrived_s: float
-
-
-@dataclass(slots=True)
-class _RankClock:
-    """Where a rank stands in the replay, and what it has waited for so far."""
-
-    free_s: float = 0.0
-    left_s: float = 0.0  # communication not done at `free_s`
-    exposed_dp_s: float = 0.0
-    exposed_pp_s: float = 0.0
-    bubble_s: float = 0.0
-
-    def wait_for(self, needed: _Run) -> None:
-        """Be free when this result of another rank has arrived; pending communication goes on meanwhile."""
-        idle_s = needed.arrived_s - self.free_s
-        if idle_s > 0.0:
-            transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
-            self.exposed_pp_s += transfer_s
-            self.bubble_s += idle_s - transfer_s
-            self.left_s = max(0.0, self.left_s - idle_s)
-            self.free_s = needed.arrived_s
-
-
-@dataclass(slots=True)
-class _Link:
-    """What a rank sends its activations over, or its gradients: one transfer after the other."""
-
-    free_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One pass of one stage, ready to be replayed.
-
-    Attributes:
-        times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
-            goes on; most passes are alike.
-        action_s: what the rank waits for its host after it; its communication is taken to wait, too.
-        send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
-    """
-
-    clock: _RankClock
-    slowdown: float
-    work: tuple[SegmentPass, ...]
-    times: dict[float, PassTimes]
-    action_s: float
-    link: _Link
-    send_s: float
-
-
-def _passes(
-    table: CostTable, stages: tuple[_Stage, ...], *, script: Script, clocks: tuple[_RankClock, ...]
-) -> tuple[_Pass, ...]:
-    """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentPass, ...]], dict[float, PassTimes]] = {}
-    links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
-    found = []
-    for index, kind, is_edge in script.passes:
-        stage = stages[index]
-        own = table.at_rank(stage.rank)
-        work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
-        times, link = known.setdefault((slowdown, work), {}), links[stage.rank, kind == "F"]
-        found.append(_Pass(clocks[stage.rank], slowdown, work, times, own.action_s, link, stage.send_s(kind)))
-    return tuple(found)
-
-
-def _replay_step(
-    table: CostTable, stages: tuple[_Stage, ...], *, script: Script
-) -> tuple[tuple[_RankClock, ...], list[_Run]]:
-    """The clocks at the end of the step, and the run of each action."""
-    clocks = tuple(_RankClock() for _ in range(table.mesh.pp))
-    passes = _passes(table, stages, script=script, clocks=clocks)
-    runs: list[_Run] = []
-    for number, awaited in zip(script.cues, script.awaited, strict=True):
-        running = passes[number]
-        clock = running.clock
-        if awaited is not None:
-            clock.wait_for(runs[awaited])
-        times = running.times.get(clock.left_s)
-        if times is None:
-            times = replay_pass(running.work, slowdown=running.slowdown, left_s=clock.left_s)
-            running.times[clock.left_s] = times
-        start_s = clock.free_s
-        stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
-        clock.left_s = times.left_s
-        clock.exposed_dp_s += times.exposed_s
-        if running.send_s:
-            sent_s = max(stop_s, running.link.free_s)
-            arrived_s = running.link.free_s = sent_s + running.send_s
-        runs.append(_Run(start_s, stop_s, times, sent_s, arrived_s))
-    for clock in clocks:
-        clock.exposed_dp_s += clock.left_s
-    return clocks, runs
-
-
-# --------------------------------------------------------------------------------------------------------- the plan
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """A whole step, replayed; `runs` has the order of the script."""
-
-    script: Script
-    stages: tuple[_Stage, ...]
-    clocks: tuple[_RankClock, ...]
-    runs: list[_Run]
-
-    def stages_of(self, rank: int) -> tuple[_Stage, ...]:
-        return tuple(self.stages[index] for index in self.script.stages[rank])
-
-    def held_by(self, rank: int) -> tuple[StageBytes, ...]:
-        return tuple(stage.held for stage in self.stages_of(rank))
-
-    def places(self) -> tuple[list[int], ...]:
-        """Per rank, the places of its actions in the order of the script."""
-        found: tuple[list[int], ...] = tuple([] for _ in self.clocks)
-        for place, action in enumerate(self.script.ordered.actions):
-            found[self.script.ranks[action.stage]].append(place)
-        return found
-
-
-def _replay(table: CostTable, plans: tuple[StagePlan, ...]) -> _Replay:
-    _check_order(table, plans)
-    mesh = table.mesh
-    script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
-    stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
-    clocks, runs = _replay_step(table, stages, script=script)
-    return _Replay(script, stages, clocks, runs)
 
 
 def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: bool = False) -> Estimate:
@@ -267,7 +43,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     if table.mesh.shares:
         of_shares = zip(table.rank_tables, stages, strict=True)
         return slowest_of([simulate(own, (stage,), with_timeline=with_timeline) for own, stage in of_shares])
-    replay = _replay(table, stages)
+    replay = replay_plan(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
         _breakdown(table, replay.stages_of(rank), clock, actions_s=len(actions) * table.at_rank(rank).action_s)
@@ -294,7 +70,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     )
 
 
-def _breakdown(table: CostTable, stages: tuple[_Stage, ...], clock: _RankClock, *, actions_s: float) -> Breakdown:
+def _breakdown(table: CostTable, stages: tuple[Stage, ...], clock: RankClock, *, actions_s: float) -> Breakdown:
     """Where the time of one rank, which owns `stages`, goes; `actions_s` is what all its actions wait for the host."""
     costs = tuple(cost for stage in stages for cost in stage.costs)
     n_micro_batches = table.mesh.n_micro_batches
@@ -317,7 +93,7 @@ def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[t
     if table.mesh.shares:
         of_shares = zip(table.rank_tables, stages, strict=True)
         return tuple(curve for own, stage in of_shares for curve in memory_over_time(own, (stage,)))
-    replay = _replay(table, stages)
+    replay = replay_plan(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):
         running = tuple(moments(replay.script.ordered.schedule[rank]))
@@ -331,12 +107,13 @@ def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[t
     return tuple(curves)
 
 
-def _timeline(table: CostTable, replay: _Replay) -> tuple[TimelineEvent, ...]:
+def _timeline(table: CostTable, replay: Replay) -> tuple[TimelineEvent, ...]:
     events: list[TimelineEvent] = []
     for rank, places in enumerate(replay.places()):
         starts_s = (*(replay.runs[place].start_s for place in places[1:]), math.inf)
-        for place, next_start_s in zip(places, starts_s, strict=True):
-            events += _events_of(replay, place, rank=rank, until_s=next_start_s)
+        stops_s = (0.0, *(replay.runs[place].stop_s for place in places[:-1]))
+        for place, stop_s, next_start_s in zip(places, stops_s, starts_s, strict=True):
+            events += _events_of(replay, place, rank=rank, since_s=stop_s, until_s=next_start_s)
         last = replay.runs[places[-1]]
         done_s = last.stop_s + last.times.left_s
         once_s = table.per_step_s + sum(cost.optimizer_s for stage in replay.stages_of(rank) for cost in stage.costs)
@@ -347,17 +124,22 @@ def _timeline(table: CostTable, replay: _Replay) -> tuple[TimelineEvent, ...]:
     return tuple(events)
 
 
-def _events_of(replay: _Replay, place: int, *, rank: int, until_s: float) -> list[TimelineEvent]:
-    """The boxes of one action: itself, its communication, what is left of that up to `until_s`, its transfer."""
+def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s: float) -> list[TimelineEvent]:
+    """The boxes of one action: itself, its communication, what is left of that up to `until_s`, its transfer.
+
+    Also what is gathered while it waits, from `since_s` on.
+    """
     action, run = replay.script.ordered.actions[place], replay.runs[place]
     stage, name, segments = action.stage, str(action), replay.stages[action.stage].segments(action.kind)
     events = [TimelineEvent(rank, stage, "compute", name, run.start_s, run.stop_s)]
+    if run.gathered_s:
+        events.insert(0, TimelineEvent(rank, stage, "communication", "gather", since_s, since_s + run.gathered_s))
     for span in run.times.spans:
         what = span.what if span.place is None else f"{span.what} {segments[span.place]}"
         start_s, stop_s = run.start_s + span.start_s, run.start_s + span.stop_s
         events.append(TimelineEvent(rank, stage, "communication", what, start_s, stop_s))
     rest_stop_s = min(run.stop_s + run.times.left_s, until_s)
-    if rest_stop_s > run.stop_s:
+    if rest_stop_s > run.stop_s and run.left_what == "reduce":
         events.append(TimelineEvent(rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
     if run.arrived_s > run.sent_s:
         stream = "send activations" if action.kind == "F" else "send gradients"

@@ -6,6 +6,9 @@ A compute stream and a communication stream, each first in, first out (`replay_p
     compute                  | segment 0 | | segment 1      |    | segment 2   |
 
 - The parameters of segment k+1 are gathered from the moment segment k starts to compute; the first gather is exposed.
+- In pipelines, where they stay gathered, all gathers of a stage are queued long before its first pass, unless it is the
+  first stage of the model (`replay_first_forward`). What is outside of blocks is gathered before the blocks of its
+  stage: it is the group of the stage itself, which waits for it first.
 - The gradients of segment k are reduced after its backward pass. What is left when the pass ends goes on beside what
   the rank does next; the optimizer waits for it.
 - While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
@@ -76,19 +79,53 @@ def pass_work(
         busy_s = forward_s(cost) if kind == "F" else backward_part_s(cost, kind, is_first=is_first)
         return SegmentPass(busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
 
-    gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
+    is_first_forward = is_edge and kind == "F"
+    gathers = table.gathers_per_micro_batch or is_first_forward
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
     works = {choice: work(table.costs[choice[0]][choice[1]]) for choice in set(choices)}
-    return tuple(works[choice] for choice in (choices if kind == "F" else reversed(choices)))
+    ordered = tuple(works[choice] for choice in (choices if kind == "F" else reversed(choices)))
+    if is_first or not (is_first_forward and table.gathers_at_start):
+        return ordered
+    return _outer_first(ordered, [table.costs[number][again].late_gradient_bytes > 0 for number, again in choices])
 
 
-def replay_pass(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
+def _outer_first(work: tuple[SegmentPass, ...], is_outer: Sequence[bool]) -> tuple[SegmentPass, ...]:
+    """The gathers of what is outside of blocks put before all others."""
+    outer_s = sum(item.gather_s for item, outer in zip(work, is_outer, strict=True) if outer)
+    blocks = [item._replace(gather_s=0.0) if outer else item for item, outer in zip(work, is_outer, strict=True)]
+    return blocks[0]._replace(gather_s=outer_s + blocks[0].gather_s), *blocks[1:]
+
+
+def replay_first_forward(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float, later_s: float) -> PassTimes:
+    """The times of the first forward pass of a stage whose gathers were queued before it.
+
+    Behind them are `later_s` of those of the later stages of its rank; `left_s` of all these are still to be done.
+    """
+    busy_s = sum(item.busy_s for item in work)
+    if left_s == 0.0:
+        return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
+    streams = _TwoStreams(slowdown)
+    rests_s, own_s = [], max(0.0, left_s - later_s)
+    for item in reversed(work):
+        rests_s.append(min(item.gather_s, own_s))
+        own_s -= rests_s[-1]
+    tickets = [streams.communicate("gather", place, rest_s) for place, rest_s in enumerate(reversed(rests_s))]
+    streams.communicate("gather", None, min(left_s, later_s))
+    for item, ticket in zip(work, tickets, strict=True):
+        streams.wait_for(ticket)
+        streams.compute(item.busy_s)
+    return streams.times(busy_s)
+
+
+def replay_pass(
+    work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float = 0.0, left_what: str = "reduce"
+) -> PassTimes:
     """The times of one pass through `work`, in this order; `left_s` is communication the rank still has to do."""
     busy_s = sum(item.busy_s for item in work)
     if left_s == 0.0 and not any(item.gather_s or item.reduce_s for item in work):
         return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
     streams = _TwoStreams(slowdown)
-    streams.communicate("reduce", None, left_s)
+    streams.communicate(left_what, None, left_s)
     ticket = streams.communicate("gather", 0, work[0].gather_s)
     next_gathers_s = (*(item.gather_s for item in work[1:]), 0.0)
     for place, ((own_s, gather_s, reduce_s), next_gather_s) in enumerate(zip(work, next_gathers_s, strict=True)):
@@ -99,8 +136,7 @@ def replay_pass(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float
         streams.compute(own_s)
         if reduce_s:
             streams.communicate("reduce", place, reduce_s)
-    left_s = streams.left_s()
-    return PassTimes(busy_s + streams.exposed_s, streams.exposed_s, left_s, tuple(streams.spans))
+    return streams.times(busy_s)
 
 
 class _TwoStreams:
@@ -150,7 +186,12 @@ class _TwoStreams:
                 self._end_head()
         self.now_s += busy_s
 
-    def left_s(self) -> float:
+    def times(self, busy_s: float) -> PassTimes:
+        """Of a pass that has computed so long and ends now."""
+        left_s = self._left_s()
+        return PassTimes(busy_s + self.exposed_s, self.exposed_s, left_s, tuple(self.spans))
+
+    def _left_s(self) -> float:
         """Communication not done yet; what has begun is noted as a span."""
         if self._pending and self._head_done_s > 0.0:
             what, place, _ = self._pending[0]

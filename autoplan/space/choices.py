@@ -66,8 +66,8 @@ def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution
         return "no segment that reads images, [sample, channel, height, width]"
     if needed and (measured is None or not needed <= measured.executions):
         return f"no segment that was measured {name}"
-    failed = () if measured is None else (item for item in measured.failed if item[2] in needed)
-    texts = dict.fromkeys(f"{segment} (tp {tp})" for segment, tp, _ in failed if degree in (None, tp))
+    failed = () if measured is None else (item for item in measured.failed if item.execution in needed)
+    texts = dict.fromkeys(f"{item.segment} (tp {item.tp})" for item in failed if degree in (None, item.tp))
     action = "torch.compile failed on" if way.compile else f"measurements {name} that failed of"
     return f"{action} {', '.join(texts)}" if texts else ""
 

@@ -23,6 +23,7 @@ from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.rules import OpRule, load_rules
 from autoplan.search.meshes import SearchSpace, fixed
 from autoplan.space.choices import check_execution, codes, compression_choice, executions, loss_choice
+from autoplan.space.current_code import with_current_code
 from autoplan.space.layouts import of_size, shardings_by_size
 
 
@@ -51,6 +52,7 @@ def priced_space(
     check_fixed(graph, options)
     rules = load_rules(options.rules)
     by_size = shardings_by_size(graph, profile, options, rules)
+    measured = with_current_code(measured, graph, by_size.values(), precision=options.precision, rules=rules)
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
@@ -99,13 +101,14 @@ def price_plan(
     measured: MeasuredProfile | None = None,
 ) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
-    way, degree = plan.mesh.execution, plan.mesh.tp
+    way, degree, rules = plan.mesh.execution, plan.mesh.tp, load_rules(rule_files)
+    shardings = {(degree, plan.mesh.sharding): plan.shardings}
+    split = [shardings] if degree > 1 else []  # the whole model's were looked at where the profile was read
+    measured = with_current_code(measured, graph, split, precision=plan.precision, rules=rules)
     if way.compile:
         check_execution(graph, measured, Execution(compile=True), where="plan: mesh.compile", degree=degree)
     if way != Execution():
         check_execution(graph, measured, way, where="plan: mesh.memory_format", degree=degree)
-    shardings = {(plan.mesh.tp, plan.mesh.sharding): plan.shardings}
-    rules = load_rules(rule_files)
     pricer = make_pricer(
         graph,
         profile=profile,

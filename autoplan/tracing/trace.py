@@ -178,14 +178,6 @@ def _build_model(source: ModelSource) -> nn.Module:
         raise InputError.of(
             f"{source.where}: build_model", found=type(model).__name__, expected="an nn.Module", fix="return the model"
         )
-    for name, parameter in model.named_parameters():
-        if not parameter.dim():
-            raise InputError.of(
-                f"{source.where}: parameter {name}",
-                found="a scalar",
-                expected="at least one dim, since fully_shard refuses parameters without",
-                fix="make it of one element: torch.tensor([2.0]) in place of torch.tensor(2.0)",
-            )
     return model.to(DTYPE).train()
 
 

@@ -44,6 +44,7 @@ def assumption_texts(given: Assumptions) -> tuple[str, ...]:
         f"failures: one per device in {reliability.device_mtbf_s / SECONDS_PER_HOUR:,.0f} h, restart "
         f"{format_seconds(reliability.restart_s)}, {checkpoint}{spares}",
         f"{prices}; rent: {money.rent.replace('_', '-')}; totals as of {given.today.isoformat()}",
+        "device-hours and cost are of whole hosts: of devices that a plan leaves idle and of spare hosts too",
         f"power: that of the board x load {money.load:.0%} x PUE {money.pue:g}"
         + ("" if money.host_power_w else ", hosts themselves not counted"),
     )

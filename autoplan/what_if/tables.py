@@ -15,6 +15,8 @@ from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.report_text import assumption_texts
 from autoplan.what_if.rows import SHARES, WhatIfRow
 
+_OF_WHOLE_HOSTS = ("device_hours", "cost_usd", "cost_usd_interval", "usd_per_billion_tokens", "own_cost_usd")
+
 
 def row_to_dict(row: WhatIfRow) -> dict[str, Any]:
     """A row as JSON values; shares as an object."""
@@ -63,6 +65,8 @@ def whatif_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of `autoplan whatif --format json`."""
     hints = typing.get_type_hints(WhatIfRow)
     row = {name: _schema(hint) for name, hint in hints.items()}
+    for name in _OF_WHOLE_HOSTS:
+        row[name]["description"] = "of whole hosts: of devices that the plan leaves idle and of spare hosts too"
     row["shares"] = {
         "type": "object",
         "description": "share of wall time by what it is spent on; the shares sum to 1, or there is none",

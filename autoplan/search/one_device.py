@@ -1,0 +1,37 @@
+"""What one device alone would take: the figure that every plan is measured against first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoplan.cost.table import CostTable
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh
+from autoplan.search.baselines import best_of, data_parallel
+from autoplan.search.bounds import shortfall_bytes
+from autoplan.search.meshes import SearchSpace
+from autoplan.search.result import OneDevice
+
+
+def one_device(space: SearchSpace, options: Options, *, price: Callable[[Mesh], CostTable]) -> OneDevice | None:
+    """The same global batch on one device, at its best, with or without recomputation, whatever the user fixed.
+
+    None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch.
+    """
+    if space.n_devices == 1 or space.uses_all_devices:
+        return None
+    meshes = list(data_parallel(space, replace(options, fix=()), dp=1, zero_stage=0))
+    if not meshes:
+        return None
+    short = {mesh: shortfall_bytes(price(mesh)) for mesh in meshes}
+    possible = [mesh for mesh in meshes if short[mesh] <= 0]
+    if not possible:  # proved, so nothing is replayed
+        closest = min(meshes, key=lambda mesh: short[mesh])
+        limit_bytes = price(closest).memory_limit_bytes
+        return OneDevice(None, limit_bytes + short[closest], limit_bytes)
+    found = best_of("one device", [possible], (False, True), space=space, price=price)
+    assert found is not None
+    estimate = found.judged.estimate
+    step_s = estimate.step_s if estimate.fits else None
+    return OneDevice(step_s, max(estimate.needed_bytes), estimate.memory_limit_bytes)

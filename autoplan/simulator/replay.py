@@ -1,0 +1,307 @@
+"""A plan replayed action by action, on the ranks of a pipeline.
+
+All data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed, by the figures
+of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `stage_pass`.
+
+An action starts when its rank is free and its input has arrived. Sends do not block the sender; a rank sends its
+activations one after the other, and so its gradients. Left out: that sends slow compute.
+
+Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
+to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
+input when the step begins, so it gathers as it computes; the gathers for later stages of its rank begin after its first
+forward pass, if another one of it follows.
+
+What depends on the schedule alone is kept as numbers; see `replay_script`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.errors import PlanMismatchError
+from autoplan.parallel_plan import StagePlan
+from autoplan.simulator.rank_memory import StageBytes, stage_bytes
+from autoplan.simulator.replay_script import Script, script_of
+from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_first_forward, replay_pass
+
+# ------------------------------------------------------------------------------------------------- stages as numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments."""
+
+    plan: StagePlan
+    rank: int
+    choices: tuple[tuple[int, bool], ...]
+    costs: tuple[SegmentCost, ...]
+    held: StageBytes
+    send_activation_s: float
+    send_gradient_s: float
+
+    @property
+    def gather_s(self) -> float:
+        """Gathering all its parameters."""
+        return sum(cost.gather_s for cost in self.costs)
+
+    def segments(self, kind: str) -> range:
+        """The segments in the order in which a pass of this kind takes them."""
+        segments = range(self.plan.start, self.plan.stop)
+        return segments if kind == "F" else segments[::-1]
+
+    def send_s(self, kind: str) -> float:
+        """Time in which the result of an action of this kind travels to another rank."""
+        return {"F": self.send_activation_s, "W": 0.0}.get(kind, self.send_gradient_s)
+
+
+def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> Stage:
+    recomputed = frozenset(plan.recomputed)
+    segments = range(plan.start, plan.stop)
+    own = table.at_rank(ranks[index])
+    costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
+    return Stage(
+        plan=plan,
+        rank=ranks[index],
+        choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
+        costs=costs,
+        held=stage_bytes(own, costs, start=plan.start),
+        send_activation_s=_send_s(table, plan.stop, between=ranks[index : index + 2]),
+        send_gradient_s=_send_s(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
+    )
+
+
+def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> float:
+    """Time of a transfer over the boundary before `segment`; 0 at both ends of the model and within a rank."""
+    if len(set(between)) == 1:
+        return 0.0
+    cut_s = table.at_rank(between[0]).cut_s[segment - 1]
+    assert cut_s is not None
+    return cut_s
+
+
+def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
+    mesh, n_segments = table.mesh, len(table.kinds)
+    if len(stages) != mesh.n_stages or stages[-1].stop != n_segments:
+        raise PlanMismatchError.of(
+            "plan.stages",
+            found=f"{len(stages)} stages that end at segment {stages[-1].stop if stages else 0}",
+            expected=f"{mesh.n_stages} stages (pp {mesh.pp} x n_chunks {mesh.n_chunks}) that end at {n_segments}",
+            fix="use a plan that was made for this model and mesh",
+        )
+    for index, stage in enumerate(stages):
+        start = stages[index - 1].stop if index > 0 else 0
+        if stage.start != start or stage.stop <= start or not set(stage.recomputed) <= set(range(start, stage.stop)):
+            raise PlanMismatchError.of(
+                f"plan.stages[{index}]",
+                found=f"segments {stage.start} to {stage.stop}, recomputed {stage.recomputed}",
+                expected=f"one segment or more from {start} on, recomputed segments among them",
+                fix="make the stages follow one another",
+            )
+        if index > 0 and table.cut_s[start - 1] is None:
+            raise PlanMismatchError.of(
+                f"plan.stages[{index}].start",
+                found=start,
+                expected="a boundary at which the pipeline can be cut",
+                fix="move the cut to another segment",
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------- one step
+
+
+class Run(NamedTuple):
+    """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`.
+
+    `left_what` is the communication still to be done when it stops, `gathered_s` what was done while it waited.
+    """
+
+    start_s: float
+    stop_s: float
+    times: PassTimes
+    sent_s: float
+    arrived_s: float
+    left_what: str
+    gathered_s: float
+
+
+@dataclass(slots=True)
+class RankClock:
+    """Where a rank stands in the replay, and what it has waited for so far."""
+
+    free_s: float = 0.0
+    left_s: float = 0.0  # communication not done at `free_s`: gathers begun with the step, afterwards reductions
+    left_what: str = "reduce"
+    exposed_dp_s: float = 0.0
+    exposed_pp_s: float = 0.0
+    bubble_s: float = 0.0
+
+    def wait_for(self, needed: Run) -> float:
+        """Be free when this result of another rank has arrived; what was gathered meanwhile.
+
+        Reductions go on all the time, gathers until the transfer begins.
+        """
+        idle_s = needed.arrived_s - self.free_s
+        if idle_s <= 0.0:
+            return 0.0
+        transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
+        self.exposed_pp_s += transfer_s
+        self.bubble_s += idle_s - transfer_s
+        self.free_s = needed.arrived_s
+        gathered_s = min(self.left_s, idle_s - transfer_s) if self.left_what == "gather" else 0.0
+        self.left_s = max(0.0, self.left_s - (gathered_s if self.left_what == "gather" else idle_s))
+        return gathered_s
+
+    def gather(self, seconds: float) -> None:
+        """Begin so many seconds of gathers; nothing is left of other ones."""
+        self.left_s, self.left_what = seconds, "gather"
+
+    def end(self, times: PassTimes) -> None:
+        """A pass is done. All gathers come before the first reduction."""
+        self.exposed_dp_s += times.exposed_s
+        self.left_s = times.left_s
+        if not times.left_s:
+            self.left_what = "reduce"
+
+
+@dataclass(slots=True)
+class _Link:
+    """What a rank sends its activations over, or its gradients: one transfer after the other."""
+
+    free_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass of one stage, ready to be replayed.
+
+    Attributes:
+        times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
+            goes on; most passes are alike.
+        action_s: what the rank waits for its host after it; its communication is taken to wait, too.
+        send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
+        later_s: where its gathers have begun before it, those of the later stages of its rank; else None.
+        begins_s: the gathers that begin when it is done.
+    """
+
+    clock: RankClock
+    slowdown: float
+    work: tuple[SegmentPass, ...]
+    times: dict[tuple[float, str], PassTimes]
+    action_s: float
+    link: _Link
+    send_s: float
+    later_s: float | None
+    begins_s: float
+
+    def times_after(self, left_s: float, left_what: str) -> PassTimes:
+        """How long it takes with so much communication still to be done."""
+        found = self.times.get((left_s, left_what))
+        if found is None:
+            if self.later_s is None:
+                found = replay_pass(self.work, slowdown=self.slowdown, left_s=left_s, left_what=left_what)
+            else:
+                found = replay_first_forward(self.work, slowdown=self.slowdown, left_s=left_s, later_s=self.later_s)
+            self.times[left_s, left_what] = found
+        return found
+
+
+def _passes(
+    table: CostTable, stages: tuple[Stage, ...], *, script: Script, clocks: tuple[RankClock, ...]
+) -> tuple[_Pass, ...]:
+    """Of each pass of the script; those of equal work share what is known of their times."""
+    known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[tuple[float, str], PassTimes]] = {}
+    waiting_s, begins_s = _begin_gathers(table, stages, clocks)
+    links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
+    found = []
+    for index, kind, is_edge in script.passes:
+        stage = stages[index]
+        own = table.at_rank(stage.rank)
+        work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
+        later_s = waiting_s[index] if kind == "F" and is_edge else None
+        times, link = known.setdefault((slowdown, work, later_s), {}), links[stage.rank, kind == "F"]
+        clock, send_s = clocks[stage.rank], stage.send_s(kind)
+        begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
+        found.append(_Pass(clock, slowdown, work, times, own.action_s, link, send_s, later_s, begun_s))
+    return tuple(found)
+
+
+def _begin_gathers(
+    table: CostTable, stages: tuple[Stage, ...], clocks: tuple[RankClock, ...]
+) -> tuple[tuple[float | None, ...], float]:
+    """Begin the gathers of all ranks but the first one; what that one begins after its first pass.
+
+    Before it, per stage: the gathers for later stages of its rank; None where its own begin with its first pass.
+    """
+    later_s: list[float | None] = []
+    waiting_s = [0.0] * table.mesh.pp
+    for index, stage in reversed(list(enumerate(stages))):
+        begins_early = index > 0 and (stage.rank > 0 or table.mesh.n_micro_batches > 1)
+        later_s.append(waiting_s[stage.rank] if begins_early and table.gathers_at_start else None)
+        waiting_s[stage.rank] += 0.0 if later_s[-1] is None else stage.gather_s
+    for clock, seconds in zip(clocks[1:], waiting_s[1:], strict=True):
+        clock.gather(seconds)
+    return tuple(reversed(later_s)), waiting_s[0]
+
+
+def _replay_step(
+    table: CostTable, stages: tuple[Stage, ...], *, script: Script
+) -> tuple[tuple[RankClock, ...], list[Run]]:
+    """The clocks at the end of the step, and the run of each action."""
+    clocks = tuple(RankClock() for _ in range(table.mesh.pp))
+    passes = _passes(table, stages, script=script, clocks=clocks)
+    runs: list[Run] = []
+    for number, awaited in zip(script.cues, script.awaited, strict=True):
+        running = passes[number]
+        clock = running.clock
+        gathered_s = 0.0 if awaited is None else clock.wait_for(runs[awaited])
+        times = running.times_after(clock.left_s, clock.left_what)
+        start_s = clock.free_s
+        stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
+        clock.end(times)
+        if running.begins_s:
+            clock.gather(running.begins_s)
+        if running.send_s:
+            sent_s = max(stop_s, running.link.free_s)
+            arrived_s = running.link.free_s = sent_s + running.send_s
+        runs.append(Run(start_s, stop_s, times, sent_s, arrived_s, clock.left_what, gathered_s))
+    for clock in clocks:
+        clock.exposed_dp_s += clock.left_s
+    return clocks, runs
+
+
+# --------------------------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A whole step, replayed; `runs` has the order of the script."""
+
+    script: Script
+    stages: tuple[Stage, ...]
+    clocks: tuple[RankClock, ...]
+    runs: list[Run]
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        return tuple(self.stages[index] for index in self.script.stages[rank])
+
+    def held_by(self, rank: int) -> tuple[StageBytes, ...]:
+        return tuple(stage.held for stage in self.stages_of(rank))
+
+    def places(self) -> tuple[list[int], ...]:
+        """Per rank, the places of its actions in the order of the script."""
+        found: tuple[list[int], ...] = tuple([] for _ in self.clocks)
+        for place, action in enumerate(self.script.ordered.actions):
+            found[self.script.ranks[action.stage]].append(place)
+        return found
+
+
+def replay_plan(table: CostTable, plans: tuple[StagePlan, ...]) -> Replay:
+    """The step of this plan; raises what `simulate` does."""
+    _check_order(table, plans)
+    mesh = table.mesh
+    script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
+    stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
+    clocks, runs = _replay_step(table, stages, script=script)
+    return Replay(script, stages, clocks, runs)
