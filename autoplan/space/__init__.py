@@ -5,5 +5,6 @@
     priced     layouts + choices --> PricedSpace: meshes, price(mesh) -> CostTable, make_plan
     mixed      the same for a cluster of several kinds of hosts
 
-current_code says which measurements of generated code are of the code of today. The search knows neither model nor cluster; this is where they end.
+current_code says which measurements of generated code are of the code of today. The search knows
+neither model nor cluster; this is where they end.
 """
