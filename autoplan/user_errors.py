@@ -10,6 +10,8 @@ from typing import Any
 
 from autoplan.errors import InputError
 
+LOSS_CALL = "_loss_of"  # the function of ours that calls the user's loss_fn
+_LIBRARIES = f"site-packages{os.sep}"
 _NOT_THE_USERS = ("site-packages", "/lib/python", str(Path(__file__).parent) + os.sep)
 _DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
 
@@ -28,13 +30,15 @@ def first_line(error: BaseException) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """` at FILE:LINE: TEXT`, the innermost line of the user's code that an error came through."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and not any(part in frame.filename for part in _NOT_THE_USERS)
-    ]
-    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    """` at FILE:LINE: TEXT`, the innermost line of the user's code that an error came through.
+
+    Where it came through none, as when a model is a library's, the innermost line of a library other than torch.
+    """
+    frames = [own for own in traceback.extract_tb(error.__traceback__) if not own.filename.startswith("<")]
+    users = [own for own in frames if not any(part in own.filename for part in _NOT_THE_USERS)]
+    libraries = [own for own in frames if _LIBRARIES in own.filename and f"{_LIBRARIES}torch" not in own.filename]
+    found = users or libraries
+    return f" at {found[-1].filename}:{found[-1].lineno}: {found[-1].line}" if found else ""
 
 
 def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str) -> Any:
@@ -53,18 +57,23 @@ def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str)
 
 
 def trace_failure(name: str, error: BaseException) -> str:
-    """Why `torch.export` could not follow the model: file and line, what was found, and the ways out."""
+    """Why `torch.export` could not follow the model or its loss: file and line, what was found, and the ways out."""
     where = users_place(error)
+    is_loss = any(frame.name == LOSS_CALL for frame in traceback.extract_tb(error.__traceback__))
+    failed = "loss_fn fails" if is_loss else "torch.export cannot trace the model"
     if any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT):
         expected = "a forward whose operators do not depend on the values of tensors"
         fix = (
             "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
             " or use --module-level, which plans without tensor and pipeline parallelism"
         )
+    elif is_loss:
+        expected = "a loss_fn that takes what the model returns for the batch of make_batch, and its targets"
+        fix = "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there"
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
     return (
-        f"{name}: torch.export cannot trace the model{where}\n"
+        f"{name}: {failed}{where}\n"
         f"  found: {type(error).__name__}: {first_line(error)}\n  expected: {expected}\n  fix: {fix}"
     )

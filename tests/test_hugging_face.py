@@ -10,11 +10,11 @@ import torch
 from distributed.launch import run_folder
 
 from autoplan import api, cli
-from autoplan.errors import InputError
+from autoplan.errors import InputError, TraceError
 from autoplan.options import Options
 from autoplan.runtime.model_calls import call_model
 from autoplan.tracing.hugging_face import model_file_text, write_model_file
-from autoplan.tracing.trace import load_model_file
+from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 DECODER = {
     "vocab_size": 64,
@@ -176,6 +176,13 @@ def test_a_configuration_that_cannot_be_used_names_the_field(tmp_path, changes, 
 def test_a_classifier_of_images_needs_labels_and_no_context(tmp_path, overrides):
     with pytest.raises(InputError, match=next(iter(overrides))):
         model_file_text(written(tmp_path, "vit"), overrides)
+
+
+def test_what_fails_inside_the_library_is_named_with_its_file_and_line(tmp_path):
+    # there is no such set of hidden states, which transformers finds out in forward
+    path = write_model_file(f"hf:{written(tmp_path, 'llama')}", {"output_hidden_states": "true"})
+    with pytest.raises(TraceError, match=r"cannot trace the model at .*transformers.*\.py:\d+: "):
+        trace_model(model_source(path, {}))
 
 
 def test_code_beside_a_configuration_never_runs(tmp_path):

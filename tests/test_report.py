@@ -30,7 +30,7 @@ from autoplan.parallel_plan import Mesh
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import profile_sheet
 from autoplan.report.plain_text import text_table
-from autoplan.report.plan import plan_report, program_header, rejections_text
+from autoplan.report.plan import plan_report, program_header, rejections_text, status_text
 from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
@@ -209,11 +209,19 @@ def test_sources_and_headlines_wrap_at_80_and_lose_no_word(answer: Answer) -> No
     source = (
         "fit: 111 runs of GPT 0.2 to 1.3 billion on one host (VIA-Research/vTrain @f8dda84), benchmarks/published.py"
     )
-    workload = replace(answer.workload, provenance=(("device.launch", source),), tokens_per_sample=123_456_789_012)
+    pairs = (("device.launch", source), ("device.kernel", "a stopwatch"), ("device.peak.bf16", source))
+    values = (("device.launch", "10.9 us"), ("device.peak.bf16", "312 TFLOP/s"))
+    workload = replace(answer.workload, provenance=pairs, values=values, tokens_per_sample=123_456_789_012)
     for text in (plan_report(replace(answer, workload=workload)), explain_report(replace(answer, workload=workload))):
         assert max(map(len, text.splitlines())) <= 80
-    assert f"Sources device.launch: {source}" in " ".join(text.split())
-    assert "  device.launch: fit: 111 runs of GPT 0.2 to 1.3 billion on one host\n      (VIA" in text
+    # figures of one source stand together, before it; an unknown value is left out
+    assert (
+        "Sources\n\nfigure            value  unit\n--------------------------------\n"
+        "device.launch      10.9  us\ndevice.peak.bf16    312  TFLOP/s\n"
+        "    fit: 111 runs of GPT 0.2 to 1.3 billion on one host (VIA-Research/vTrain\n"
+        "    @f8dda84), benchmarks/published.py\n"
+        "device.kernel\n    a stopwatch\n"
+    ) in text
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -222,7 +230,9 @@ def test_a_profile_and_its_sources_are_shown_in_80_columns(name: str) -> None:
     text = profile_sheet(profile)
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
-    assert all(" ".join(f"{figure}: {source}".split()) in words for figure, source in profile.sources)
+    assert [figure for figure, _ in profile.values] == [figure for figure, _ in profile.sources]
+    assert all(f"{figure} {value}" in words for figure, value in profile.values)
+    assert all(" ".join(source.split()) in words for _, source in profile.sources)
 
 
 def test_table_shows_markup_as_text_and_drops_control_characters() -> None:
@@ -252,6 +262,14 @@ def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> No
     assert "next best" not in plan_report(alone) and "plain recipe" not in plan_report(alone)
     chosen = replace(answer.best, baseline="FSDP")
     assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
+
+
+def test_what_is_fixed_to_one_mesh_is_given_and_nothing_is_said_to_be_optimal(answer: Answer) -> None:
+    options = Options(fix=(("dp", "2"), ("tp", "1")))
+    request = Request("toy.py", (), "toy_x4", 1, options)
+    one, several = (replace(answer, request=request, result=replace(answer.result, n_meshes=n)) for n in (1, 5))
+    assert status_text(one) == "given: there is one mesh with dp=2, tp=1, and this is its fastest plan"
+    assert status_text(several).startswith("optimal: no other plan with dp=2, tp=1 is faster")
 
 
 def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(answer: Answer) -> None:

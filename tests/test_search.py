@@ -204,6 +204,11 @@ def test_the_best_plan_is_never_slower_than_a_recipe_that_fits_by_more_than_the_
             assert result.best.estimate.step_s <= baseline.estimate.step_s * (1.0 + GOOD_ENOUGH)
 
 
+def test_neither_solver_writes_anything(capfd: pytest.CaptureFixture[str]) -> None:
+    run(random_toy(2), Options(max_micro_batch_size=2))  # its programs passed a limit of the second solver's presolve
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
 def test_recipes_are_what_they_are_called() -> None:
     meshes = {candidate.baseline: candidate.plan.mesh for candidate in run(loose_toy()).baselines}
     assert set(meshes) == {"DDP", "FSDP", "hand rule"}

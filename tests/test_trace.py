@@ -282,6 +282,23 @@ def test_a_make_batch_that_takes_no_batch_size_is_not_blamed_on_a_file_of_ours(t
     assert "user_errors.py" not in str(raised.value)
 
 
+LINEAR = "def build_model():\n    return nn.Linear(4, 4)\n"
+
+
+def test_a_loss_that_fails_is_named_with_its_line(tmp_path):
+    path = write(
+        tmp_path, LINEAR + MAKE_BATCH + "def loss_fn(outputs, targets):\n    return outputs @ targets.mean()\n"
+    )
+    with pytest.raises(TraceError, match=r"loss_fn fails at .*\.py:\d+: return outputs @ targets.mean\(\)"):
+        trace_model(model_source(path, {}))
+
+
+def test_a_loss_of_a_library_that_fails_is_told_from_the_model(tmp_path):
+    path = write(tmp_path, LINEAR + MAKE_BATCH + "loss_fn = nn.NLLLoss()\n")
+    with pytest.raises(TraceError, match=r"loss_fn fails\n(.|\n)*fix: call loss_fn on the outputs"):
+        trace_model(model_source(path, {}))
+
+
 def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
     with pytest.raises(InputError, match="fix: pip install no_such_package"):
         load_model_file(write(tmp_path, "import no_such_package\n"))

@@ -68,7 +68,9 @@ def test_cpu_run_checks_parity_in_float64_on_every_process_of_the_plan(folder: P
     assert found.parity is True and found.measured_step_s is None
     assert "--nproc-per-node=4" in seen
     assert seen[seen.index("--dtype") + 1] == "float64" and "--check" in seen
-    assert "equal one process" in verification_text(found)
+    text = verification_text(found)
+    assert "equal one process" in text
+    assert "predicted  measured" not in text and "Run on cpu. The step (1.6 s predicted)" in text
 
 
 def test_step_time_on_the_planned_device_is_the_median_without_warm_up(folder: Path) -> None:

@@ -49,6 +49,7 @@ class Workload:
         price_usd_per_device_hour: None when unknown.
         segment_names: names of the graph's segments, in order.
         provenance: (figure, where it comes from) pairs.
+        values: (figure, value with its unit) pairs of the figures of `provenance` that are one number.
         ops_without_rule: operators that no cost rule knows: priced by their bytes, never split.
         objective: what was minimized, "time" or "cost".
         limits: what this kind of planning leaves out, and what was not tried, one sentence each.
@@ -72,6 +73,7 @@ class Workload:
     objective: str = "time"
     limits: tuple[str, ...] = ()
     groups: tuple[WorkloadGroup, ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ class HardwareProfile:
         overlap_slowdown: factor on compute and communication while they overlap.
         price_usd_per_device_hour: None when unknown.
         sources: (field, source) pairs; "assumed: ..." where the figure was not measured on this hardware.
+        values: (field, value) pairs of the same fields, as they are written in the file.
     """
 
     name: str
@@ -135,6 +136,7 @@ class HardwareProfile:
     overlap_slowdown: float
     price_usd_per_device_hour: float | None
     sources: tuple[tuple[str, str], ...]
+    values: tuple[tuple[str, str], ...] = ()
 
     @property
     def n_devices(self) -> int:

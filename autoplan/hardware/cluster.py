@@ -28,7 +28,7 @@ from typing import Any
 
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware.fields import BETWEEN_FIELDS, Table, check_keys, inner_table, plain, section
+from autoplan.hardware.fields import BETWEEN_FIELDS, Sources, Table, check_keys, inner_table, plain, section
 from autoplan.hardware.file import parse_toml, read_path, read_profile
 
 MAX_HOSTS = 10**6
@@ -52,13 +52,14 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Groups of equal hosts; `sources` are those of `between`, each group has its own."""
+    """Groups of equal hosts; `sources` and `values` are those of `between`, each group has its own."""
 
     name: str
     description: str
     groups: tuple[HardwareProfile, ...]
     between: GroupLink
     sources: tuple[tuple[str, str], ...]
+    values: tuple[tuple[str, str], ...] = ()
 
     @property
     def n_devices(self) -> int:
@@ -144,13 +145,14 @@ def build_cluster(text: str, *, name: str, where: str, load: Callable[[str, int]
             expected="two tables [[group]] or more",
             fix="add groups; for one kind of host give its profile to --hw",
         )
-    sources: list[tuple[str, str]] = []
+    sources: Sources = []
     return Cluster(
         name=name,
         description=plain(table, where, "description", str, "one line for lists of clusters"),
         groups=tuple(_group(group, f"{where}: group[{index}]", load) for index, group in enumerate(groups)),
         between=_between(inner_table(table, where, "between"), f"{where}: between", sources),
-        sources=tuple(sources),
+        sources=tuple((field, source) for field, source, _ in sources),
+        values=tuple((field, text) for field, _, text in sources),
     )
 
 
@@ -167,7 +169,7 @@ def _group(table: Any, label: str, load: Callable[[str, int], HardwareProfile]) 
     return load(profile, n_hosts)
 
 
-def _between(table: Table, label: str, sources: list[tuple[str, str]]) -> GroupLink:
+def _between(table: Table, label: str, sources: Sources) -> GroupLink:
     kind = plain(table, label, "kind", str, 'sort of network: "infiniband", "ethernet", ...')
     figures = section(table, label, BETWEEN_FIELDS, others=("kind",), sources=sources)
     return GroupLink(

@@ -31,14 +31,16 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number in base units, and where it comes from."""
+    """A number in base units, where it comes from, and how it was written."""
 
     value: float
     source: str
+    text: str
 
 
 Table = dict[str, Any]
 Figures = dict[str, Figure]
+Sources = list[tuple[str, str, str]]  # (field, where it comes from, value as it was written)
 
 _SMALLEST_LINK, _LARGEST_LINK = 10 * units.MB, 2 * units.TB
 
@@ -152,7 +154,7 @@ def section(
     label: str,
     fields: Mapping[str, Quantity],
     *,
-    sources: list[tuple[str, str]],
+    sources: Sources,
     others: Iterable[str] = (),
     fallback: Table | None = None,
     required: bool = True,
@@ -169,7 +171,7 @@ def section(
             figures[key] = _figure(table[key], f"{label}.{key}", quantity)
         elif fallback and key in fallback:
             generic = _figure(fallback[key], f"{SHARED_FILE}: {key}", quantity)
-            figures[key] = Figure(generic.value, f"assumed: {generic.source}")
+            figures[key] = Figure(generic.value, f"assumed: {generic.source}", generic.text)
         elif required and key not in _OPTIONAL:
             raise InputError.of(
                 f"{label}.{key}",
@@ -178,7 +180,7 @@ def section(
                 fix=f'{key} = {{ value = "{quantity.example}", source = "where it comes from" }}',
             )
         if key in figures:
-            sources.append((f"{field_path}.{key}", figures[key].source))
+            sources.append((f"{field_path}.{key}", figures[key].source, figures[key].text))
     return figures
 
 
@@ -195,7 +197,7 @@ def _figure(entry: Any, label: str, quantity: Quantity) -> Figure:
         raise InputError.of(
             f"{label}.source", found=source, expected="where the figure comes from", fix="name data sheet or command"
         )
-    return Figure(number(text, label, quantity), source)
+    return Figure(number(text, label, quantity), source, text)
 
 
 def number(text: str, label: str, quantity: Quantity) -> float:

@@ -27,6 +27,7 @@ from autoplan.hardware.fields import (
     PEAK_PRECISIONS,
     SHARDING_FIELDS,
     SHARED_FILE,
+    Sources,
     Table,
     check_choice,
     check_keys,
@@ -36,7 +37,7 @@ from autoplan.hardware.fields import (
     plain,
     section,
 )
-from autoplan.hardware.networks import HostShape, Sources, read_network
+from autoplan.hardware.networks import HostShape, read_network
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
 PRICES_FILE = "prices.toml"
@@ -201,7 +202,8 @@ def build_profile(
         links=(*(links if host.n_used > 1 else ()), *tiers),
         overlap_slowdown=1.0 + host_figures["exposed_when_overlapped"].value,
         price_usd_per_device_hour=price.value if price else None,
-        sources=tuple(sources),
+        sources=tuple((field, source) for field, source, _ in sources),
+        values=tuple((field, text) for field, _, text in sources),
     )
 
 

@@ -20,10 +20,9 @@ from typing import Any
 from autoplan import units
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import LinkTier
-from autoplan.hardware.fields import NETWORK_FIELDS, TIER_FIELDS, Table, check_not_above, plain, section
+from autoplan.hardware.fields import NETWORK_FIELDS, TIER_FIELDS, Sources, Table, check_not_above, plain, section
 
 MAX_DOMAINS = 10**6
-Sources = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class _Tier:
     link: LinkTier
     n_hosts: int | None
     rate_below_bytes_per_s: float
-    sources: tuple[tuple[str, str], ...]
+    sources: tuple[tuple[str, str, str], ...]
 
 
 def read_network(table: Any, label: str, *, host: HostShape, n_hosts: int, sources: Sources) -> tuple[LinkTier, ...]:

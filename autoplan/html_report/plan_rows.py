@@ -133,9 +133,10 @@ def rejections_table(answer: Answer) -> Table:
 
 
 def sources_table(answer: Answer) -> Table:
-    """Every figure of the hardware, what kind of knowledge it is, and where it comes from."""
-    rows = [cells(name, provenance_kind(source), source) for name, source in answer.workload.provenance]
-    return Table(("figure", "kind", "source"), tuple(rows))
+    """Every figure of the hardware, its value, what kind of knowledge it is, and where it comes from."""
+    values, pairs = dict(answer.workload.values), answer.workload.provenance
+    rows = [cells(name, values.get(name, ""), provenance_kind(source), source) for name, source in pairs]
+    return Table(("figure", "value", "kind", "source"), tuple(rows))
 
 
 def sensitivity_table(rows: Sequence[SensitivityRow]) -> Table:

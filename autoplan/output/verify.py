@@ -241,14 +241,26 @@ def verification_text(found: Verification) -> str:
         rows.append(
             ("loss, gradients, parameters equal one process with these micro-batches", "yes" if found.parity else "NO")
         )
-    whole = [item for item in found.comparisons if item.what not in _OF_PROFILED_STEP]
-    parts = [item for item in found.comparisons if item.what in _OF_PROFILED_STEP]
-    tables = [text_table(("verify", ""), rows), _table(whole, "difference", "expected"), found.interval_source]
+    measured = [item for item in found.comparisons if item.measured is not None]
+    whole = [item for item in measured if item.what not in _OF_PROFILED_STEP]
+    parts = [item for item in measured if item.what in _OF_PROFILED_STEP]
+    tables = [text_table(("verify", ""), rows)]
+    if whole:
+        tables += [_table(whole, "difference", "expected"), found.interval_source]
     if parts:
         tables += [_table(parts, "of the step", ""), COMPONENTS_NOTE]
     if found.measured_step_s is None:
-        tables.append("Checked beside one process, or on other hardware than planned for: times are not compared.")
+        tables.append(_not_measured(found))
     return "\n\n".join(text if "\n" in text else textwrap.fill(text, WIDTH) for text in tables) + "\n"
+
+
+def _not_measured(found: Verification) -> str:
+    """Why step, memory and components are not there."""
+    device = found.details.get("device") or "this device"
+    return (
+        f"Run on {device}. The step ({format_seconds(found.predicted_step_s)} predicted), its parts and memory can be "
+        "seen on the planned device alone: times are not compared."
+    )
 
 
 def _table(items: Sequence[Comparison], difference: str, expected: str) -> str:

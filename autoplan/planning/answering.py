@@ -66,6 +66,7 @@ def _workload(problem: Problem) -> Workload:
         price_usd_per_device_hour=_mean_price_usd(kinds),
         segment_names=tuple(segment.name for segment in graph.segments),
         provenance=_provenance(problem),
+        values=_values(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
         limits=MODULE_LEVEL_LIMITS
@@ -96,6 +97,13 @@ def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
     known = [(kind.n_devices, kind.price_usd_per_device_hour) for kind in kinds]
     total_usd = sum(count * price for count, price in known if price is not None)
     return None if None in dict(known).values() else total_usd / sum(count for count, _ in known)
+
+
+def _values(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """(figure, value with its unit) of all hardware, under the names of `_provenance`."""
+    profile = problem.profile
+    groups = profile.groups if isinstance(profile, Cluster) else ()
+    return (*((f"{group.name}: {name}", text) for group in groups for name, text in group.values), *profile.values)
 
 
 def _provenance(problem: Problem) -> tuple[tuple[str, str], ...]:

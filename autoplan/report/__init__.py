@@ -2,6 +2,7 @@
 
     Answer --plan (rivals: why not the next), explain, ops--> text        Estimate --chrome_trace--> trace.json
     HardwareProfile --hardware--> text        measured rows --measurements--> text
+    sources and values --figures--> text, in both
 
 plan_words and plain_text are the words and the tables that all of them share.
 """

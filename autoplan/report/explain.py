@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answers.answer import Answer
 from autoplan.answers.comparisons import SensitivityRow, WhyNot
+from autoplan.report.figures import figures_text
 from autoplan.report.ops import ops_text
 from autoplan.report.plain_text import page, text_table
 from autoplan.report.plan import (
@@ -134,7 +135,7 @@ def _baseline_line(best: Candidate, item: Candidate) -> str:
 def _sources(answer: Answer) -> str:
     if not answer.workload.provenance:
         return ""
-    return "Sources\n\n" + "\n".join(f"  {name}: {source}" for name, source in answer.workload.provenance)
+    return "Sources\n\n" + figures_text(answer.workload.provenance, dict(answer.workload.values))
 
 
 def _signed(amount: float, text: Callable[[float], str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.hardware import HardwareProfile
+from autoplan.report.figures import figures_text
 from autoplan.report.plain_text import page, text_table
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
@@ -16,7 +17,7 @@ def profile_list(profiles: Sequence[HardwareProfile]) -> str:
 
 
 def profile_sheet(profile: HardwareProfile) -> str:
-    """Every figure of a hardware profile, then their sources."""
+    """Every figure of a hardware profile, then all of the file with their sources."""
     device = profile.device
     to_device = device.host_copy_bytes_per_s
     price = profile.price_usd_per_device_hour
@@ -37,5 +38,5 @@ def profile_sheet(profile: HardwareProfile) -> str:
         rows.append((f"{link.name} ({link.n_devices})", rate))
     if profile.n_hosts == 1:
         rows.append(("between hosts", "with --hosts N: the tiers that N hosts reach"))
-    sources = "\n".join(f"  {name}: {source}" for name, source in profile.sources)
-    return page([f"{profile.name}: {profile.description}", text_table(("", ""), rows, show_header=False), sources])
+    figures = figures_text(profile.sources, dict(profile.values))
+    return page([f"{profile.name}: {profile.description}", text_table(("", ""), rows, show_header=False), figures])

@@ -256,6 +256,8 @@ def _heading(answer: Answer) -> str:
 def status_text(answer: Answer) -> str:
     """What is proved of the answer, of which plans, and what the search took."""
     result = answer.result
+    if result.status == "optimal" and result.n_meshes == 1 and _fix(answer):
+        return textwrap.fill(f"given: there is one mesh {_of_these(answer)}, and this is its fastest plan", WIDTH)
     if result.status == "feasible":
         status = f"feasible: the search {_STOPPED[result.stopped_by]};\n{_worst_case(answer)}"
     else:

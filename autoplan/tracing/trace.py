@@ -161,7 +161,12 @@ class _WithLoss(nn.Module):
         outputs = call_model(self.model, inputs)
         if self.loss_fn is None:
             return outputs, ()
-        return self.loss_fn(outputs, targets), outputs
+        return _loss_of(self.loss_fn, outputs, targets), outputs
+
+
+def _loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], outputs: Any, targets: Any) -> torch.Tensor:
+    """The user's loss, in a function of its own, so that an error tells whether it came through here: `LOSS_CALL`."""
+    return loss_fn(outputs, targets)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
