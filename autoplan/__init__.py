@@ -10,7 +10,7 @@ Where things are, along the data flow:
     trace       tracing: a model -> OpGraph     analysis: what follows from it     hardware: a cluster as numbers
     price       tensor_parallel: layouts of values -> cost: times and bytes -> space: what the search is called with
     search      search, by solver and schedules     simulator: the judge of every plan
-    generate    codegen: the program     runtime: what it runs on     output, launched and verified; files: its folder
+    generate    codegen: the program     runtime: what it runs on     output: its folder     interop: other programs
     measure     profile, measuring, measurements: segments of a model     measure_hardware: a machine
     ask         planning: names -> answer, after checks     what_if: other clusters     api, live: the library
     show        report: text     html_report: pages     cli: the command line     doctor: this machine

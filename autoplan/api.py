@@ -234,9 +234,10 @@ def memory_curves(problem: Problem, plan: Plan) -> tuple[tuple[tuple[float, int]
 def emit(
     problem: Problem, answer: Answer, folder: str | Path, *, force: bool = False, targets: tuple[str, ...] = ()
 ) -> None:
-    """Write the program and its reports as a folder, whole or not at all; `targets` are of `output.interop.TARGETS`."""
+    """Write the program and its reports as a folder, whole or not at all; `targets` are those of `interop.targets`."""
     from autoplan.files import write_folder
-    from autoplan.output.interop import Subject, interop_files
+    from autoplan.interop.subject import Subject
+    from autoplan.interop.targets import interop_files
 
     files = program_files(problem, answer)
     if targets:

@@ -236,3 +236,33 @@ def make_plan(mesh: Mesh, stages: tuple[StagePlan, ...]) -> Plan:
 def with_space(toy: Toy, **changes: object) -> Toy:
     """The toy with some fields of its space replaced."""
     return replace(toy, space=replace(toy.space, **changes))  # type: ignore[arg-type]
+
+
+def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tuple[CostTable, tuple[StagePlan, ...]]]:
+    """Random plans of random meshes of a random toy."""
+    rng = random.Random(seed)
+    toy: Toy = random_toy(seed, **toy_options)  # type: ignore[arg-type]
+    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
+    meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
+    for mesh in rng.sample(meshes, min(count, len(meshes))):
+        table = toy.price(mesh)
+        yield table, rng.choice(list(all_stages(toy, mesh)))
+
+
+def plain_table(mesh: Mesh) -> CostTable:
+    """Eight equal segments of 1 s forward and 2 s backward, 0.5 s of it for weights; 0.25 s per transfer; no more."""
+    toy = random_toy(0)
+    cost = replace(
+        toy.kind_costs[0], forward_s=1.0, backward_s=2.0, launch_forward_s=0.0, launch_backward_s=0.0,
+        tp_forward_s=0.0, gather_s=0.0, reduce_s=0.0, optimizer_s=0.0, weight_backward_s=0.5,
+        reduced_bytes=0, reducing_bytes=0, late_gradient_bytes=0,
+    )  # fmt: skip
+    return replace(
+        toy.price(mesh),
+        kinds=(0,) * 8,
+        costs=((cost, cost),),
+        cut_s=(0.25,) * 7,
+        per_step_s=0.0,
+        message_bytes=(),
+        workspace_bytes=0,
+    )

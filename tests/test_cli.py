@@ -18,7 +18,6 @@ import pytest
 import autoplan
 from autoplan import api, cli, errors
 from autoplan.answers.answer import Answer, answer_to_json
-from autoplan.checks.options import check_options, parse_fix, parse_overrides
 from autoplan.files import write_folder
 from autoplan.options import Options
 from autoplan.output import verify
@@ -151,59 +150,6 @@ def test_debug_shows_the_traceback_of_a_bug(asked, capsys) -> None:
     asked.answer = RuntimeError("boom")
     assert cli.run([*PLAN, "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan", "toy.py"],
-        ["plan", "toy.py", "--hw", "a", "--hosts", "0"],
-        ["plan", "toy.py", "--hw", "a", "--precision", "fp8"],
-        ["plna"],
-        ["estimate", "toy.py", "--hw", "a"],
-        ["whatif", "toy.py", "--hw", "a", "--hosts", "1,x"],
-        ["whatif", "toy.py", "--hw", "a", "--price", "a=0"],
-        ["whatif", "toy.py", "--hw", "a", "--tokens", "-5"],
-        ["profile", "toy.py", "--hw", "a"],
-        ["recommend", "toy.py"],
-        ["hw", "measure"],  # without --out
-    ],
-)
-def test_wrong_command_lines_exit_2(arguments: list[str]) -> None:
-    assert cli.run(arguments) == 2
-
-
-def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
-    with pytest.raises(errors.UsageError, match='did you mean "micro_batch"'):
-        check_options(Options(fix=parse_fix(["microbatch=2"])))
-    with pytest.raises(errors.UsageError, match='did you mean "1f1b"'):
-        check_options(Options(fix=parse_fix(["schedule=1f1"])), schedules=("1f1b", "gpipe"))
-
-
-@pytest.mark.parametrize("fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes"])
-def test_impossible_fix_values_are_refused(fix: str) -> None:
-    with pytest.raises(errors.UsageError, match=fix.partition("=")[0]):
-        check_options(Options(fix=parse_fix([fix])))
-
-
-@pytest.mark.parametrize("fix", ["dp", "=2", "dp=", "dp=1,dp=2"])
-def test_malformed_fix_texts_are_refused(fix: str) -> None:
-    with pytest.raises(errors.UsageError):
-        parse_fix([fix])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [Options(precision="fp8"), Options(objective="speed"), Options(global_batch=0), Options(time_limit_s=float("nan"))],
-)
-def test_library_options_are_checked_like_the_command_line(options: Options) -> None:
-    with pytest.raises(errors.UsageError):
-        check_options(options)
-
-
-def test_set_values_are_python_literals_or_strings() -> None:
-    found = parse_overrides(["a=3", "b=1e-3", "c=[1, 2]", "d=True", "e=70b", "f=__import__('os')"])
-    assert found == {"a": 3, "b": 1e-3, "c": [1, 2], "d": True, "e": "70b", "f": "__import__('os')"}
 
 
 def test_out_writes_the_folder_and_refuses_it_the_second_time_before_searching(asked, tmp_path: Path) -> None:
@@ -416,9 +362,3 @@ def test_closed_pipe_is_silent(tmp_path: Path, answer: Answer) -> None:
     command = f"'{sys.executable}' -m autoplan explain '{tmp_path}/out' | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=CHECKOUT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("fix", ["tp=2", {"tp": 2}, (("tp", 2),)])
-def test_a_fix_of_the_library_that_is_no_pairs_of_texts_is_refused_with_an_example(fix) -> None:
-    with pytest.raises(errors.UsageError, match="pairs of texts"):
-        check_options(Options(fix=fix))

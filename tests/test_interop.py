@@ -12,7 +12,8 @@ from conftest import WORKLOAD
 from yaml import safe_load
 
 from autoplan.errors import UsageError
-from autoplan.output.interop import SOURCES, TARGETS, Subject, check_targets, interop_files
+from autoplan.interop.subject import Subject
+from autoplan.interop.targets import SOURCES, TARGETS, check_targets, interop_files
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 
 # embedding, eight blocks, head

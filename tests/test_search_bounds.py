@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import numpy as np
 import pytest
-from brute_force import Toy, all_stages, random_toy, with_space
+from brute_force import Toy, all_stages, plain_table, random_plans, random_toy, with_space
 from distributed.programs import EXAMPLES
 
 from autoplan.api import trace_model
@@ -36,26 +34,13 @@ from autoplan.search.paths import (
     shape_of,
     shape_of_schedule,
 )
-from autoplan.search.plans import all_plans, count_plans, obeys_recompute, piece_edges, runs_of
-from autoplan.search.ranges import Segments
+from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
 from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
-from autoplan.search.relaxed_step import RelaxedStep
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 from autoplan.solver.solve import minimize
 from autoplan.space.priced import priced_space
-
-
-def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tuple[CostTable, tuple[StagePlan, ...]]]:
-    """Random plans of random meshes of a random toy."""
-    rng = random.Random(seed)
-    toy: Toy = random_toy(seed, **toy_options)  # type: ignore[arg-type]
-    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
-    meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
-    for mesh in rng.sample(meshes, min(count, len(meshes))):
-        table = toy.price(mesh)
-        yield table, rng.choice(list(all_stages(toy, mesh)))
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -244,35 +229,16 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
     # interleaved, 2 ranks, 2 micro-batches; stages 0 and 1 have gradients of 8, stages 2 and 3 keep 4 per micro-batch.
     # Each rank peaks at 2 x 4 before its first backward pass, and at 8 in its last ones, never at 4 + 8.
     mesh = Mesh(pp=2, schedule="interleaved", n_chunks=2, n_micro_batches=2)
-    plain = replace(_plain_table(mesh).costs[0][0], state_bytes=0, gathered_bytes=0, working_bytes=0)
+    plain = replace(plain_table(mesh).costs[0][0], state_bytes=0, gathered_bytes=0, working_bytes=0)
     early = replace(plain, saved_bytes=0, gradient_bytes=8)
     late = replace(plain, saved_bytes=4, gradient_bytes=0)
     table = replace(
-        _plain_table(mesh), kinds=(0, 0, 1, 1), costs=((early, early), (late, late)), cut_s=(0.0,) * 3,
+        plain_table(mesh), kinds=(0, 0, 1, 1), costs=((early, early), (late, late)), cut_s=(0.0,) * 3,
         message_bytes=(), reduces_per_micro_batch=False, reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=8,
     )  # fmt: skip
     assert simulate(table, tuple(StagePlan(i, i + 1) for i in range(4))).needed_bytes == (8, 8)
     assert shortfall_bytes(table) == 0
-
-
-def _plain_table(mesh: Mesh) -> CostTable:
-    """Eight equal segments of 1 s forward and 2 s backward, 0.5 s of it for weights; 0.25 s per transfer; no more."""
-    toy = random_toy(0)
-    cost = replace(
-        toy.kind_costs[0], forward_s=1.0, backward_s=2.0, launch_forward_s=0.0, launch_backward_s=0.0,
-        tp_forward_s=0.0, gather_s=0.0, reduce_s=0.0, optimizer_s=0.0, weight_backward_s=0.5,
-        reduced_bytes=0, reducing_bytes=0, late_gradient_bytes=0,
-    )  # fmt: skip
-    return replace(
-        toy.price(mesh),
-        kinds=(0,) * 8,
-        costs=((cost, cost),),
-        cut_s=(0.25,) * 7,
-        per_step_s=0.0,
-        message_bytes=(),
-        workspace_bytes=0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +247,7 @@ def _plain_table(mesh: Mesh) -> CostTable:
 )
 def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks: int, n_micro_batches: int) -> None:
     mesh = Mesh(pp=4, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
-    table = _plain_table(mesh)
+    table = plain_table(mesh)
     size = 8 // mesh.n_stages
     stages = tuple(StagePlan(index * size, (index + 1) * size) for index in range(mesh.n_stages))
     estimate = simulate(table, stages, with_timeline=True)
@@ -305,7 +271,7 @@ def test_the_first_paths_of_1f1b_are_tight_for_equal_stages_without_transfers() 
 
 def test_equal_neighbouring_pieces_form_one_run() -> None:
     mesh = Mesh()
-    table = replace(_plain_table(mesh), kinds=(0, 1, 2, 1, 2, 3, 3, 3), cut_s=(0.1, None, 0.1, None, 0.1, 0.1, 0.1))
+    table = replace(plain_table(mesh), kinds=(0, 1, 2, 1, 2, 3, 3, 3), cut_s=(0.1, None, 0.1, None, 0.1, 0.1, 0.1))
     assert [(run.start, run.piece, run.length) for run in runs_of(table)] == [
         (0, (0,), 1),
         (1, (1, 2), 2),
@@ -314,7 +280,7 @@ def test_equal_neighbouring_pieces_form_one_run() -> None:
 
 
 def test_boundaries_that_cost_more_end_a_run() -> None:
-    table = replace(_plain_table(Mesh()), cut_s=(0.1, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1))
+    table = replace(plain_table(Mesh()), cut_s=(0.1, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1))
     assert [run.length for run in runs_of(table)] == [3, 5]
 
 
@@ -334,7 +300,7 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     # Backward of stage 0 (two segments of a run of three): gather 1.5, compute 1 beside a gather of 1.5 (0.5 exposed),
     # compute 1. A reduction of 2 beside the first segment, as inside the stage, would add 2 more that do not exist.
     mesh = Mesh(pp=2, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=4)
-    table = _plain_table(mesh)
+    table = plain_table(mesh)
     cost = replace(table.costs[0][0], backward_s=1.0, gather_s=1.5, reduce_s=2.0)
     table = replace(
         table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3,
@@ -347,55 +313,3 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     form.model.costs[form.total] = 0.0
     form.model.costs[form.times[BACKWARD, 0]] = 1.0
     assert minimize(form.model, time_limit_s=None).objective == pytest.approx(4.0 / form.unit_s)
-
-
-def test_an_unlimited_program_can_always_be_solved() -> None:
-    table = replace(_plain_table(Mesh(pp=4, n_micro_batches=4)), memory_limit_bytes=2**60)
-    form = formulate(table, shape_of(table.mesh))
-    assert form.model.upper[form.total] == INFINITY
-    # equal stages of 2 segments: (4 + 3) x 6 s + transfers there and back, 2 x 3 x 0.25 s, on the longest path
-    solution = minimize(form.model, time_limit_s=None)
-    assert solution.objective is not None
-    assert solution.objective * form.unit_s == pytest.approx(43.5)
-
-
-def relaxed_choices(seed: int) -> Iterator[tuple[CostTable, RelaxedStep, list[StagePlan], list[list[int]]]]:
-    """Random plans with several stages per rank, with the pieces of each stage and its segments recomputed."""
-    for table, stages in random_plans(seed, count=30, n_segments=6):
-        if table.mesh.n_chunks == 1:
-            continue
-        segments, edges = Segments.of(table, None), piece_edges(table)
-        hard = [bool(spared > easy) for spared, easy in zip(segments.spared_bytes, segments.easy_bytes, strict=True)]
-        sizes = [edges.index(stage.stop) - edges.index(stage.start) for stage in stages]
-        again = [
-            sum(hard[i] and (i in stage.recomputed) != segments.is_again[i] for i in range(stage.start, stage.stop))
-            for stage in stages
-        ]
-        yield table, RelaxedStep.of(table, segments), list(stages), [sizes, again]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_relaxed_step_is_no_longer_than_any_that_does_as_much_or_more(seed: int) -> None:
-    rng = random.Random(seed)
-    found = list(relaxed_choices(seed))
-    assert found
-    for table, step, stages, (sizes, again) in found:
-        smaller = [[rng.randint(1, size) for size in sizes] for _ in range(3)]
-        fewer = [[rng.randint(0, count) for count in again] for _ in range(3)]
-        least_s = step.least_s(np.array([sizes, *smaller]), np.array([again, *fewer]))
-        assert max(least_s) <= simulate(table, tuple(stages)).step_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("schedule", "n_chunks"), [("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)])
-@pytest.mark.parametrize("reduces", [False, True])
-def test_a_relaxed_step_of_layers_all_alike_is_the_simulated_one(schedule: str, n_chunks: int, reduces: bool) -> None:
-    mesh = Mesh(pp=2, n_chunks=n_chunks, n_micro_batches=8, schedule=schedule)
-    table = _plain_table(mesh)
-    costs = tuple(tuple(replace(cost, reduce_s=0.7) for cost in choices) for choices in table.costs)
-    table = replace(table, costs=costs, reduces_per_micro_batch=reduces, overlap_slowdown=1.25)
-    n_stages, n_pieces = mesh.n_stages, len(piece_edges(table)) - 1
-    edges = [stage * n_pieces // n_stages for stage in range(n_stages + 1)]
-    stages = tuple(StagePlan(start, stop, ()) for start, stop in pairwise(edges))
-    sizes = np.array([[stage.stop - stage.start for stage in stages]])
-    (least_s,) = RelaxedStep.of(table, Segments.of(table, None)).least_s(sizes, np.zeros(sizes.shape))
-    assert least_s == pytest.approx(simulate(table, stages).step_s, rel=1e-9)

@@ -1,7 +1,10 @@
-"""What follows from an OpGraph alone, whatever the cluster: facts that rules, prices, checks and reports ask for.
+"""What follows from an OpGraph alone, whatever the cluster.
 
-chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
-across_samples    which op mixes the samples of a batch, or adds them up
-semantics         what a plan changes in the meaning of the model, in sentences
-model_flops       the FLOPs of one sample, and the operators that no rule knows
+    chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
+    across_samples    which op mixes the samples of a batch, or adds them up
+    semantics         what a plan changes in the meaning of the model, in sentences
+    float32_buffers   which buffers stay in float32 where a program computes in 16 bits
+    model_flops       the FLOPs of one sample, and the operators that no rule knows
+
+Prices, checks, generated code and reports ask for it.
 """

@@ -62,7 +62,7 @@ def plan_command(
     """Find the fastest plan for MODEL and, with --out, write the program that trains it so."""
     from autoplan import api
     from autoplan.files import check_target
-    from autoplan.output.interop import check_targets
+    from autoplan.interop.targets import check_targets
     from autoplan.report.plan import plan_report
 
     check_targets(targets, out=out)

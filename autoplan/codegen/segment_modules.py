@@ -2,6 +2,7 @@
 
 class Block              as in parallel_model.py
 class Outer0, Outer1     what stands between blocks, with the weights it reads
+Stage0                   all of them as one stage, which shows what blocks are called with
 loss_fn                  as in parallel_model.py
 """
 
@@ -16,7 +17,7 @@ from autoplan.codegen.containers import weights_tree
 from autoplan.codegen.forward import Body
 from autoplan.codegen.loss import loss_function
 from autoplan.codegen.parallel_model import opening
-from autoplan.codegen.stages import add_outer
+from autoplan.codegen.stages import add_outer, stage_class
 from autoplan.codegen.text import INDENT, access, indented
 from autoplan.codegen.writer import Writer, different_names, foreign_parameters, forward_head, writer_of
 from autoplan.graph import LOSS_PATH, OpGraph, Segment
@@ -62,8 +63,9 @@ def segment_modules(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) 
         kind: block_class(writer, segment) if segment.is_block else _outer_class(writer, segment, described[kind])
         for kind, segment in first.items()
     }
+    stage = [stage_class(writer, 0)] if any(segment.is_block for segment in graph.segments) else []
     loss = [loss_function(writer)] if any(found.has_loss for found in described.values()) else []
-    body = "\n\n\n".join([*texts.values(), *loss])
+    body = "\n\n\n".join([*texts.values(), *stage, *loss])
     classes = {
         kind: replace(found, text="\n".join([texts[kind], *(loss if found.has_loss else [])]))
         for kind, found in described.items()

@@ -5,6 +5,7 @@
 `autoplan profile` writes this package into a folder with `measurement.json`, which says what to measure. It needs torch
 and nothing else of autoplan; the user's own blocks need what model.py imports.
 
+    strides      how what blocks are called with lies in memory
     generated    makes a Call of a generated segment ----+
     own          makes a Call of a block of model.py ----+--> timing, memory --> program writes one line per result
                                                                                      of `results`, tells `progress`

@@ -4,27 +4,36 @@ What is measured compiled is compiled as `runtime.compiled` does it: the forward
 run the same compiled code, and the loss function. Compiling itself is over before anything is timed.
 """
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .stand_ins import RankOfOne
+from .strides import Strides, dtype_of, n_elements, shape_of
 from .timing import Call, Loss
-from .values import fill, fill_module
+from .values import default_dtype, fill, fill_module
 
 Compile = Callable[[Any], Any]  # torch.compile, or nothing where things run as they are
 
 
 def generated_builder(
-    region: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device, compiled: Compile | None
+    region: dict[str, Any],
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    compiled: Compile | None,
+    *,
+    strides: Strides | None = None,
 ) -> Callable[[], Call]:
-    """Makes copies of a region; all share one loss function, as micro-batches do."""
+    """Makes copies of a region; all share one loss function, as micro-batches do.
+
+    `strides` are those of its inputs; without, these are dense.
+    """
     loss = _loss(region, batch_size, dtype, device, compiled)
-    return lambda: _build_call(region, batch_size, dtype, device, compiled, loss)
+    return lambda: _build_call(region, batch_size, dtype, device, compiled, loss, strides)
 
 
 def _build_call(
@@ -34,10 +43,11 @@ def _build_call(
     device: torch.device,
     compiled: Compile | None,
     loss: Loss | None,
+    strides: Strides | None,
 ) -> Call:
     generated = importlib.import_module(region["module"])
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
-    with _default_dtype(dtype), device:
+    with default_dtype(dtype), device:
         module = getattr(generated, region["class"])(tp).train()
     frozen = set(region["frozen"])
     fill_module(module, dtype, float32_buffers=region["float32_buffers"])
@@ -45,7 +55,10 @@ def _build_call(
         parameter.requires_grad_(name not in frozen)
     if compiled is not None and region["compiles_forward"]:
         module.forward = compiled(module.forward)
-    inputs = [_input(described, batch_size, dtype, device) for described in region["inputs"]]
+    inputs = [
+        _input(described, batch_size, dtype, device, own)
+        for described, own in zip(region["inputs"], strides or [None] * len(region["inputs"]), strict=True)
+    ]
     kept_once = [t for t, described in zip(inputs, region["inputs"], strict=True) if described["is_kept_once"]]
     return Call(module, inputs, {}, loss=loss, kept_once=kept_once)
 
@@ -79,27 +92,27 @@ def _structure(leaves: list[tuple[list[Any], Any]]) -> Any:
     return {key: _structure(group) for key, group in groups.items()}
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _input(
+    described: dict[str, Any],
+    batch_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+) -> torch.Tensor:
+    shape = shape_of(described, batch_size)
+    made = [n_elements(shape, strides)] if strides is not None else shape
+    tensor = _values(described, made, dtype_of(described, dtype), device)
+    if described["is_weight"] and tensor.is_floating_point():
+        fill(tensor)
+    if strides is not None:
+        tensor = tensor.as_strided(shape, strides)
+    return tensor.requires_grad_(described["requires_grad"]) if tensor.is_floating_point() else tensor
 
 
-def _input(described: dict[str, Any], batch_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    shape = [extent["per_sample"] * batch_size if isinstance(extent, dict) else extent for extent in described["shape"]]
-    wanted = dtype if described["dtype"] == "compute" else getattr(torch, described["dtype"])
-    if wanted.is_floating_point:
-        tensor = torch.randn(shape, dtype=wanted, device=device)
-        if described["is_weight"]:
-            fill(tensor)
-        return tensor.requires_grad_(described["requires_grad"])
-    if wanted == torch.bool:
-        return torch.ones(shape, dtype=wanted, device=device)
-    if wanted.is_complex:
-        return torch.randn(shape, dtype=wanted, device=device)
+def _values(described: dict[str, Any], shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, device=device)
     low, high = described["range"]
-    return torch.randint(low, high + 1, shape, dtype=wanted, device=device)
+    return torch.randint(low, high + 1, shape, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ from torch import nn
 
 from .generated import Compile
 from .known_values import KnownValues
+from .strides import Strides, most_common, n_elements
 from .timing import Call, tensors_of
 from .values import fill_module
 
@@ -51,7 +52,7 @@ class OwnModel:
         *,
         float32_buffers: Collection[str] = (),
     ) -> Callable[[], Call]:
-        """Makes copies of a block, which is `own["path"]` in its call number `own["call"]` of `own["n_calls"]`.
+        """Makes copies of the block `own["path"]`, with arguments like those of most of `own["instances"]`.
 
         Raises: NotMeasurable, or whatever the user's code raises on meta tensors.
         """
@@ -74,12 +75,15 @@ class OwnModel:
     def _arguments(self, own: dict[str, Any], batch_size: int) -> Arguments:
         if batch_size not in self._calls:
             self._calls[batch_size] = self._captured(batch_size)
-        calls = self._calls[batch_size][own["path"]]
-        if len(calls) != own["n_calls"]:
+        calls = self._calls[batch_size]
+        found = len(calls[own["path"]])
+        if found != own["n_calls"]:
             raise NotMeasurable(
-                f"{own['path']} is called {len(calls)} times by itself, but has {own['n_calls']} parts in the graph"
+                f"{own['path']} is called {found} times by itself, but has {own['n_calls']} parts in the graph"
             )
-        return calls[own["call"]]
+        given = [calls[path][call] for path, call in own["instances"] if call < len(calls[path])]
+        usual = most_common(map(_strides, given))
+        return next(arguments for arguments in given if _strides(arguments) == usual)
 
     def _kept_once(self, own: dict[str, Any]) -> list[bool]:
         """Of each tensor among the arguments, whether all blocks read the same: no gradient, no batch dim."""
@@ -119,6 +123,10 @@ class OwnModel:
         return found
 
 
+def _strides(arguments: Arguments) -> Strides:
+    return tuple(tensor.stride() for tensor in tensors_of(arguments))
+
+
 def _remember(calls: list[Arguments], _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     calls.append((arguments, dict(named)))
 
@@ -146,10 +154,12 @@ def _real(value: Any, *, device: torch.device, known: dict[int, torch.Tensor]) -
 @torch.no_grad()
 def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Normal values, true, or 0, which is the one integer that every table has."""
-    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    elements = torch.empty(n_elements(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
     if tensor.is_floating_point() or tensor.is_complex():
-        return empty.normal_().requires_grad_(tensor.requires_grad)
-    return empty.fill_(1) if tensor.dtype == torch.bool else empty.zero_()
+        elements.normal_()
+    else:
+        elements.fill_(tensor.dtype == torch.bool)
+    return elements.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -31,6 +31,7 @@ from .own import OwnModel
 from .progress import Progress
 from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OPS, OWN, ResultCache, Row, key_of, read_results
 from .stand_ins import collective_names, replace_collectives
+from .strides import StageStrides
 from .timing import Call, Clock, Round, copies_s, round_times
 from .values import DTYPES
 
@@ -47,6 +48,7 @@ class Measuring:
     clock: Clock
     dtype: torch.dtype
     own_model: OwnModel
+    stage_strides: StageStrides
     compile: Compile
 
 
@@ -59,10 +61,12 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
         kept = region["float32_buffers"]
         own = run.own_model.builder(region["own"], batch_size, device, compiled, float32_buffers=kept)
         return _measured_calls(_in_format(own, task["memory_format"]), run.clock, seen)
-    build = _in_format(generated_builder(region, batch_size, run.dtype, device, compiled), task["memory_format"])
+    strides = run.stage_strides.of(region, batch_size)
+    generated = generated_builder(region, batch_size, run.dtype, device, compiled, strides=strides)
+    build = _in_format(generated, task["memory_format"])
     told = None
     if compiled is not None and region["tp"] > 1:  # compiled code does not tell
-        eager = generated_builder(region, batch_size, run.dtype, device, None)
+        eager = generated_builder(region, batch_size, run.dtype, device, None, strides=strides)
         told = memory_of(eager(), run.clock, seen)["collectives"]
     return _measured_calls(build, run.clock, seen, told=told)
 
@@ -70,7 +74,9 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
 def measure_ops(task: dict[str, Any], region: dict[str, Any], run: Measuring) -> dict[str, Any]:
     """Times of the ops of one eager segment, as a field of a result line; its collectives are left out."""
     names = collective_names()
-    call = generated_builder(region, task["micro_batch_size"], run.dtype, run.clock.device, None)()
+    batch_size = task["micro_batch_size"]
+    strides = run.stage_strides.of(region, batch_size)
+    call = generated_builder(region, batch_size, run.dtype, run.clock.device, None, strides=strides)()
     found = op_times(call, run.clock)
     return {"status": "measured", "ops": [row for row in found if row["op"] not in names]}
 
@@ -229,10 +235,12 @@ def _result_cache(
 
 
 def _measuring(plan: dict[str, Any], clock: Clock, backend: str) -> Measuring:
-    dtype, paths = DTYPES[plan["precision"]], {region["own"]["path"] for region in plan["regions"] if region["own"]}
+    dtype = DTYPES[plan["precision"]]
+    paths = {path for region in plan["regions"] if region["own"] for path, _ in region["own"]["instances"]}
     overrides = {name: _as_tuple(value) for name, value in plan["overrides"].items()}
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)
-    return Measuring(clock, dtype, OwnModel(overrides, paths, dtype), compiled)
+    strides = StageStrides(plan["inputs"], plan["float32_buffers"], dtype)
+    return Measuring(clock, dtype, OwnModel(overrides, paths, dtype), strides, compiled)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Values that weights and tables have while they are measured."""
 
+import contextlib
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,17 @@ from torch import nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WEIGHT_STD = 0.02
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside it floating-point tensors get this dtype unless they ask for one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @torch.no_grad()

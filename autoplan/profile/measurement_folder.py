@@ -12,6 +12,7 @@ program finds at micro-batch 1, as in a search, and at each micro-batch size by 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +93,8 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
             "device": request.profile.device.name,
             "has_own_ops": has_own_ops,
             "overrides": dict(request.overrides),
+            "inputs": _model_inputs(request),
+            "float32_buffers": sorted(float32_buffers(request.graph)),
             "regions": list(regions.values()),
         },
         indent=1,
@@ -162,6 +165,7 @@ def _regions(
                 "compiles_forward": segment.is_block or not has_blocks,
                 "class": called.name,
                 "code": code_key(called.text),
+                "instances": _instances(graph, segment),
                 "own": _own_call(graph, segment) if degree == 1 and segment.is_block else None,
                 "float32_buffers": [name.removeprefix(prefix) for name in segment.parameters if name in float32],
                 "frozen": [name.removeprefix(prefix) for name in segment.parameters if name in frozen],
@@ -180,9 +184,25 @@ def _regions(
 
 
 def _own_call(graph: OpGraph, segment: Segment) -> dict[str, Any]:
-    """Which call of which module of the user's model a block is, and how many there must be."""
-    calls = [other.name for other in graph.segments if other.module_path == segment.module_path]
-    return {"path": segment.module_path, "call": calls.index(segment.name), "n_calls": len(calls)}
+    """Which module of the user's model a block is, how often it must be called, and all calls of its kind."""
+    n_calls = sum(other.module_path == segment.module_path for other in graph.segments)
+    return {"path": segment.module_path, "n_calls": n_calls, "instances": _instances(graph, segment)}
+
+
+def _instances(graph: OpGraph, segment: Segment) -> list[tuple[str, int]]:
+    """Of all blocks of this kind, (module path, number of the call of this module); none for what is no block."""
+    found, n_calls = [], Counter[str]()
+    for other in graph.segments if segment.is_block else ():
+        if other.kind == segment.kind:
+            found.append((other.module_path, n_calls[other.module_path]))
+        n_calls[other.module_path] += 1
+    return found
+
+
+def _model_inputs(request: MeasurementRequest) -> list[dict[str, Any]]:
+    """What the whole model is called with."""
+    facts, inputs = GraphFacts.of(request.graph), request.graph.inputs
+    return [_input(request, facts, item.name, item.spec, item) for item in inputs if item.path[0] == "inputs"]
 
 
 def _input(

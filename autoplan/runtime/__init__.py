@@ -4,6 +4,7 @@ It is copied as it stands into the folder of a program.
 
     config, mesh           the plan, the process groups
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
+    scalar_parameters, buffers                 parameters without dims; the dtype of buffers
     collectives            tensor-parallel conversions with their gradients
     attention, experts, random                 what else generated code calls
     seeds                  where every random number of a run begins

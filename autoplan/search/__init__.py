@@ -24,7 +24,7 @@ forward or backward pass to that of `bounds.computes_least` than to any other: t
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
     the space       meshes, baselines, one_device: what is tried
-    the answer      result, found, rejections, remedies: what is returned        preference: which of equals it is
+    the answer      result, found: what is returned        preference, rejections, remedies: which, and why no other
     the queue       state, examination: where it stands, and one mesh of it examined
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
       one stage     partition, banded_path: where to cut        stage_memory: what a range of pieces holds

@@ -1,4 +1,6 @@
 """Linear programs: data, and the only place that knows a solver.
 
-LinearModel (linear_model) --solve.minimize: HiGHS, checked--> Solution      second_solver looks for a better one
+    LinearModel (linear_model) --solve.minimize: HiGHS, checked--> Solution
+
+second_solver looks for a better one where a proof is claimed.
 """

@@ -5,26 +5,25 @@ OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from autoplan.analysis.chunked_loss import can_chunk
 from autoplan.checks.fixes import check_fixed
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
-from autoplan.cost.price import Shardings, make_pricer
+from autoplan.cost.price import make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.measurements.segment_times import MeasuredProfile
-from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, Options
+from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
-from autoplan.rules import OpRule, load_rules
-from autoplan.search.meshes import SearchSpace, fixed
+from autoplan.rules import load_rules
+from autoplan.search.meshes import SearchSpace
 from autoplan.space.choices import check_execution, codes, compression_choice, executions, loss_choice
 from autoplan.space.current_code import with_current_code
 from autoplan.space.layouts import of_size, shardings_by_size
+from autoplan.space.plans import PlanMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +79,8 @@ def priced_space(
         )
         for size, shardings in by_size.items()
     }
-    make_plan = partial(
-        _make_plan,
-        graph,
-        by_size,
-        options,
-        (profile.name, profile.n_hosts),
-        graph.content_hash(),
-        rules,
-    )
-    return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), make_plan)
+    maker = PlanMaker(graph, graph.content_hash(), by_size, rules, options, profile.name, profile.n_hosts)
+    return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), maker.plan)
 
 
 def price_plan(
@@ -120,47 +111,3 @@ def price_plan(
         compression=Compression(plan.grad_compression, plan.powersgd_rank),
     )
     return pricer(plan.mesh)
-
-
-def _make_plan(
-    graph: OpGraph,
-    by_size: Mapping[int, Shardings],
-    options: Options,
-    hardware: tuple[str, int],
-    graph_hash: str,
-    rules: Mapping[str, OpRule],
-    mesh: Mesh,
-    stages: tuple[StagePlan, ...],
-) -> Plan:
-    """The plan; only blocks are recomputed, and in place of the last segment its loss is chunked."""
-    shardings = of_size(by_size, mesh).get((mesh.tp, mesh.sharding), ())
-    last = len(graph.segments) - 1
-    loss = loss_choice(options) or LOSSES[any(last in stage.recomputed for stage in stages)]
-    if loss == "chunked" and not can_chunk(graph, mesh, shardings, rules=rules):
-        loss = LOSSES[0]
-    kept = tuple(
-        StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
-    )
-    compression = compression_choice(options).under(mesh)
-    return Plan(
-        mesh=mesh,
-        stages=kept,
-        precision=options.precision,
-        shardings=shardings,
-        graph_hash=graph_hash,
-        hardware=hardware[0],
-        n_hosts=hardware[1],
-        recompute=_recompute_name(graph, kept, n_copies=len(mesh.all_shares)),
-        loss=loss,
-        batch_norm=fixed(options, "batch_norm") or BATCH_NORMS[0],
-        loss_average=fixed(options, "loss_average") or LOSS_AVERAGES[0],
-        grad_compression=compression.name,
-        powersgd_rank=compression.rank,
-    )
-
-
-def _recompute_name(graph: OpGraph, stages: tuple[StagePlan, ...], *, n_copies: int) -> str:
-    """Of stages that have every block so many times."""
-    n_recomputed = sum(len(stage.recomputed) for stage in stages)
-    n_blocks = n_copies * sum(segment.is_block for segment in graph.segments)
-    return "none" if n_recomputed == 0 else "full" if n_recomputed == n_blocks else "selective"

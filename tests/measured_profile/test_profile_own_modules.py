@@ -130,7 +130,7 @@ def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(fami
         plain.get_submodule(path).register_forward_hook(partial(made, path), with_kwargs=True)
     call_model(plain, model.make_batch(3)[0])
     for path in sorted(paths):
-        call = own_model.builder({"path": path, "call": 0, "n_calls": 1}, 3, torch.device("cpu"), None)()
+        call = own_model.builder({"path": path, "n_calls": 1, "instances": [(path, 0)]}, 3, torch.device("cpu"), None)()
         results = call.forward()
         assert results and [result.shape for result in results] == found[path]
         call.backward(results)

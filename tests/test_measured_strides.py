@@ -1,0 +1,131 @@
+"""Blocks are measured with tensors that lie in memory as in the program, and have gradients where they have there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from autoplan import api
+from autoplan.codegen.parallel_model import parallel_model_text
+from autoplan.files import write_folder
+from autoplan.measuring.generated import generated_builder
+from autoplan.measuring.own import OwnModel
+from autoplan.measuring.strides import StageStrides
+from autoplan.measuring.timing import tensors_of
+from autoplan.measuring.values import default_dtype, fill_module
+from autoplan.rules import load_rules
+from autoplan.runtime.data import flatten_tensors
+from autoplan.space.current_code import one_stage_plan
+from autoplan.tracing.trace import call_model
+
+CHECKOUT = Path(__file__).parent.parent
+FILES = {path.stem: path for folder in ("tests/families", "examples") for path in (CHECKOUT / folder).glob("*.py")}
+QUICK = ("t5_hf", "diffusion_transformer")  # a mask that is the same for all samples; dims in another order
+NO_MODEL = ("in_your_own_loop", "text_gpt", "data_dependent")  # none that is traced, or none without data
+BATCH = 3
+CPU = torch.device("cpu")
+SMALL = {"gpt": {"n_layers": 2}, "llama": {"n_layers": 2}}
+
+
+def layouts(tensors):
+    """What kernels depend on; strides of dims of one element say nothing."""
+    return tuple(
+        (tuple(stride for extent, stride in zip(t.shape, t.stride(), strict=True) if extent > 1), t.requires_grad)
+        for t in tensors
+    )
+
+
+def watched(module, paths):
+    """The tensors that blocks are called with from now on, as layouts, by path."""
+    found = {path: [] for path in paths}
+    for path, calls in found.items():
+
+        def remember(_, arguments, named, calls=calls):
+            calls.append(layouts([*tensors_of(arguments), *tensors_of(named)]))
+
+        module.get_submodule(path).register_forward_pre_hook(remember, with_kwargs=True)
+    return found
+
+
+def usual(found, instances):
+    return Counter(found[path][call] for path, call in instances).most_common(1)[0][0]
+
+
+def differences(name, folder):
+    """Blocks whose layouts differ from those of the whole model on a CPU: (whose module, path, expected, found)."""
+    path, overrides = FILES[name], SMALL.get(name, {})
+    files = api.measurement_folder(path, hw="h200_x4", overrides=overrides, degrees=(1,), precision="fp32")
+    write_folder(folder, files)
+    (folder / "model.py").write_text(path.read_text())
+    importlib.invalidate_caches()
+    plan = json.loads(files["measurement.json"])
+    regions = [region for region in plan["regions"] if region["instances"]]
+    graph = api.trace_model(path, overrides=overrides)
+    model = importlib.import_module("model")
+    torch.manual_seed(0)
+    batch = model.make_batch(BATCH)[0]
+
+    whole = model.build_model(**overrides).train()
+    paths = {place for region in regions for place, _ in region["instances"]}
+    own_found = watched(whole, paths)
+    call_model(whole, batch)
+    own_model = OwnModel(overrides, paths, torch.float32)
+    text = parallel_model_text(graph, one_stage_plan(graph, "fp32", 1, "", ()), rules=load_rules())
+    generated = ModuleType("generated")
+    exec(text.replace("from runtime.", "from autoplan.runtime."), vars(generated))
+    with default_dtype(torch.float32):
+        stage = generated.Stage0(None).train()
+    fill_module(stage, torch.float32, float32_buffers=())
+    generated_found = watched(stage, paths)
+    stage(*flatten_tensors(batch))
+    strides = StageStrides(plan["inputs"], plan["float32_buffers"], torch.float32)
+    for region in regions:
+        expected = usual(generated_found, region["instances"])
+        call = generated_builder(region, BATCH, torch.float32, CPU, None, strides=strides.of(region, BATCH))()
+        yield "generated", region["segment"], expected, layouts(call._arguments)
+        if name == "mixture":  # its grouped products take 16 bits only on the meta device
+            continue
+        call = own_model.builder(region["own"], BATCH, CPU, None)()
+        given = layouts([*tensors_of(call._arguments), *tensors_of(call._named)])
+        yield "own", region["segment"], usual(own_found, region["own"]["instances"]), given
+
+
+def check(name, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+    try:
+        found = list(differences(name, folder))
+    finally:
+        for module in set(sys.modules) - before:
+            if module.split(".")[0] in ("model", "runtime", "segments_0", "measuring"):
+                del sys.modules[module]
+    assert found
+    assert [row for row in found if row[2] != row[3]] == []
+    return found
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_blocks_see_the_same_strides_and_gradients_when_measured(name, tmp_path, monkeypatch) -> None:
+    found = check(name, tmp_path / "folder", monkeypatch)
+    assert {whose for whose, *_ in found} == {"generated", "own"}
+
+
+def test_a_mask_for_all_samples_and_a_transposed_bias_are_measured_as_such(tmp_path, monkeypatch) -> None:
+    found = {(whose, path): given for whose, path, _, given in check("t5_hf", tmp_path / "folder", monkeypatch)}
+    mask = found["generated", "decoder.block.1"][1]
+    assert mask[0][0] == 0 and not mask[1]  # one mask, of 8 queries by 8 keys, that all samples share
+    bias = found["own", "encoder.block.1"][1]
+    assert bias == ((1, 64, 4), True)  # [1, heads, queries, keys] that lies in memory as [queries, keys, heads]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(set(FILES) - {*QUICK, *NO_MODEL}))
+def test_blocks_of_every_family_see_the_same_strides_and_gradients_when_measured(name, tmp_path, monkeypatch) -> None:
+    check(name, tmp_path / "folder", monkeypatch)

@@ -1,0 +1,70 @@
+"""Options: what is refused, on the command line and in the library alike, and what is said then."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoplan import cli, errors
+from autoplan.checks.options import check_options, parse_fix, parse_overrides
+from autoplan.options import Options
+
+PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "toy.py"],
+        ["plan", "toy.py", "--hw", "a", "--hosts", "0"],
+        ["plan", "toy.py", "--hw", "a", "--precision", "fp8"],
+        ["plna"],
+        ["estimate", "toy.py", "--hw", "a"],
+        ["whatif", "toy.py", "--hw", "a", "--hosts", "1,x"],
+        ["whatif", "toy.py", "--hw", "a", "--price", "a=0"],
+        ["whatif", "toy.py", "--hw", "a", "--tokens", "-5"],
+        ["profile", "toy.py", "--hw", "a"],
+        ["recommend", "toy.py"],
+        ["hw", "measure"],  # without --out
+    ],
+)
+def test_wrong_command_lines_exit_2(arguments: list[str]) -> None:
+    assert cli.run(arguments) == 2
+
+
+def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
+    with pytest.raises(errors.UsageError, match='did you mean "micro_batch"'):
+        check_options(Options(fix=parse_fix(["microbatch=2"])))
+    with pytest.raises(errors.UsageError, match='did you mean "1f1b"'):
+        check_options(Options(fix=parse_fix(["schedule=1f1"])), schedules=("1f1b", "gpipe"))
+
+
+@pytest.mark.parametrize("fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes"])
+def test_impossible_fix_values_are_refused(fix: str) -> None:
+    with pytest.raises(errors.UsageError, match=fix.partition("=")[0]):
+        check_options(Options(fix=parse_fix([fix])))
+
+
+@pytest.mark.parametrize("fix", ["dp", "=2", "dp=", "dp=1,dp=2"])
+def test_malformed_fix_texts_are_refused(fix: str) -> None:
+    with pytest.raises(errors.UsageError):
+        parse_fix([fix])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(precision="fp8"), Options(objective="speed"), Options(global_batch=0), Options(time_limit_s=float("nan"))],
+)
+def test_library_options_are_checked_like_the_command_line(options: Options) -> None:
+    with pytest.raises(errors.UsageError):
+        check_options(options)
+
+
+def test_set_values_are_python_literals_or_strings() -> None:
+    found = parse_overrides(["a=3", "b=1e-3", "c=[1, 2]", "d=True", "e=70b", "f=__import__('os')"])
+    assert found == {"a": 3, "b": 1e-3, "c": [1, 2], "d": True, "e": "70b", "f": "__import__('os')"}
+
+
+@pytest.mark.parametrize("fix", ["tp=2", {"tp": 2}, (("tp", 2),)])
+def test_a_fix_of_the_library_that_is_no_pairs_of_texts_is_refused_with_an_example(fix) -> None:
+    with pytest.raises(errors.UsageError, match="pairs of texts"):
+        check_options(Options(fix=fix))

@@ -1,0 +1,194 @@
+"""What the runtime refuses on every rank: losses not finite, small devices, wrong options, other models, full disks."""
+
+import math
+import re
+from argparse import ArgumentParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distributed import tiny_gpt
+from distributed.launch import run_ranks
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from autoplan.runtime import (
+    CheckpointError,
+    Checkpoints,
+    Config,
+    ParallelModel,
+    Run,
+    add_checkpoint_options,
+    build_rank_mesh,
+    load_checkpoint,
+)
+from autoplan.runtime.mesh import DeviceMemoryError, check_device_memory
+from autoplan.runtime.zero import local_part
+
+FSDP = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2, "precision": "fp64"}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each function below returned on two ranks, by its name: one launch for all."""
+    return run_ranks(all_of_two_ranks, 2, str(tmp_path_factory.mktemp("two_ranks")))
+
+
+def all_of_two_ranks(folder):
+    return {
+        "bad_steps": [bad_step(1, value, is_fused) for is_fused in (False, True) for value in (math.nan, math.inf)],
+        "device_memory_error": device_memory_error(),
+        "other_model": other_model(f"{folder}/other"),
+        "save_without_room": save_without_room(f"{folder}/full"),
+    }
+
+
+def bad_step(bad_rank, value, is_fused):
+    """On one rank: what a step raises whose loss is not finite on `bad_rank`, and whether anything changed."""
+    mesh, factors = build_rank_mesh(Config(**FSDP), "cpu"), iter([1.0, 1.0, value, value])  # of each micro-batch
+
+    def build_optimizer(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=is_fused)
+
+    def loss_fn(outputs, targets):
+        return tiny_gpt.loss_fn(outputs, targets) * (next(factors) if mesh.rank == bad_rank else 1.0)
+
+    model_file = SimpleNamespace(build_model=tiny_gpt.build_model, loss_fn=loss_fn, build_optimizer=build_optimizer)
+    model = ParallelModel(Config(**FSDP), model_file, mesh=mesh)
+    model.n_steps = 11
+    model.step(tiny_gpt.make_batch(model.config.global_batch_size // model.config.dp))
+    before = [tensor.clone() for tensor in trained_tensors(model)]
+    try:
+        model.step(tiny_gpt.make_batch(model.config.global_batch_size // model.config.dp))
+    except FloatingPointError as error:
+        return str(error), all(map(torch.equal, trained_tensors(model), before))
+    return "", False
+
+
+def trained_tensors(model):
+    """Parameters and what the optimizer keeps of them, this rank's part."""
+    states = [value for state in model.optimizer.state.values() for value in state.values()]
+    return [local_part(tensor.detach()) for tensor in (*model.parameters(), *states)]
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_step_and_rank(two_ranks):
+    for found in two_ranks:
+        for word, (message, is_unchanged) in zip(("nan", "inf") * 2, found["bad_steps"], strict=True):
+            assert is_unchanged
+            assert f"step 12: the loss is {word}" in message
+            assert f"not finite on rank 1 (dp 1, tp 0, pp 0): loss {word}" in message
+            assert "rank 0" not in message
+            assert "fix: look at the data of this step; resume from the last checkpoint" in message
+
+
+def device_memory_error():
+    from torch import distributed
+
+    try:
+        check_device_memory(70 * 2**30, free_bytes=(80 - 40 * distributed.get_rank()) * 2**30)
+    except DeviceMemoryError as error:
+        return str(error)
+    return ""
+
+
+def test_too_little_device_memory_stops_every_rank_with_planned_and_found(two_ranks):
+    first, second = (found["device_memory_error"] for found in two_ranks)
+    assert first == second
+    assert re.search(r"rank 1 on \S+: planned: 70.0 GiB; found: 40.0 GiB free", first)
+    assert "rank 0" not in first
+
+
+def refusals(folder):
+    """In one process: what each of some options is refused with."""
+    cases = {
+        ("--checkpoint-dir", f"{folder}/file/saved"): "cannot be written: Not a directory",
+        ("--checkpoint-dir", folder, "--keep", "0"): "keep: found 0, expected 1 or more",
+        ("--checkpoint-every", "0"): "--checkpoint-every: found 0, expected 1 or more",
+        ("--resume", f"{folder}/nowhere"): "/nowhere: found no complete checkpoint",
+        (
+            "--checkpoint-dir",
+            f"{folder}/saved",
+            "--resume",
+            "none",
+        ): "step-00000000, expected an empty --checkpoint-dir",
+        ("--export", "weights.bin"): "weights.bin: found the ending '.bin', expected .safetensors",
+        ("--init-from", "missing.safetensors"): "missing.safetensors: found no readable weights",
+    }
+    config = Config(precision="fp64")
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    Path(folder, "file").touch()
+    checkpoints = Checkpoints(model, Path(folder, "saved"))
+    checkpoints.save()
+    checkpoints.close()
+    parser = ArgumentParser()
+    add_checkpoint_options(parser)
+    found = {}
+    for options, expected in cases.items():
+        try:
+            Run(model, parser.parse_args(options))
+        except CheckpointError as error:
+            found[options] = (expected, str(error))
+    return found, len(cases)
+
+
+def test_options_that_cannot_be_followed_are_refused_with_what_was_found_and_expected(tmp_path):
+    ((found, n_cases),) = run_ranks(refusals, 1, str(tmp_path))
+    assert len(found) == n_cases
+    for expected, message in found.values():
+        assert expected in message
+
+
+def other_model(folder):
+    """On one rank: what loading a checkpoint of another model says, and whether the parameters stayed."""
+    config = Config(dp=2, precision="fp64")
+    mesh = build_rank_mesh(config, "cpu")
+    model = ParallelModel(config, tiny_gpt, mesh=mesh)
+    checkpoints = Checkpoints(model, folder)
+    checkpoints.save()
+    path = checkpoints.wait()
+    wider = SimpleNamespace(build_model=lambda: torch.nn.Sequential(torch.nn.Linear(2, 3)), loss_fn=None)
+    other = ParallelModel(config, wider, mesh=mesh)
+    before = [parameter.full_tensor() for parameter in other.parameters()]
+    try:
+        load_checkpoint(other, path)
+    except CheckpointError as error:
+        same = all(torch.equal(p.full_tensor(), old) for p, old in zip(other.parameters(), before, strict=True))
+        return str(error), same
+    return "", False
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(two_ranks):
+    for message, is_unchanged in [found["other_model"] for found in two_ranks]:
+        assert is_unchanged
+        assert "step-00000000: is of another model" in message
+        assert "0.weight: not in it" in message
+        assert "and " in message and " more" in message
+
+
+def save_without_room(folder):
+    """On one rank: what is said of a save that fails on rank 1, and what is left."""
+    config = Config(dp=2, precision="fp64")
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    checkpoints = Checkpoints(model, folder)
+    checkpoints.save()
+    checkpoints.wait()
+    model.n_steps = 7
+    if model.mesh.rank == 1:
+        FileSystemWriter.write_data = _no_room
+    checkpoints.save()
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        return str(error), checkpoints.newest().name
+    return "", ""
+
+
+def _no_room(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_told_on_every_rank_and_the_checkpoint_before_stays(two_ranks):
+    for message, newest in [found["save_without_room"] for found in two_ranks]:
+        assert "a checkpoint could not be written; those before it are untouched" in message
+        assert "rank 1: [Errno 28] No space left on device" in message
+        assert newest == "step-00000000"
