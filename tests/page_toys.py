@@ -8,6 +8,8 @@ from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.units import GiB
 
+HOSTILE = "</script><img src=x onerror=alert(1)>{{7*7}}\"'`&amp;\x1b[31m\u202e😀</style>{% x %}]]>"
+HARMLESS = "h" * len(HOSTILE)
 MEMORY: tuple[MemoryCurve, ...] = (((0.0, GiB), (0.4, 4 * GiB)), ((0.4, 7 * GiB), (1.2, 2 * GiB)))
 SENSITIVITY = (
     SensitivityRow("as it is", 1.6, 0.0, "same plan"),

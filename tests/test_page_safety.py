@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 from browser import CHROMIUM, Browser, open_browser
 from conftest import make_candidate
-from page_toys import MEMORY, SENSITIVITY, Page
+from page_toys import HARMLESS, HOSTILE, MEMORY, SENSITIVITY, Page
 
 from autoplan.answers.answer import Answer, Request
 from autoplan.html_report import chart_files, plan_page
@@ -25,9 +25,6 @@ from autoplan.html_report.svg import printable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, TimelineEvent
 from autoplan.search.result import Rejection
-
-HOSTILE = "</script><img src=x onerror=alert(1)>{{7*7}}\"'`&amp;\x1b[31m\u202e😀</style>{% x %}]]>"
-HARMLESS = "h" * len(HOSTILE)
 
 
 @pytest.fixture(scope="module")

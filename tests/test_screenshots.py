@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import CHROMIUM, Browser, open_browser
+from page_toys import MEMORY, SENSITIVITY
 from pictures import SIGNATURE, blurred, read_png
-from test_report_html import MEMORY, SENSITIVITY
 from test_sweep_page import ROWS, sweep_page
 
 from autoplan.answers.answer import Answer

@@ -13,7 +13,7 @@ import pytest
 from browser import CHROMIUM, open_browser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_report_html import HOSTILE, _Page
+from page_toys import HOSTILE, Page
 
 from autoplan.cli import run
 from autoplan.html_report.svg import Chart, printable
@@ -99,7 +99,7 @@ def test_page_and_table_name_the_same_fastest_point() -> None:
     assert fastest(rows) is rows[4]
     (line,) = (line for line in whatif_table(rows).splitlines() if "fastest" in line)
     assert line.split()[:3] == ["2", "x", "b"]
-    assert "1,200 tokens/sfastest computedb, 2 hosts" in " ".join(_Page(sweep_page(rows, title="toy")).text.split())
+    assert "1,200 tokens/sfastest computedb, 2 hosts" in " ".join(Page(sweep_page(rows, title="toy")).text.split())
 
 
 def test_conditions_name_points_and_have_curves_of_their_own() -> None:
@@ -117,13 +117,13 @@ def test_conditions_name_points_and_have_curves_of_their_own() -> None:
     # from 2 hosts that seldom fail, 1600: one host has half, more failures leave 1000
     told = dict.fromkeys(_told(_chart(rows, "sensitivity"), "rect"))
     assert list(told) == ["hosts: 1 host -50.0%", "condition: device_mtbf 5000 h -37.5%"]
-    text = " ".join(_Page(sweep_page(rows, title="toy")).text.split())
+    text = " ".join(Page(sweep_page(rows, title="toy")).text.split())
     assert "fastest computed2 hosts, device_mtbf 50000 h" in text
     assert all(f"device_mtbf {hours} h" in whatif_table(rows) for hours in (50_000, 5000))
 
 
 def test_page_says_which_point_is_fastest_and_which_is_cheapest() -> None:
-    page = _Page(sweep_page(ROWS, title="toy", notes=("prices as of today",)))
+    page = Page(sweep_page(ROWS, title="toy", notes=("prices as of today",)))
     # a, 4 hosts: 2400 x 0.5; a, 1 host: 3.6e9 / 1000 s = 1000 h x 8 devices x 2 USD
     for text in ("1,200 tokens/s", "a, 4 hosts", "16,000 USD", "5 points, 4 of them with a plan", "prices as of today"):
         assert text in page.text
@@ -175,8 +175,8 @@ def test_only_what_varies_names_a_point() -> None:
 @pytest.mark.parametrize("rows", [(), ROWS[4:], ROWS[:1], (replace(ROWS[0], shares=(), cost_usd=None, train_s=None),)])
 def test_page_of_few_or_poor_rows_is_whole(rows: tuple[WhatIfRow, ...]) -> None:
     text = sweep_page(rows, title="toy")
-    assert _Page(text).tags[-1] == "script"
-    assert "nan" not in _Page(text).text and "None" not in _Page(text).text
+    assert Page(text).tags[-1] == "script"
+    assert "nan" not in Page(text).text and "None" not in Page(text).text
 
 
 @settings(max_examples=25)
@@ -194,10 +194,10 @@ def test_hostile_texts_are_shown_as_they_are_and_add_no_element() -> None:
     names = ("hardware", "status", "device", "plan", "detail", "fix", "price_source", "price_date", "host_link")
     assert set(names) < {field.name for field in fields(WhatIfRow)}
 
-    def page(text: str) -> _Page:
+    def page(text: str) -> Page:
         filled = dict.fromkeys(names, text) | {"overrides": (text,), "warnings": (text,)}
         rows = (replace(ROWS[0], **filled), ROWS[1], replace(ROWS[4], detail=text))
-        return _Page(sweep_page(rows, title=text, notes=(text,)))
+        return Page(sweep_page(rows, title=text, notes=(text,)))
 
     hostile = page(HOSTILE)
     assert hostile.tags == page("h" * len(HOSTILE)).tags
@@ -208,7 +208,7 @@ def test_page_of_four_thousand_points_stays_below_a_megabyte() -> None:
     rows = [_row(f"hardware_{n % 40}", 1 + n // 40, tokens_per_s=100.0 + n) for n in range(4000)]
     text = sweep_page(rows, title="toy")
     assert len(text.encode()) < 1_000_000
-    shown = _Page(text).text
+    shown = Page(text).text
     for said in ("3976 more points are in the table.", "leave out the last 3600", "more gray points are not drawn"):
         assert said in shown
 
@@ -223,7 +223,7 @@ def test_whatif_writes_the_page_of_the_rows_it_prints(tmp_path: Path, monkeypatc
     assert page.read_text() == sweep_page(
         ROWS, title="toy.py size=8b: 3.6e+09 tokens", notes=assumption_texts(answer.assumptions)
     )
-    text = _Page(page.read_text()).text
+    text = Page(page.read_text()).text
     assert all((row["plan"] or row["detail"]) in text for row in printed)
     monkeypatch.setattr(asking, "ask", lambda question, **_: pytest.fail("searched although FILE is there"))
     assert run([*asked, "--html", str(page)]) == 9

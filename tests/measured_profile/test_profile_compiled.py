@@ -30,6 +30,8 @@ from autoplan.report.measurements import results_table
 from autoplan.report.plan import plan_report
 from autoplan.space.priced import price_plan
 
+pytest_plugins = ["profile_fixtures"]
+
 
 def compiled_options(problem, *fix):
     return replace(problem, options=replace(problem.options, fix=(("pp", "1"), *fix)))

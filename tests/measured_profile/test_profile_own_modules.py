@@ -31,6 +31,8 @@ PARTS = """
 import torch
 from torch import nn
 
+pytest_plugins = ["profile_fixtures"]
+
 
 class Block(nn.Module):
     def __init__(self):

@@ -26,6 +26,8 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.report.plan import plan_report
 from autoplan.space.priced import price_plan, priced_space
 
+pytest_plugins = ["profile_fixtures"]
+
 # ---------------------------------------------------------------- prices
 
 

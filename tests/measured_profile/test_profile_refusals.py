@@ -19,6 +19,8 @@ from autoplan.graph import GraphFacts
 from autoplan.measurements.segment_key import content_key
 from autoplan.measurements.segment_times import parse_profile
 
+pytest_plugins = ["profile_fixtures"]
+
 
 @pytest.mark.parametrize(
     ("change", "field", "found"),

@@ -25,6 +25,8 @@ from autoplan.profile.measurement_folder import value_ranges
 from autoplan.profile.run import run_measurements
 from autoplan.report.measurements import results_table
 
+pytest_plugins = ["profile_fixtures"]
+
 # ---------------------------------------------------------------- measuring
 
 
