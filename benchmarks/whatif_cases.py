@@ -34,6 +34,10 @@ TWO_PROGRAMS = (
     " they recompute alike: published peaks are 22.2 and 30.4 GiB; with all blocks recomputed 18.9 and 7.2 GiB are"
     " predicted for 2,048 tokens, 27.1 and 12.2 GiB for 4,096, with none 59.9 and 42.7 GiB for 2,048"
 )
+REPEATS_ALL = (
+    "Megatron-LM's full recomputation ran all of a block again; torch's, which programs here have, stops before the last"
+    " product of a block, a third of its products with weights"
+)
 SEARCH_S = 30.0  # of processor time; these searches end before it, so the ratio is not that of two unfinished ones
 EIGHT_STAGES = "pp=8,micro_batch=1,schedule=interleaved"
 MEGATRON = "Megatron-LM README, strong scaling: MFU, 177B, batch 1152, on 96 and 4608 H100"
@@ -138,6 +142,7 @@ SMALL = (
         _gpt("22b", 1, 4, "pp=1,micro_batch=4,recompute=none"),
         1.42 / 1.10,
         KORTHIKANTI,
+        differs=REPEATS_ALL,
     ),
     Pair(
         "GPT 175B, 64 A100: full to selective recomputation",
@@ -145,6 +150,7 @@ SMALL = (
         _gpt("175b", 8, 64, f"{EIGHT_STAGES},recompute=selective"),
         18.13 / 13.75,
         KORTHIKANTI,
+        differs=REPEATS_ALL,
     ),
     Pair(
         "Llama 2 7B, 64 A100: 3-D to ZeRO 3",
@@ -171,7 +177,10 @@ LARGE = (
 )
 
 # Above 10 %, each of a pair whose runs are not the same jobs; see `differs`.
-KNOWN_ERRORS = (("Llama 2 7B, 64 A100: 3-D to ZeRO 3", 0.25),)
+KNOWN_ERRORS = (
+    ("Llama 2 7B, 64 A100: 3-D to ZeRO 3", 0.25),
+    ("GPT 175B, 64 A100: full to selective recomputation", 0.11),
+)
 
 
 def row_of(run: Run) -> WhatIfRow:
