@@ -35,8 +35,8 @@ TWO_PROGRAMS = (
     " predicted for 2,048 tokens, 27.1 and 12.2 GiB for 4,096, with none 59.9 and 42.7 GiB for 2,048"
 )
 REPEATS_ALL = (
-    "Megatron-LM's full recomputation ran all of a block again; torch's, which programs here have, stops before the last"
-    " product of a block, a third of its products with weights"
+    "Megatron-LM's full recomputation ran all of a block again; torch's, which programs here have, stops before the"
+    " last product of a block, a third of its products with weights"
 )
 SEARCH_S = 30.0  # of processor time; these searches end before it, so the ratio is not that of two unfinished ones
 EIGHT_STAGES = "pp=8,micro_batch=1,schedule=interleaved"
