@@ -3,9 +3,10 @@
     torchrun --nproc-per-node N benchmarks/communicator_memory.py RESULTS.jsonl
 
 Does one thing after the other and writes a row after each: `outside_bytes` is device memory in use less what the
-allocator reserves, of the rank with the most, `added_bytes` what this thing added, of the rank to which it added most.
-Nothing else may run on the devices. The constants of `autoplan/cost/outside_allocator.py` come from here. On CPU, with
-gloo, it is the resident memory of the process, which serves to try the program out. Needs torch only.
+allocator reserves, of the rank with the most, `added_bytes` what this thing added, of the rank to which it added most;
+the first is the context with all that was there before. Nothing else may run on the devices. The constants of
+`autoplan/cost/outside_allocator.py` come from here. On CPU, with gloo, it is the resident memory of the process, which
+serves to try the program out. Needs torch only.
 """
 
 import json
@@ -13,6 +14,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -52,27 +54,29 @@ class Rank:
 
     def message(self) -> torch.Tensor:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        return torch.ones(N_MESSAGE_ELEMENTS[self.device.type], dtype=dtype, device=self.device)
+        n_each = N_MESSAGE_ELEMENTS[self.device.type] // self.n_ranks
+        return torch.ones(n_each * self.n_ranks, dtype=dtype, device=self.device)
 
 
 def things(rank: Rank) -> Iterator[Thing]:
     """What is done, in order. Groups are made when reached, and talk for the first time in their own row."""
     world = dist.group.WORLD
-    yield "nothing", lambda: None
     yield "context", lambda: torch.ones(1, device=rank.device)
     yield "kernels of a product, forward and backward", lambda: multiply(rank)
     yield "all ranks: all-reduce", lambda: dist.all_reduce(rank.message(), group=world)
     yield "all ranks: reduce-scatter and all-gather", lambda: scatter_and_gather(rank, world)
-    yield "all ranks: transfers to both neighbours", lambda: send_around(rank, world)
+    if rank.n_ranks > 1:
+        yield "all ranks: transfers to both neighbours", lambda: send_around(rank, world)
     for number in range(1, N_MORE_GROUPS + 1):
         group = dist.new_group()
         yield (
             f"group {number} of all ranks: all-reduce",
             lambda group=group: dist.all_reduce(rank.message(), group=group),
         )
-    sending = dist.new_group()
-    yield "group of all ranks: transfers to both neighbours", lambda: send_around(rank, sending)
-    for size in (size for size in (2, 4) if size < rank.n_ranks):
+    if rank.n_ranks > 1:
+        sending = dist.new_group()
+        yield "group of all ranks: transfers to both neighbours", lambda: send_around(rank, sending)
+    for size in (size for size in (2, 4) if size < rank.n_ranks and rank.n_ranks % size == 0):
         own = groups_of(size, rank)
         yield f"groups of {size}: all-reduce", lambda own=own: dist.all_reduce(rank.message(), group=own)
 
@@ -111,7 +115,7 @@ def rows(rank: Rank) -> Iterator[dict]:
     name = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if rank.device.type == "cuda" else ""
     common = {"device": name, "torch": torch.__version__, "nccl": nccl, "n_ranks": rank.n_ranks}
-    before = rank.outside_bytes()
+    before = 0
     for what, do in things(rank):
         do()
         after = rank.outside_bytes()
@@ -122,11 +126,13 @@ def rows(rank: Rank) -> Iterator[dict]:
 
 def main(results: Path) -> None:
     rank = Rank()
-    found = list(rows(rank))
-    if rank.rank == 0:
-        results.write_text("".join(json.dumps(row) + "\n" for row in found))
-        for row in found:
-            print(f"{row['what']:50}{row['added_bytes'] / 2**20:+10.1f} MiB{row['outside_bytes'] / 2**20:10.1f} MiB")
+    with results.open("w") if rank.rank == 0 else nullcontext() as file:
+        for row in rows(rank):
+            if file is not None:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                sizes = f"{row['added_bytes'] / 2**20:+10.1f} MiB{row['outside_bytes'] / 2**20:10.1f} MiB"
+                print(f"{row['what']:50}{sizes}", flush=True)
     dist.destroy_process_group()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from distributed.launch import run_ranks
-from distributed.programs import check_programs, make_plan, shardings_of, write_programs
+from distributed.programs import check_programs, graph_of, make_plan, shardings_of, write_programs
 
 TOLERANCE = 1e-9
 N_STEPS = 3
@@ -79,6 +79,14 @@ def test_programs_on_two_ranks_equal_one_process(tmp_path):
     for name, mesh in {"pp2": {"pp": 2, "n_micro_batches": 2}, "tp2": {"tp": 2, "sharding": "R"}}.items():
         cases[f"own_loss_{name}"] = ("own_loss", make_plan("own_loss", micro_batch_size=2, **mesh))
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
+def test_blocks_that_are_sequentials_equal_one_process(tmp_path):
+    graph = graph_of("numbered")
+    kinds = {segment.name: segment.kind for segment in graph.segments}
+    assert kinds["down.0"] != kinds["up.0"]  # the same ops and results, of 8 and of 48 features
+    plan = make_plan("numbered", pp=2, micro_batch_size=2, n_micro_batches=2)
+    assert_equal_to_one_process(tmp_path, {"pp2": ("numbered", plan)}, n_ranks=2)
 
 
 def test_a_split_backward_pass_on_two_ranks_equals_one_process(tmp_path):

@@ -22,12 +22,13 @@ from autoplan.measuring.timing import tensors_of
 from autoplan.measuring.values import default_dtype, fill_module
 from autoplan.rules import load_rules
 from autoplan.runtime.data import flatten_tensors
+from autoplan.runtime.model_calls import loss_of
 from autoplan.space.current_code import one_stage_plan
 from autoplan.tracing.trace import call_model
 
 CHECKOUT = Path(__file__).parent.parent
 FILES = {path.stem: path for folder in ("tests/families", "examples") for path in (CHECKOUT / folder).glob("*.py")}
-QUICK = ("t5_hf", "diffusion_transformer")  # a mask that is the same for all samples; dims in another order
+QUICK = ("diffusion_transformer", "t5_hf")
 NO_MODEL = ("in_your_own_loop", "text_gpt", "data_dependent")  # none that is traced, or none without data
 BATCH = 3
 CPU = torch.device("cpu")
@@ -43,19 +44,35 @@ def layouts(tensors):
 
 
 def watched(module, paths):
-    """The tensors that blocks are called with from now on, as layouts, by path."""
+    """What blocks are called with from now on, and the gradients of what they make, as layouts, by path."""
     found = {path: [] for path in paths}
     for path, calls in found.items():
 
-        def remember(_, arguments, named, calls=calls):
-            calls.append(layouts([*tensors_of(arguments), *tensors_of(named)]))
+        def remember(_, arguments, named, outputs, calls=calls):
+            given = [*tensors_of(arguments), *tensors_of(named)]
+            made = [t for t in tensors_of(outputs) if t.requires_grad and not any(t is one for one in given)]
+            gradients = [None] * len(made)
+            calls.append((layouts(given), gradients))
+            for place, tensor in enumerate(made):
 
-        module.get_submodule(path).register_forward_pre_hook(remember, with_kwargs=True)
+                def keep(gradient, place=place, gradients=gradients):
+                    gradients[place] = layouts([gradient])[0]
+
+                tensor.register_hook(keep)
+
+        module.get_submodule(path).register_forward_hook(remember, with_kwargs=True)
     return found
 
 
 def usual(found, instances):
-    return Counter(found[path][call] for path, call in instances).most_common(1)[0][0]
+    calls = ((inputs, tuple(gradients)) for inputs, gradients in (found[path][call] for path, call in instances))
+    return Counter(calls).most_common(1)[0][0]
+
+
+def measured(call, tensors):
+    """The same of a call by itself."""
+    call.backward(call.forward())
+    return layouts(tensors), layouts(call._gradients)
 
 
 def differences(name, folder):
@@ -70,12 +87,12 @@ def differences(name, folder):
     graph = api.trace_model(path, overrides=overrides)
     model = importlib.import_module("model")
     torch.manual_seed(0)
-    batch = model.make_batch(BATCH)[0]
+    batch, targets = model.make_batch(BATCH)
 
     whole = model.build_model(**overrides).train()
     paths = {place for region in regions for place, _ in region["instances"]}
     own_found = watched(whole, paths)
-    call_model(whole, batch)
+    loss_of(getattr(model, "loss_fn", None), call_model(whole, batch), targets).backward()
     own_model = OwnModel(overrides, paths, torch.float32)
     text = parallel_model_text(graph, one_stage_plan(graph, "fp32", 1, "", ()), rules=load_rules())
     generated = ModuleType("generated")
@@ -84,17 +101,18 @@ def differences(name, folder):
         stage = generated.Stage0(None).train()
     fill_module(stage, torch.float32, float32_buffers=())
     generated_found = watched(stage, paths)
-    stage(*flatten_tensors(batch))
+    outputs = stage(*flatten_tensors(batch))
+    generated.loss_fn(outputs, targets, None).backward()
     strides = StageStrides(plan["inputs"], plan["float32_buffers"], torch.float32)
     for region in regions:
         expected = usual(generated_found, region["instances"])
-        call = generated_builder(region, BATCH, torch.float32, CPU, None, strides=strides.of(region, BATCH))()
-        yield "generated", region["segment"], expected, layouts(call._arguments)
+        call = generated_builder(region, BATCH, torch.float32, CPU, None, layout=strides.of(region, BATCH))()
+        yield "generated", region["segment"], expected, measured(call, call._arguments)
         if name == "mixture":  # its grouped products take 16 bits only on the meta device
             continue
         call = own_model.builder(region["own"], BATCH, CPU, None)()
-        given = layouts([*tensors_of(call._arguments), *tensors_of(call._named)])
-        yield "own", region["segment"], usual(own_found, region["own"]["instances"]), given
+        given = [*tensors_of(call._arguments), *tensors_of(call._named)]
+        yield "own", region["segment"], usual(own_found, region["own"]["instances"]), measured(call, given)
 
 
 def check(name, folder, monkeypatch):
@@ -111,17 +129,19 @@ def check(name, folder, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_blocks_see_the_same_strides_and_gradients_when_measured(name, tmp_path, monkeypatch) -> None:
-    found = check(name, tmp_path / "folder", monkeypatch)
+def test_transposed_inputs_and_dense_gradients_are_measured_as_such(tmp_path, monkeypatch) -> None:
+    found = check("diffusion_transformer", tmp_path / "folder", monkeypatch)
     assert {whose for whose, *_ in found} == {"generated", "own"}
+    for _, path, _, (inputs, gradients) in found:
+        if path == "blocks.0":  # [sample, token, width] that lies in memory as [sample, width, token]; its gradient not
+            assert ((512, 1, 16), True) in inputs and gradients == (((512, 32, 1), False),)
 
 
 def test_a_mask_for_all_samples_and_a_transposed_bias_are_measured_as_such(tmp_path, monkeypatch) -> None:
     found = {(whose, path): given for whose, path, _, given in check("t5_hf", tmp_path / "folder", monkeypatch)}
-    mask = found["generated", "decoder.block.1"][1]
+    mask = found["generated", "decoder.block.1"][0][1]
     assert mask[0][0] == 0 and not mask[1]  # one mask, of 8 queries by 8 keys, that all samples share
-    bias = found["own", "encoder.block.1"][1]
+    bias = found["own", "encoder.block.1"][0][1]
     assert bias == ((1, 64, 4), True)  # [1, heads, queries, keys] that lies in memory as [queries, keys, heads]
 
 

@@ -48,7 +48,8 @@ def _program(*, code: int = 0, device: str = "cpu", times_s=(9.0, 1.5, 1.7), dif
 
     def start(command, cwd: Path) -> int:
         seen.extend(command)
-        steps = [{"step_s": time_s, "differences": differences} for time_s in times_s]
+        is_wrong = differences is not None and max(differences.values()) > 1e-9
+        steps = [{"step_s": time_s, "differences": differences, "is_wrong": is_wrong} for time_s in times_s]
         report = Path(command[command.index("--out-json") + 1])
         report.write_text(json.dumps({"device": device, "steps": steps, **measured}))
         return code
@@ -162,11 +163,12 @@ def test_disagreement_with_one_process_is_a_tolerance_error(folder: Path) -> Non
         verify_folder(folder, n_steps=3, device="cpu", start=start)
 
 
-def test_crash_before_any_comparison_is_not_called_disagreement(folder: Path) -> None:
-    start, _ = _program(code=1, times_s=())
-    with pytest.raises(MeasureError) as caught:
-        verify_folder(folder, n_steps=3, device="cpu", start=start)
-    assert caught.value.exit_code == 7
+def test_a_crash_is_not_called_disagreement(folder: Path) -> None:
+    for times_s in ((), (9.0, 1.5)):  # nor one after steps that agreed
+        start, _ = _program(code=1, times_s=times_s)
+        with pytest.raises(MeasureError) as caught:
+            verify_folder(folder, n_steps=3, device="cpu", start=start)
+        assert caught.value.exit_code == 7
 
 
 def test_changed_program_is_refused_before_it_runs(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoplan.codegen.layout_text import statement
-from autoplan.codegen.text import access, quoted, range_text
+from autoplan.codegen.text import access, assigned, quoted, range_text
 from autoplan.codegen.writer import Writer
 from autoplan.graph import COMPUTE, Segment
 from autoplan.layout import R, local_spec
@@ -34,7 +34,7 @@ def weights_tree(names: Mapping[str, str], writer: Writer, layouts: SegmentLayou
             lines += [_own_tensor_text(writer, layouts, leaf, name) for leaf, name in leaves.items()]
             continue
         lines += containers(owner, created)
-        lines += statement(f"{access(owner)} = Weights({shapes})", 2)
+        lines += statement(assigned(owner, f"Weights({shapes})"), 2)
         created.add(owner)
     return lines
 
@@ -58,7 +58,7 @@ def containers(path: str, created: set[str]) -> list[str]:
         if level not in created:
             created.add(level)
             has_numbers = path.removeprefix(f"{level}.").split(".")[0].isdigit()
-            lines.append(f"{access(level)} = {'nn.ModuleDict()' if has_numbers else 'nn.Module()'}")
+            lines.append(assigned(level, "nn.ModuleDict()" if has_numbers else "nn.Module()"))
     return lines
 
 
@@ -84,7 +84,7 @@ def block_members(writer: Writer, segments: Sequence[Segment], held: Iterable[st
             continue
         lines += containers(parent, created)
         created.add(parent)
-        lines += statement(f"{access(parent)} = nn.ModuleDict({_entries_text(entries)})", 2)
+        lines += statement(assigned(parent, f"nn.ModuleDict({_entries_text(entries)})"), 2)
     return lines
 
 

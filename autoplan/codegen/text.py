@@ -20,6 +20,13 @@ def access(path: str) -> str:
     return text
 
 
+def assigned(path: str, value: str) -> str:
+    """The statement that makes `value` the submodule `path`; a number cannot be an attribute of `self`."""
+    if "." in path or path.isidentifier():
+        return f"{access(path)} = {value}"
+    return f"self.add_module({quoted(path)}, {value})"
+
+
 def range_text(start: int, stop: int) -> str:
     """`range(4)`, or `range(2, 4)`."""
     return f"range({start}, {stop})" if start else f"range({stop})"

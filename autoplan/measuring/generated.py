@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from .stand_ins import RankOfOne
-from .strides import Strides, dtype_of, n_elements, shape_of
+from .strides import Layout, dtype_of, shape_of
 from .timing import Call, Loss
-from .values import default_dtype, fill, fill_module
+from .values import default_dtype, fill, fill_module, n_elements
 
 Compile = Callable[[Any], Any]  # torch.compile, or nothing where things run as they are
 
@@ -26,14 +26,14 @@ def generated_builder(
     device: torch.device,
     compiled: Compile | None,
     *,
-    strides: Strides | None = None,
+    layout: Layout | None = None,
 ) -> Callable[[], Call]:
     """Makes copies of a region; all share one loss function, as micro-batches do.
 
-    `strides` are those of its inputs; without, these are dense.
+    `layout` is that of its inputs and gradients; without, these are dense.
     """
     loss = _loss(region, batch_size, dtype, device, compiled)
-    return lambda: _build_call(region, batch_size, dtype, device, compiled, loss, strides)
+    return lambda: _build_call(region, batch_size, dtype, device, compiled, loss, layout)
 
 
 def _build_call(
@@ -43,7 +43,7 @@ def _build_call(
     device: torch.device,
     compiled: Compile | None,
     loss: Loss | None,
-    strides: Strides | None,
+    layout: Layout | None,
 ) -> Call:
     generated = importlib.import_module(region["module"])
     tp = RankOfOne(region["tp"]) if region["tp"] > 1 else None
@@ -55,12 +55,12 @@ def _build_call(
         parameter.requires_grad_(name not in frozen)
     if compiled is not None and region["compiles_forward"]:
         module.forward = compiled(module.forward)
-    inputs = [
-        _input(described, batch_size, dtype, device, own)
-        for described, own in zip(region["inputs"], strides or [None] * len(region["inputs"]), strict=True)
-    ]
+    strides = layout.inputs if layout else [None] * len(region["inputs"])
+    pairs = zip(region["inputs"], strides, strict=True)
+    inputs = [_input(described, batch_size, dtype, device, own) for described, own in pairs]
     kept_once = [t for t, described in zip(inputs, region["inputs"], strict=True) if described["is_kept_once"]]
-    return Call(module, inputs, {}, loss=loss, kept_once=kept_once)
+    gradients = layout.gradients if layout else None
+    return Call(module, inputs, {}, loss=loss, kept_once=kept_once, gradient_strides=gradients)
 
 
 def _loss(

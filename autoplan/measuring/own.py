@@ -19,11 +19,10 @@ from torch import nn
 
 from .generated import Compile
 from .known_values import KnownValues
-from .strides import Strides, most_common, n_elements
+from .strides import Recorded, most_common, recorded, run_backward
 from .timing import Call, tensors_of
-from .values import fill_module
+from .values import fill_module, random_strided
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # What a call cannot change. Other objects, such as caches of keys and values, grow from one call to the next.
 UNCHANGING = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum, type)
 TWO_SIZES = 2, 3  # micro-batches that tell what depends on the batch
@@ -41,7 +40,7 @@ class OwnModel:
 
     def __init__(self, overrides: dict[str, Any], paths: set[str], dtype: torch.dtype) -> None:
         self._overrides, self._paths, self._dtype = overrides, sorted(paths), dtype
-        self._calls: dict[int, dict[str, list[Arguments]]] = {}
+        self._calls: dict[int, dict[str, list[Recorded]]] = {}
 
     def builder(
         self,
@@ -56,7 +55,7 @@ class OwnModel:
 
         Raises: NotMeasurable, or whatever the user's code raises on meta tensors.
         """
-        arguments, named = self._arguments(own, batch_size)
+        called = self._called(own, batch_size)
         kept_once = self._kept_once(own)
         block = self._model.get_submodule(own["path"])
 
@@ -66,13 +65,13 @@ class OwnModel:
             if compiled is not None:
                 module.forward = compiled(module.forward)
             real = functools.partial(_real, device=device, known={})
-            given = real(arguments), real(named)
+            given = real(called.arguments), real(called.named)
             once = [tensor for tensor, is_once in zip(tensors_of(given), kept_once, strict=True) if is_once]
-            return Call(module, *given, kept_once=once)
+            return Call(module, *given, kept_once=once, gradient_strides=called.layout.gradients)
 
         return build
 
-    def _arguments(self, own: dict[str, Any], batch_size: int) -> Arguments:
+    def _called(self, own: dict[str, Any], batch_size: int) -> Recorded:
         if batch_size not in self._calls:
             self._calls[batch_size] = self._captured(batch_size)
         calls = self._calls[batch_size]
@@ -82,12 +81,13 @@ class OwnModel:
                 f"{own['path']} is called {found} times by itself, but has {own['n_calls']} parts in the graph"
             )
         given = [calls[path][call] for path, call in own["instances"] if call < len(calls[path])]
-        usual = most_common(map(_strides, given))
-        return next(arguments for arguments in given if _strides(arguments) == usual)
+        usual = most_common(call.layout for call in given)
+        return next(call for call in given if call.layout == usual)
 
     def _kept_once(self, own: dict[str, Any]) -> list[bool]:
         """Of each tensor among the arguments, whether all blocks read the same: no gradient, no batch dim."""
-        one, other = (tensors_of(self._arguments(own, size)) for size in TWO_SIZES)
+        calls = (self._called(own, size) for size in TWO_SIZES)
+        one, other = (tensors_of((call.arguments, call.named)) for call in calls)
         return [not a.requires_grad and a.shape == b.shape for a, b in zip(one, other, strict=True)]
 
     @functools.cached_property
@@ -100,35 +100,20 @@ class OwnModel:
             model: nn.Module = self._file.build_model(**self._overrides)
         return model.to(self._dtype).train()
 
-    def _captured(self, batch_size: int) -> dict[str, list[Arguments]]:
-        """The arguments of every call of the wanted blocks, in one forward pass of the whole model."""
+    def _captured(self, batch_size: int) -> dict[str, list[Recorded]]:
+        """Every call of the wanted blocks, in one pass of the whole model."""
         model = self._model
-        found: dict[str, list[Arguments]] = {path: [] for path in self._paths}
-        hooks = []
-        for path, calls in found.items():
-            remember = functools.partial(_remember, calls)
-            hooks.append(model.get_submodule(path).register_forward_pre_hook(remember, with_kwargs=True))
         batch, _ = self._file.make_batch(batch_size)
         known = KnownValues()
         inputs = _mapped(batch, functools.partial(_meta, dtype=self._dtype, known=known))
-        try:
+        with recorded(model, self._paths) as found:
             with known:
                 if isinstance(inputs, dict):
-                    model(**inputs)
+                    outputs = model(**inputs)
                 else:
-                    model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+                    outputs = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+            run_backward(outputs)
         return found
-
-
-def _strides(arguments: Arguments) -> Strides:
-    return tuple(tensor.stride() for tensor in tensors_of(arguments))
-
-
-def _remember(calls: list[Arguments], _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    calls.append((arguments, dict(named)))
 
 
 def _meta(tensor: torch.Tensor, *, dtype: torch.dtype, known: KnownValues) -> torch.Tensor:
@@ -145,21 +130,11 @@ def _real(value: Any, *, device: torch.device, known: dict[int, torch.Tensor]) -
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in known:
-            known[id(tensor)] = _random(tensor, device)
+            made = random_strided(tensor.shape, tensor.stride(), like=tensor, device=device)
+            known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return known[id(tensor)]
 
     return _mapped(value, real)
-
-
-@torch.no_grad()
-def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Normal values, true, or 0, which is the one integer that every table has."""
-    elements = torch.empty(n_elements(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=device)
-    if tensor.is_floating_point() or tensor.is_complex():
-        elements.normal_()
-    else:
-        elements.fill_(tensor.dtype == torch.bool)
-    return elements.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

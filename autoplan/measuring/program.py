@@ -61,12 +61,12 @@ def measure_region(task: dict[str, Any], region: dict[str, Any], run: Measuring)
         kept = region["float32_buffers"]
         own = run.own_model.builder(region["own"], batch_size, device, compiled, float32_buffers=kept)
         return _measured_calls(_in_format(own, task["memory_format"]), run.clock, seen)
-    strides = run.stage_strides.of(region, batch_size)
-    generated = generated_builder(region, batch_size, run.dtype, device, compiled, strides=strides)
+    layout = run.stage_strides.of(region, batch_size)
+    generated = generated_builder(region, batch_size, run.dtype, device, compiled, layout=layout)
     build = _in_format(generated, task["memory_format"])
     told = None
     if compiled is not None and region["tp"] > 1:  # compiled code does not tell
-        eager = generated_builder(region, batch_size, run.dtype, device, None, strides=strides)
+        eager = generated_builder(region, batch_size, run.dtype, device, None, layout=layout)
         told = memory_of(eager(), run.clock, seen)["collectives"]
     return _measured_calls(build, run.clock, seen, told=told)
 
@@ -75,8 +75,8 @@ def measure_ops(task: dict[str, Any], region: dict[str, Any], run: Measuring) ->
     """Times of the ops of one eager segment, as a field of a result line; its collectives are left out."""
     names = collective_names()
     batch_size = task["micro_batch_size"]
-    strides = run.stage_strides.of(region, batch_size)
-    call = generated_builder(region, batch_size, run.dtype, run.clock.device, None, strides=strides)()
+    layout = run.stage_strides.of(region, batch_size)
+    call = generated_builder(region, batch_size, run.dtype, run.clock.device, None, layout=layout)()
     found = op_times(call, run.clock)
     return {"status": "measured", "ops": [row for row in found if row["op"] not in names]}
 
@@ -92,6 +92,7 @@ def _in_format(build: Callable[[], Call], memory_format: str) -> Callable[[], Ca
         call = build()
         for tensor in call.inputs:
             tensor.data = formats.in_memory_format(tensor.data, memory_format)
+        call.gradient_strides = None
         return call
 
     return build_converted

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .values import random_strided
+
 MIN_ROUNDS, MAX_ROUNDS = 7, 400
 RESOLUTION_S = 2e-5
 # An interval shows the host where the device alone takes less than this share of it, and less than the host alone (a
@@ -109,6 +111,7 @@ class Call:
     Attributes:
         inputs: the tensors among its arguments, each once.
         kept_once: those that exist once for all blocks, such as rotary tables.
+        gradient_strides: of the gradients of the results; None where they lie in memory as the results.
     """
 
     def __init__(
@@ -119,11 +122,13 @@ class Call:
         *,
         loss: Loss | None = None,
         kept_once: Sequence[torch.Tensor] = (),
+        gradient_strides: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.module, self.kept_once = module, kept_once
         self.inputs = list({id(t): t for t in (*tensors_of(arguments), *tensors_of(named))}.values())
         self._arguments, self._named, self._loss = tuple(arguments), named, loss
         self._gradients: list[torch.Tensor] | None = None
+        self.gradient_strides = gradient_strides
         self._leaves = [t for t in (*module.parameters(), *self.inputs) if t.requires_grad]
 
     def forward(self) -> list[torch.Tensor]:
@@ -140,10 +145,17 @@ class Call:
         if not results:
             return
         if self._gradients is None:
-            self._gradients = [
-                torch.randn_like(result) if result.dim() else torch.ones_like(result) for result in results
-            ]
+            self._gradients = self._random_gradients(results)
         torch.autograd.backward(results, self._gradients)
+
+    def _random_gradients(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        strides = self.gradient_strides
+        if strides is None or [len(one) for one in strides] != [result.dim() for result in results]:
+            strides = [result.stride() for result in results]
+        return [
+            random_strided(result.shape, one, like=result) if result.dim() else torch.ones_like(result)
+            for result, one in zip(results, strides, strict=True)
+        ]
 
     def gradient_bytes(self, *, of_weights: bool) -> int:
         """Bytes of the gradients of weights, or of those of the results."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,25 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def fill(weight: torch.Tensor) -> None:
     """Values of the size that training has: what a device draws, and so how fast it runs, depends on them."""
     weight.normal_(std=WEIGHT_STD) if weight.dim() > 1 else weight.fill_(1.0)
+
+
+def random_strided(
+    shape: Sequence[int], strides: Sequence[int], *, like: torch.Tensor, device: torch.device | None = None
+) -> torch.Tensor:
+    """Normal values, true, or 0, which is the one integer that every table has; on the device of `like` or this one."""
+    elements = torch.empty(n_elements(shape, strides), dtype=like.dtype, device=device or like.device)
+    if like.is_floating_point() or like.is_complex():
+        elements.normal_()
+    else:
+        elements.fill_(like.dtype == torch.bool)
+    return elements.as_strided(shape, strides)
+
+
+def n_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements a tensor of this shape and these strides spans."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
 def fill_module(module: nn.Module, dtype: torch.dtype, *, float32_buffers: Collection[str]) -> None:

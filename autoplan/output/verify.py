@@ -123,7 +123,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
         report = Path(scratch) / "result.json"
         code = start(_command(size["n_devices_per_host"], n_steps, device, report), folder)
         details = json.loads(report.read_text()) if report.is_file() else {}
-    if code and _was_compared(details):
+    if any(step.get("is_wrong") for step in details.get("steps", ())):
         raise ToleranceError(f"{folder}: the program does not train like one process; its output is above")
     if code:
         raise MeasureError(
@@ -134,7 +134,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
 
 
 def _was_compared(details: dict[str, Any]) -> bool:
-    """Whether the program got as far as a comparison with one process; the launcher hides its exit code."""
+    """Whether the program got as far as a comparison with one process."""
     return any(step.get("differences") for step in details.get("steps", ()))
 
 

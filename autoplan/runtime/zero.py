@@ -67,7 +67,8 @@ def start_gathers(root: nn.Module, *, config: Config) -> None:
 
     Until then its parameters are in the buffer that receives them, which takes the room that they will have; while a
     block copies its own out of it, they are there twice. In its first step `fully_shard` has not set up its streams
-    yet; that step goes without.
+    yet; that step goes without. Under ZeRO 3 only the first block could be gathered, once among all the gathers of a
+    step; that is left to `fully_shard`.
     """
     is_kept = config.zero_shard_degree > 1 and config.zero_stage < 3
     if is_kept and isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root:

@@ -114,7 +114,7 @@ def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
 class Run(NamedTuple):
     """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`.
 
-    `left_what` is the communication still to be done when it stops, `gathered_s` what was done while it waited.
+    `left_what`: the communication still to be done when it starts; `gathered_s`: what was gathered while it waited.
     """
 
     start_s: float
@@ -149,20 +149,16 @@ class RankClock:
         self.exposed_pp_s += transfer_s
         self.bubble_s += idle_s - transfer_s
         self.free_s = needed.arrived_s
-        gathered_s = min(self.left_s, idle_s - transfer_s) if self.left_what == "gather" else 0.0
-        self.left_s = max(0.0, self.left_s - (gathered_s if self.left_what == "gather" else idle_s))
+        if self.left_what == "reduce":
+            self.left_s = max(0.0, self.left_s - idle_s)
+            return 0.0
+        gathered_s = min(self.left_s, idle_s - transfer_s)
+        self.left_s -= gathered_s
         return gathered_s
 
     def gather(self, seconds: float) -> None:
         """Begin so many seconds of gathers; nothing is left of other ones."""
         self.left_s, self.left_what = seconds, "gather"
-
-    def end(self, times: PassTimes) -> None:
-        """A pass is done. All gathers come before the first reduction."""
-        self.exposed_dp_s += times.exposed_s
-        self.left_s = times.left_s
-        if not times.left_s:
-            self.left_what = "reduce"
 
 
 @dataclass(slots=True)
@@ -188,22 +184,20 @@ class _Pass:
     clock: RankClock
     slowdown: float
     work: tuple[SegmentPass, ...]
-    times: dict[tuple[float, str], PassTimes]
+    times: dict[float, PassTimes]
     action_s: float
     link: _Link
     send_s: float
     later_s: float | None
     begins_s: float
 
-    def times_after(self, left_s: float, left_what: str) -> PassTimes:
-        """How long it takes with so much communication still to be done."""
-        found = self.times.get((left_s, left_what))
-        if found is None:
-            if self.later_s is None:
-                found = replay_pass(self.work, slowdown=self.slowdown, left_s=left_s, left_what=left_what)
-            else:
-                found = replay_first_forward(self.work, slowdown=self.slowdown, left_s=left_s, later_s=self.later_s)
-            self.times[left_s, left_what] = found
+    def replay(self, left_s: float) -> PassTimes:
+        """How long it takes with so much communication still to be done; remembered in `times`."""
+        if self.later_s is None:
+            found = replay_pass(self.work, slowdown=self.slowdown, left_s=left_s)
+        else:
+            found = replay_first_forward(self.work, slowdown=self.slowdown, left_s=left_s, later_s=self.later_s)
+        self.times[left_s] = found
         return found
 
 
@@ -211,7 +205,7 @@ def _passes(
     table: CostTable, stages: tuple[Stage, ...], *, script: Script, clocks: tuple[RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[tuple[float, str], PassTimes]] = {}
+    known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
@@ -256,16 +250,19 @@ def _replay_step(
         running = passes[number]
         clock = running.clock
         gathered_s = 0.0 if awaited is None else clock.wait_for(runs[awaited])
-        times = running.times_after(clock.left_s, clock.left_what)
+        times, left_what = running.times.get(clock.left_s) or running.replay(clock.left_s), clock.left_what
         start_s = clock.free_s
         stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
-        clock.end(times)
+        clock.left_s = times.left_s
+        clock.exposed_dp_s += times.exposed_s
+        if left_what == "gather" and not times.left_s:  # for good: all gathers come before the first reduction
+            clock.left_what = "reduce"
         if running.begins_s:
             clock.gather(running.begins_s)
         if running.send_s:
             sent_s = max(stop_s, running.link.free_s)
             arrived_s = running.link.free_s = sent_s + running.send_s
-        runs.append(Run(start_s, stop_s, times, sent_s, arrived_s, clock.left_what, gathered_s))
+        runs.append(Run(start_s, stop_s, times, sent_s, arrived_s, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
     return clocks, runs

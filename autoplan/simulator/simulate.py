@@ -135,7 +135,7 @@ def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s
     if run.gathered_s:
         events.insert(0, TimelineEvent(rank, stage, "communication", "gather", since_s, since_s + run.gathered_s))
     for span in run.times.spans:
-        what = span.what if span.place is None else f"{span.what} {segments[span.place]}"
+        what = run.left_what if span.place is None else f"{span.what} {segments[span.place]}"
         start_s, stop_s = run.start_s + span.start_s, run.start_s + span.stop_s
         events.append(TimelineEvent(rank, stage, "communication", what, start_s, stop_s))
     rest_stop_s = min(run.stop_s + run.times.left_s, until_s)

@@ -28,6 +28,8 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, forward_s
 from autoplan.schedules import GRADIENT_KINDS
 
+LEFT_OVER = "left over"  # from before; the rank knows of what
+
 
 class SegmentPass(NamedTuple):
     """What one pass does in one segment: gather its parameters, compute, reduce its gradients."""
@@ -110,22 +112,20 @@ def replay_first_forward(work: tuple[SegmentPass, ...], *, slowdown: float, left
         rests_s.append(min(item.gather_s, own_s))
         own_s -= rests_s[-1]
     tickets = [streams.communicate("gather", place, rest_s) for place, rest_s in enumerate(reversed(rests_s))]
-    streams.communicate("gather", None, min(left_s, later_s))
+    streams.communicate(LEFT_OVER, None, min(left_s, later_s))
     for item, ticket in zip(work, tickets, strict=True):
         streams.wait_for(ticket)
         streams.compute(item.busy_s)
     return streams.times(busy_s)
 
 
-def replay_pass(
-    work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float = 0.0, left_what: str = "reduce"
-) -> PassTimes:
+def replay_pass(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
     """The times of one pass through `work`, in this order; `left_s` is communication the rank still has to do."""
     busy_s = sum(item.busy_s for item in work)
     if left_s == 0.0 and not any(item.gather_s or item.reduce_s for item in work):
         return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
     streams = _TwoStreams(slowdown)
-    streams.communicate(left_what, None, left_s)
+    streams.communicate(LEFT_OVER, None, left_s)
     ticket = streams.communicate("gather", 0, work[0].gather_s)
     next_gathers_s = (*(item.gather_s for item in work[1:]), 0.0)
     for place, ((own_s, gather_s, reduce_s), next_gather_s) in enumerate(zip(work, next_gathers_s, strict=True)):

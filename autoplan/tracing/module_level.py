@@ -271,7 +271,7 @@ def _graph(source: ModelSource, model: nn.Module, first: _Run, second: _Run, ord
     outputs = (before_loss,) if source.loss_fn is not None else ()
     class_names = {path: type(module).__name__ for path, module in model.named_modules()}
     kept = (*outputs, ops[-1].name)
-    segments = split_segments(tuple(ops), parameters=parameters, kept=kept, class_names=class_names)
+    segments = split_segments(tuple(ops), inputs=inputs, parameters=parameters, kept=kept, class_names=class_names)
     return OpGraph(source.name, inputs, parameters, tuple(ops), segments, outputs, ops[-1].name)
 
 

@@ -96,7 +96,9 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     inputs = _graph_inputs(first, second, value_names)
     parameters = graph_parameters(first.model, second.model)
     class_names = {path: type(module).__name__ for path, module in first.model.named_modules()}
-    segments = split_segments(ops, parameters=parameters, kept=tuple(output_names), class_names=class_names)
+    segments = split_segments(
+        ops, inputs=inputs, parameters=parameters, kept=tuple(output_names), class_names=class_names
+    )
     outputs = tuple(dict.fromkeys(model_outputs))
     return OpGraph(source.name, inputs, parameters, ops, segments, outputs, loss, first.dissolved)
 

@@ -3,7 +3,7 @@
 A block is an element of a container: the part of the module path up to its first number (`transformer.h.3`), and on to
 the next one where elements are containers themselves (`groups.0.2`). Ops outside any block form segments of their own.
 Two segments are of one kind when their ops are equal after names are replaced by positions, parameter names by their
-names inside the block, and gradients flow through the same values.
+names inside the block, what they read has the same shapes, and gradients flow through the same values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
-from autoplan.graph import Argument, Op, Parameter, Ref, Segment, gradient_values
+from autoplan.graph import Argument, Input, Op, Parameter, Ref, Segment, TensorSpec, gradient_values
 
 
 def block_path(module_path: str, nested: frozenset[str] = frozenset()) -> str | None:
@@ -45,6 +45,7 @@ def nested_containers(module_paths: Iterable[str]) -> frozenset[str]:
 def split_segments(
     ops: tuple[Op, ...],
     *,
+    inputs: tuple[Input, ...],
     parameters: tuple[Parameter, ...],
     kept: tuple[str, ...],
     class_names: Mapping[str, str],
@@ -54,6 +55,8 @@ def split_segments(
     `class_names` maps a module path to the name of the module's class.
     """
     parameter_names = {parameter.name for parameter in parameters}
+    specs = {item.name: item.spec for item in inputs} | {item.name: item.spec for item in parameters}
+    specs |= {op.name: op.outputs[0] for op in ops}
     gradients = gradient_values(ops, parameters)
     last_use = _last_uses(ops, kept)
     kinds: dict[object, int] = {}
@@ -64,7 +67,9 @@ def split_segments(
         reads = dict.fromkeys(name for op in ops[start:stop] for name in op.input_names() if name not in produced)
         read_values = tuple(name for name in reads if name not in parameter_names)
         written = tuple(op.name for op in ops[start:stop] if last_use[op.name] >= stop)
-        signature = _signature(ops[start:stop], path, parameters=parameter_names, gradients=gradients, outputs=written)
+        signature = _signature(
+            ops[start:stop], path, specs=specs, parameters=parameter_names, gradients=gradients, outputs=written
+        )
         segments.append(
             Segment(
                 name=_segment_name(path, n_calls),
@@ -112,6 +117,7 @@ def _signature(
     ops: tuple[Op, ...],
     path: str | None,
     *,
+    specs: Mapping[str, TensorSpec],
     parameters: set[str],
     gradients: frozenset[str],
     outputs: tuple[str, ...],
@@ -127,7 +133,7 @@ def _signature(
                 numbers[name] = (
                     name.removeprefix(f"{path}.") if is_own else (name if name in parameters else len(numbers))
                 )
-            return ("value", numbers[name], name in gradients)
+            return ("value", numbers[name], specs[name], name in gradients)
         if isinstance(argument, tuple):
             return tuple(canonical(item) for item in argument)
         return (type(argument).__name__, argument)

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("mlp.py", {"width": 32, "depth": 4}),
     "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
     "scalars": ("../tests/distributed/scalars.py", {}),
+    "numbered": ("../tests/distributed/numbered.py", {}),
     "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
     "unet": ("../tests/families/unet.py", {}),
     "bert": ("../tests/families/bert_hf.py", {}),
