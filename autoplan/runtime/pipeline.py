@@ -1,17 +1,8 @@
 """Pipeline: this rank's stages under one of torch's schedules.
 
-    step(inputs, targets) -> schedule -> _StageShell -> stage (with its own fully_shard) -> next rank
+    step(inputs, targets) -> schedule -> StageShell -> stage (with its own fully_shard) -> next rank
 
 What crosses a cut is declared (`Boundary`), so no metadata is exchanged and no trial forward pass is run.
-
-`_StageShell` stands between torch's `PipelineStage` and the stage, for four reasons:
-- Boundary tensors and their gradients are made contiguous, which sending needs.
-- torch 2.11 sends only floating-point tensors that get a gradient. A boundary tensor without one (a mask, positions)
-  travels as the float32 tensor with the same bytes, and zeros travel back.
-- The last stage returns its loss, divided by the number of micro-batches, so gradients need no scaling afterwards.
-- `PipelineStage` sees no `fully_shard`. It would switch off every reduction and every freeing of parameters until all
-  backward passes are done, which keeps gradients and gathered parameters whole under every ZeRO stage, and would
-  then reduce with no computation beside it. Instead the shell prepares each backward pass, as without a pipeline.
 
 **A split backward pass** (zero-bubble V) is torch's: one half by `autograd.grad` for the inputs of a stage, which keeps
 the graph, one from the kept gradients for its weights. It sets off the hooks of `fully_shard` in the first half only,
@@ -27,7 +18,7 @@ micro-batches of a step and keeps them; memory at the cuts is n_micro_batches x 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +38,7 @@ from torch.distributed.pipelining import (
 
 from .config import Config
 from .data import flatten_tensors
+from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
 from .zero import hold_gradients, start_gathers
 
 
@@ -77,16 +69,8 @@ class Boundary:
         example = self.example(config)
         if self.requires_grad:
             return example
-        n_floats = -(-example.numel() * example.element_size() // _CARRIER.itemsize)
-        return torch.empty(n_floats, dtype=_CARRIER, device="meta", requires_grad=True)
-
-
-_CARRIER = torch.float32
-
-# (outputs of the model, targets) -> mean loss of a micro-batch, in the dtype of the parameters
-Loss = Callable[[Any, Any], torch.Tensor]
-PrepareBackward = Callable[[nn.Module, bool], None]
-FinishWeights = Callable[[nn.Module, bool], None]
+        n_floats = -(-example.numel() * example.element_size() // CARRIER.itemsize)
+        return torch.empty(n_floats, dtype=CARRIER, device="meta", requires_grad=True)
 
 
 class Pipeline:
@@ -114,7 +98,7 @@ class Pipeline:
         self._group, self._device = group, device
         self._indices = config.stages_of(pp_rank)
         self._shells = [
-            _StageShell(
+            StageShell(
                 stage,
                 n_micro_batches=config.n_micro_batches,
                 inputs=_examples(boundaries[index - 1], config) if index > 0 else (),
@@ -147,7 +131,7 @@ class Pipeline:
         losses = self._shells[-1].losses
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
-    def _start_gathers(self, shells: Sequence[_StageShell]) -> None:
+    def _start_gathers(self, shells: Sequence[StageShell]) -> None:
         """Gather for these stages while the rank waits for its first input.
 
         The first stage of the model does not wait, and its host would only be late with the first kernels; so what it
@@ -184,7 +168,7 @@ class Pipeline:
         for boundary, tensor in zip(self._boundaries[cut], tensors, strict=True):
             example = boundary.example(self._config)
             declared = tensor.to(example.dtype).contiguous()
-            sent = declared if boundary.requires_grad else _as_floats(declared)
+            sent = declared if boundary.requires_grad else as_floats(declared)
             dist.send(sent, group=self._group, group_dst=target)
 
     def _receive(self, cut: int) -> tuple[torch.Tensor, ...]:
@@ -193,7 +177,7 @@ class Pipeline:
             tensor = torch.empty_like(boundary.sent(self._config), device=self._device, requires_grad=False)
             dist.recv(tensor, group=self._group, group_src=source)
             is_itself = boundary.requires_grad
-            received.append(tensor if is_itself else _from_floats(tensor, boundary.example(self._config)))
+            received.append(tensor if is_itself else from_floats(tensor, boundary.example(self._config)))
         return tuple(received)
 
     def _build_schedule(self, inputs: tuple[torch.Tensor, ...]) -> Any:
@@ -259,137 +243,6 @@ class _SplitStage(PipelineStage):
         super().backward_weight_one_chunk(*args, **options)
         shell: Any = self.submod
         shell.end_weights()
-
-
-class _StageShell(nn.Module):
-    """One stage as torch's schedules run it; see the module docstring.
-
-    `inputs` and `outputs` are examples of what crosses the cuts before and after it; empty for the first and for the
-    last stage. Forward and backward passes of a stage run in the order of micro-batches.
-
-    `before_second`, if any, is called before the second forward pass of a step.
-    """
-
-    def __init__(
-        self,
-        stage: nn.Module,
-        *,
-        n_micro_batches: int,
-        inputs: tuple[torch.Tensor, ...],
-        outputs: tuple[torch.Tensor, ...],
-        loss: Loss,
-        prepare_backward: PrepareBackward,
-        finish_weights: FinishWeights,
-    ) -> None:
-        super().__init__()
-        self.stage = stage
-        self.losses: list[torch.Tensor] = []
-        self._n_micro_batches = n_micro_batches
-        self._inputs, self._outputs = inputs, outputs
-        self._loss = loss
-        self._prepare_backward, self._finish_weights = prepare_backward, finish_weights
-        self.before_second: Callable[[], None] | None = None
-        self._targets: Sequence[Any] = ()
-        self._n_forward = self._n_backward = self._n_weights = 0
-
-    def start_step(self, targets: Sequence[Any]) -> None:
-        """Forget the previous step."""
-        self.losses = []
-        self._targets = targets
-        self._n_forward = self._n_backward = self._n_weights = 0
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        self._n_forward += 1
-        if self._n_forward == 2 and self.before_second is not None:
-            self.before_second()
-        if self._inputs:
-            tensors = _Receive.apply(self._inputs, *tensors)  # type: ignore[no-untyped-call]
-        outputs = self.stage(*tensors)
-        if self._outputs:
-            sent = outputs if isinstance(outputs, tuple) else (outputs,)
-            return self._send(self._outputs, sent)
-        loss = self.loss_of(outputs, self._targets[len(self.losses)]) / self._n_micro_batches
-        self.losses.append(loss.detach())
-        return self._send((loss,), (loss.view(1),))[0]
-
-    def evaluate(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """What the stage makes of the inputs of one micro-batch; nothing is kept for a backward pass."""
-        return self.stage(*tensors)
-
-    def loss_of(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """The mean loss of one micro-batch; of the last stage."""
-        return self._loss(outputs, targets)
-
-    def _send(self, examples: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        declared = (tensor.to(example.dtype) for example, tensor in zip(examples, tensors, strict=True))
-        has_gradient = tuple(example.requires_grad for example in examples)
-        sent: tuple[torch.Tensor, ...] = _Send.apply(  # type: ignore[no-untyped-call]
-            has_gradient, self._start_backward, *declared
-        )
-        return sent
-
-    def _start_backward(self) -> None:
-        self._n_backward += 1
-        self._prepare_backward(self.stage, self._n_backward == self._n_micro_batches)
-
-    def end_weights(self) -> None:
-        """The half for weights of a split backward pass is done."""
-        self._n_weights += 1
-        self._finish_weights(self.stage, self._n_weights == self._n_micro_batches)
-
-
-class _Send(torch.autograd.Function):
-    """What crosses a cut as it is sent; calls `start_backward` before anything else of the backward pass runs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, has_gradient: tuple[bool, ...], start_backward: Callable[[], None], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.has_gradient, ctx.start_backward = has_gradient, start_backward
-        pairs = zip(has_gradient, tensors, strict=True)
-        return tuple(tensor.contiguous().detach() if is_trained else _as_floats(tensor) for is_trained, tensor in pairs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.start_backward()
-        pairs = zip(ctx.has_gradient, gradients, strict=True)
-        return None, None, *(gradient if is_trained else None for is_trained, gradient in pairs)
-
-
-class _Receive(torch.autograd.Function):
-    """The inverse of `_Send` in the next stage; every tensor gets a contiguous gradient, zeros where it has none."""
-
-    @staticmethod
-    def forward(ctx: Any, examples: tuple[torch.Tensor, ...], *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = tuple(
-            tensor.view_as(tensor) if example.requires_grad else _from_floats(tensor, example)
-            for example, tensor in zip(examples, received, strict=True)
-        )
-        ctx.examples = examples
-        ctx.received = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in received)
-        without_gradient = (t for example, t in zip(examples, tensors, strict=True) if not example.requires_grad)
-        ctx.mark_non_differentiable(*without_gradient)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = (
-            gradient.contiguous() if example.requires_grad else torch.zeros(shape, dtype=dtype, device=device)
-            for example, gradient, (shape, dtype, device) in zip(ctx.examples, gradients, ctx.received, strict=True)
-        )
-        return None, *whole
-
-
-def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """A float32 tensor with the same bytes, padded with zeros."""
-    flat = tensor.contiguous().flatten().view(torch.uint8)
-    return nn.functional.pad(flat, (0, -flat.numel() % _CARRIER.itemsize)).view(_CARRIER)
-
-
-def _from_floats(floats: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
-    """The tensor, of the shape and dtype of `example`, whose bytes `floats` holds."""
-    n_bytes = example.numel() * example.element_size()
-    return floats.detach().view(torch.uint8)[:n_bytes].view(example.dtype).view(example.shape)
 
 
 def _examples(cut: tuple[Boundary, ...], config: Config) -> tuple[torch.Tensor, ...]:
