@@ -254,24 +254,23 @@ def _summary(answer: Answer) -> dict[str, Any]:
         return dict.fromkeys(_SUMMARY_KEYS)
     candidate, workload = answer.best, answer.workload
     estimate, tokens = candidate.estimate, tokens_per_s(workload, candidate)
-    values = (
-        plan_to_dict(candidate.plan),
-        estimate.step_s,
-        list(step_interval_s(candidate)),
-        interval_source(estimate),
-        samples_per_s(candidate),
-        tokens,
-        tokens if tokens is not None else samples_per_s(candidate),
-        mfu(workload, candidate),
-        list(estimate.needed_bytes),
-        list(estimate.allocated_bytes),
-        [list(bounds) for bounds in allocated_interval_bytes(candidate)],
-        estimate.memory_limit_bytes,
-        [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))],
-        breakdown_by_axis_s(estimate.breakdown),
-        dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
-    )
-    return dict(zip(_SUMMARY_KEYS, values, strict=True))
+    return {
+        "plan": plan_to_dict(candidate.plan),
+        "step_s": estimate.step_s,
+        "step_s_interval": list(step_interval_s(candidate)),
+        "step_s_interval_source": interval_source(estimate),
+        "samples_per_s": samples_per_s(candidate),
+        "tokens_per_s": tokens,
+        "tokens_or_samples_per_s": tokens if tokens is not None else samples_per_s(candidate),
+        "mfu": mfu(workload, candidate),
+        "peak_bytes_per_stage": list(estimate.needed_bytes),
+        "allocated_bytes_per_stage": list(estimate.allocated_bytes),
+        "allocated_bytes_interval_per_stage": [list(bounds) for bounds in allocated_interval_bytes(candidate)],
+        "memory_limit_bytes": estimate.memory_limit_bytes,
+        "memory_limit_bytes_per_stage": [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))],
+        "breakdown_s": breakdown_by_axis_s(estimate.breakdown),
+        "segment_sources": dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
+    }
 
 
 _SUMMARY_KEYS = (

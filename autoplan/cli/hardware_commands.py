@@ -1,4 +1,4 @@
-"""Commands about devices: their profiles, what a model takes on one, and what this machine has."""
+"""Commands about devices: their profiles and prices, what a model takes on one, and what this machine has."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def doctor_command(output_format: str) -> None:
         print_result(text_table(("", "found", "to fix"), [(item.name, item.found, item.fix) for item in findings]))
 
 
-def _counts(text: str, *, option: str = "--hosts") -> tuple[int, ...]:
+def _counts(text: str, *, option: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise UsageError(f"{option}: found {text!r}\n  expected: counts separated by commas, such as 1,2,4")

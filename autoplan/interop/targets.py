@@ -12,7 +12,7 @@ from autoplan.interop.megatron import megatron_file
 from autoplan.interop.subject import Configuration, Subject
 from autoplan.interop.torchtitan import torchtitan_file
 
-# Read on 2026-11-21.
+READ_ON = "2026-11-21"
 SOURCES: Mapping[str, str] = {
     "torchtitan": "https://github.com/pytorch/torchtitan, config/job_config.py: every field and its docstring",
     "megatron": "https://docs.nvidia.com/megatron-core/developer-guide/latest: parallelism guide, pipeline layout",
@@ -53,5 +53,5 @@ def _page(name: str, configuration: Configuration) -> str:
     missing = "".join(f"- {sentence}\n" for sentence in configuration.missing)
     return (
         f"# This plan for {name}\n\n{configuration.use}\n\n## Not expressed\n\n{missing}\n"
-        f"Fields as documented in {SOURCES[name]} (2026-11-21).\n"
+        f"Fields as documented in {SOURCES[name]} ({READ_ON}).\n"
     )

@@ -102,7 +102,7 @@ def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
         ("micro-batch", f"{micro_batches_text(mesh, ' samples x ')} per step"),
         ("global batch", f"{mesh.global_batch_size} samples"),
         ("schedule", schedule),
-        ("recompute", recompute_text(plan).replace(" recompute", "").replace("no", "none")),
+        ("recompute", _recomputed_segments(plan) or "none"),
         ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
         *choice_rows(plan),
         *([(_kind_of_ranks(plan), groups_text(plan))] if plan.groups else []),
@@ -221,12 +221,17 @@ def notes_text(answer: Answer) -> str:
 
 def recompute_text(plan: Plan) -> str:
     """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`; of each share `0 + 12`."""
-    stages = plan.stages
-    counts = [len(stage.recomputed) for stage in stages]
+    segments = _recomputed_segments(plan)
+    return segments.replace(" ", " recompute ", 1) if segments else "no recompute"
+
+
+def _recomputed_segments(plan: Plan) -> str:
+    """`selective (12 of 30 segments)`; nothing where nothing is recomputed."""
+    counts = [len(stage.recomputed) for stage in plan.stages]
     if not any(counts):
-        return "no recompute"
+        return ""
     n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
-    return f"{plan.recompute} recompute ({n_recomputed} of {stages[-1].stop} segments)"
+    return f"{plan.recompute} ({n_recomputed} of {plan.stages[-1].stop} segments)"
 
 
 def describe_plan(plan: Plan) -> str:

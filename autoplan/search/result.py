@@ -82,7 +82,8 @@ class SearchResult:
 
     Attributes:
         status: "optimal" (no other plan of the space is faster), "feasible" (stopped; see `gap`),
-            "infeasible" (proved), or "unknown" (stopped with nothing).
+            "infeasible" (proved), or "unknown" (stopped with nothing); of a plan that was only judged "given", of a
+            question that no search could be made for "unusable".
         best: the fastest plan, or the simplest of those that are as fast, see `preference`; None when there is none.
         alternatives: the best plan of other meshes, fastest first, without `best`.
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s
+from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, tokens_per_sample
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
@@ -156,8 +156,6 @@ def unusable(problem: Problem, why: str) -> PointResult:
 
 
 def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
-    from autoplan.answers.answer import tokens_per_sample
-
     profile, precision = problem.profile, problem.options.precision
     kinds = profile.groups if isinstance(profile, Cluster) else (profile,)
     size = element_bytes(precision)
