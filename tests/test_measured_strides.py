@@ -115,15 +115,19 @@ def differences(name, folder):
         yield "own", region["segment"], usual(own_found, region["own"]["instances"]), measured(call, given)
 
 
+def modules_of_folder():
+    return [name for name in sys.modules if name.split(".")[0] in ("model", "runtime", "segments_0", "measuring")]
+
+
 def check(name, folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
-    before = set(sys.modules)
+    for module in modules_of_folder():  # of another test
+        monkeypatch.delitem(sys.modules, module)
     try:
         found = list(differences(name, folder))
     finally:
-        for module in set(sys.modules) - before:
-            if module.split(".")[0] in ("model", "runtime", "segments_0", "measuring"):
-                del sys.modules[module]
+        for module in modules_of_folder():
+            del sys.modules[module]
     assert found
     assert [row for row in found if row[2] != row[3]] == []
     return found
