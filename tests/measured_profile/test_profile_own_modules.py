@@ -26,12 +26,12 @@ from autoplan.profile.run import run_measurements
 from autoplan.report.measurements import results_table
 from autoplan.space.priced import price_plan
 
+pytest_plugins = ["profile_fixtures"]
+
 FAMILIES = CHECKOUT / "tests" / "families"
 PARTS = """
 import torch
 from torch import nn
-
-pytest_plugins = ["profile_fixtures"]
 
 
 class Block(nn.Module):
