@@ -7,10 +7,14 @@ and at least B of them left when it ends, beside L seconds left over from before
     C + slower x D,    D = min(C, L + R - B)           reduced beside it
     left when it ends = max(L + R - C, B)
 
-and a pass that gathers takes what `ranges` says. Where the gathers of a rank begin with the step, a first forward pass
-takes what it would if they had gone on all the time. Both times rise with both times before, with C and with the size
-of a stage, so sizes that are no more than those of a plan, each with the least C, R - C, R - B and B of any place where
-the stage may begin, give a step that is no longer. Likewise fewer segments recomputed than in the plan.
+and a pass that gathers takes what `ranges` says. Where the gathers of a rank begin with the step, they are what is left
+over until they are done. A first forward pass, with G left over of its own if they went on all the time, takes no
+less than a pass beside G, nor than C + slower x min(C, L); and all gathers are done no earlier than when it ends, nor
+than slower x min(C, L) after they would have been.
+
+Both times rise with both times before, with C and with the size of a stage, so sizes that are no more than those of a
+plan, each with the least C, R - C, R - B and B of any place where the stage may begin, give a step that is no longer.
+Likewise fewer segments recomputed than in the plan.
 """
 
 from __future__ import annotations
@@ -212,6 +216,8 @@ class RelaxedStep:
                 passes[-1] = passes[-1]._replace(begun=own.begun.at(place, gathered_s[rank]))
                 gathered_s[rank] = gathered_s[rank] + own.begun.gather_s[place]
         clocks = [_Clock(np.zeros(len(sizes))) for _ in range(mesh.pp)]
+        for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
+            clock.gather(own_s)
         links = [_Link(clock.free_s, cut_s) for clock in clocks for cut_s in (0.0, 0.0)]
         for (rank, is_forward), cut_s in self._cuts_s(sizes).items():
             links[2 * rank + is_forward].cut_s = cut_s
@@ -221,6 +227,8 @@ class RelaxedStep:
             if awaited >= 0:
                 clock.wait_until(arrived.pop(awaited))
             clock.run(passes[number], self.ranks[rank])
+            if place == 0 and mesh.n_micro_batches > 1:  # of the first stage, whose rank gathers for its others now
+                clock.gather(gathered_s[rank])
             if is_awaited:
                 arrived[place] = links[2 * rank + (script.passes[number][1] == "F")].send(clock.free_s)
         ends_s = [clock.end_s for clock in clocks]
@@ -267,16 +275,21 @@ class _Link:
 class _Clock:
     """Where a rank stands, per choice: it is free at `free_s`, and its communication is done at `done_s`, if any."""
 
-    __slots__ = ("done_s", "free_s")
+    __slots__ = ("done_s", "free_s", "gathers_from_s")
 
     def __init__(self, free_s: Array) -> None:
-        self.free_s = free_s
+        self.free_s = self.gathers_from_s = free_s
         self.done_s: Array | None = None
 
     @property
     def end_s(self) -> Array:
         """When all is done."""
         return self.free_s if self.done_s is None else self.done_s
+
+    def gather(self, seconds: Array) -> None:
+        """Begin gathers that take so long; nothing else is left over."""
+        self.gathers_from_s = self.free_s
+        self.done_s = self.free_s + seconds if seconds.any() else None
 
     def wait_until(self, arrived_s: Array) -> None:
         """Be free when a result has arrived; communication goes on meanwhile."""
@@ -288,11 +301,15 @@ class _Clock:
         """Do a pass."""
         action_s = rank.action_s
         if item.begun is not None:
-            done_s, opened_s, closing_s = item.begun
-            start_s = np.maximum(self.free_s, opened_s)
-            left_s = np.maximum(done_s - start_s, 0.0)
-            pass_s = gathering_pass_s(item.compute_s, left_s, closing_s=closing_s, slower=rank.slower)
-            self.free_s = start_s + (pass_s + action_s)
+            own_done_s, opened_s, closing_s = item.begun
+            start_s = np.maximum(self.free_s, self.gathers_from_s + opened_s)
+            own_left_s = np.maximum(self.gathers_from_s + own_done_s - start_s, 0.0)
+            pass_s = gathering_pass_s(item.compute_s, own_left_s, closing_s=closing_s, slower=rank.slower)
+            all_done_s = start_s if self.done_s is None else np.maximum(self.done_s, start_s)
+            extra_s = rank.slower * np.minimum(item.compute_s, all_done_s - start_s)
+            self.free_s = start_s + (np.maximum(pass_s, item.compute_s + extra_s) + action_s)
+            all_done_s = all_done_s + extra_s
+            self.done_s = np.maximum(self.free_s, all_done_s) if (all_done_s > self.free_s).any() else None
         elif item.waits:
             start_s = self.end_s if rank.carries else self.free_s
             self.free_s = start_s + (item.compute_s + action_s)
