@@ -161,12 +161,12 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         str(mesh.pp) if mesh.shares else "+".join(str(own.n_ranks) for own in plan.groups) or str(mesh.pp),
         zero,
         micro_batches_text(mesh),
-        mesh.schedule if mesh.pp > 1 else "-",
+        mesh.schedule.removesuffix("_v").replace("_", " ") if mesh.pp > 1 else "-",
         plan.recompute,
-        format_seconds(estimate.step_s) if estimate.fits else "-",
+        format_seconds(estimate.step_s) if estimate.fits else "too big",
         "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join(filter(None, (note, ", ".join(choice_words(plan)), "" if estimate.fits else "(too big)"))),
+        " ".join(filter(None, (note, ", ".join(choice_words(plan))))),
     )
 
 
