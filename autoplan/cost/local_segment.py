@@ -213,7 +213,7 @@ def _n_repeated_ops(context: WorkContext, segment: Segment, layouts: SegmentLayo
         op = ops[index]
         if op.name not in context.facts.gradients or is_nothing(op):
             continue
-        rule = context.rules.get(op.target) or OpRule(saves=(-1,))
+        rule = _keeping_rule(context, op)
         if rule.extra_saved_bytes is not None or any(position < 0 for position in rule.saves):
             return index + 1
         if _kept(op, rule, layouts.strategies[op.name], context.facts.gradients):
@@ -320,9 +320,7 @@ def _kept_tensors(
     for op in context.graph.ops_of(segment):
         if op.name not in facts.gradients or op.name in without:
             continue
-        # Without a rule it is not known what the op keeps: everything it touches.
-        rule = context.rules.get(op.target) or OpRule(saves=(*range(len(operand_names(op))), -1))
-        for name, layout in _kept(op, rule, layouts.strategies[op.name], facts.gradients):
+        for name, layout in _kept(op, _keeping_rule(context, op), layouts.strategies[op.name], facts.gradients):
             memory = _memory_of(name, layout, layouts=layouts, memories=memories)
             if memory not in facts.parameters and name not in facts.invariant:
                 spec = local_spec(facts.specs[name], layout, context.degree)
@@ -369,6 +367,11 @@ def _pieces(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> di
         elif names[0] in pieces:
             pieces[op.name] = pieces[names[0]]
     return pieces
+
+
+def _keeping_rule(context: WorkContext, op: Op) -> OpRule:
+    """Its rule; without one it is not known what the op keeps: everything it touches."""
+    return context.rules.get(op.target) or OpRule(saves=(*range(len(operand_names(op))), -1))
 
 
 def _kept(op: Op, rule: OpRule, strategy: Strategy, gradients: frozenset[str]) -> list[tuple[str, Layout]]:
