@@ -8,6 +8,7 @@ The JSON text is the contract that `--format json` prints and that `plan.json` h
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -250,46 +251,36 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
 
 def _summary(answer: Answer) -> dict[str, Any]:
     """The flat figures of the chosen plan; each is null when there is no plan."""
-    if answer.result.best is None:
-        return dict.fromkeys(_SUMMARY_KEYS)
-    candidate, workload = answer.best, answer.workload
-    estimate, tokens = candidate.estimate, tokens_per_s(workload, candidate)
-    return {
-        "plan": plan_to_dict(candidate.plan),
-        "step_s": estimate.step_s,
-        "step_s_interval": list(step_interval_s(candidate)),
-        "step_s_interval_source": interval_source(estimate),
-        "samples_per_s": samples_per_s(candidate),
-        "tokens_per_s": tokens,
-        "tokens_or_samples_per_s": tokens if tokens is not None else samples_per_s(candidate),
-        "mfu": mfu(workload, candidate),
-        "peak_bytes_per_stage": list(estimate.needed_bytes),
-        "allocated_bytes_per_stage": list(estimate.allocated_bytes),
-        "allocated_bytes_interval_per_stage": [list(bounds) for bounds in allocated_interval_bytes(candidate)],
-        "memory_limit_bytes": estimate.memory_limit_bytes,
-        "memory_limit_bytes_per_stage": [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))],
-        "breakdown_s": breakdown_by_axis_s(estimate.breakdown),
-        "segment_sources": dict(zip(workload.segment_names, estimate.segment_sources, strict=False)),
-    }
+    best = answer.result.best
+    return {key: None if best is None else figure(answer.workload, best) for key, figure in _SUMMARY.items()}
 
 
-_SUMMARY_KEYS = (
-    "plan",
-    "step_s",
-    "step_s_interval",
-    "step_s_interval_source",
-    "samples_per_s",
-    "tokens_per_s",
-    "tokens_or_samples_per_s",
-    "mfu",
-    "peak_bytes_per_stage",
-    "allocated_bytes_per_stage",
-    "allocated_bytes_interval_per_stage",
-    "memory_limit_bytes",
-    "memory_limit_bytes_per_stage",
-    "breakdown_s",
-    "segment_sources",
-)
+def _limit_bytes_per_stage(candidate: Candidate) -> list[int]:
+    estimate = candidate.estimate
+    return [estimate.limit_bytes(rank) for rank in range(len(estimate.needed_bytes))]
+
+
+def _segment_sources(workload: Workload, candidate: Candidate) -> dict[str, str]:
+    return dict(zip(workload.segment_names, candidate.estimate.segment_sources, strict=False))
+
+
+_SUMMARY: dict[str, Callable[[Workload, Candidate], Any]] = {
+    "plan": lambda workload, best: plan_to_dict(best.plan),
+    "step_s": lambda workload, best: best.estimate.step_s,
+    "step_s_interval": lambda workload, best: list(step_interval_s(best)),
+    "step_s_interval_source": lambda workload, best: interval_source(best.estimate),
+    "samples_per_s": lambda workload, best: samples_per_s(best),
+    "tokens_per_s": tokens_per_s,
+    "tokens_or_samples_per_s": lambda workload, best: tokens_per_s(workload, best) or samples_per_s(best),
+    "mfu": mfu,
+    "peak_bytes_per_stage": lambda workload, best: list(best.estimate.needed_bytes),
+    "allocated_bytes_per_stage": lambda workload, best: list(best.estimate.allocated_bytes),
+    "allocated_bytes_interval_per_stage": lambda workload, best: [*map(list, allocated_interval_bytes(best))],
+    "memory_limit_bytes": lambda workload, best: best.estimate.memory_limit_bytes,
+    "memory_limit_bytes_per_stage": lambda workload, best: _limit_bytes_per_stage(best),
+    "breakdown_s": lambda workload, best: breakdown_by_axis_s(best.estimate.breakdown),
+    "segment_sources": _segment_sources,
+}
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
