@@ -10,7 +10,7 @@ rows are rows. A prediction takes the measured segments of PROFILE (`autoplan pr
 DIR/LINKS_xN.toml for N devices, or DIR/LINKS.toml (`autoplan hw measure`), where there are any.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
-several programs at once on devices of their own, each in processes forked from one that has imported torch already.
+several programs at once on devices of their own, each in processes forked from one that has imported already what they import.
 It starts none after S seconds; run again, it goes on with what RESULTS does not hold.
 """
 
@@ -100,9 +100,7 @@ def emit(folder: Path, profile: Path | None = None) -> None:
 def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf") -> None:
     stop_s = time.perf_counter() + float(seconds)
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch.distributed
-    import torch.distributed.fsdp
-    import transformers  # noqa: F401  (most model files import it)
+    import torch
 
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
     free, running = list(range(len(found))), []
@@ -110,6 +108,8 @@ def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf"
     waiting = [case for case in cases() if case.links == links and (links, case.name) not in known]
     waiting = [case for case in waiting if case.devices <= len(free) and (folder / case.folder / "train.py").exists()]
     waiting.sort(key=lambda case: -case.devices)
+    for case in {case.model: case for case in waiting}.values():
+        import_once(folder / case.folder)
     with results.open("a") as file:
         while waiting or running:
             waiting = waiting if time.perf_counter() < stop_s else []
@@ -127,6 +127,15 @@ def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf"
                 file.flush()
                 brief = {key: row[key] for key in ("case", "exit_code", "run_s")}
                 print(json.dumps(brief | {"step_s": median_step_s(row)}), row.get("error", ""), flush=True)
+
+
+def import_once(folder: Path) -> None:
+    """Import what a program imports, and leave its own modules out: the next program has others of the same names."""
+    sys.path[0] = str(folder)
+    runpy.run_path(str(folder / "train.py"), run_name="imported")
+    own = [name for name, module in sys.modules.items() if str(folder) in (getattr(module, "__file__", None) or "")]
+    for name in own:
+        del sys.modules[name]
 
 
 def read(results: Path) -> list[dict]:

@@ -19,6 +19,8 @@ from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, loca
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
+N_INSIDE = 2  # such as the mean and the deviation of a norm
+
 
 @dataclass(frozen=True, slots=True)
 class LocalOp:
@@ -86,6 +88,7 @@ class LocalSegment:
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
         weights: (parameter name, local elements) of the trainable parameters it reads; `first_dims` of each.
         fixed_bytes: buffers and frozen parameters.
+        n_kept_tensors: how often autograd keeps a tensor, weights and what is inside an op too; see `_n_kept_tensors`.
         n_repeated_ops: how many of its first ops recomputation runs again; see `_n_repeated_ops`.
         repeated_conversions: the `conversions` that these need.
         sliced: the ops of a loss that may be chunked.
@@ -101,6 +104,7 @@ class LocalSegment:
     weights: tuple[tuple[str, int], ...]
     first_dims: tuple[int, ...]
     fixed_bytes: int
+    n_kept_tensors: int
     n_repeated_ops: int
     repeated_conversions: tuple[tuple[TensorSpec, Conversion], ...]
     sliced: SlicedOps | None = None
@@ -129,6 +133,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         weights=weights,
         first_dims=first_dims,
         fixed_bytes=fixed_bytes,
+        n_kept_tensors=_n_kept_tensors(context, segment, layouts),
         n_repeated_ops=n_repeated_ops,
         repeated_conversions=_conversions(context, segment, layouts, n_ops=n_repeated_ops),
         sliced=_sliced_ops(context, segment, layouts),
@@ -219,6 +224,17 @@ def _n_repeated_ops(context: WorkContext, segment: Segment, layouts: SegmentLayo
         if _kept(op, rule, layouts.strategies[op.name], context.facts.gradients):
             return index
     return 0
+
+
+def _n_kept_tensors(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> int:
+    """How often autograd keeps a tensor, where an op that keeps something beside its operands and result keeps two."""
+    total = 0
+    for op in context.graph.ops_of(segment):
+        if op.name in context.facts.gradients:
+            rule = _keeping_rule(context, op)
+            total += len(_kept(op, rule, layouts.strategies[op.name], context.facts.gradients))
+            total += 0 if rule.extra_saved_bytes is None else N_INSIDE
+    return total
 
 
 def _conversions(

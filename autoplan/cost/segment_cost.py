@@ -13,6 +13,10 @@ from autoplan.cost.table import SegmentCost
 # Host time of the gradient of one op's weights in a pass of its own: torch runs the autograd engine once for each.
 # 0.4 ms per block with 6 such ops, examples/gpt.py at width 8, torch 2.13, one CPU core; taken for all hosts.
 WEIGHT_OP_HOST_S = 6e-5
+# Host time of each tensor that autograd keeps in a block that is recomputed: torch.utils.checkpoint runs Python when it
+# is kept, kept again and used. 27 to 31 us on blocks of Llama, T5, BERT and ResNet with 27 to 42 of them (recomputed
+# less plain less forward, torch 2.13, one CPU core); taken for all hosts.
+KEPT_TENSOR_HOST_S = 3e-5
 
 
 def segment_costs(
@@ -44,6 +48,7 @@ def segment_costs(
     again = work.repeated
     again_s = again.device * work.forward_s + again.tp * work.tp_forward_s
     host_again_s = again.host * work.host_forward_s + again.collectives * work.collectives_forward_s
+    host_again_s += work.n_kept_tensors * KEPT_TENSOR_HOST_S
     full = replace(
         plain,
         recompute_s=max(again_s, host_again_s),

@@ -75,6 +75,7 @@ class SegmentWork:
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
+        n_kept_tensors: how often autograd keeps a tensor; see `local_segment`.
         repeated: how large a part of its forward pass recomputation runs again.
         chunked: the same with the loss in slices, where it can be; see `cost.chunked`.
     """
@@ -94,6 +95,7 @@ class SegmentWork:
     n_weight_ops: int
     weight_backward_s: float
     pending_bytes: int
+    n_kept_tensors: int
     repeated: PassParts
     chunked: SegmentWork | None = None
 
@@ -122,6 +124,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
+        n_kept_tensors=segment.n_kept_tensors,
         repeated=_forward_pass(context, repeated_part(segment), times, batch_size).over(forward),
     )
 
