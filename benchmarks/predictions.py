@@ -10,8 +10,8 @@ rows are rows. A prediction takes the measured segments of PROFILE (`autoplan pr
 DIR/LINKS_xN.toml for N devices, or DIR/LINKS.toml (`autoplan hw measure`), where there are any.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
-several programs at once on devices of their own, each in processes forked from one that has imported already what they import.
-It starts none after S seconds; run again, it goes on with what RESULTS does not hold.
+several programs at once on devices of their own, each in processes forked from one that has imported what they need. It
+starts none after S seconds; run again, it goes on with what RESULTS does not hold.
 """
 
 import csv

@@ -38,9 +38,8 @@ class Clock:
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device, self.is_cuda, self.seconds = device, device.type == "cuda", seconds
 
-    @functools.cached_property
     def launch_s(self) -> float:
-        """How fast this host is: its time of one small op in eager mode (on a CPU, all of its time)."""
+        """How fast this host is now: its time of one small op in eager mode (on a CPU, all of its time)."""
         x = torch.zeros(64, device=self.device)
         for _ in range(N_LAUNCHES // 10):
             x.add_(1)
