@@ -8,7 +8,6 @@ for the host, it is made to wait until the host is ahead. If it then takes less,
 what they took together; so the longer of the two is always what was seen under load.
 """
 
-import functools
 import math
 import statistics
 import time
