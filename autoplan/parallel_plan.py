@@ -148,7 +148,7 @@ class GroupRanks:
     """`n_ranks` neighbouring pipeline ranks on the hosts of one group of a mixed cluster.
 
     Where the mesh has shares of the batch, those of one share: all pipeline ranks of its data-parallel ranks. `group`
-    is an index into the groups of the cluster, `hardware` the name of its profile.
+    is an index into the groups of the cluster, `hardware` the name of its hardware profile.
     """
 
     group: int

@@ -2,5 +2,5 @@
 
 A collective is a function `(size_bytes, route) -> seconds | None`, keyed by (kind, algorithm); None says that the
 algorithm cannot run on this route. `size_bytes` is the full, unsharded tensor, for every kind; `route` is the
-`autoplan.cost.collectives.Route` of the group. The cheapest applicable algorithm counts.
+`autoplan.cost.collective_time.Route` of the group. The cheapest applicable algorithm counts.
 """

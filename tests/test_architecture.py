@@ -21,8 +21,9 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py
 TORCH_PLACES = (
     *(f"autoplan/tracing/{name}.py" for name in ("constant_masks", "dissolved", "module_level", "overlaid_graph")),
     *(f"autoplan/tracing/{name}.py" for name in ("same_operators", "second_run", "trace")),
-    "autoplan/measuring/",
-    *(f"autoplan/measure_hardware/{name}.py" for name in ("measure", "device", "links", "pipeline", "sharding")),
+    "autoplan/measuring_program/",
+    *(f"autoplan/measure_hardware/{name}.py" for name in ("measure", "device", "links")),
+    *(f"autoplan/measure_hardware/{name}.py" for name in ("pipeline_host_time", "zero_host_time")),
     "autoplan/tensor_parallel/rule_trials.py",
     "autoplan/runtime/",
 )
@@ -36,8 +37,8 @@ FILE_PLACES = (
     "autoplan/files.py",
     "autoplan/hardware/file.py",
     "autoplan/tracing/hugging_face.py",  # reads a configuration, writes the model file that stands for it
-    "autoplan/measuring/",
-    "autoplan/measure_hardware/",  # NCCL's log, and the profile
+    "autoplan/measuring_program/",
+    "autoplan/measure_hardware/",  # NCCL's log, and the hardware profile
     "autoplan/output/verify.py",
     "autoplan/runtime/",
     "autoplan/solver/solve.py",  # the null device, which takes what the solver prints
@@ -51,7 +52,8 @@ NUMBERS_ONLY = (
     "autoplan/simulator/",
     "autoplan/schedules/",
 )
-_OF_MODEL = ("analysis", "codegen", "graph", "layout", "measurements", "profile", "rules", "tensor_parallel", "tracing")
+_MEASURED = ("measure_model", "measured_profile", "measuring_program")
+_OF_MODEL = (*_MEASURED, "analysis", "codegen", "graph", "layout", "rules", "tensor_parallel", "tracing")
 _ABOVE = ("answers", "api", "checks", "planning", "space", "what_if")
 MODEL_AND_HARDWARE = tuple(f"autoplan.{name}." for name in (*_OF_MODEL, *_ABOVE, "hardware"))
 

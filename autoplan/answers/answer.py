@@ -17,7 +17,7 @@ from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.json_values import decode, encode, loads_finite
-from autoplan.measurements.op_times import SegmentComparison
+from autoplan.measured_profile.op_times import SegmentComparison
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult, nearest_rejections

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from autoplan.codegen.blocks import block_class
 from autoplan.codegen.loss import loss_function
+from autoplan.codegen.plan_tables import runtime_tables
 from autoplan.codegen.stages import stage_class
-from autoplan.codegen.tables import runtime_tables
 from autoplan.codegen.text import import_lines
 from autoplan.codegen.writer import Writer, writer_of
 from autoplan.graph import OpGraph

@@ -29,7 +29,7 @@ from autoplan.cost.boundaries import (
     tied_elements,
     tied_weight_bytes,
 )
-from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group
+from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction, execution_of
@@ -47,8 +47,8 @@ from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
-from autoplan.measurements.segment_key import assignment_key, content_key
-from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measured_profile.segment_key import assignment_key, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 from autoplan.rules import OpRule
 from autoplan.schedules import splits_backward
@@ -80,7 +80,7 @@ PartPricer = Callable[[Mesh, int, Exchange | None], CostTable]
 def make_pricer(
     graph: OpGraph,
     *,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     precision: str,
     shardings: Shardings,
     rules: Mapping[str, OpRule],
@@ -96,7 +96,7 @@ def make_pricer(
     """
     price = make_part_pricer(
         graph,
-        profile=profile,
+        hardware=hardware,
         precision=precision,
         shardings=shardings,
         rules=rules,
@@ -110,7 +110,7 @@ def make_pricer(
 def make_part_pricer(
     graph: OpGraph,
     *,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     precision: str,
     shardings: Shardings,
     rules: Mapping[str, OpRule],
@@ -123,16 +123,16 @@ def make_part_pricer(
 
     The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
-    contexts = work_contexts(graph, profile, precision, rules)
+    contexts = work_contexts(graph, hardware, precision, rules)
     local = _local_pricer(contexts, shardings)
     works = _works_pricer(graph, contexts, shardings, measured)
-    collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
+    collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
-    of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
+    of_parameters = ParameterContext(hardware.device, precision, collective, element_s, compression)
     costs = _costs_pricer(graph, of_parameters, local, works)
-    cuts = make_cuts_pricer(graph, profile, precision)
-    batch = make_batch_pricer(graph, profile.device, precision)
-    groups_of = cache(partial(_Groups.of, profile))
+    cuts = make_cuts_pricer(graph, hardware, precision)
+    batch = make_batch_pricer(graph, hardware.device, precision)
+    groups_of = cache(partial(_Groups.of, hardware))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
@@ -159,7 +159,7 @@ def make_part_pricer(
             gathers_per_micro_batch=mesh.zero_stage == 3,
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
-            overlap_slowdown=profile.overlap_slowdown,
+            overlap_slowdown=hardware.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
             reserved_fixed_bytes=outside_allocator_bytes(
@@ -167,11 +167,11 @@ def make_part_pricer(
             ),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
-            action_s=_action_s(mesh, profile.device, lead_s=lead_s),
+            action_s=_action_s(mesh, hardware.device, lead_s=lead_s),
             batch_copy_s=copy_s,
             batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
-            memory_limit_bytes=profile.device.memory_bytes,
+            memory_limit_bytes=hardware.device.memory_bytes,
             sources=() if measured is None else tuple(source for _, source in works(*work)),
         )
 
@@ -313,14 +313,14 @@ class _Groups:
     stages: Group
 
     @classmethod
-    def of(cls, profile: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
+    def of(cls, hardware: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
         """Those of a mesh with these degrees."""
-        group = partial(axis_group, profile, n_devices=n_devices)
+        group = partial(axis_group, hardware, n_devices=n_devices)
         return cls(
             shard=group(size=shard_degree, stride=tp),
             replicate=group(size=dp // shard_degree, stride=tp * shard_degree),
             whole_step=group(size=n_devices, stride=1),
-            stages=pair_group(profile, n_devices=n_devices),
+            stages=pair_group(hardware, n_devices=n_devices),
         )
 
 

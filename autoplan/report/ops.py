@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.measurements.op_times import OpComparison, OpSeconds, SegmentComparison
+from autoplan.measured_profile.op_times import OpComparison, OpSeconds, SegmentComparison
 from autoplan.report.plain_text import text_table
 from autoplan.units import format_seconds, format_share
 

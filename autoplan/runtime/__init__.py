@@ -15,15 +15,15 @@ It is copied as it stands into the folder of a program.
     checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
-    data, loading, train         batches, their order and position, the loop
+    batches, loading, train      batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
 """
 
+from .batches import global_batch, local_batch
 from .checkpoint import Checkpoints, load_checkpoint
 from .checkpoint_planner import CheckpointError
 from .config import Config
-from .data import global_batch, local_batch
 from .hang_watch import watch_for_hangs
 from .learning_rate import LearningRate
 from .loading import TrainingData, evaluation_data, training_data

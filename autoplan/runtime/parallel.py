@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .batch_norm import data_parallel_groups, normalize_in_float32, synchronize_batch_norm
+from .batches import Batch, flatten_tensors, map_tensors, micro_batches
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import defer_products, whole_logits
 from .collectives import all_gather, all_reduce
 from .compiled import compile_blocks
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
-from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
 from .finite import finite_update
 from .grad_compression import PowerSGD

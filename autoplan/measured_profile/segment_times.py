@@ -19,7 +19,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.json_values import loads_finite
-from autoplan.measurements.op_times import OPS, SegmentOps, check_ops, segment_ops
+from autoplan.measured_profile.op_times import OPS, SegmentOps, check_ops, segment_ops
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
 
@@ -36,7 +36,7 @@ _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "tp": int,
     "micro_batch_size": int,
 }
-# As in measuring.timing: a host that is faster than this share of the device's time is not what that waits for.
+# As in measuring_program.timing: a host that is faster than this share of the device's time is not what that waits for.
 HOST_BOUND = 0.9
 # The part of the time of the user's own modules, which read better, that generated code must save to be offered.
 WORTH_GENERATING = 0.05
@@ -134,7 +134,7 @@ class MeasuredProfile:
         return tuple(row for row in found if row.is_own == ((row.content, row.tp) in owned))
 
 
-def parse_profile(
+def parse_measured_profile(
     text: str, *, where: str, device: str, precision: str, contents: Collection[str], model: str
 ) -> MeasuredProfile:
     """The measurements in `text` for this device, precision and model, whose segments have these content keys.
