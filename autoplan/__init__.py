@@ -16,7 +16,8 @@ Where things are, along the data flow:
     ask         planning: names -> answer, after checks     what_if: other clusters     api, live: the library
     show        report: text     html_report: pages     cli: the command line     doctor: this machine
 
-Below them errors, units, registry (tables of extension files), json_values, user_cache, user_errors and processes.
+Below them errors, units, registry (tables of extension files), json_values, plain_text (tables, counted nouns),
+plan_words (a plan in words), user_cache, user_errors and processes.
 
 Names load on first use: importing autoplan imports neither torch nor the solver.
 """

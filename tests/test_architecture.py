@@ -149,6 +149,11 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
     assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
 
 
+def test_only_what_writes_reports_imports_them() -> None:
+    importers = {importer for importer, imported in _units() if imported in ("report", "html_report")}
+    assert importers == {"api", "cli", "html_report", "output"}
+
+
 def test_of_costs_the_search_sees_the_table_only() -> None:
     for path in SOURCES:
         if _name(path).startswith(NUMBERS_ONLY):

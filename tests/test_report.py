@@ -27,9 +27,9 @@ from autoplan.hardware import hardware_names, load_hardware_profile
 from autoplan.options import Options
 from autoplan.output.folder import rejected_csv
 from autoplan.parallel_plan import Mesh
+from autoplan.plain_text import text_table
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import hardware_sheet
-from autoplan.report.plain_text import text_table
 from autoplan.report.plan import plan_report, program_header, rejections_text, status_text
 from autoplan.search.result import Rejection
 

@@ -191,7 +191,7 @@ def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -
 def doctor_command(output_format: str) -> None:
     """Versions, devices, links, and what is missing."""
     from autoplan.doctor import diagnose
-    from autoplan.report.plain_text import text_table
+    from autoplan.plain_text import text_table
 
     findings = diagnose()
     if output_format == "json":

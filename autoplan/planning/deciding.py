@@ -18,14 +18,15 @@ from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware.cluster import Cluster, load_hardware
 from autoplan.options import Options
 from autoplan.parallel_plan import Estimate, Plan
+from autoplan.plan_words import describe_mesh
 from autoplan.planning.answering import answer_of
 from autoplan.planning.problem import Problem, global_batch_size
 from autoplan.search.result import Candidate, Remedy, SearchResult
+from autoplan.units import GiB, format_seconds
 
 
 def solve(problem: Problem) -> Answer:
     """`decide`, and when nothing fits, the changes that would make something fit; Ctrl-C keeps those found so far."""
-    from autoplan.report.plan import remedy_text
     from autoplan.search.remedies import find_remedies
 
     answer = _with_ops(problem, decide(problem))
@@ -38,9 +39,14 @@ def solve(problem: Problem) -> Answer:
             found.append(remedy)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
-    first = remedy_text(found[0]) if found else ""
+    first = _in_one_sentence(found[0]) if found else ""
     result = replace(answer.result, remedies=tuple(found), nearest_fix=first, stopped_by=stopped_by)
     return replace(answer, result=result)
+
+
+def _in_one_sentence(remedy: Remedy) -> str:
+    figures = f"{format_seconds(remedy.step_s)} a step, {remedy.peak_bytes / GiB:.1f} GiB"
+    return f"{remedy.change}: {figures}, {describe_mesh(remedy.mesh)}, recompute {remedy.recompute}"
 
 
 def decide(

@@ -20,6 +20,7 @@ from autoplan.checks.options import parse_overrides
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
+from autoplan.plan_words import plan_rows
 from autoplan.planning.deciding import decide, judge, score
 from autoplan.planning.problem import Problem, checked, make_problem
 from autoplan.search.result import Candidate
@@ -163,8 +164,6 @@ def _row(problem: Problem, change: str, item: Candidate | None, *, before: Candi
 
 def plan_changes(before: Plan, after: Plan) -> str:
     """`tensor parallel 1 -> 2, ZeRO stage 1 over 8 ranks -> none`, or that nothing or only the stages differ."""
-    from autoplan.report.plan import plan_rows
-
     if before == after:
         return "same plan"
     rows = zip(plan_rows(before), plan_rows(after), strict=True)

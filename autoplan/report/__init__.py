@@ -4,5 +4,5 @@
     HardwareProfile --hardware--> text        measured rows --measurements--> text
     sources and values --figures--> text, in both
 
-plan_words and plain_text are the words and the tables that all of them share.
+The words and tables that all of them share are `autoplan.plan_words` and `autoplan.plain_text`.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.hardware import HardwareProfile
+from autoplan.plain_text import page, text_table
 from autoplan.report.figures import figures_text
-from autoplan.report.plain_text import page, text_table
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoplan.measured_profile.segment_times import MEASURED, NOISY, NOT_COMPILED, OWN
-from autoplan.report.plain_text import text_table
+from autoplan.plain_text import text_table
 from autoplan.units import MiB, format_seconds
 
 

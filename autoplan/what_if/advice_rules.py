@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.report.plain_text import count, rate_text
+from autoplan.plain_text import count, rate_text
 from autoplan.units import SECONDS_PER_HOUR, format_bytes, format_rate, format_seconds
 from autoplan.what_if.advice_facts import (
     DEARER,

@@ -23,10 +23,9 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster
 from autoplan.options import PLAIN_SCHEDULE, Options
+from autoplan.plan_words import describe_mesh, groups_text
 from autoplan.planning.deciding import decide
 from autoplan.planning.problem import Problem
-from autoplan.report.plan import groups_text
-from autoplan.report.plan_words import describe_mesh
 from autoplan.search.result import Candidate, SearchResult
 
 QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report.plain_text import WIDTH, count, folded, text_table
+from autoplan.plain_text import WIDTH, count, folded, text_table
 from autoplan.units import format_seconds, format_usd
 from autoplan.what_if.answer_changes import TOLERANCE, cluster_name, swing_cells
 from autoplan.what_if.recommending import Recommendation

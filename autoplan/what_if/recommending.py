@@ -23,7 +23,7 @@ from autoplan.answers.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, hardware_names, load_hardware_profile
 from autoplan.hardware.cluster import load_hardware
-from autoplan.report.plain_text import count
+from autoplan.plain_text import count
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
