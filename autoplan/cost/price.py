@@ -203,15 +203,15 @@ def _works_pricer(
         return rank_segments(contexts(tp)).work(shardings.get((tp, sharding), ()), micro_batch_size)
 
     @cache
-    def correction(execution: Execution, own: bool) -> Correction | None:
+    def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
         if measured is None:
             return None
-        return _correction(graph, shardings, measured, computed, execution, own=own)
+        return _correction(graph, shardings, measured, computed, execution, keeps_modules=keeps_modules)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, own: bool) -> Works:
+    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, keeps_modules: bool) -> Works:
         found = computed(tp, sharding, micro_batch_size)
-        as_measured = correction(execution, own)
+        as_measured = correction(execution, keeps_modules)
         if as_measured is None:
             assert execution == Execution()  # see `space.choices.executions`
             return tuple((work, "") for work in found.values())
@@ -249,7 +249,7 @@ def _costs_pricer(
         sharding: str,
         micro_batch_size: int,
         execution: Execution,
-        own: bool,
+        keeps_modules: bool,
         placement: Placement,
         is_cut: bool,
         splits: bool,
@@ -258,7 +258,7 @@ def _costs_pricer(
         pairs = zip(
             first.values(),
             local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size, execution, own),
+            works(tp, sharding, micro_batch_size, execution, keeps_modules),
             parameters(tp, sharding, placement, is_cut),
             strict=True,
         )
@@ -286,7 +286,7 @@ def _correction(
     computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
     execution: Execution,
     *,
-    own: bool,
+    keeps_modules: bool,
 ) -> Correction:
     first, facts = graph.first_of_kind(), GraphFacts.of(graph)
     assignments = {}
@@ -299,7 +299,7 @@ def _correction(
         assignments=assignments,
         compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
         executions={kind: execution_of(graph, kind, execution) for kind in first},
-        own=own,
+        keeps_modules=keeps_modules,
     )
 
 

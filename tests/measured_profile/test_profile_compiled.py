@@ -162,4 +162,4 @@ def test_lines_from_before_compiling_and_own_modules_were_measured_are_eager_and
     text = "\n".join(map(json.dumps, rows))
     found = parse_measured_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
     assert len(found.segments) == len(rows) and found.executions == {Execution()}
-    assert not any(row.is_own for row in found.segments) and found.rows({}, own=True) == found.segments
+    assert not any(row.is_own for row in found.segments) and found.rows({}, keeps_modules=True) == found.segments

@@ -168,7 +168,7 @@ def test_host_time_of_own_modules_is_the_median_of_theirs_only() -> None:
     text = "\n".join(json.dumps(common | {"working_bytes": 0} | line) for line in lines)
     found = parse_measured_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
     assert found.rows({}) == (row,)
-    assert [own.host_forward_s for own in found.rows({}, own=True)] == [6.5, 6.5]
+    assert [own.host_forward_s for own in found.rows({}, keeps_modules=True)] == [6.5, 6.5]
 
 
 def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_rest(hw, tmp_path) -> None:
