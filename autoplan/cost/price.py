@@ -123,13 +123,16 @@ def make_part_pricer(
 
     The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
-    contexts = work_contexts(graph, hardware, precision, rules)
-    local = _local_pricer(contexts, shardings)
-    works = _works_pricer(graph, contexts, shardings, measured)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
-    of_parameters = ParameterContext(hardware.device, precision, collective, element_s, compression)
-    costs = _costs_pricer(graph, of_parameters, local, works)
+    segments = _segments_pricer(
+        graph,
+        work_contexts(graph, hardware, precision, rules),
+        ParameterContext(hardware.device, precision, collective, element_s, compression),
+        shardings=shardings,
+        measured=measured,
+        loss=loss,
+    )
     cuts = make_cuts_pricer(graph, hardware, precision)
     batch = make_batch_pricer(graph, hardware.device, precision)
     groups_of = cache(partial(_Groups.of, hardware))
@@ -141,19 +144,15 @@ def make_part_pricer(
         """The cost table of one mesh."""
         groups = groups_of(mesh.dp * mesh.tp * n_ranks, mesh.dp, mesh.tp, mesh.zero_shard_degree)
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
-        splits = splits_backward(mesh.schedule)
-        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        work = (*layout, mesh.execution, not mesh.needs_generated_model)
-        loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1, exchange)
+        found, sources = segments(mesh, placement)
         copy_s, batch_bytes = batch(mesh)
-        cut_s, messages = cuts(*layout, groups.stages)
-        found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
+        cut_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, groups.stages)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(
             mesh=mesh,
             kinds=kinds,
-            recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
+            recompute_choices=RECOMPUTE_CHOICES[:1] if splits_backward(mesh.schedule) else RECOMPUTE_CHOICES,
             costs=found,
             cut_s=cut_s if mesh.pp > 1 else unsent,
             gathers_per_micro_batch=mesh.zero_stage == 3,
@@ -172,10 +171,33 @@ def make_part_pricer(
             batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=hardware.device.memory_bytes,
-            sources=() if measured is None else tuple(source for _, source in works(*work)),
+            sources=sources,
         )
 
     return price
+
+
+def _segments_pricer(
+    graph: OpGraph,
+    contexts: Callable[[int], WorkContext],
+    of_parameters: ParameterContext,
+    *,
+    shardings: Shardings,
+    measured: MeasuredProfile | None,
+    loss: str | None,
+) -> Callable[[Mesh, Placement], tuple[Costs, tuple[str, ...]]]:
+    """The costs of each kind of segment, and, with a measured profile, where its times come from."""
+    works = _works_pricer(graph, contexts, shardings, measured)
+    costs = _costs_pricer(graph, of_parameters, _local_pricer(contexts, shardings), works)
+
+    def segments(mesh: Mesh, placement: Placement) -> tuple[Costs, tuple[str, ...]]:
+        """Those of one mesh."""
+        work = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
+        loss_here = "whole" if is_in_compiled(graph, mesh) else loss
+        found = costs(*work, placement, mesh.pp > 1, splits_backward(mesh.schedule), loss_here)
+        return found, () if measured is None else tuple(source for _, source in works(*work))
+
+    return segments
 
 
 def _local_pricer(contexts: Callable[[int], WorkContext], shardings: Shardings) -> LocalPricer:
