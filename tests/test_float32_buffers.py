@@ -125,8 +125,8 @@ def statistics_after_training(precision, *, casts_all=False):
     cast = zero.cast_buffers
     config = Config(dp=2, precision=precision, micro_batch_size=4, blocks=("blocks.0",))
     if casts_all:
-        parallel = importlib.import_module("autoplan.runtime.parallel")
-        parallel.normalize_in_float32 = lambda stage: None
+        stage_order = importlib.import_module("autoplan.runtime.stage_order")
+        stage_order.normalize_in_float32 = lambda stage: None
         zero.cast_buffers = lambda root, dtype, **_: [cast(leaf, dtype) for leaf in plain_leaves(root)]
     model = ParallelModel(config, tiny_norm, mesh=build_rank_mesh(config, "cpu"), seed=3, learning_rate=0.0)
     for batch in batches():

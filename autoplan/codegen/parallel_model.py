@@ -53,6 +53,7 @@ def opening(writer: Writer, body: str) -> str:
         *import_lines("runtime.experts", _imported(writer, "experts")),
         *import_lines("runtime.pipeline", ["Boundary", *_used(body, "PerSample")]),
         *import_lines("runtime.random", _imported(writer, "random")),
+        *import_lines("runtime.vocabulary", _imported(writer, "vocabulary")),
         *import_lines("runtime.weights", [*_used(body, "Buffer"), "Shard", *_used(body, "Weights")]),
     ]
     return "\n".join(lines)
