@@ -24,7 +24,7 @@ from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.processes import start_process
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 from autoplan.report.plan import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images

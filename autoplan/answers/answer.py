@@ -264,6 +264,7 @@ def _segment_sources(workload: Workload, candidate: Candidate) -> dict[str, str]
     return dict(zip(workload.segment_names, candidate.estimate.segment_sources, strict=False))
 
 
+# `..._per_stage` has one figure for each pipeline rank: all stages of a rank share its devices.
 _SUMMARY: dict[str, Callable[[Workload, Candidate], Any]] = {
     "plan": lambda workload, best: plan_to_dict(best.plan),
     "step_s": lambda workload, best: best.estimate.step_s,

@@ -65,7 +65,7 @@ def profile_command(
     from autoplan.checks.options import parse_overrides
     from autoplan.files import check_target, write_folder
     from autoplan.measure_model.run import cache_file, count_results, run_measurements
-    from autoplan.report.measurements import results_table
+    from autoplan.report.measured_profile import results_table
 
     if (out is None) == (emit is None):
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")

@@ -26,7 +26,7 @@ from autoplan.measured_profile.segment_key import content_key
 from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.parallel_plan import Execution
 from autoplan.processes import start_process
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 from autoplan.report.plan import plan_report
 from autoplan.space.priced import price_plan
 

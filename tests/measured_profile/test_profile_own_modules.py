@@ -23,7 +23,7 @@ from autoplan.measured_profile.segment_key import WHOLE
 from autoplan.measured_profile.segment_times import SegmentTime, parse_measured_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import StagePlan
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 from autoplan.space.priced import price_plan
 
 pytest_plugins = ["profile_fixtures"]

@@ -23,7 +23,7 @@ from autoplan.measure_model.measurement_folder import value_ranges
 from autoplan.measure_model.run import run_measurements
 from autoplan.measured_profile.segment_key import content_key
 from autoplan.measured_profile.segment_times import parse_measured_profile
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 
 pytest_plugins = ["profile_fixtures"]
 
