@@ -68,7 +68,7 @@ GOOD = Facts(
     [
         ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
         ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
-        ("mend_links", {"profile": load_hardware_profile("a100_pcie_x8")}),
+        ("mend_links", {"hardware": load_hardware_profile("a100_pcie_x8")}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
         ("stay_on_one", {"deadline_s": 9000.0}),

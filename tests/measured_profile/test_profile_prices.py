@@ -110,8 +110,8 @@ def test_an_assignment_that_was_not_measured_takes_the_correction_of_its_degree(
     changed = replace(problem.measured, segments=rows)
     mesh = Mesh(tp=2, sharding=segment_rows(measured.rows, tp=2)[0]["boundary"], micro_batch_size=2)
     prices = [
-        priced_space(problem.graph, problem.hardware, problem.options, global_batch=8, measured=hardware).price(mesh)
-        for hardware in (problem.measured, changed)
+        priced_space(problem.graph, problem.hardware, problem.options, global_batch=8, measured=measured).price(mesh)
+        for measured in (problem.measured, changed)
     ]
     assert {prices[0].sources, prices[1].sources} == {("measured",) * 3, ("scaled",) * 3}
     for (known, *_), (scaled, *_) in zip(prices[0].costs, prices[1].costs, strict=True):
