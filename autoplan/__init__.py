@@ -11,11 +11,13 @@ Where things are, along the data flow:
     price       tensor_parallel: layouts of values -> cost: times and bytes -> space: what the search is called with
     search      search, by solver and schedules     simulator: the judge of every plan
     generate    codegen: the program     runtime: what it runs on     output: its folder     interop: other programs
-    measure     profile, measuring, measurements: segments of a model     measure_hardware: a machine
+    measure     measure_hardware: a machine -> hardware profile
+                measure_model: a model's segments -> measured_profile, by its measuring_program
     ask         planning: names -> answer, after checks     what_if: other clusters     api, live: the library
     show        report: text     html_report: pages     cli: the command line     doctor: this machine
 
-Below them errors, units, registry (tables of extension files), json_values, user_cache, user_errors and processes.
+Below them errors, units, registry (tables of extension files), json_values, plain_text (tables, counted nouns),
+plan_words (a plan in words), user_cache, user_errors and processes.
 
 Names load on first use: importing autoplan imports neither torch nor the solver.
 """
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from autoplan.answers.answer import Answer
     from autoplan.api import emit, estimate, plan, whatif
     from autoplan.errors import AutoplanError
-    from autoplan.hardware import load_profile, profile_names
+    from autoplan.hardware import hardware_names, load_hardware_profile
     from autoplan.live import parallelize, trace
     from autoplan.options import Options
     from autoplan.output.folder import read_answer
@@ -60,10 +62,10 @@ _HOME = {
     "asked_again": "autoplan.planning.questions",
     "emit": "autoplan.api",
     "estimate": "autoplan.api",
-    "load_profile": "autoplan.hardware",
+    "hardware_names": "autoplan.hardware",
+    "load_hardware_profile": "autoplan.hardware",
     "parallelize": "autoplan.live",
     "plan": "autoplan.api",
-    "profile_names": "autoplan.hardware",
     "read_answer": "autoplan.output.folder",
     "read_question": "autoplan.what_if.question",
     "recommend": "autoplan.what_if.recommending",
@@ -86,10 +88,10 @@ __all__ = [
     "asked_again",
     "emit",
     "estimate",
-    "load_profile",
+    "hardware_names",
+    "load_hardware_profile",
     "parallelize",
     "plan",
-    "profile_names",
     "read_answer",
     "read_question",
     "recommend",

@@ -89,7 +89,7 @@ def measurement_folder(
     **options: Any,
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see
-    `profile.measurement_folder`.
+    `measure_model.measurement_folder`.
 
     `degrees` are those of tensor parallelism; none stands for all that a host has and the model gains by. Blocks and
     the loss are measured eager (`compile` is "off"), compiled ("on") or "both"; what reads images with these
@@ -98,7 +98,7 @@ def measurement_folder(
     Raises: InputError or TraceError for what the model file or the hardware is; UsageError for an option.
     """
     from autoplan.files import read_text_file
-    from autoplan.profile.measurement_folder import (
+    from autoplan.measure_model.measurement_folder import (
         COMPILE_WAYS,
         FORMAT_WAYS,
         MeasurementRequest,
@@ -107,7 +107,7 @@ def measurement_folder(
     )
     from autoplan.tracing.trace import example_batch, model_source
 
-    profile, chosen = _load_profile(hw, 1), checked(Options(**options))
+    hardware, chosen = _load_hardware(hw, 1), checked(Options(**options))
     if chosen.module_level:
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:
@@ -120,7 +120,7 @@ def measurement_folder(
     batch = example_batch(model_source(path, dict(overrides)), 1)
     request = MeasurementRequest(
         graph,
-        profile,
+        hardware,
         chosen,
         model=path.name,
         model_text=read_text_file(path),
@@ -246,7 +246,7 @@ def emit(
     write_folder(Path(folder), files, force=force)
 
 
-def _load_profile(name: str, n_hosts: int) -> HardwareProfile:
-    from autoplan.hardware import load_profile
+def _load_hardware(name: str, n_hosts: int) -> HardwareProfile:
+    from autoplan.hardware import load_hardware_profile
 
-    return load_profile(name, n_hosts=n_hosts)
+    return load_hardware_profile(name, n_hosts=n_hosts)

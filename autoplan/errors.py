@@ -1,7 +1,7 @@
 """The error tree: every error a user can cause, and the exit code it ends with.
 
 AutoplanError
-|-- InputError          3   a profile, model file, plan or option is wrong
+|-- InputError          3   a hardware profile, model file, plan or option is wrong
 |   `-- UsageError      2   the command line itself is wrong
 |-- TraceError          4   the model cannot be traced
 |-- SolverError         1   the solver failed (a bug, or a broken installation)

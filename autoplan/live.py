@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.errors import PlanMismatchError, UsageError
 from autoplan.graph import OpGraph
-from autoplan.hardware import HardwareProfile, load_profile
+from autoplan.hardware import HardwareProfile, load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 from autoplan.planning.problem import Overrides, checked, default_global_batch, trace_model
@@ -78,18 +78,18 @@ def parallelize(
 
     device_type = device_type or runtime.default_device_type()
     chosen = checked(Options(**options))
-    profile = load_profile(hw, n_hosts=hosts)
+    hardware = load_hardware_profile(hw, n_hosts=hosts)
     graph = trace(module, example_batch, loss_fn=loss_fn, module_level=chosen.module_level)
     runtime.join_process_group(device_type)
     n_processes = runtime.world_size()
     if plan is None:
-        plan = runtime.from_first_rank(lambda: _best_plan(graph, profile, chosen, n_processes))
+        plan = runtime.from_first_rank(lambda: _best_plan(graph, hardware, chosen, n_processes))
     if plan.mesh.n_devices != n_processes:
         raise PlanMismatchError(
             f"the plan is for {plan.mesh.n_devices} processes, {n_processes} are running\n"
             "  fix: start as many processes as the plan has devices, or let parallelize() plan"
         )
-    check_plan(plan, graph, profile, rule_files=chosen.rules)
+    check_plan(plan, graph, hardware, rule_files=chosen.rules)
     config, parallel_model = live_program(graph, plan, rule_files=chosen.rules)
     given = {"loss_fn": loss_fn, "build_optimizer": build_optimizer}
     functions = {name: function for name, function in given.items() if function is not None}
@@ -122,17 +122,19 @@ def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
     return trace_modules(replace(source, build_model=lambda: copy.deepcopy(module).cpu()))
 
 
-def _best_plan(graph: OpGraph, profile: HardwareProfile, options: Options, n_processes: int) -> Plan:
-    from autoplan.profile.lookup import measurements_of
+def _best_plan(graph: OpGraph, hardware: HardwareProfile, options: Options, n_processes: int) -> Plan:
+    from autoplan.measure_model.lookup import measurements_of
     from autoplan.search import search
     from autoplan.space.priced import priced_space
 
     global_batch = options.global_batch or default_global_batch(n_processes)
-    measured = measurements_of(options, graph, profile, model=graph.name)
-    offered = priced_space(graph, profile, options, global_batch=global_batch, n_devices=n_processes, measured=measured)
+    measured = measurements_of(options, graph, hardware, model=graph.name)
+    offered = priced_space(
+        graph, hardware, options, global_batch=global_batch, n_devices=n_processes, measured=measured
+    )
     result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
     if result.best is None:
         raise PlanMismatchError(
-            f"{profile.name}: no plan for {n_processes} processes ({result.status})\n  found: {result.why_nothing}"
+            f"{hardware.name}: no plan for {n_processes} processes ({result.status})\n  found: {result.why_nothing}"
         )
     return result.best.plan

@@ -148,7 +148,7 @@ class GroupRanks:
     """`n_ranks` neighbouring pipeline ranks on the hosts of one group of a mixed cluster.
 
     Where the mesh has shares of the batch, those of one share: all pipeline ranks of its data-parallel ranks. `group`
-    is an index into the groups of the cluster, `hardware` the name of its profile.
+    is an index into the groups of the cluster, `hardware` the name of its hardware profile.
     """
 
     group: int
@@ -254,7 +254,8 @@ class Estimate:
         step_s: seconds of one optimizer step.
         allocated_bytes: per pipeline rank, the most bytes the training itself has allocated at once.
         needed_bytes: per pipeline rank, `allocator_bytes` and what lies outside of the allocator: the device context
-            and communication buffers. This is what must not exceed `memory_limit_bytes`.
+            and communication buffers. This is what must not exceed `memory_limit_bytes`, and what JSON, rows and
+            remedies call `peak_bytes`: of each rank (`peak_bytes_per_stage`), or of the one they name.
         memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `needed_bytes`.
         memory_limit_bytes: what a device offers; of several kinds, the one with the least.
         rank_limits_bytes: per pipeline rank, what its devices offer, where they differ; empty where all are alike.

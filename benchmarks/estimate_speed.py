@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autoplan.api import trace_model
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.simulator.simulate import simulate
@@ -72,9 +72,9 @@ def equal_stages(n_segments: int, n_stages: int) -> tuple[StagePlan, ...]:
 def main() -> None:
     for file, overrides, n_hosts, meshes in CASES:
         graph = trace_model(EXAMPLES / file, overrides=overrides)
-        profile = load_profile(HARDWARE, n_hosts=n_hosts)
+        hardware = load_hardware_profile(HARDWARE, n_hosts=n_hosts)
         for mesh in meshes:
-            offered = priced_space(graph, profile, Options(), global_batch=mesh.global_batch_size)
+            offered = priced_space(graph, hardware, Options(), global_batch=mesh.global_batch_size)
             stages = equal_stages(len(graph.segments), mesh.n_stages)
             start_s = time.process_time()
             table = offered.price(mesh)

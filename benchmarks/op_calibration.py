@@ -30,8 +30,8 @@ from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import segment_work, timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts
-from autoplan.hardware import load_profile
-from autoplan.measurements.segment_key import content_key
+from autoplan.hardware import load_hardware_profile
+from autoplan.measured_profile.segment_key import content_key
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
 
@@ -65,7 +65,7 @@ def kinds_of_ops() -> dict[str, str]:
     return found
 
 
-def samples(results: Path, hardware: str) -> list[Sample]:
+def samples(results: Path, hw: str) -> list[Sample]:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     plain = [
         row
@@ -74,11 +74,11 @@ def samples(results: Path, hardware: str) -> list[Sample]:
         and row.get("module", "generated") == "generated" and row.get("memory_format", "contiguous") == "contiguous"
     ]  # fmt: skip
     largest = {row["content"]: row for row in sorted(plain, key=lambda row: row["micro_batch_size"])}
-    profile, rules, kinds = load_profile(hardware), load_rules(), kinds_of_ops()
+    hardware, rules, kinds = load_hardware_profile(hw), load_rules(), kinds_of_ops()
     found: dict[tuple[str, str], Sample] = {}
     for case in {(c.model, c.set): c for c in predictions.cases()}.values():
         graph = trace_model(case.file, overrides=case.overrides)
-        facts, context = GraphFacts.of(graph), work_contexts(graph, profile, "bf16", rules)(1)
+        facts, context = GraphFacts.of(graph), work_contexts(graph, hardware, "bf16", rules)(1)
         for segment in graph.first_of_kind().values():
             row = largest.get(content_key(graph, facts, segment))
             if row is None:
@@ -126,8 +126,8 @@ def predicted_s(way: str, sample: Sample, others: list[Sample]) -> float:
     return sum(part * ratios.get(kind, 1.0) for kind, part in sample.parts_s.items())
 
 
-def main(results: Path, hardware: str = "h200_x4") -> None:
-    found = samples(results, hardware)
+def main(results: Path, hw: str = "h200_x4") -> None:
+    found = samples(results, hw)
     for title, is_other in (
         ("from other segments of the same model", lambda sample, other: other.model == sample.model),
         ("from segments of all models", lambda sample, other: True),

@@ -37,7 +37,7 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.table import CostTable
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import OpGraph
-from autoplan.hardware import NO_SHARDING, HardwareProfile, load_profile
+from autoplan.hardware import NO_SHARDING, HardwareProfile, load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
@@ -171,8 +171,8 @@ def case_of(row: Row) -> Case:
 @cache
 def cluster(name: str, n_devices: int) -> HardwareProfile:
     """As many hosts as hold the devices; `fully_shard` was not there to take time of them."""
-    profile = load_profile(name, n_hosts=-(-n_devices // load_profile(name).n_devices))
-    return replace(profile, device=replace(profile.device, sharding=NO_SHARDING))
+    hardware = load_hardware_profile(name, n_hosts=-(-n_devices // load_hardware_profile(name).n_devices))
+    return replace(hardware, device=replace(hardware.device, sharding=NO_SHARDING))
 
 
 @cache
@@ -186,13 +186,13 @@ def shardings_of(sizes: Sizes, hardware: str, precision: str, tp: int) -> Shardi
     if tp == 1:
         return {}
     options = Options(precision=precision, fix=(("tp", str(tp)),))
-    return all_shardings(graph_of(sizes), load_profile(hardware), options, RULES, batch_size=1)
+    return all_shardings(graph_of(sizes), load_hardware_profile(hardware), options, RULES, batch_size=1)
 
 
 class Predictor:
     """Prices cases, on changed hardware if so wished; what cases share is computed once."""
 
-    def __init__(self, change: Callable[[HardwareProfile], HardwareProfile] = lambda profile: profile) -> None:
+    def __init__(self, change: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware) -> None:
         self._change = change
         self._pricer = cache(self._make_pricer)
         self._core_s = cache(self._find_core_s)
@@ -222,7 +222,7 @@ class Predictor:
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:
         return make_pricer(
             graph_of(program.sizes),
-            profile=self._change(cluster(program.hardware, n_devices)),
+            hardware=self._change(cluster(program.hardware, n_devices)),
             precision=program.precision,
             shardings=shardings_of(program.sizes, program.hardware, program.precision, program.tp),
             rules=RULES,
@@ -231,8 +231,8 @@ class Predictor:
     def _find_core_s(self, program: Program, kind: int, micro_batch_size: int) -> float:
         """The forward pass of `CoreAttention` in one kind of segment; it communicates nothing."""
         graph = graph_of(program.sizes)
-        profile = self._change(cluster(program.hardware, program.tp))
-        context = work_contexts(graph, profile, program.precision, RULES)(program.tp)
+        hardware = self._change(cluster(program.hardware, program.tp))
+        context = work_contexts(graph, hardware, program.precision, RULES)(program.tp)
         shardings = shardings_of(program.sizes, program.hardware, program.precision, program.tp)
         found = (own for own in shardings.get((program.tp, program.sharding), ()) if own.kind == kind)
         segment = graph.first_of_kind()[kind]
@@ -341,7 +341,7 @@ def _result(found: Prediction) -> dict[str, object]:
 
 def on_device(values: Mapping[str, float]) -> Predictor:
     """A predictor on devices with these figures."""
-    return Predictor(lambda profile: replace(profile, device=replace(profile.device, **values)))
+    return Predictor(lambda hardware: replace(hardware, device=replace(hardware.device, **values)))
 
 
 def rms(found: Iterable[Prediction]) -> float:
@@ -351,7 +351,7 @@ def rms(found: Iterable[Prediction]) -> float:
 def fit() -> None:
     """The constants with the least rms error, the sources of the rows weighing alike; by halving steps."""
     cases = [case_of(row) for row in rows() if reason_against(row) is None]
-    one_host = [case for case in cases if case.mesh.n_devices <= load_profile(FIT_HARDWARE).n_devices]
+    one_host = [case for case in cases if case.mesh.n_devices <= load_hardware_profile(FIT_HARDWARE).n_devices]
     large = [case for case in cases if case.model in FIT_LARGE]
     used = ([case for case in one_host if case.model not in FIT_LARGE][::FIT_EVERY], large)
 
@@ -359,7 +359,7 @@ def fit() -> None:
         predict = on_device(values)
         return sum(rms(map(predict, group)) for group in used)
 
-    device = load_profile(FIT_HARDWARE).device
+    device = load_hardware_profile(FIT_HARDWARE).device
     best = {name: getattr(device, name) for name in CONSTANTS}
     least, steps = loss(best), dict(CONSTANTS)
     for _ in range(N_HALVINGS):

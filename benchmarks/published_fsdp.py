@@ -23,7 +23,7 @@ from published import HEAD, Case, Prediction, Program, by_source, described, sum
 
 from autoplan import api
 from autoplan.answers.answer import step_interval_s
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.planning.problem import Problem
@@ -69,7 +69,7 @@ def case_of(row: Row) -> Case:
 
 @cache
 def problem_of(program: Program, n_devices: int, global_batch: int) -> Problem:
-    n_hosts = n_devices // load_profile(program.hardware).n_devices
+    n_hosts = n_devices // load_hardware_profile(program.hardware).n_devices
     options = Options(global_batch=global_batch)
     return api.make_problem(MODEL, hw=program.hardware, hosts=n_hosts, overrides=dict(program.sizes), options=options)
 
@@ -83,7 +83,7 @@ def predicted(case: Case, *, reduced_in: str) -> tuple[Prediction, bool]:
         case.mesh,
         (StagePlan(0, last + 1, again),),
         hardware=case.program.hardware,
-        n_hosts=problem.profile.n_hosts,
+        n_hosts=problem.hardware.n_hosts,
         recompute=case.recompute,
         loss="chunked",
         grad_compression=reduced_in,

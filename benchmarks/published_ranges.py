@@ -16,7 +16,7 @@ from pathlib import Path
 import published
 
 from autoplan import api
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 
 MODEL = Path(__file__).parent.parent / "examples" / "gpt.py"
@@ -37,7 +37,7 @@ def predictions_s(row: published.Row) -> Iterator[tuple[int, float, float]]:
     dp, global_batch = int(row["dp"]), int(row["global_batch"])
     names = (("n_layers", "layers"), ("n_heads", "heads"), ("width", "hidden"))
     sizes = {"context": int(row["seq_len"]), "vocabulary": int(row["vocab"])} | {n: int(row[key]) for n, key in names}
-    n_hosts = int(row["gpus"]) // load_profile(HARDWARE[row["gpu"]]).n_devices
+    n_hosts = int(row["gpus"]) // load_hardware_profile(HARDWARE[row["gpu"]]).n_devices
     per_rank = global_batch // dp
     for micro_batch in (size for size in range(1, per_rank + 1) if per_rank % size == 0):
         fix = (

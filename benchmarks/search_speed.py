@@ -86,29 +86,29 @@ def measure(
 
 def _plan(graph, n_hosts: int, global_batch: int, time_limit_s: float) -> tuple:
     """Devices, seconds to price the space and to search it, and the result."""
-    from autoplan.hardware import load_profile
+    from autoplan.hardware import load_hardware_profile
     from autoplan.options import Options
     from autoplan.search import search
     from autoplan.space.priced import priced_space
 
     options = Options(global_batch=global_batch, time_limit_s=time_limit_s)
-    profile, start_s = load_profile(HARDWARE, n_hosts=n_hosts), time.process_time()
-    offered, space_s = priced_space(graph, profile, options, global_batch=global_batch), time.process_time() - start_s
+    hardware, start_s = load_hardware_profile(HARDWARE, n_hosts=n_hosts), time.process_time()
+    offered, space_s = priced_space(graph, hardware, options, global_batch=global_batch), time.process_time() - start_s
     start_s = time.process_time()
     result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
-    return profile.n_devices, space_s, time.process_time() - start_s, result
+    return hardware.n_devices, space_s, time.process_time() - start_s, result
 
 
 def _plan_mixed(graph, hosts: list[int], global_batch: int, time_limit_s: float) -> tuple:
     """Likewise, in fp16, which both kinds have."""
-    from autoplan.hardware import load_profile
+    from autoplan.hardware import load_hardware_profile
     from autoplan.hardware.cluster import load_cluster
     from autoplan.options import Options
-    from autoplan.search.mixed import search_mixed
-    from autoplan.space.mixed import mixed_space
+    from autoplan.search.mixed_search import search_mixed
+    from autoplan.space.mixed_space import mixed_space
 
     options = Options(global_batch=global_batch, precision="fp16", time_limit_s=time_limit_s)
-    groups = tuple(load_profile(kind, n_hosts=n) for kind, n in zip(KINDS, hosts, strict=True))
+    groups = tuple(load_hardware_profile(kind, n_hosts=n) for kind, n in zip(KINDS, hosts, strict=True))
     cluster, start_s = replace(load_cluster(EXAMPLES / BETWEEN), groups=groups), time.process_time()
     space, space_s = mixed_space(graph, cluster, options, global_batch=global_batch), time.process_time() - start_s
     start_s = time.process_time()

@@ -15,8 +15,8 @@ from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import segment_work
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts
-from autoplan.hardware import load_profile
-from autoplan.measurements.segment_key import content_key
+from autoplan.hardware import load_hardware_profile
+from autoplan.measured_profile.segment_key import content_key
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
 from autoplan.tracing.trace import model_source, trace_model
@@ -25,15 +25,15 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 MODELS = {"llama 1b": ("llama.py", "1b"), "llama 8b": ("llama.py", "8b"), "gpt 1.5b": ("gpt.py", "1.5b")}
 
 
-def main(results: Path, hardware: str) -> None:
+def main(results: Path, hw: str) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     unsplit = {(r["content"], r["micro_batch_size"]): r for r in rows if r["what"] == "segment" and r["tp"] == 1}
-    profile, rules = load_profile(hardware), load_rules()
+    hardware, rules = load_hardware_profile(hw), load_rules()
     print(f"{'segment':22} {'batch':>5} {'forward ms':>17} {'error':>7} {'backward ms':>17} {'error':>7} {'saved':>7}")
     errors: dict[str, list[float]] = {"forward": [], "backward": [], "saved": []}
     for name, (file, size) in MODELS.items():
         graph = trace_model(model_source(EXAMPLES / file, {"size": size}))
-        facts, context = GraphFacts.of(graph), work_contexts(graph, profile, "bf16", rules)(1)
+        facts, context = GraphFacts.of(graph), work_contexts(graph, hardware, "bf16", rules)(1)
         for segment in graph.first_of_kind().values():
             key = content_key(graph, facts, segment)
             layouts = read_sharding(graph, segment, None, degree=1, rules=rules, facts=facts)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autoplan.checks.options import parse_fix
 from autoplan.options import Options
-from autoplan.report.plain_text import text_table
+from autoplan.plain_text import text_table
 from autoplan.what_if.asking import ask
 from autoplan.what_if.question import Question
 from autoplan.what_if.rows import WhatIfRow

@@ -13,7 +13,7 @@ reduce-scatter in NCCL, so none here: see `ring.py`.
 
 from autoplan.cost_models import ring, tree
 
-from autoplan.cost.collectives import Route
+from autoplan.cost.collective_time import Route
 
 
 def all_reduce_s(size_bytes: float, route: Route) -> float | None:

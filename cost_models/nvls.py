@@ -8,7 +8,7 @@ Only for groups that fill a host whose profile gives a multicast rate. The maint
 Source: NVIDIA/nccl-tests issue 212.
 """
 
-from autoplan.cost.collectives import Route
+from autoplan.cost.collective_time import Route
 
 SLOW_START_FIT = 12.0  # 256 MB on 8 devices: 448 MB moved; 448 / (448 + 12 * 6 MiB) = 0.86
 

@@ -16,7 +16,7 @@ NCCL has no two-level all-gather or reduce-scatter, so a ring is all there is.
 Source: "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
 
-from autoplan.cost.collectives import Route
+from autoplan.cost.collective_time import Route
 
 
 def all_reduce_s(size_bytes: float, route: Route) -> float:

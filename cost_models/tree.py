@@ -11,7 +11,7 @@ hosts.
 Source: "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
 """
 
-from autoplan.cost.collectives import Route
+from autoplan.cost.collective_time import Route
 
 
 def all_reduce_s(size_bytes: float, route: Route) -> float | None:

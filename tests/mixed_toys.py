@@ -10,7 +10,7 @@ from itertools import permutations, product
 
 from brute_force import Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
 
-from autoplan.cost.mixed import joined, shared
+from autoplan.cost.mixed_price import joined, shared
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, Plan, StagePlan

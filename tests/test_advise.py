@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whatif_toys import PARTS, toy_result, toy_row
 
-from autoplan import cli, load_profile
+from autoplan import cli, load_hardware_profile
 from autoplan.hardware.cluster import groups_alone
 from autoplan.units import GiB
 from autoplan.what_if import advising
@@ -49,7 +49,7 @@ ROWS = (
     _row(8, 64, compute_s=0.125, comm_s=0.15),
 )
 GOOD = Facts(
-    profile=load_profile("dgx_a100_x8"),
+    hardware=load_hardware_profile("dgx_a100_x8"),
     one=_row(1, 1, compute_s=8.0),
     half=_row(1, 4, compute_s=2.0, comm_s=0.02),
     host=ROWS[0],
@@ -68,7 +68,7 @@ GOOD = Facts(
     [
         ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
         ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
-        ("mend_links", {"profile": load_profile("a100_pcie_x8")}),
+        ("mend_links", {"hardware": load_hardware_profile("a100_pcie_x8")}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
         ("stay_on_one", {"deadline_s": 9000.0}),

@@ -6,9 +6,9 @@ import pytest
 from distributed.programs import graph_of, make_plan
 from test_equivalence import ZERO_BUBBLE_V, assert_equal_to_one_process
 
-from autoplan.cost.collectives import Group, send_s
+from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.price import make_pricer
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
 
@@ -72,8 +72,8 @@ def test_skips_over_four_ranks_equal_one_process(tmp_path):
 def test_a_cut_is_priced_with_all_that_crosses_it():
     # U-Net, micro-batch 1, fp32, before segment 7 (up.0 is done): its output 32 x 4 x 4 = 512, the skips 8 x 16 x 16 =
     # 2048, 16 x 8 x 8 = 1024 and 32 x 4 x 4 = 512 elements; before segment 1 only the first skip, also the next input
-    profile = load_profile("dgx_a100_x8")
-    price = make_pricer(graph_of("unet"), profile=profile, precision="fp32", shardings={}, rules=load_rules())
+    hardware = load_hardware_profile("dgx_a100_x8")
+    price = make_pricer(graph_of("unet"), hardware=hardware, precision="fp32", shardings={}, rules=load_rules())
     cut_s = price(Mesh(pp=2, n_micro_batches=2)).cut_s
     for cut, n_elements in ((7, 512 + 2048 + 1024 + 512), (1, 2048)):
-        assert cut_s[cut - 1] == send_s(4 * n_elements, pair=Group(2, 2), profile=profile)
+        assert cut_s[cut - 1] == send_s(4 * n_elements, pair=Group(2, 2), hardware=hardware)

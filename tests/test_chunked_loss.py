@@ -19,7 +19,7 @@ from autoplan.checks.plan import check_plan
 from autoplan.codegen import config_values, writer
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.rules import load_rules
@@ -30,7 +30,7 @@ from autoplan.space.priced import price_plan, priced_space
 from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 LLAMA = EXAMPLES / "llama.py"
-PROFILE = load_profile("dgx_a100_x8", n_hosts=1)
+PROFILE = load_hardware_profile("dgx_a100_x8", n_hosts=1)
 TOLERANCE = 1e-9
 N_STEPS = 2
 ZERO3 = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2}
@@ -138,7 +138,7 @@ def large():
 
 
 def head_costs(graph, *, precision="bf16", size=1, loss=None):
-    price = make_pricer(graph, profile=PROFILE, precision=precision, shardings={}, rules=load_rules(), loss=loss)
+    price = make_pricer(graph, hardware=PROFILE, precision=precision, shardings={}, rules=load_rules(), loss=loss)
     return price(Mesh(micro_batch_size=size)).costs[graph.segments[-1].kind]
 
 

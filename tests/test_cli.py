@@ -262,7 +262,7 @@ def fp32_problem_and_plan():
 
 def test_mfu_of_a_given_plan_is_against_the_peak_of_its_precision(fp32_problem_and_plan) -> None:
     problem, plan = fp32_problem_and_plan
-    peaks = dict(problem.profile.device.peak_flops_per_s)
+    peaks = dict(problem.hardware.device.peak_flops_per_s)
     assert api.score(problem, plan).workload.peak_flops_per_s == peaks["fp32"] != peaks["bf16"]
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.cost.collectives import KINDS, Group, axis_group, collective_s, route_of, send_s
+from autoplan.cost.collective_time import KINDS, Group, axis_group, collective_s, route_of, send_s
 from autoplan.errors import InputError
-from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile, profile_names
+from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, hardware_names, load_hardware_profile
 from autoplan.registry import load_table
 from autoplan.units import GB, MB, MiB
 
@@ -55,7 +55,7 @@ def test_an_axis_larger_than_the_cluster_is_an_error_with_both_figures():
 
 def test_a_group_over_hosts_that_do_not_exist_is_an_error():
     with pytest.raises(InputError, match="plan for more hosts"):
-        collective_s("all_reduce", 1.0, group=Group(8, 4), profile=toy(n_hosts=1))
+        collective_s("all_reduce", 1.0, group=Group(8, 4), hardware=toy(n_hosts=1))
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------
@@ -72,67 +72,67 @@ def test_a_group_over_hosts_that_do_not_exist_is_an_error():
     ],
 )
 def test_inside_a_host_a_collective_takes_its_bus_bytes_over_the_link(kind, expected_s):
-    assert collective_s(kind, 1 * GB, group=Group(4, 4), profile=toy()) == pytest.approx(expected_s)
+    assert collective_s(kind, 1 * GB, group=Group(4, 4), hardware=toy()) == pytest.approx(expected_s)
 
 
 def test_a_ring_takes_one_latency_per_step():
     # 2 x 3 steps of 0.1 s, and 1.5 s of transfer
-    assert collective_s("all_reduce", 1 * GB, group=Group(4, 4), profile=toy(host_latency_s=0.1)) == pytest.approx(2.1)
+    assert collective_s("all_reduce", 1 * GB, group=Group(4, 4), hardware=toy(host_latency_s=0.1)) == pytest.approx(2.1)
 
 
 def test_half_the_rate_is_reached_at_half_rate_bytes():
     # all-gather of 4/3 GB moves 1 GB = half_rate_bytes, so 1 GB/s looks like 0.5 GB/s: 2 s
-    seconds = collective_s("all_gather", 4 / 3 * GB, group=Group(4, 4), profile=toy(half=GB))
+    seconds = collective_s("all_gather", 4 / 3 * GB, group=Group(4, 4), hardware=toy(half=GB))
     assert seconds == pytest.approx(2.0)
 
 
 def test_large_all_reduce_over_hosts_takes_the_two_level_path():
     # inside: 2 x 3/4 GB over 1 GB/s = 1.5 s; between: 2 x 3/4 of 1/4 GB over 0.1 GB/s = 3.75 s.
     # One ring over 16 ranks would take 2 x 15/16 / 4 GB over 0.1 GB/s = 4.69 s.
-    assert collective_s("all_reduce", 1 * GB, group=Group(16, 4), profile=toy()) == pytest.approx(4.6875)
+    assert collective_s("all_reduce", 1 * GB, group=Group(16, 4), hardware=toy()) == pytest.approx(4.6875)
     # With a network ten times slower the two-level path wins: 1.5 + 37.5 = 39 s against 46.9 s.
     slow = toy(network_bytes_per_s=0.01 * GB)
-    assert collective_s("all_reduce", 1 * GB, group=Group(16, 4), profile=slow) == pytest.approx(39.0)
+    assert collective_s("all_reduce", 1 * GB, group=Group(16, 4), hardware=slow) == pytest.approx(39.0)
 
 
 def test_small_all_reduce_between_many_hosts_takes_the_tree():
     # 16 hosts with one device each, 1 s latency, no bytes to speak of: ring 30 s, tree 2 x log2(16) = 8 s
-    profile = toy(n_per_host=2, n_hosts=16, network_latency_s=1.0)
-    assert collective_s("all_reduce", 1.0, group=Group(16, 1), profile=profile) == pytest.approx(8.0)
+    hardware = toy(n_per_host=2, n_hosts=16, network_latency_s=1.0)
+    assert collective_s("all_reduce", 1.0, group=Group(16, 1), hardware=hardware) == pytest.approx(8.0)
 
 
 def test_all_gather_over_hosts_uses_the_network_share_of_every_member():
     # 16 ranks, 4 per host: 15/16 GB through 4 shares of 0.1 GB/s = 2.34 s; one member per host: 3/4 GB / 0.1 = 7.5 s
-    assert collective_s("all_gather", 1 * GB, group=Group(16, 4), profile=toy()) == pytest.approx(2.34375)
-    assert collective_s("all_gather", 1 * GB, group=Group(4, 1), profile=toy()) == pytest.approx(7.5)
+    assert collective_s("all_gather", 1 * GB, group=Group(16, 4), hardware=toy()) == pytest.approx(2.34375)
+    assert collective_s("all_gather", 1 * GB, group=Group(4, 1), hardware=toy()) == pytest.approx(7.5)
 
 
 def test_all_to_all_over_hosts_is_paced_by_the_bytes_that_leave_the_host():
     # each of 16 devices holds 1/16 GB and sends 12/16 of it abroad: 0.046875 GB over 0.1 GB/s
-    assert collective_s("all_to_all", 1 * GB, group=Group(16, 4), profile=toy()) == pytest.approx(0.46875)
+    assert collective_s("all_to_all", 1 * GB, group=Group(16, 4), hardware=toy()) == pytest.approx(0.46875)
 
 
 def test_a_send_takes_latency_and_bytes_over_the_link_it_crosses():
-    profile = toy(host_latency_s=0.5, network_latency_s=1.0)
-    assert send_s(1 * GB, pair=Group(2, 2), profile=profile) == pytest.approx(1.5)
-    assert send_s(1 * GB, pair=Group(2, 1), profile=profile) == pytest.approx(11.0)
+    hardware = toy(host_latency_s=0.5, network_latency_s=1.0)
+    assert send_s(1 * GB, pair=Group(2, 2), hardware=hardware) == pytest.approx(1.5)
+    assert send_s(1 * GB, pair=Group(2, 1), hardware=hardware) == pytest.approx(11.0)
 
 
 def test_measured_rates_of_smaller_groups_are_used():
-    profile = load_profile("v100_x8")
+    hardware = load_hardware_profile("v100_x8")
     # 22.6 of 150 GB/s for a pair, 134.5 for all eight; three devices take the pair's figure
     for n_devices, gb_per_s in ((2, 22.6), (3, 22.6), (8, 134.5)):
-        (level,) = route_of(Group(n_devices, n_devices), profile).levels
+        (level,) = route_of(Group(n_devices, n_devices), hardware).levels
         assert level.link.bytes_per_s == pytest.approx(gb_per_s * GB)
 
 
 def test_multicast_speeds_up_an_all_reduce_of_a_whole_host_and_nothing_else():
-    with_multicast = load_profile("dgx_h100_x8")
+    with_multicast = load_hardware_profile("dgx_h100_x8")
     link = replace(with_multicast.links[0], multicast_bus_efficiency=None)
     without = replace(with_multicast, links=(link,))
 
     def speedup(kind, group):
-        times = [collective_s(kind, 4 * GB, group=group, profile=p) for p in (without, with_multicast)]
+        times = [collective_s(kind, 4 * GB, group=group, hardware=p) for p in (without, with_multicast)]
         return times[0] / times[1]
 
     assert speedup("all_reduce", Group(8, 8)) > 1.2  # 480 / 370 = 1.30 for very large tensors
@@ -147,53 +147,53 @@ GROUPS = st.sampled_from([Group(2, 2), Group(4, 4), Group(2, 1), Group(4, 1), Gr
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_device_communicates_nothing(kind):
-    assert collective_s(kind, 1e9, group=Group(1, 1), profile=toy()) == 0.0
+    assert collective_s(kind, 1e9, group=Group(1, 1), hardware=toy()) == 0.0
 
 
 @given(kind=st.sampled_from(KINDS), size=SIZES, more=st.floats(1.0, 100.0), group=GROUPS)
 def test_more_bytes_never_take_less_time(kind, size, more, group):
-    profile = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
-    small, large = (collective_s(kind, n, group=group, profile=profile) for n in (size, size * more))
+    hardware = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
+    small, large = (collective_s(kind, n, group=group, hardware=hardware) for n in (size, size * more))
     assert small <= large * (1 + 1e-12)
 
 
 @given(kind=st.sampled_from(KINDS[:3]), size=SIZES)
 def test_more_devices_never_take_less_time(kind, size):
-    profile = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
+    hardware = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
     groups = [Group(2, 2), Group(4, 4), Group(8, 4), Group(16, 4)]
-    times = [collective_s(kind, size, group=group, profile=profile) for group in groups]
+    times = [collective_s(kind, size, group=group, hardware=hardware) for group in groups]
     assert times == sorted(times)
 
 
 @given(size=SIZES, group=GROUPS)
 def test_an_all_reduce_takes_at_least_as_long_as_a_reduce_scatter(size, group):
-    profile = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
-    both = [collective_s(kind, size, group=group, profile=profile) for kind in ("all_reduce", "reduce_scatter")]
+    hardware = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
+    both = [collective_s(kind, size, group=group, hardware=hardware) for kind in ("all_reduce", "reduce_scatter")]
     assert both[0] >= both[1]
 
 
 @given(kind=st.sampled_from(KINDS), size=SIZES, faster=st.floats(1.0, 50.0), tier=st.sampled_from([0, 1]), group=GROUPS)
 def test_more_bandwidth_never_takes_more_time(kind, size, faster, tier, group):
-    profile = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
-    links = list(profile.links)
+    hardware = toy(host_latency_s=1e-6, network_latency_s=1e-5, half=MiB)
+    links = list(hardware.links)
     links[tier] = replace(links[tier], bytes_per_s=links[tier].bytes_per_s * faster)
-    better = replace(profile, links=tuple(links))
-    slow, fast = (collective_s(kind, size, group=group, profile=p) for p in (profile, better))
+    better = replace(hardware, links=tuple(links))
+    slow, fast = (collective_s(kind, size, group=group, hardware=p) for p in (hardware, better))
     assert fast <= slow * (1 + 1e-12)
 
 
 @given(size=SIZES, group=GROUPS)
 def test_a_collective_takes_at_least_the_bytes_that_must_leave_a_device(size, group):
-    n, profile = group.n_devices, toy()
+    n, hardware = group.n_devices, toy()
     must_leave_s = (n - 1) / n * size / (1.0 * GB)
-    assert collective_s("all_gather", size, group=group, profile=profile) >= must_leave_s * (1 - 1e-12)
+    assert collective_s("all_gather", size, group=group, hardware=hardware) >= must_leave_s * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("key", sorted(ALGORITHMS))
 def test_every_algorithm_is_documented_and_runs_on_some_shipped_hardware(key):
     algorithm = ALGORITHMS[key]
     assert algorithm.__doc__ and key[0] in KINDS
-    profiles = [load_profile(name, n_hosts=4) for name in profile_names()]
+    profiles = [load_hardware_profile(name, n_hosts=4) for name in hardware_names()]
     routes = [
         route_of(group, p)
         for p in profiles
@@ -207,7 +207,7 @@ def test_every_algorithm_is_documented_and_runs_on_some_shipped_hardware(key):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_an_algorithm_for_every_group(kind):
     for group in (Group(2, 2), Group(2, 1), Group(4, 2), Group(6, 2)):
-        assert collective_s(kind, 1e6, group=group, profile=toy()) > 0
+        assert collective_s(kind, 1e6, group=group, hardware=toy()) > 0
 
 
 # --- measured --------------------------------------------------------------------------------------------------
@@ -242,9 +242,9 @@ SMALL_TOLERANCE = 0.30
 
 @pytest.mark.parametrize(("hw", "n_hosts", "n_per_host"), sorted(SWEEPS))
 def test_all_reduce_time_agrees_with_the_measured_nccl_sweep(hw, n_hosts, n_per_host):
-    profile, n = load_profile(hw, n_hosts=n_hosts), n_hosts * n_per_host
+    hardware, n = load_hardware_profile(hw, n_hosts=n_hosts), n_hosts * n_per_host
     for size_mib, bus_gb_per_s in SWEEPS[hw, n_hosts, n_per_host].items():
-        predicted_s = collective_s("all_reduce", size_mib * MiB, group=Group(n, n_per_host), profile=profile)
+        predicted_s = collective_s("all_reduce", size_mib * MiB, group=Group(n, n_per_host), hardware=hardware)
         measured_s = 2 * (n - 1) / n * size_mib * MiB / (bus_gb_per_s * GB)
         tolerance = LARGE_TOLERANCE[hw] if size_mib >= 64 else SMALL_TOLERANCE
         assert predicted_s == pytest.approx(measured_s, rel=tolerance), f"{size_mib} MiB on {n} devices"
@@ -256,15 +256,15 @@ def test_all_reduce_time_agrees_with_the_measured_nccl_sweep(hw, n_hosts, n_per_
     [(4, {64: 188.1, 256: 660.5, 1024: 2472.3}), (2, {64: 156.8, 256: 548.2, 1024: 1998.6})],
 )
 def test_all_gather_time_agrees_with_the_measured_sweep_on_h200(n_devices, measured_us):
-    profile = load_profile("h200_x4")
+    hardware = load_hardware_profile("h200_x4")
     for size_mib, us in measured_us.items():
-        seconds = collective_s("all_gather", size_mib * MiB, group=Group(n_devices, n_devices), profile=profile)
+        seconds = collective_s("all_gather", size_mib * MiB, group=Group(n_devices, n_devices), hardware=hardware)
         assert seconds == pytest.approx(us * 1e-6, rel=0.17)
 
 
 def test_two_hosts_with_one_h100_each_agree_with_the_measured_tree():
     # NVIDIA/nccl-tests#232: bus bandwidth 18.5, 36.2, 41.3 GB/s at 2, 8, 32 MB
-    profile = load_profile("dgx_h100_x8", n_hosts=2)
+    hardware = load_hardware_profile("dgx_h100_x8", n_hosts=2)
     for size_mb, bus_gb_per_s in {2: 18.5, 8: 36.2, 32: 41.3}.items():
-        seconds = collective_s("all_reduce", size_mb * MB, group=Group(2, 1), profile=profile)
+        seconds = collective_s("all_reduce", size_mb * MB, group=Group(2, 1), hardware=hardware)
         assert seconds == pytest.approx(size_mb * MB / (bus_gb_per_s * GB), rel=0.10)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autoplan import api
 from autoplan.cost.layout_prices import sharding_prices
 from autoplan.cost.work_context import work_contexts
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.layout import parse_layout, sharded
 from autoplan.options import Options
 from autoplan.rules import all_strategies, load_rules, operand_names
@@ -77,15 +77,15 @@ def test_attention_split_by_context_equals_one_process_on_four_ranks(tmp_path):
 
 
 def test_what_ranks_exchange_for_equal_shares_is_priced():
-    graph, rules, profile = graph_of("gpt"), load_rules(), load_profile("dgx_a100_x8")
+    graph, rules, hardware = graph_of("gpt"), load_rules(), load_hardware_profile("dgx_a100_x8")
     op = next(op for op in graph.ops if op.target == ATTENTION)
     operands = tuple(graph.specs()[name] for name in operand_names(op))
-    price = partial(sharding_prices, graph, profile=profile, precision="bf16", rules=rules, degree=2, batch_size=3)
+    price = partial(sharding_prices, graph, hardware=hardware, precision="bf16", rules=rules, degree=2, batch_size=3)
     with_it, without = (price(communication=share).op_s for share in (1.0, 0.0))
     (rows,) = [s for s in all_strategies(rules[ATTENTION], op, operands=operands, degree=2) if s.result == ROWS]
     # query and result, [3, 4 heads, 16 rows, 8] of 2 bytes each, forward and backward; each is packed by one kernel
-    each_s = work_contexts(graph, profile, "bf16", rules)(2).tp_collective_s("all_to_all", 3 * 4 * 16 * 8 * 2)
-    assert with_it(op, rows) - without(op, rows) == pytest.approx(4 * each_s + 2 * profile.device.kernel_s)
+    each_s = work_contexts(graph, hardware, "bf16", rules)(2).tp_collective_s("all_to_all", 3 * 4 * 16 * 8 * 2)
+    assert with_it(op, rows) - without(op, rows) == pytest.approx(4 * each_s + 2 * hardware.device.kernel_s)
 
 
 @pytest.mark.nightly

@@ -11,9 +11,9 @@ import pytest
 from autoplan import api
 from autoplan.codegen import forward
 from autoplan.errors import InputError
-from autoplan.measurements.segment_key import WHOLE, code_key
-from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
-from autoplan.measuring.results import key_of
+from autoplan.measured_profile.segment_key import WHOLE, code_key
+from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
+from autoplan.measuring_program.results import key_of
 from autoplan.options import Options
 from autoplan.rules import load_rules
 from autoplan.space.current_code import WHOLE_MODEL, with_current_code
@@ -135,7 +135,7 @@ def test_layouts_of_a_search_leave_old_lines_out_too() -> None:
     measured = MeasuredProfile((row, replace(row, code="other"), unknown, replace(unknown, assignment=WHOLE)), None, "")
     problem = api.make_problem(GPT, hw="h200_x4", overrides=SIZES, options=Options(global_batch=4))
     rules = load_rules()
-    splits = shardings_by_size(graph, problem.profile, problem.options, rules).values()
+    splits = shardings_by_size(graph, problem.hardware, problem.options, rules).values()
     found = with_current_code(measured, graph, [WHOLE_MODEL, *splits], precision="bf16", rules=rules)
     assert found.segments == (row, unknown, replace(unknown, assignment=WHOLE))
 

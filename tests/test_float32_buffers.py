@@ -19,7 +19,7 @@ from autoplan.analysis.float32_buffers import float32_buffers, float32_values, p
 from autoplan.codegen import config_values
 from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.work_context import work_contexts
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.rules import load_rules
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh
 from autoplan.runtime.buffers import cast_buffers
@@ -105,8 +105,8 @@ def test_the_runtime_knows_norms_of_the_user_and_is_told_the_rest() -> None:
 
 def test_memory_counts_them_in_float32() -> None:
     # the stem: one BatchNorm of 8 channels, mean and variance of 4 bytes, and a count of 8
-    graph, profile = graph_of("resnet"), load_profile("h200_x4")
-    contexts = {name: work_contexts(graph, profile, name, load_rules())(1) for name in ("bf16", "fp32")}
+    graph, hardware = graph_of("resnet"), load_hardware_profile("h200_x4")
+    contexts = {name: work_contexts(graph, hardware, name, load_rules())(1) for name in ("bf16", "fp32")}
     fixed = {name: [s.fixed_bytes for s in rank_segments(c).local(()).values()] for name, c in contexts.items()}
     assert fixed["bf16"] == fixed["fp32"] and fixed["bf16"][1] == 8 * 2 * 4 + 8
 
@@ -125,8 +125,8 @@ def statistics_after_training(precision, *, casts_all=False):
     cast = zero.cast_buffers
     config = Config(dp=2, precision=precision, micro_batch_size=4, blocks=("blocks.0",))
     if casts_all:
-        parallel = importlib.import_module("autoplan.runtime.parallel")
-        parallel.normalize_in_float32 = lambda stage: None
+        stage_order = importlib.import_module("autoplan.runtime.stage_order")
+        stage_order.normalize_in_float32 = lambda stage: None
         zero.cast_buffers = lambda root, dtype, **_: [cast(leaf, dtype) for leaf in plain_leaves(root)]
     model = ParallelModel(config, tiny_norm, mesh=build_rank_mesh(config, "cpu"), seed=3, learning_rate=0.0)
     for batch in batches():

@@ -7,7 +7,7 @@ import pytest
 from autoplan import api
 from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.errors import InputError, UsageError
-from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
+from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution, Mesh
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 

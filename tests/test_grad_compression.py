@@ -25,7 +25,7 @@ from autoplan.checks.plan import check_plan
 from autoplan.codegen import generate
 from autoplan.cost.grad_compression import Compression, n_launches, narrow_reduction, power_sgd_reduction
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import NO_SHARDING, Device, load_profile
+from autoplan.hardware import NO_SHARDING, Device, load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.rules import load_rules
@@ -315,7 +315,7 @@ def test_a_plan_compresses_only_where_that_is_asked_for():
 def test_a_plan_that_was_edited_into_what_cannot_be_is_refused(fields, message):
     plan = make_plan("mlp", dp=2)
     with pytest.raises(InputError, match=message):
-        check_plan(replace(plan, **fields), graph_of("mlp"), load_profile("dgx_a100_x8"))
+        check_plan(replace(plan, **fields), graph_of("mlp"), load_hardware_profile("dgx_a100_x8"))
 
 
 def test_a_program_says_how_gradients_are_reduced_and_is_checked_without():

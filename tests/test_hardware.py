@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.errors import AutoplanError, InputError, UsageError
-from autoplan.hardware import load_profile, profile_names, validate_file
-from autoplan.hardware.file import build_profile
+from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
+from autoplan.hardware.file import build_hardware_profile
 from autoplan.registry import load_table
 
 REQUIRED = {
@@ -71,7 +71,7 @@ def changed(old: str, new: str) -> str:
 
 def message_of(text: str) -> str:
     with pytest.raises(InputError) as error:
-        build_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
+        build_hardware_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
     assert error.value.exit_code == 3
     return str(error.value)
 
@@ -80,38 +80,38 @@ def message_of(text: str) -> str:
 
 
 def test_the_required_profiles_are_shipped():
-    assert set(profile_names()) >= REQUIRED
-    assert "shared" not in profile_names()
+    assert set(hardware_names()) >= REQUIRED
+    assert "shared" not in hardware_names()
 
 
-@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("name", hardware_names())
 def test_every_shipped_profile_loads_over_every_network_with_a_source_for_each_figure(name):
     for network in ("", "+ethernet_10g", "+ethernet_100g", "+infiniband_400g"):
-        profile = load_profile(name + network, n_hosts=3)
-        assert profile.n_devices == 3 * profile.n_devices_per_host
-        assert len(profile.links) == 2
-        assert profile.overlap_slowdown >= 1.0
+        hardware = load_hardware_profile(name + network, n_hosts=3)
+        assert hardware.n_devices == 3 * hardware.n_devices_per_host
+        assert len(hardware.links) == 2
+        assert hardware.overlap_slowdown >= 1.0
         # 4 device figures + 2 times + at least one peak, 1 host figure, 4 figures of each link
-        assert len(profile.sources) >= 6 + 1 + 1 + 8
-        assert all(field and source.strip() for field, source in profile.sources)
+        assert len(hardware.sources) >= 6 + 1 + 1 + 8
+        assert all(field and source.strip() for field, source in hardware.sources)
 
 
-@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("name", hardware_names())
 def test_every_shipped_link_rate_is_plausible_for_one_direction(name):
-    profile = load_profile(name, n_hosts=2)
-    for link in profile.links:
+    hardware = load_hardware_profile(name, n_hosts=2)
+    for link in hardware.links:
         assert 0 < link.bus_efficiency <= 1
         assert all(0 < efficiency <= 1 for _, efficiency in link.kind_bus_efficiency)
-    assert profile.links[0].bytes_per_s <= 900e9
-    assert profile.links[1].bytes_per_s <= 50e9
+    assert hardware.links[0].bytes_per_s <= 900e9
+    assert hardware.links[1].bytes_per_s <= 50e9
 
 
 def test_dgx_a100_has_the_figures_of_its_data_sheet():
-    profile = load_profile("dgx_a100_x8", n_hosts=2)
-    assert dict(profile.device.peak_flops_per_s)["bf16"] == 312e12
-    assert profile.device.memory_bytes == 81920 * 2**20
-    assert profile.device.memory_bytes_per_s == 2.039e12
-    host, network = profile.links
+    hardware = load_hardware_profile("dgx_a100_x8", n_hosts=2)
+    assert dict(hardware.device.peak_flops_per_s)["bf16"] == 312e12
+    assert hardware.device.memory_bytes == 81920 * 2**20
+    assert hardware.device.memory_bytes_per_s == 2.039e12
+    host, network = hardware.links
     assert (host.name, host.bytes_per_s, host.n_devices) == ("nvlink", 300e9, 8)
     assert host.bus_efficiency == pytest.approx(229 / 300)
     # one 200 Gbit/s port per device: 25 GB/s, 24 achieved
@@ -121,29 +121,31 @@ def test_dgx_a100_has_the_figures_of_its_data_sheet():
 
 def test_one_port_per_host_is_shared_by_its_devices():
     # 10 Gbit/s = 1.25 GB/s per host; an eighth of it for each of 8 devices, a quarter for each of 4
-    assert load_profile("dgx_a100_x8+ethernet_10g", n_hosts=2).links[1].bytes_per_s == pytest.approx(1.25e9 / 8)
-    assert load_profile("h200_x4+ethernet_10g", n_hosts=2).links[1].bytes_per_s == pytest.approx(1.25e9 / 4)
+    assert load_hardware_profile("dgx_a100_x8+ethernet_10g", n_hosts=2).links[1].bytes_per_s == pytest.approx(
+        1.25e9 / 8
+    )
+    assert load_hardware_profile("h200_x4+ethernet_10g", n_hosts=2).links[1].bytes_per_s == pytest.approx(1.25e9 / 4)
 
 
 def test_v100_does_not_support_bf16():
-    assert "bf16" not in dict(load_profile("v100_x8").device.peak_flops_per_s)
+    assert "bf16" not in dict(load_hardware_profile("v100_x8").device.peak_flops_per_s)
 
 
 def test_one_host_has_one_link_tier():
-    assert [link.name for link in load_profile("dgx_h100_x8").links] == ["nvlink"]
+    assert [link.name for link in load_hardware_profile("dgx_h100_x8").links] == ["nvlink"]
 
 
 def test_multicast_is_off_on_four_h200_and_on_in_a_full_host():
-    assert load_profile("h200_x4").links[0].multicast_bus_efficiency is None
-    assert load_profile("hgx_h200_x8").links[0].multicast_bus_efficiency == pytest.approx(475 / 450)
+    assert load_hardware_profile("h200_x4").links[0].multicast_bus_efficiency is None
+    assert load_hardware_profile("hgx_h200_x8").links[0].multicast_bus_efficiency == pytest.approx(475 / 450)
 
 
 def test_the_measured_overlap_of_four_h200_is_a_slowdown_of_31_percent():
-    assert load_profile("h200_x4").overlap_slowdown == pytest.approx(1.31)
+    assert load_hardware_profile("h200_x4").overlap_slowdown == pytest.approx(1.31)
 
 
 def test_a_generic_figure_is_marked_as_assumed():
-    sources = dict(load_profile("l40s_x8").sources)
+    sources = dict(load_hardware_profile("l40s_x8").sources)
     assert sources["device.memory_efficiency"].startswith("assumed: ")
     assert not sources["device.memory"].startswith("assumed: ")
 
@@ -153,7 +155,7 @@ def test_a_generic_figure_is_marked_as_assumed():
 
 def test_an_unknown_name_is_a_usage_error_with_the_nearest_name_and_the_list():
     with pytest.raises(UsageError) as error:
-        load_profile("dgx_a10_x8")
+        load_hardware_profile("dgx_a10_x8")
     assert error.value.exit_code == 2
     assert 'did you mean "dgx_a100_x8"?' in str(error.value)
     assert "rtx4090_x8" in str(error.value)
@@ -161,27 +163,29 @@ def test_an_unknown_name_is_a_usage_error_with_the_nearest_name_and_the_list():
 
 def test_an_unknown_network_names_the_known_ones():
     with pytest.raises(UsageError, match='ethernet_10g(.|\n)*did you mean "ethernet_10g"'):
-        load_profile("dgx_a100_x8+ethernet_10")
+        load_hardware_profile("dgx_a100_x8+ethernet_10")
 
 
 def test_network_as_suffix_and_as_argument_are_the_same():
-    assert load_profile("v100_x8+ethernet_10g", n_hosts=2) == load_profile("v100_x8", n_hosts=2, network="ethernet_10g")
+    assert load_hardware_profile("v100_x8+ethernet_10g", n_hosts=2) == load_hardware_profile(
+        "v100_x8", n_hosts=2, network="ethernet_10g"
+    )
 
 
 def test_two_different_networks_are_a_usage_error():
     with pytest.raises(UsageError):
-        load_profile("v100_x8+ethernet_10g", network="ethernet_100g")
+        load_hardware_profile("v100_x8+ethernet_10g", network="ethernet_100g")
 
 
 def test_the_name_of_a_profile_loads_it_again():
     for name in ("v100_x8", "v100_x8+ethernet_10g"):
-        profile = load_profile(name, n_hosts=2)
-        assert load_profile(profile.name, n_hosts=2) == profile
+        hardware = load_hardware_profile(name, n_hosts=2)
+        assert load_hardware_profile(hardware.name, n_hosts=2) == hardware
 
 
 def test_zero_hosts_are_a_usage_error():
     with pytest.raises(UsageError):
-        load_profile("v100_x8", n_hosts=0)
+        load_hardware_profile("v100_x8", n_hosts=0)
 
 
 # --- files -----------------------------------------------------------------------------------------------------
@@ -189,26 +193,26 @@ def test_zero_hosts_are_a_usage_error():
 
 def test_a_file_gives_exactly_its_figures(write):
     path = write(TOY)
-    profile = load_profile(path, n_hosts=2)
-    assert profile.name == "my_box"
-    assert profile.device.memory_bytes == 80 * 2**30
-    assert (profile.device.matmul_efficiency, profile.device.memory_efficiency) == (0.5, 0.8)
-    assert (profile.device.launch_s, profile.device.kernel_s) == pytest.approx((5e-6, 2e-6))
-    assert profile.overlap_slowdown == 1.25
-    assert profile.price_usd_per_device_hour is None
-    host, network = profile.links
+    hardware = load_hardware_profile(path, n_hosts=2)
+    assert hardware.name == "my_box"
+    assert hardware.device.memory_bytes == 80 * 2**30
+    assert (hardware.device.matmul_efficiency, hardware.device.memory_efficiency) == (0.5, 0.8)
+    assert (hardware.device.launch_s, hardware.device.kernel_s) == pytest.approx((5e-6, 2e-6))
+    assert hardware.overlap_slowdown == 1.25
+    assert hardware.price_usd_per_device_hour is None
+    host, network = hardware.links
     assert host.bus_efficiency == 0.75  # 150 / 200
     assert (network.bytes_per_s, network.bus_efficiency) == (25e9, 0.8)  # 50 GB/s per port / 2 devices; 40 / 50
     assert network.half_rate_bytes == 2**20  # 2 MiB per port, half a port per device
-    assert validate_file(path) == load_profile(path)
-    assert load_profile(path + "+ethernet_10g", n_hosts=2).links[1].name == "ethernet"
+    assert validate_file(path) == load_hardware_profile(path)
+    assert load_hardware_profile(path + "+ethernet_10g", n_hosts=2).links[1].name == "ethernet"
 
 
 def test_a_host_with_one_device_needs_no_host_link(write):
     text = changed("n_devices = 2", "n_devices = 1")
     text = text[: text.index("[host_link]")] + text[text.index("[network.lab]") :]
-    assert load_profile(write(text)).links == ()
-    assert [link.name for link in load_profile(write(text), n_hosts=2).links] == ["infiniband"]
+    assert load_hardware_profile(write(text)).links == ()
+    assert [link.name for link in load_hardware_profile(write(text), n_hosts=2).links] == ["infiniband"]
 
 
 MISTAKES = {
@@ -290,23 +294,23 @@ def test_a_missing_figure_is_named_with_what_it_is_for(field, purpose):
 )
 def test_a_missing_optional_figure_is_assumed_and_says_so(field):
     text = "\n".join(line for line in TOY.splitlines() if not line.startswith(field))
-    profile = build_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
-    (source,) = [source for path, source in profile.sources if path.endswith("." + field)]
+    hardware = build_hardware_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
+    (source,) = [source for path, source in hardware.sources if path.endswith("." + field)]
     assert source.startswith("assumed: ")
 
 
 def test_a_link_without_figures_takes_those_of_its_kind_as_assumed():
     start, stop = TOY.index("rate_per_device"), TOY.index("[network.lab]")
-    profile = build_profile(TOY[:start] + TOY[stop:], name="b", where="b.toml", n_hosts=1, network=None)
-    assert profile.links[0].bytes_per_s == 300e9
-    assert profile.links[0].bus_efficiency == pytest.approx(232 / 300)
-    assert dict(profile.sources)["host_link.latency_per_step"].startswith("assumed: ")
+    hardware = build_hardware_profile(TOY[:start] + TOY[stop:], name="b", where="b.toml", n_hosts=1, network=None)
+    assert hardware.links[0].bytes_per_s == 300e9
+    assert hardware.links[0].bus_efficiency == pytest.approx(232 / 300)
+    assert dict(hardware.sources)["host_link.latency_per_step"].startswith("assumed: ")
 
 
 def test_gb_and_gib_give_different_memory():
     def memory(unit):
         text = changed('"80 GiB"', f'"80 {unit}"')
-        return build_profile(text, name="b", where="b.toml", n_hosts=1, network=None).device.memory_bytes
+        return build_hardware_profile(text, name="b", where="b.toml", n_hosts=1, network=None).device.memory_bytes
 
     assert (memory("GB"), memory("GiB")) == (80_000_000_000, 85_899_345_920)
 
@@ -323,10 +327,10 @@ def test_a_file_that_is_no_profile_is_an_input_error(tmp_path, content):
 
 def test_a_file_that_is_missing_is_an_input_error_with_its_path(tmp_path):
     with pytest.raises(InputError, match="nowhere.toml"):
-        load_profile(str(tmp_path / "nowhere.toml"))
+        load_hardware_profile(str(tmp_path / "nowhere.toml"))
     with pytest.raises(InputError, match="dir.toml"):
         (tmp_path / "dir.toml").mkdir()
-        load_profile(str(tmp_path / "dir.toml"))
+        load_hardware_profile(str(tmp_path / "dir.toml"))
 
 
 @settings(max_examples=150, deadline=None)
@@ -334,7 +338,7 @@ def test_a_file_that_is_missing_is_an_input_error_with_its_path(tmp_path):
 def test_a_damaged_file_loads_or_is_refused_and_never_crashes(start, length, insert):
     text = TOY[:start] + insert + TOY[start + length :]
     try:
-        build_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
+        build_hardware_profile(text, name="my_box", where="my_box.toml", n_hosts=1, network=None)
     except AutoplanError as error:
         assert "my_box.toml" in str(error)
 

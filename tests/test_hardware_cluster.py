@@ -5,7 +5,7 @@ import re
 import pytest
 
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.hardware.file import PROFILE_PACKAGE
 
@@ -42,8 +42,8 @@ def test_a_cluster_is_its_groups_and_what_joins_them(write):
     cluster = load_cluster(write(MIXED))
     assert (cluster.name, cluster.n_devices) == ("mixed", 8 * 8 + 4 * 4)
     a100, v100 = cluster.groups
-    assert a100 == load_profile("dgx_a100_x8", n_hosts=8)
-    assert v100 == load_profile("v100_x8/4+ethernet_10g", n_hosts=4)
+    assert a100 == load_hardware_profile("dgx_a100_x8", n_hosts=8)
+    assert v100 == load_hardware_profile("v100_x8/4+ethernet_10g", n_hosts=4)
     assert cluster.between == GroupLink("ethernet", pytest.approx(50e-6), 50e9, 0.8)
     assert {path for path, _ in cluster.sources} == {
         "between.latency_per_step",
@@ -58,7 +58,7 @@ def test_a_profile_of_a_group_may_lie_beside_the_cluster_file(write, tmp_path, s
 
     (tmp_path / "mine.toml").write_text(files(PROFILE_PACKAGE).joinpath("v100_x8.toml").read_text())
     cluster = load_cluster(write(MIXED.replace('"dgx_a100_x8"', f'"mine.toml{suffix}"')))
-    assert cluster.groups[0].device == load_profile("v100_x8").device
+    assert cluster.groups[0].device == load_hardware_profile("v100_x8").device
     assert cluster.groups[0].n_devices_per_host == (2 if suffix else 8)
 
 

@@ -8,8 +8,8 @@ import pytest
 from autoplan import plan
 from autoplan.api import trace_model
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import load_profile, profile_names, validate_file
-from autoplan.hardware.file import build_profile
+from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
+from autoplan.hardware.file import build_hardware_profile
 from autoplan.options import Options
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.space.priced import priced_space
@@ -57,7 +57,7 @@ LAB = HOST + TIERS
 
 
 def profile_of(text=LAB, *, n_hosts=1, n_devices_per_host=None):
-    return build_profile(
+    return build_hardware_profile(
         text, name="lab", where="lab.toml", n_hosts=n_hosts, network=None, n_devices_per_host=n_devices_per_host
     )
 
@@ -82,9 +82,9 @@ def changed(old, new):
     ],
 )
 def test_a_cluster_has_the_tiers_that_it_reaches(n_hosts, expected):
-    profile = profile_of(n_hosts=n_hosts)
-    assert [(link.name, link.n_devices) for link in profile.links] == expected
-    named = {path.rpartition(".")[0] for path, _ in profile.sources if path.startswith("network")}
+    hardware = profile_of(n_hosts=n_hosts)
+    assert [(link.name, link.n_devices) for link in hardware.links] == expected
+    named = {path.rpartition(".")[0] for path, _ in hardware.sources if path.startswith("network")}
     in_file = ("network.lab", "network.lab.tier[0]", "network.lab.tier[1]")
     assert named == set(in_file[: len(expected) - 1])
 
@@ -161,9 +161,9 @@ def test_a_wrong_tier_is_answered_with_file_field_and_fix(mistake, tmp_path):
 
 
 def test_the_shipped_tiers_say_that_they_are_assumed():
-    profile = load_profile("dgx_h100_x8+leaf_spine_400g", n_hosts=1024)
-    assert [link.name for link in profile.links] == ["nvlink", "infiniband", "spine", "site"]
-    tiers = [source for path, source in profile.sources if ".tier[" in path]
+    hardware = load_hardware_profile("dgx_h100_x8+leaf_spine_400g", n_hosts=1024)
+    assert [link.name for link in hardware.links] == ["nvlink", "infiniband", "spine", "site"]
+    tiers = [source for path, source in hardware.sources if ".tier[" in path]
     assert len(tiers) == 4 and all(source.startswith("assumed: ") for source in tiers)
 
 
@@ -171,13 +171,13 @@ def test_the_shipped_tiers_say_that_they_are_assumed():
 
 
 def test_a_fragment_has_some_devices_of_each_host():
-    whole, half = load_profile("dgx_a100_x8", n_hosts=2), load_profile("dgx_a100_x8/4", n_hosts=4)
+    whole, half = load_hardware_profile("dgx_a100_x8", n_hosts=2), load_hardware_profile("dgx_a100_x8/4", n_hosts=4)
     assert (half.name, half.n_devices_per_host, half.n_devices) == ("dgx_a100_x8/4", 4, 16)
     assert half.device == whole.device
     assert half.host_link == whole.host_link  # the rates of groups of 2, 4 and 8 are those of the whole host
     assert half.networks[0].n_devices == 16
-    assert load_profile("dgx_a100_x8/8", n_hosts=2) == whole
-    assert load_profile("dgx_a100_x8/1", n_hosts=2).host_link is None
+    assert load_hardware_profile("dgx_a100_x8/8", n_hosts=2) == whole
+    assert load_hardware_profile("dgx_a100_x8/1", n_hosts=2).host_link is None
 
 
 @pytest.mark.parametrize(
@@ -206,28 +206,28 @@ def test_uplinks_are_shared_by_the_devices_in_use():
 
 @pytest.mark.parametrize("name", ["v100_x8/2", "v100_x8/2+ethernet_10g", "v100_x8/1"])
 def test_the_name_of_a_fragment_loads_it_again(name):
-    profile = load_profile(name, n_hosts=2)
-    assert profile.name == name
-    assert load_profile(profile.name, n_hosts=2) == profile
+    hardware = load_hardware_profile(name, n_hosts=2)
+    assert hardware.name == name
+    assert load_hardware_profile(hardware.name, n_hosts=2) == hardware
 
 
 def test_a_file_can_be_a_fragment_too(tmp_path):
     path = tmp_path / "lab.toml"
     path.write_text(LAB)
-    assert load_profile(f"{path}/1", n_hosts=3).n_devices == 3
+    assert load_hardware_profile(f"{path}/1", n_hosts=3).n_devices == 3
 
 
 @pytest.mark.parametrize("count", ["0", "9", "999999999"])
 def test_a_fragment_has_at_least_one_and_at_most_all_devices(count):
     with pytest.raises(UsageError, match=f"found {count}\n  expected: 1 to 8"):
-        load_profile(f"dgx_a100_x8/{count}")
+        load_hardware_profile(f"dgx_a100_x8/{count}")
 
 
-@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("name", hardware_names())
 def test_a_device_of_a_fragment_is_never_worse_off_than_in_the_whole_host(name):
-    whole = load_profile(name, n_hosts=4)
+    whole = load_hardware_profile(name, n_hosts=4)
     for n_used in range(1, whole.n_devices_per_host):
-        part = load_profile(f"{name}/{n_used}", n_hosts=4)
+        part = load_hardware_profile(f"{name}/{n_used}", n_hosts=4)
         for mine, theirs in zip(part.networks, whole.networks, strict=True):
             assert mine.bytes_per_s >= theirs.bytes_per_s
             assert replace(mine, n_devices=0, bytes_per_s=0, half_rate_bytes=0) == replace(
@@ -249,10 +249,10 @@ def test_eight_devices_as_8_as_4_4_as_2_2_2_2_and_one_by_one_take_ever_longer():
 @pytest.mark.parametrize(("hw", "n_hosts"), [("dgx_a100_x8/1", 4), ("dgx_h100_x8+leaf_spine_400g", 520)])
 def test_every_mesh_has_a_price_whatever_tiers_it_crosses(hw, n_hosts):
     options = Options(global_batch=64)
-    graph, profile = trace_model("examples/gpt.py"), load_profile(hw, n_hosts=n_hosts)
-    offered = priced_space(graph, profile, options, global_batch=64)
+    graph, hardware = trace_model("examples/gpt.py"), load_hardware_profile(hw, n_hosts=n_hosts)
+    offered = priced_space(graph, hardware, options, global_batch=64)
     meshes = enumerate_meshes(offered.space, options)
-    assert max(mesh.n_devices for mesh in meshes) > profile.domain_sizes[0]
+    assert max(mesh.n_devices for mesh in meshes) > hardware.domain_sizes[0]
     for mesh in meshes[:: max(1, len(meshes) // 100)]:
         table = offered.price(mesh)
         assert table.per_step_s > 0 or mesh.n_devices == 1

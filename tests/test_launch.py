@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoplan.cost.collectives import Group
+from autoplan.cost.collective_time import Group
 from autoplan.cost.launch import PassSeconds, launch
 from autoplan.cost.parameters import MIXED_FRACTION, Placement, _accumulated_bytes, element_bytes
 from autoplan.hardware import ShardingHost

@@ -8,7 +8,7 @@ from distributed.programs import graph_of
 
 from autoplan import user_cache
 from autoplan.cost.layout_prices import sharding_figures
-from autoplan.hardware import NO_SHARDING, ShardingHost, load_profile
+from autoplan.hardware import NO_SHARDING, ShardingHost, load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.space import layouts
@@ -97,43 +97,43 @@ def test_a_cache_that_cannot_be_written_costs_only_the_solving(tmp_path):
     assert len(calls) == 2
 
 
-def offered(profile, **options):
+def offered(hardware, **options):
     chosen = Options(global_batch=16, **options)
-    return priced_space(graph_of("gpt"), profile, chosen, global_batch=16)
+    return priced_space(graph_of("gpt"), hardware, chosen, global_batch=16)
 
 
 def test_hosts_network_memory_and_price_use_the_layouts_again(solved):
-    first = offered(load_profile("dgx_a100_x8"))
+    first = offered(load_hardware_profile("dgx_a100_x8"))
     n_programs = len(solved)
     assert n_programs > 0
-    profile = load_profile("dgx_a100_x8+ethernet_10g", n_hosts=4)
-    smaller = replace(profile.device, memory_bytes=profile.device.memory_bytes // 2)
-    second = offered(replace(profile, device=smaller, price_usd_per_device_hour=7.0))
+    hardware = load_hardware_profile("dgx_a100_x8+ethernet_10g", n_hosts=4)
+    smaller = replace(hardware.device, memory_bytes=hardware.device.memory_bytes // 2)
+    second = offered(replace(hardware, device=smaller, price_usd_per_device_hour=7.0))
     assert len(solved) == n_programs
     assert first.space.shardings == second.space.shardings
 
 
 @pytest.mark.parametrize("options", [{"precision": "fp32"}, {"fix": (("micro_batch", "2"),)}])
 def test_another_precision_or_micro_batch_is_solved_anew(solved, options):
-    offered(load_profile("dgx_a100_x8"))
+    offered(load_hardware_profile("dgx_a100_x8"))
     n_programs = len(solved)
-    offered(load_profile("dgx_a100_x8"), **options)
+    offered(load_hardware_profile("dgx_a100_x8"), **options)
     n_sizes = 1 if options.get("fix") else len(LAYOUT_SIZES)
     assert len(solved) == n_programs + n_programs * n_sizes // len(LAYOUT_SIZES)
 
 
 def test_a_slower_link_in_the_host_is_solved_anew(solved):
-    profile = load_profile("dgx_a100_x8")
-    offered(profile)
+    hardware = load_hardware_profile("dgx_a100_x8")
+    offered(hardware)
     n_programs = len(solved)
-    link = replace(profile.links[0], bytes_per_s=profile.links[0].bytes_per_s / 2)
-    offered(replace(profile, links=(link, *profile.links[1:])))
+    link = replace(hardware.links[0], bytes_per_s=hardware.links[0].bytes_per_s / 2)
+    offered(replace(hardware, links=(link, *hardware.links[1:])))
     assert len(solved) == 2 * n_programs
 
 
 def test_layouts_read_back_give_the_same_prices(solved):
-    profile = load_profile("dgx_a100_x8")
-    solved_now, read = offered(profile), offered(profile)
+    hardware = load_hardware_profile("dgx_a100_x8")
+    solved_now, read = offered(hardware), offered(hardware)
     for tp, keys in solved_now.space.shardings[1:]:
         mesh = Mesh(tp=tp, sharding=keys[0])
         assert solved_now.price(mesh) == read.price(mesh)
@@ -145,14 +145,14 @@ FREE_OF_LAYOUTS = (
 
 
 def test_the_figures_hold_every_field_of_the_device_that_layouts_depend_on():
-    profile = load_profile("dgx_a100_x8")
-    before = sharding_figures(profile, degree=4)
-    for field in fields(profile.device):
-        value = getattr(profile.device, field.name)
+    hardware = load_hardware_profile("dgx_a100_x8")
+    before = sharding_figures(hardware, degree=4)
+    for field in fields(hardware.device):
+        value = getattr(hardware.device, field.name)
         other = value[:1] if isinstance(value, tuple) else f"{value}x" if isinstance(value, str) else value
         other = 2 * value if isinstance(value, float | int) else other
         other = NO_SHARDING if isinstance(value, ShardingHost) else other
-        figures = sharding_figures(replace(profile, device=replace(profile.device, **{field.name: other})), degree=4)
+        figures = sharding_figures(replace(hardware, device=replace(hardware.device, **{field.name: other})), degree=4)
         assert (figures == before) == (field.name in FREE_OF_LAYOUTS), field.name
 
 

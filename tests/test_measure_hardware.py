@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from autoplan import cli
-from autoplan.cost.collectives import Group, collective_s, send_s
+from autoplan.cost.collective_time import Group, collective_s, send_s
 from autoplan.errors import InputError, MeasureError
-from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_profile
-from autoplan.hardware.file import build_profile
+from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_hardware_profile
+from autoplan.hardware.file import build_hardware_profile
 from autoplan.measure_hardware.host_file import profile_text
 from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
 from autoplan.measure_hardware.measured_host import MeasuredHost, Overlap, Rate, measured_json
@@ -36,15 +36,15 @@ TOY = HardwareProfile(
 )  # fmt: skip
 
 
-def times_of(profile):
+def times_of(hardware):
     """What a host would show that behaves exactly as the profile says."""
     groups = [
-        CollectiveTime(kind, n, size, collective_s(kind, size, group=Group(n, n), profile=profile), 1)
+        CollectiveTime(kind, n, size, collective_s(kind, size, group=Group(n, n), hardware=hardware), 1)
         for kind in KINDS
         for n in (2, 4)
         for size in SIZES
     ]
-    sends = [CollectiveTime("send", 2, s, send_s(s, pair=Group(2, 2), profile=profile), 1) for s in SIZES]
+    sends = [CollectiveTime("send", 2, s, send_s(s, pair=Group(2, 2), hardware=hardware), 1) for s in SIZES]
     return (*groups, *sends)
 
 
@@ -162,13 +162,13 @@ H200 = MeasuredHost(
 
 
 def loaded(host):
-    return build_profile(profile_text(host), name="my_box", where="my_box.toml", n_hosts=1, network=None)
+    return build_hardware_profile(profile_text(host), name="my_box", where="my_box.toml", n_hosts=1, network=None)
 
 
 def test_the_file_gives_back_what_was_measured():
-    profile = loaded(H200)
-    device, (link,) = profile.device, profile.links
-    sheet = load_profile("h200_x4").device
+    hardware = loaded(H200)
+    device, (link,) = hardware.device, hardware.links
+    sheet = load_hardware_profile("h200_x4").device
     assert (device.name, device.memory_bytes) == ("NVIDIA H200", 143771 * MiB)
     assert device.peak_flops_per_s == sheet.peak_flops_per_s
     assert device.memory_bytes_per_s == sheet.memory_bytes_per_s
@@ -176,29 +176,29 @@ def test_the_file_gives_back_what_was_measured():
     assert device.memory_efficiency == pytest.approx(4200 / 4800, rel=1e-3)
     assert (device.kernel_s, device.launch_s) == pytest.approx((1.2e-6, 5e-6))
     assert device.host_copy_bytes_per_s == pytest.approx(50e9)
-    assert profile.overlap_slowdown == pytest.approx(1.25)
-    assert (profile.n_devices_per_host, link.name, link.bytes_per_s) == (4, "nvlink", 450e9)
+    assert hardware.overlap_slowdown == pytest.approx(1.25)
+    assert (hardware.n_devices_per_host, link.name, link.bytes_per_s) == (4, "nvlink", 450e9)
     assert link.bus_efficiency == pytest.approx(300 / 450, rel=1e-3)
     assert dict(link.kind_bus_efficiency) == pytest.approx(
         {"all_gather": 280 / 450, "all_to_all": 240 / 450, "send": 260 / 450}, rel=1e-3
     )
     assert link.bus_efficiency_of(2) == pytest.approx(200 / 450, rel=1e-3)
     assert link.multicast_bus_efficiency is None
-    assert profile.price_usd_per_device_hour is None
+    assert hardware.price_usd_per_device_hour is None
 
 
 def test_a_written_profile_predicts_the_times_it_was_fitted_to():
-    profile = loaded(H200)
+    hardware = loaded(H200)
     for time in H200.times:
         if time.kind != "send":
             group = Group(time.n_devices, time.n_devices)
-            predicted_s = collective_s(time.kind, time.size_bytes, group=group, profile=profile)
+            predicted_s = collective_s(time.kind, time.size_bytes, group=group, hardware=hardware)
             assert predicted_s == pytest.approx(time.seconds, rel=0.02)
 
 
 def test_sources_name_versions_transport_and_the_slow_down_of_both_sides():
-    profile = loaded(H200)
-    sources = dict(profile.sources)
+    hardware = loaded(H200)
+    sources = dict(hardware.sources)
     for field in ("latency_per_step", "all_reduce_bus_rate", "all_reduce_bus_rate_of_group.2"):
         for part in ("P2P/CUMEM (NVL)", "torch 2.11", "driver 580", "NCCL 2.28", "2026-11-21"):
             assert part in sources[f"host_link.{field}"], field
@@ -206,7 +206,7 @@ def test_sources_name_versions_transport_and_the_slow_down_of_both_sides():
     overlap = sources["host.exposed_when_overlapped"]
     assert "products under all-reduces +15% time" in overlap  # 0.23 / 0.2
     assert "all-reduces under products +24% time" in overlap  # 0.31 / 0.25
-    assert "NCCL_NVLS_ENABLE=0" in profile.description
+    assert "NCCL_NVLS_ENABLE=0" in hardware.description
 
 
 def test_a_device_without_a_data_sheet_has_its_best_rates_as_peaks():
@@ -237,13 +237,13 @@ def test_a_link_without_a_data_sheet_must_give_its_rate():
     text = profile_text(replace(H200, link_kind="socket"))
     lines = [line for line in text.splitlines() if not line.startswith("rate_per_device")]
     with pytest.raises(InputError, match="host_link.rate_per_device_one_direction: found 'nothing'"):
-        build_profile("\n".join(lines), name="b", where="b.toml", n_hosts=1, network=None)
+        build_hardware_profile("\n".join(lines), name="b", where="b.toml", n_hosts=1, network=None)
 
 
 def test_overlap_that_costs_nothing_is_written_as_the_least_the_schema_takes_and_says_so():
-    profile = loaded(replace(H200, overlap=Overlap(0.2, 0.25, 0.2504, 0.2, 0.25)))
-    assert profile.overlap_slowdown == pytest.approx(1.01)
-    assert dict(profile.sources)["host.exposed_when_overlapped"].startswith("measured 0.2%; ")
+    hardware = loaded(replace(H200, overlap=Overlap(0.2, 0.25, 0.2504, 0.2, 0.25)))
+    assert hardware.overlap_slowdown == pytest.approx(1.01)
+    assert dict(hardware.sources)["host.exposed_when_overlapped"].startswith("measured 0.2%; ")
 
 
 def test_an_implausible_peak_is_left_out_with_the_reason():
@@ -286,9 +286,9 @@ def test_two_processes_write_a_valid_profile_and_every_time(tmp_path):
     assert done.returncode == 0, done.stderr
     assert leftovers(tmp_path) == ["my_box.json", "my_box.toml"]
     assert cli.run(["hw", "validate", str(tmp_path / "my_box.toml")]) == 0
-    profile = load_profile(str(tmp_path / "my_box.toml"))
-    assert (profile.n_devices, profile.links[0].name) == (2, "socket")
-    sources = dict(profile.sources)
+    hardware = load_hardware_profile(str(tmp_path / "my_box.toml"))
+    assert (hardware.n_devices, hardware.links[0].name) == (2, "socket")
+    sources = dict(hardware.sources)
     assert sources["device.kernel"].startswith("assumed: ")
     assert "gloo" in sources["host_link.all_reduce_bus_rate"]
     assert done.stdout.count("my_box") == 1  # the sheet, once, from rank 0
@@ -309,8 +309,8 @@ def test_one_device_is_measured_without_torchrun_and_without_click(tmp_path):
     assert (tmp_path / "my_box.toml").read_text() == "of a former run"
     done = run(tmp_path, *command, "--force", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
-    profile = load_profile(str(tmp_path / "my_box.toml"))
-    assert (profile.n_devices, profile.links) == (1, ())
+    hardware = load_hardware_profile(str(tmp_path / "my_box.toml"))
+    assert (hardware.n_devices, hardware.links) == (1, ())
     assert run(tmp_path, "-c", FITTING, PYTHONPATH=path).returncode == 0  # several devices need no more than one
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
 from autoplan.errors import InputError
 from autoplan.graph import GraphFacts
-from autoplan.hardware import load_profile
-from autoplan.measurements.op_times import (
+from autoplan.hardware import load_hardware_profile
+from autoplan.measure_model.op_comparison import compare_ops
+from autoplan.measured_profile.op_times import (
     OpComparison,
     OpMeasurement,
     OpSeconds,
@@ -23,12 +24,11 @@ from autoplan.measurements.op_times import (
     check_ops,
     segment_ops,
 )
-from autoplan.measurements.segment_key import WHOLE, content_key
-from autoplan.measurements.segment_times import MeasuredProfile
-from autoplan.measuring.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
-from autoplan.measuring.timing import Call, Clock
+from autoplan.measured_profile.segment_key import WHOLE, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile
+from autoplan.measuring_program.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
+from autoplan.measuring_program.timing import Call, Clock
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
-from autoplan.profile.op_comparison import compare_ops
 from autoplan.report.explain import explain_report
 from autoplan.report.ops import ops_text
 from autoplan.rules import load_rules
@@ -132,7 +132,7 @@ def compared(graph, *ops: OpMeasurement) -> SegmentComparison:
     content = content_key(graph, GraphFacts.of(graph), segment)
     measured = MeasuredProfile((), None, "", ops=(SegmentOps(content, WHOLE, 1, "", 2, ops),))
     plan = Plan(Mesh(), (StagePlan(0, len(graph.segments)),), precision="fp32")
-    (found,) = compare_ops(graph, load_profile("h200_x4"), plan, measured, rules=load_rules())
+    (found,) = compare_ops(graph, load_hardware_profile("h200_x4"), plan, measured, rules=load_rules())
     return found
 
 
@@ -155,7 +155,7 @@ def test_measured_ops_stand_beside_the_ops_of_the_graph_with_the_same_shapes(gra
 def test_ops_of_another_model_say_nothing(graph) -> None:
     measured = MeasuredProfile((), None, "", ops=(replace(segment_ops(ROW)),))
     plan = Plan(Mesh(), (StagePlan(0, len(graph.segments)),), precision="fp32")
-    assert compare_ops(graph, load_profile("h200_x4"), plan, measured, rules=load_rules()) == ()
+    assert compare_ops(graph, load_hardware_profile("h200_x4"), plan, measured, rules=load_rules()) == ()
 
 
 BLOCK = SegmentComparison(

@@ -15,13 +15,13 @@ import torch
 from autoplan import api
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.files import write_folder
-from autoplan.measuring.generated import generated_builder
-from autoplan.measuring.own import OwnModel
-from autoplan.measuring.strides import StageStrides
-from autoplan.measuring.timing import tensors_of
-from autoplan.measuring.values import default_dtype, fill_module
+from autoplan.measuring_program.generated import generated_builder
+from autoplan.measuring_program.own import OwnModel
+from autoplan.measuring_program.strides import StageStrides
+from autoplan.measuring_program.timing import tensors_of
+from autoplan.measuring_program.values import default_dtype, fill_module
 from autoplan.rules import load_rules
-from autoplan.runtime.data import flatten_tensors
+from autoplan.runtime.batches import flatten_tensors
 from autoplan.runtime.model_calls import loss_of
 from autoplan.space.current_code import one_stage_plan
 from autoplan.tracing.trace import call_model
@@ -116,7 +116,8 @@ def differences(name, folder):
 
 
 def modules_of_folder():
-    return [name for name in sys.modules if name.split(".")[0] in ("model", "runtime", "segments_0", "measuring")]
+    roots = ("model", "runtime", "segments_0", "measuring_program")
+    return [name for name in sys.modules if name.split(".")[0] in roots]
 
 
 def check(name, folder, monkeypatch):

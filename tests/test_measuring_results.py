@@ -6,8 +6,8 @@ import sqlite3
 
 import pytest
 
-from autoplan.measuring.progress import Progress
-from autoplan.measuring.results import ResultCache
+from autoplan.measuring_program.progress import Progress
+from autoplan.measuring_program.results import ResultCache
 
 TASK = {
     "what": "segment", "content": "c", "assignment": "a", "tp": 1, "micro_batch_size": 2, "precision": "bf16",

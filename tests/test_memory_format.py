@@ -19,12 +19,12 @@ from autoplan import api
 from autoplan.checks.plan import check_plan
 from autoplan.cost.measured import execution_of, image_kinds
 from autoplan.errors import UsageError
-from autoplan.measurements.segment_times import parse_profile
+from autoplan.measure_model.run import run_measurements
+from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
 from autoplan.processes import start_process
-from autoplan.profile.run import run_measurements
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 from autoplan.report.plan import plan_report
 from autoplan.runtime import collectives
 from autoplan.runtime.memory_format import plainly_channels_last, take_images
@@ -236,7 +236,7 @@ def test_a_search_takes_the_memory_format_that_was_measured_to_be_faster(problem
     assert solved(slow).best.plan.mesh.memory_format == "contiguous"
     assert solved(fast, ("memory_format", "contiguous")).best.plan.mesh.memory_format == "contiguous"
     assert solved(slow, ("memory_format", "channels_last")).best.plan.mesh.memory_format == "channels_last"
-    check_plan(found.best.plan, problem.graph, problem.profile)
+    check_plan(found.best.plan, problem.graph, problem.hardware)
 
 
 def test_without_measurements_channels_last_is_not_searched_but_named(problem):
@@ -270,7 +270,9 @@ def test_a_block_that_needs_contiguous_images_leaves_a_line_and_only_contiguous_
     assert "channels_last, not run" in results_table([failed])
     text = "\n".join(map(json.dumps, [*(other for other in measured.rows if other is not row), failed]))
     contents = {row["content"] for row in measured.rows}
-    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="resnet.py")
+    found = parse_measured_profile(
+        text, where="m", device="CPU", precision="fp32", contents=contents, model="resnet.py"
+    )
     (left_out,) = found.failed
     assert (left_out.segment, left_out.tp, left_out.execution) == (row["segment"], 1, CHANNELS_LAST)
     assert executions(problem.graph, Options(), found) == (Execution(),)

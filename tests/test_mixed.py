@@ -18,10 +18,10 @@ from mixed_toys import EXACT, best_of_all, best_s, layered, mixed_space, two_toy
 from autoplan import api
 from autoplan.answers.answer import answer_from_json, answer_to_json
 from autoplan.cost.between import between_s
-from autoplan.cost.mixed import joined, make_mixed_pricer
+from autoplan.cost.mixed_price import joined, make_mixed_pricer
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InfeasibleError, PlanMismatchError, UsageError
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
 from autoplan.options import Options
@@ -30,13 +30,13 @@ from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.mixed import search_mixed
 from autoplan.search.mixed_meshes import MeshQueue, families_of, shapes
+from autoplan.search.mixed_search import search_mixed
 from autoplan.search.partition import best_partition
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
-from autoplan.space.mixed import mixed_space as real_mixed_space
+from autoplan.space.mixed_space import mixed_space as real_mixed_space
 from autoplan.space.priced import priced_space
 
 # ------------------------------------------------------------------------------------------------------ brute force
@@ -171,7 +171,7 @@ def test_more_devices_of_either_kind_never_make_a_real_plan_slower(tmp_path: Pat
         space = real_mixed_space(graph, load_cluster(file), options, global_batch=4096)
         return search_mixed(space, options=options)
 
-    a100 = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=64), options, global_batch=4096)
+    a100 = priced_space(graph, load_hardware_profile("dgx_a100_x8", n_hosts=64), options, global_batch=4096)
     alone = search(a100.space, price=a100.price, options=options, make_plan=a100.make_plan)
     both, fewer = found(64, 64), (found(32, 64), found(64, 32))
     assert both.best is not None and both.gap is not None and both.gap < 0.01
@@ -299,12 +299,12 @@ def test_two_equal_groups_of_a_real_model_cost_what_one_group_does(tmp_path: Pat
     fast = CLUSTER.replace("dgx_a100_x8/2", "v100_x8/2").replace('"50 us"', '"1 us"').replace("100 Gbit", "4000 Gbit")
     (tmp_path / "equal.toml").write_text(fast)
     graph = api.trace_model(GPT, overrides={"size": "char"})
-    cluster, whole = load_cluster(tmp_path / "equal.toml"), load_profile("v100_x8/2", n_hosts=2)
+    cluster, whole = load_cluster(tmp_path / "equal.toml"), load_hardware_profile("v100_x8/2", n_hosts=2)
     parts = {"precision": "fp32", "shardings": {}, "rules": load_rules()}
     mesh = Mesh(pp=2, dp=2, micro_batch_size=2, n_micro_batches=4)
     groups = (GroupRanks(0, 1), GroupRanks(1, 1))
     both = make_mixed_pricer(graph, cluster=cluster, **parts)(mesh, groups)
-    one = make_pricer(graph, profile=whole, **parts)(mesh)
+    one = make_pricer(graph, hardware=whole, **parts)(mesh)
     half = len(graph.segments) // 2
     stages = (StagePlan(0, half), StagePlan(half, len(graph.segments)))
     # the network between the groups is faster than that between the hosts of one group

@@ -18,7 +18,7 @@ from test_mixed import CLUSTER, GPT, SMALL
 from autoplan import api
 from autoplan.answers.answer import Answer, answer_from_json, answer_to_dict, answer_to_json
 from autoplan.cost.between import Exchange
-from autoplan.cost.mixed import make_mixed_pricer
+from autoplan.cost.mixed_price import make_mixed_pricer
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import GroupLink, load_cluster
 from autoplan.html_report import plan_page
@@ -29,12 +29,12 @@ from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
 from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.search.bounds import step_bound_s
-from autoplan.search.mixed import search_mixed
+from autoplan.search.mixed_search import search_mixed
 from autoplan.search.mixed_shares import ShareQueue, micro_batch_counts
 from autoplan.search.share_families import mesh_of, share_families
 from autoplan.simulator.simulate import memory_over_time, simulate
 from autoplan.solver.linear_model import INFINITY
-from autoplan.space.mixed import mixed_space as real_mixed_space
+from autoplan.space.mixed_space import mixed_space as real_mixed_space
 
 # ------------------------------------------------------------------------------------------------------------ search
 

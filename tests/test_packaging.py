@@ -85,10 +85,10 @@ def test_wheel_holds_every_source_file_and_nothing_outside_the_package(wheel: Pa
 
 
 def test_installed_wheel_finds_its_profiles_and_rules(installed: Path, tmp_path: Path) -> None:
-    code = "import autoplan, pathlib; print(pathlib.Path(autoplan.__file__).parent); print(*autoplan.profile_names())"
+    code = "import autoplan, pathlib; print(pathlib.Path(autoplan.__file__).parent); print(*autoplan.hardware_names())"
     where, names = _run(installed, "python", "-c", code, cwd=tmp_path).splitlines()
     assert Path(where).is_relative_to(installed)
-    assert names.split() == list(autoplan.profile_names())
+    assert names.split() == list(autoplan.hardware_names())
     assert "dgx_a100_x8" in names.split()
 
 

@@ -7,13 +7,13 @@ from distributed.programs import graph_of, make_plan
 
 from autoplan.checks.plan import check_plan
 from autoplan.errors import InputError
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 
 ZERO_BUBBLE_V = {"schedule": "zero_bubble_v", "n_chunks": 2, "n_micro_batches": 4}
 
 
 def check(plan):
-    check_plan(plan, graph_of("mlp"), load_profile("dgx_a100_x8"))
+    check_plan(plan, graph_of("mlp"), load_hardware_profile("dgx_a100_x8"))
 
 
 def test_a_plan_with_a_split_backward_pass_is_accepted():

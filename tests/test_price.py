@@ -13,7 +13,7 @@ from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
-from autoplan.hardware import NO_SHARDING, Device, load_profile
+from autoplan.hardware import NO_SHARDING, Device, load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.rules import load_rules
@@ -22,7 +22,7 @@ from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tracing.trace import model_source, trace_model
 
 RULES = load_rules()
-PROFILE = load_profile("dgx_a100_x8", n_hosts=2)
+PROFILE = load_hardware_profile("dgx_a100_x8", n_hosts=2)
 TOY = Device("toy", (("fp32", 1e15),), 10**9, 1e9, 1.0, 1.0, 0.0, 0.0, 0.0, NO_SHARDING)
 FP32 = "float32"
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -32,7 +32,7 @@ def pricer_of(model, degrees=(2, 4), precision="bf16"):
     """A new pricer, and the meshes of two batches, which differ in how many micro-batches are accumulated."""
     shardings = {(tp, key): found for tp in degrees for key, found in shardings_of(model, tp).items()}
     graph = graph_of(model)
-    price = make_pricer(graph, profile=PROFILE, precision=precision, shardings=shardings, rules=RULES)
+    price = make_pricer(graph, hardware=PROFILE, precision=precision, shardings=shardings, rules=RULES)
     keys = {1: [""]}
     for tp, key in shardings:
         keys.setdefault(tp, []).append(key)
@@ -165,9 +165,9 @@ def test_a_pass_that_waits_for_the_host_does_not_wait_for_the_links_as_well():
     def pass_times_s(link_bytes_per_s):
         slow_host = replace(PROFILE.device, launch_s=1.0)
         links = (replace(PROFILE.links[0], bytes_per_s=link_bytes_per_s), *PROFILE.links[1:])
-        profile = replace(PROFILE, device=slow_host, links=links)
+        hardware = replace(PROFILE, device=slow_host, links=links)
         shardings = {(2, key): found for key, found in shardings_of("llama", 2).items()}
-        price = make_pricer(graph_of("llama"), profile=profile, precision="bf16", shardings=shardings, rules=RULES)
+        price = make_pricer(graph_of("llama"), hardware=hardware, precision="bf16", shardings=shardings, rules=RULES)
         cost = price(Mesh(tp=2, sharding="R")).costs[1][0]
         return cost.forward_s + cost.tp_forward_s + cost.launch_forward_s, cost.tp_forward_s
 
@@ -189,11 +189,11 @@ def test_scores_of_plain_attention_lie_in_memory_as_they_were_computed():
 def test_clusters_share_what_a_rank_computes_exactly_where_its_device_and_links_are_equal():
     graph = graph_of("llama")
 
-    def context(profile, degree=4):
-        return work_contexts(graph, profile, "bf16", RULES)(degree)
+    def context(hardware, degree=4):
+        return work_contexts(graph, hardware, "bf16", RULES)(degree)
 
-    one = context(load_profile("dgx_a100_x8"))
-    many = load_profile("dgx_a100_x8+ethernet_10g", n_hosts=4)
+    one = context(load_hardware_profile("dgx_a100_x8"))
+    many = load_hardware_profile("dgx_a100_x8+ethernet_10g", n_hosts=4)
     assert context(many) is one and context(replace(many, price_usd_per_device_hour=9.0)) is one
     device = replace(PROFILE.device, memory_efficiency=0.5)
     link = replace(many.host_link, latency_s=2 * many.host_link.latency_s)
@@ -201,6 +201,7 @@ def test_clusters_share_what_a_rank_computes_exactly_where_its_device_and_links_
     assert all(context(other) is not one for other in others)
     assert context(many, degree=8) is not one  # eight fill the host and may use multicast
     over_hosts = [
-        context(load_profile(f"dgx_a100_x8+{name}", n_hosts=4), 16) for name in ("ethernet_10g", "infiniband_200g")
+        context(load_hardware_profile(f"dgx_a100_x8+{name}", n_hosts=4), 16)
+        for name in ("ethernet_10g", "infiniband_200g")
     ]
     assert over_hosts[0] is not over_hosts[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whatif_toys import PRICES, toy_prices
 
-from autoplan import cli, load_profile, profile_names
+from autoplan import cli, hardware_names, load_hardware_profile
 from autoplan.errors import InputError
 from autoplan.what_if.prices import catalog_prices, parse_prices, read_prices, rent_price
 
@@ -22,16 +22,16 @@ cpu.large,,,4,16,0.2,us-1,,0.1
 
 
 def test_shipped_prices_are_of_shipped_hardware() -> None:
-    devices = {load_profile(name).device.name for name in profile_names()}
+    devices = {load_hardware_profile(name).device.name for name in hardware_names()}
     book = read_prices()
     assert {device.name for device in book.devices} == devices
     assert all(device.power_w is not None for device in book.devices)
     # what a hardware profile names lies between the offers
-    for name in profile_names():
-        profile = load_profile(name)
-        rents = dict(book.of(profile.device.name).rents)
-        if profile.price_usd_per_device_hour is not None and "on_demand" in rents:
-            assert rents["on_demand"].low_usd <= profile.price_usd_per_device_hour <= rents["on_demand"].high_usd
+    for name in hardware_names():
+        hardware = load_hardware_profile(name)
+        rents = dict(book.of(hardware.device.name).rents)
+        if hardware.price_usd_per_device_hour is not None and "on_demand" in rents:
+            assert rents["on_demand"].low_usd <= hardware.price_usd_per_device_hour <= rents["on_demand"].high_usd
 
 
 @pytest.mark.parametrize(

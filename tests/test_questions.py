@@ -31,8 +31,8 @@ def asked() -> tuple[api.Problem, Answer]:
 
 
 def _with_device(problem: api.Problem, **changes: object) -> api.Problem:
-    profile = problem.profile
-    return replace(problem, profile=replace(profile, device=replace(profile.device, **changes)))
+    hardware = problem.hardware
+    return replace(problem, hardware=replace(hardware, device=replace(hardware.device, **changes)))
 
 
 def test_what_was_asked_survives_json_and_is_asked_again(asked, tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_what_was_asked_survives_json_and_is_asked_again(asked, tmp_path: Path) 
     read = answer_from_json(answer_to_json(answer))
     assert read.request == answer.request
     again = questions.asked_again(read)
-    assert (again.graph, again.profile, again.overrides) == (problem.graph, problem.profile, problem.overrides)
+    assert (again.graph, again.hardware, again.overrides) == (problem.graph, problem.hardware, problem.overrides)
     # the model file is gone: the copy in the output folder stands for it
     shutil.copy(MLP, tmp_path / "model.py")
     moved = replace(read, request=replace(read.request, model="gone/mlp.py"))
@@ -95,16 +95,16 @@ def test_why_not_of_numbers_without_a_mesh_lists_those_that_would_do(asked) -> N
 
 
 def test_betterments_change_one_figure_each(asked) -> None:
-    profile = asked[0].profile
-    found = dict(questions.betterments(profile))
-    assert found["+1 GiB of memory"].device.memory_bytes == profile.device.memory_bytes + GiB
+    hardware = asked[0].hardware
+    found = dict(questions.betterments(hardware))
+    assert found["+1 GiB of memory"].device.memory_bytes == hardware.device.memory_bytes + GiB
     (link,) = [better for name, better in found.items() if name.startswith("+1 GB/s")]
-    assert link.links[0].bytes_per_s == profile.links[0].bytes_per_s + GB
-    assert replace(link, links=profile.links) == profile
+    assert link.links[0].bytes_per_s == hardware.links[0].bytes_per_s + GB
+    assert replace(link, links=hardware.links) == hardware
     rates = dict(found["1 % more compute"].device.peak_flops_per_s)
-    assert rates["bf16"] == pytest.approx(1.01 * dict(profile.device.peak_flops_per_s)["bf16"])
+    assert rates["bf16"] == pytest.approx(1.01 * dict(hardware.device.peak_flops_per_s)["bf16"])
     # measured times of segments do not follow the data sheet
-    assert "1 % more compute" not in dict(questions.betterments(profile, is_measured=True))
+    assert "1 % more compute" not in dict(questions.betterments(hardware, is_measured=True))
 
 
 def test_sensitivity_finds_what_the_step_is_bound_by(asked) -> None:

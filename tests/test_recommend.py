@@ -10,7 +10,7 @@ import pytest
 from whatif_toys import TODAY, toy_result, toy_row
 
 import autoplan
-from autoplan import cli, load_profile
+from autoplan import cli, load_hardware_profile
 from autoplan.options import Options
 from autoplan.what_if import recommending
 from autoplan.what_if.answer_changes import FACTORS, Limit, swing_cells, swings, varied
@@ -130,9 +130,9 @@ def test_host_counts_are_powers_of_two_and_their_middles() -> None:
 
 def test_least_hosts_is_peak_arithmetic() -> None:
     # 8 x 312 TFLOP/s for 1000 s: 2.496e18 FLOPs a host
-    profile = load_profile("dgx_a100_x8")
+    hardware = load_hardware_profile("dgx_a100_x8")
     figures = {"precision": "bf16", "deadline_s": 1000.0}
-    assert [least_hosts(profile, n_flops=flops, **figures) for flops in (1.0, 2.4e18, 2.5e18, 9e18)] == [1, 1, 2, 4]
+    assert [least_hosts(hardware, n_flops=flops, **figures) for flops in (1.0, 2.4e18, 2.5e18, 9e18)] == [1, 1, 2, 4]
 
 
 def test_texts_of_deadlines_and_budgets() -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import segment_work
 from autoplan.cost.work_context import work_contexts
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.planning.problem import trace_model
 from autoplan.rules import load_rules
 from autoplan.runtime.model_calls import call_model, loss_of
@@ -63,7 +63,7 @@ def n_products_backward(file, blocks) -> int:
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_what_is_priced_is_what_torch_runs_again(file) -> None:
     graph = trace_model(file)
-    context = work_contexts(graph, load_profile("dgx_a100_x8"), "fp32", load_rules())(1)
+    context = work_contexts(graph, load_hardware_profile("dgx_a100_x8"), "fp32", load_rules())(1)
     segments = {}
     for kind, segment in graph.first_of_kind().items():
         layouts = read_sharding(graph, segment, None, degree=1, rules=load_rules(), facts=context.facts)

@@ -23,13 +23,13 @@ from autoplan.answers.answer import (
     tokens_per_s,
 )
 from autoplan.errors import InputError
-from autoplan.hardware import load_profile, profile_names
+from autoplan.hardware import hardware_names, load_hardware_profile
 from autoplan.options import Options
 from autoplan.output.folder import rejected_csv
 from autoplan.parallel_plan import Mesh
+from autoplan.plain_text import text_table
 from autoplan.report.explain import explain_report
-from autoplan.report.hardware import profile_sheet
-from autoplan.report.plain_text import text_table
+from autoplan.report.hardware import hardware_sheet
 from autoplan.report.plan import plan_report, program_header, rejections_text, status_text
 from autoplan.search.result import Rejection
 
@@ -224,15 +224,15 @@ def test_sources_and_headlines_wrap_at_80_and_lose_no_word(answer: Answer) -> No
     ) in text
 
 
-@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("name", hardware_names())
 def test_a_profile_and_its_sources_are_shown_in_80_columns(name: str) -> None:
-    profile = load_profile(name)
-    text = profile_sheet(profile)
+    hardware = load_hardware_profile(name)
+    text = hardware_sheet(hardware)
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
-    assert [figure for figure, _ in profile.values] == [figure for figure, _ in profile.sources]
-    assert all(f"{figure} {value}" in words for figure, value in profile.values)
-    assert all(" ".join(source.split()) in words for _, source in profile.sources)
+    assert [figure for figure, _ in hardware.values] == [figure for figure, _ in hardware.sources]
+    assert all(f"{figure} {value}" in words for figure, value in hardware.values)
+    assert all(" ".join(source.split()) in words for _, source in hardware.sources)
 
 
 def test_table_shows_markup_as_text_and_drops_control_characters() -> None:

@@ -21,7 +21,7 @@ from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.graph import GraphFacts, extent_at
 from autoplan.layout import R, V, local_spec, sharded
 from autoplan.rules import forward_flops, load_rules, operand_names
-from autoplan.runtime import attention, collectives, experts
+from autoplan.runtime import attention, collectives, experts, vocabulary
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tracing.trace import module_source, trace_model
 
@@ -285,6 +285,7 @@ def check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=0.0)
     ranks = Ranks(degree)
     monkeypatch.setattr(collectives, "dist", ranks)
     monkeypatch.setattr(attention, "dist", ranks)
+    monkeypatch.setattr(vocabulary, "dist", ranks)
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
     found = ranks.each(on_rank)
     for index, result in enumerate(expected):

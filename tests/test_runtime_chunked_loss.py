@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from autoplan.runtime.chunked_loss import DeferredProduct, defer_products, deferred_linear, whole_logits  # noqa: E402
-from autoplan.runtime.collectives import vocab_parallel_cross_entropy  # noqa: E402
+from autoplan.runtime.vocabulary import vocab_parallel_cross_entropy  # noqa: E402
 
 N_SAMPLES, N_PLACES, WIDTH, N_CLASSES = 3, 7, 5, 11
 LOSSES = {

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from distributed.launch import run_ranks
 
-from autoplan.runtime import collectives
+from autoplan.runtime import collectives, vocabulary
 
 # What each rank must hold, from the tensors of all ranks. Dims have 36 = 3 blocks x lcm(2, 3, 4) elements or 24.
 
@@ -125,7 +125,7 @@ def _check_padded_vocabulary(tp):
             expected = F.cross_entropy(whole, targets, label_smoothing=label_smoothing)
             (expected_gradient,) = torch.autograd.grad(expected, whole)
             local = _part(torch.cat([logits, garbage], 1), rank, n, 1, 1).requires_grad_()
-            found = collectives.vocab_parallel_cross_entropy(
+            found = vocabulary.vocab_parallel_cross_entropy(
                 local, targets, tp, label_smoothing=label_smoothing, n_classes=n_classes
             )
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -135,7 +135,7 @@ def _check_padded_vocabulary(tp):
             assert (gradient[:, n_real:] == 0).all()
         ids = torch.arange(n_classes).flip(0)
         rows = _part(torch.cat([table, garbage], 1), rank, n, 1, 1).T.contiguous().requires_grad_()
-        embedded = collectives.all_reduce(collectives.vocab_parallel_embedding(ids, rows, tp), tp)
+        embedded = collectives.all_reduce(vocabulary.vocab_parallel_embedding(ids, rows, tp), tp)
         torch.testing.assert_close(embedded, table.T[ids], rtol=0, atol=0)
         (gradient,) = torch.autograd.grad(embedded.sum(), rows)
         assert (gradient[:n_real] != 0).all() and (gradient[n_real:] == 0).all()
@@ -161,7 +161,7 @@ def _check_embedding(tp):
         expected = F.embedding(ids, whole, padding_idx=padding_idx)
         (expected_gradient,) = torch.autograd.grad(expected, whole, gradient[ids])
         local = _part(weight, rank, n, 0, 1).requires_grad_()
-        partial = collectives.vocab_parallel_embedding(ids, local, tp, padding_idx=padding_idx)
+        partial = vocabulary.vocab_parallel_embedding(ids, local, tp, padding_idx=padding_idx)
         found = collectives.all_reduce(partial, tp)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         (local_gradient,) = torch.autograd.grad(found, local, gradient[ids])
@@ -182,15 +182,15 @@ def _check_cross_entropy(tp):
             )
             (expected_gradient,) = torch.autograd.grad(expected.square().sum(), whole)
             local = _part(logits, rank, n, -1, 1).requires_grad_()
-            found = collectives.vocab_parallel_cross_entropy(local, targets, tp, **options)
+            found = vocabulary.vocab_parallel_cross_entropy(local, targets, tp, **options)
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
             (gradient,) = torch.autograd.grad(found.square().sum(), local)
             torch.testing.assert_close(gradient, _part(expected_gradient, rank, n, -1, 1), rtol=0, atol=1e-12)
-    other = collectives.vocab_parallel_cross_entropy(local, torch.where(targets < 0, 5, targets), tp, ignore_index=5)
+    other = vocabulary.vocab_parallel_cross_entropy(local, torch.where(targets < 0, 5, targets), tp, ignore_index=5)
     torch.testing.assert_close(
         other, F.cross_entropy(logits.view(14, 24), torch.where(targets < 0, 5, targets).view(14), ignore_index=5)
     )
-    half = collectives.vocab_parallel_cross_entropy(local.bfloat16(), targets, tp)
+    half = vocabulary.vocab_parallel_cross_entropy(local.bfloat16(), targets, tp)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), F.cross_entropy(logits.view(14, 24), targets.view(14)), rtol=0.02, atol=0)
 
@@ -215,13 +215,13 @@ def _check_compiled(tp):
     ids = torch.arange(24).view(4, 6)
 
     def every_conversion(x):
-        rows = collectives.vocab_parallel_embedding(ids, x[0], tp)
-        yield collectives.vocab_parallel_cross_entropy(rows, ids, tp, label_smoothing=0.1)
+        rows = vocabulary.vocab_parallel_embedding(ids, x[0], tp)
+        yield vocabulary.vocab_parallel_cross_entropy(rows, ids, tp, label_smoothing=0.1)
         yield collectives.all_to_all(2 * x, 1, 2, tp)
         for name in PLAIN:
             yield getattr(collectives, name)(2 * x, tp)
         padded_rows = rows[..., :5].reshape(-1, 5)
-        yield collectives.vocab_parallel_cross_entropy(padded_rows, ids.flatten() % 9, tp, n_classes=9)
+        yield vocabulary.vocab_parallel_cross_entropy(padded_rows, ids.flatten() % 9, tp, n_classes=9)
         for name, (forward, _) in ALONG_DIM.items():
             for dim, blocks in ((0, 1), (1, 1), (2, 3)):
                 yield getattr(collectives, name)(2 * x, dim, tp, blocks)
@@ -271,5 +271,5 @@ def test_conversions_without_a_group_are_the_identity():
         assert getattr(collectives, name)(x, 0, None) is x
     assert collectives.all_to_all(x, 0, 1, None) is x
     targets = torch.tensor([0, 5, 2, -100])
-    found = collectives.vocab_parallel_cross_entropy(x, targets, None)
+    found = vocabulary.vocab_parallel_cross_entropy(x, targets, None)
     torch.testing.assert_close(found, F.cross_entropy(x, targets))

@@ -334,14 +334,14 @@ ROOT = Path(__file__).parent.parent
 ONE_RUN = """
 from pathlib import Path
 from autoplan.api import trace_model
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.search import GOOD_ENOUGH, search
 from autoplan.space.priced import priced_space
 
 options = Options(global_batch=64)
 graph = trace_model(Path("examples/gpt.py"), overrides={"size": "char"})
-offered = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=2), options, global_batch=64)
+offered = priced_space(graph, load_hardware_profile("dgx_a100_x8", n_hosts=2), options, global_batch=64)
 result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
 print(result.status, result.best, result.alternatives, result.baselines, result.rejected, result.bound_s)
 """

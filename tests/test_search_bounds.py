@@ -12,7 +12,7 @@ from distributed.programs import EXAMPLES
 
 from autoplan.api import trace_model
 from autoplan.cost.table import CostTable
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
@@ -53,7 +53,7 @@ def test_the_bound_of_a_mesh_never_exceeds_a_simulated_step(seed: int) -> None:
 def test_no_real_mesh_computes_less_than_the_one_that_stands_for_it(precision: str) -> None:
     graph = trace_model(EXAMPLES / "gpt.py", overrides={"size": "char", "n_layers": 2, "width": 48, "context": 32})
     options = Options(global_batch=16, precision=precision)
-    offered = priced_space(graph, load_profile("dgx_a100_x8", n_hosts=2), options, global_batch=16)
+    offered = priced_space(graph, load_hardware_profile("dgx_a100_x8", n_hosts=2), options, global_batch=16)
     meshes = enumerate_meshes(offered.space, options)
     keys = tuple(map(compute_key, meshes))
     least_s = {key: least_passes_s(offered.price(mesh)) for key, mesh in computes_least(meshes, keys).items()}

@@ -10,7 +10,7 @@ import pytest
 from distributed.programs import graph_of, prices, shardings_of
 
 from autoplan.graph import GraphFacts
-from autoplan.hardware import load_profile
+from autoplan.hardware import load_hardware_profile
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
 from autoplan.options import Options
 from autoplan.rules import all_strategies, load_rules, operand_names, parse_equation
@@ -141,8 +141,8 @@ def test_equal_prices_give_equal_assignments():
 
 
 def test_a_degree_that_is_asked_for_is_split_where_that_does_not_pay():
-    profile = load_profile("dgx_a100_x8")  # a second to begin a collective: no product takes as long
-    slow = replace(profile, links=tuple(replace(tier, latency_s=1.0) for tier in profile.links))
+    hardware = load_hardware_profile("dgx_a100_x8")  # a second to begin a collective: no product takes as long
+    slow = replace(hardware, links=tuple(replace(tier, latency_s=1.0) for tier in hardware.links))
     found = [
         all_shardings(graph_of("llama_odd"), slow, Options(fix=fix), RULES, batch_size=1)
         for fix in ((), (("tp", "2"),))

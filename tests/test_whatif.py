@@ -16,9 +16,9 @@ from autoplan import cli
 from autoplan.what_if.conditions import Loading, Reliability
 from autoplan.what_if.money import Money, Own
 from autoplan.what_if.points import combinations, points
+from autoplan.what_if.row_tables import row_to_dict, whatif_csv, whatif_schema, whatif_to_dict
 from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import SHARES
-from autoplan.what_if.tables import row_to_dict, whatif_csv, whatif_schema, whatif_to_dict
 
 
 @pytest.fixture(autouse=True)

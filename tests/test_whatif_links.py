@@ -13,7 +13,7 @@ from autoplan.errors import InputError
 from autoplan.hardware.file import with_ports
 from autoplan.options import Options
 from autoplan.what_if.asking import ask
-from autoplan.what_if.links import changed, kind_without_nvlink
+from autoplan.what_if.other_links import changed, kind_without_nvlink
 from autoplan.what_if.points import Point
 from autoplan.what_if.question import parse_question
 
@@ -23,24 +23,24 @@ CASE = {"workload": {"model": GPT, "global_batch": 64, "set": {"size": "124m"}},
 
 
 def test_other_links_are_other_hardware() -> None:
-    profile = autoplan.load_profile("dgx_a100_x8", n_hosts=2)
-    half = changed(profile, Point("dgx_a100_x8", 2, 8, "bf16", network_scale=0.5))
-    assert half.networks[0].bytes_per_s == profile.networks[0].bytes_per_s / 2 and half.links[0] == profile.links[0]
-    pcie = changed(profile, Point("dgx_a100_x8", 2, 8, "bf16", host_link="pcie4"))
-    assert pcie.links[0].bytes_per_s == 31e9 and pcie.networks == profile.networks
+    hardware = autoplan.load_hardware_profile("dgx_a100_x8", n_hosts=2)
+    half = changed(hardware, Point("dgx_a100_x8", 2, 8, "bf16", network_scale=0.5))
+    assert half.networks[0].bytes_per_s == hardware.networks[0].bytes_per_s / 2 and half.links[0] == hardware.links[0]
+    pcie = changed(hardware, Point("dgx_a100_x8", 2, 8, "bf16", host_link="pcie4"))
+    assert pcie.links[0].bytes_per_s == 31e9 and pcie.networks == hardware.networks
 
 
 def test_ports_are_named_after_the_network() -> None:
     # 8 ports of 25 GB/s for 8 devices are the default; 4 ports leave a device half of one
     own, four, one = (
-        autoplan.load_profile(name, n_hosts=2) for name in ("dgx_a100_x8", "dgx_a100_x8+:4", "dgx_a100_x8+:1")
+        autoplan.load_hardware_profile(name, n_hosts=2) for name in ("dgx_a100_x8", "dgx_a100_x8+:4", "dgx_a100_x8+:1")
     )
-    assert [profile.networks[0].bytes_per_s for profile in (own, four, one)] == [25e9, 12.5e9, 3.125e9]
-    assert four.name == "dgx_a100_x8+infiniband_200g:4" and autoplan.load_profile(four.name, n_hosts=2) == four
+    assert [hardware.networks[0].bytes_per_s for hardware in (own, four, one)] == [25e9, 12.5e9, 3.125e9]
+    assert four.name == "dgx_a100_x8+infiniband_200g:4" and autoplan.load_hardware_profile(four.name, n_hosts=2) == four
     assert with_ports("dgx_a100_x8+ethernet_10g", 2) == "dgx_a100_x8+ethernet_10g:2"
     assert with_ports("dgx_a100_x8+ethernet_10g:8", 2) == "dgx_a100_x8+ethernet_10g:2"
     with pytest.raises(InputError, match="infiniband_200g.ports: found 'x per host'"):
-        autoplan.load_profile("dgx_a100_x8+:x", n_hosts=2)
+        autoplan.load_hardware_profile("dgx_a100_x8+:x", n_hosts=2)
 
 
 def test_nics_and_nvlink_are_axes_of_a_sweep() -> None:
@@ -54,13 +54,13 @@ def test_nics_and_nvlink_are_axes_of_a_sweep() -> None:
 
 def test_nvlink_off_is_the_pci_express_of_the_same_devices() -> None:
     for name, kind in (("dgx_a100_x8", "pcie4"), ("dgx_h100_x8", "pcie5"), ("dgx_b200_x8", "pcie5")):
-        profile = autoplan.load_profile(name)
-        assert kind_without_nvlink(profile) == kind
-        off, named = (changed(profile, Point(name, 1, 8, "bf16", host_link=link)) for link in ("no_nvlink", kind))
-        assert off == named != profile
+        hardware = autoplan.load_hardware_profile(name)
+        assert kind_without_nvlink(hardware) == kind
+        off, named = (changed(hardware, Point(name, 1, 8, "bf16", host_link=link)) for link in ("no_nvlink", kind))
+        assert off == named != hardware
     with pytest.raises(InputError, match="l40s_x8: NVLink off: found 'no NVLink'"):
-        kind_without_nvlink(autoplan.load_profile("l40s_x8"))
-    half = autoplan.load_profile("dgx_a100_x8")
+        kind_without_nvlink(autoplan.load_hardware_profile("l40s_x8"))
+    half = autoplan.load_hardware_profile("dgx_a100_x8")
     half = replace(half, links=(replace(half.links[0], bytes_per_s=123e9),))
     with pytest.raises(InputError, match="NVLink of another rate"):
         kind_without_nvlink(half)

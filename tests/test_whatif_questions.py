@@ -100,7 +100,7 @@ def test_keywords_beat_the_file_in_the_library(tmp_path: Path, monkeypatch: pyte
 
 def test_the_example_asks_of_an_example_and_of_shipped_hardware() -> None:
     found = read_question(CHECKOUT / "examples" / "whatif.toml")
-    assert Path(found.model).is_file() and set(found.hw) <= set(autoplan.profile_names())
+    assert Path(found.model).is_file() and set(found.hw) <= set(autoplan.hardware_names())
     assert len(found.conditions) == 2
 
 

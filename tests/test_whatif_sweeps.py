@@ -18,7 +18,7 @@ from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import ask
 from autoplan.what_if.points import searched
 from autoplan.what_if.question import Question, checked_question, parse_question
-from autoplan.what_if.tables import row_to_dict
+from autoplan.what_if.row_tables import row_to_dict
 
 CHECKOUT = Path(__file__).parent.parent
 GPT = str(CHECKOUT / "examples" / "gpt.py")

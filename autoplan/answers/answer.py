@@ -17,7 +17,7 @@ from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.json_values import decode, encode, loads_finite
-from autoplan.measurements.op_times import SegmentComparison
+from autoplan.measured_profile.op_times import SegmentComparison
 from autoplan.options import Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
 from autoplan.search.result import Candidate, SearchResult, nearest_rejections
@@ -264,6 +264,7 @@ def _segment_sources(workload: Workload, candidate: Candidate) -> dict[str, str]
     return dict(zip(workload.segment_names, candidate.estimate.segment_sources, strict=False))
 
 
+# `..._per_stage` has one figure for each pipeline rank: all stages of a rank share its devices.
 _SUMMARY: dict[str, Callable[[Workload, Candidate], Any]] = {
     "plan": lambda workload, best: plan_to_dict(best.plan),
     "step_s": lambda workload, best: best.estimate.step_s,

@@ -101,7 +101,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
-    """`NAME=USD` texts as US dollars per device-hour by profile name.
+    """`NAME=USD` texts as US dollars per device-hour by the name of the hardware profile.
 
     Raises: UsageError for what is no price.
     """

@@ -28,7 +28,7 @@ from autoplan.tensor_parallel.sharding import read_sharding
 COUNTS = ("pp", "dp", "tp", "zero_shard_degree", "micro_batch_size", "n_micro_batches", "n_chunks")
 
 
-def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Sequence[str] = ()) -> None:
+def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Sequence[str] = ()) -> None:
     """Return when `plan` is a plan for this model that this cluster, perhaps a mixed one, has the devices for.
 
     Raises: PlanMismatchError when it belongs to another model or needs more devices; InputError naming the field that
@@ -40,12 +40,12 @@ def check_plan(plan: Plan, graph: OpGraph, profile: Hardware, *, rule_files: Seq
             "  expected: the same file, --set values and versions\n  fix: plan again for this one"
         )
     _check_mesh(plan.mesh)
-    if plan.mesh.n_devices > profile.n_devices:
+    if plan.mesh.n_devices > hardware.n_devices:
         raise PlanMismatchError(
-            f"the plan needs {plan.mesh.n_devices} devices, {profile.name} has {profile.n_devices}\n"
+            f"the plan needs {plan.mesh.n_devices} devices, {hardware.name} has {hardware.n_devices}\n"
             "  fix: raise --hosts, or plan again"
         )
-    _check_groups(plan, profile.groups if isinstance(profile, Cluster) else (), name=profile.name)
+    _check_groups(plan, hardware.groups if isinstance(hardware, Cluster) else (), name=hardware.name)
     if plan.precision not in PRECISIONS:
         _refuse("precision", plan.precision, f"one of {', '.join(PRECISIONS)}")
     if plan.batch_norm not in BATCH_NORMS:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report.plain_text import WIDTH
+from autoplan.plain_text import WIDTH
 
 if TYPE_CHECKING:
     from autoplan.answers.answer import Answer

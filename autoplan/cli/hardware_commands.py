@@ -64,8 +64,8 @@ def profile_command(
     from autoplan import api
     from autoplan.checks.options import parse_overrides
     from autoplan.files import check_target, write_folder
-    from autoplan.profile.run import cache_file, count_results, run_measurements
-    from autoplan.report.measurements import results_table
+    from autoplan.measure_model.run import cache_file, count_results, run_measurements
+    from autoplan.report.measured_profile import results_table
 
     if (out is None) == (emit is None):
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
@@ -99,16 +99,16 @@ def hw_group() -> None:
 @hw_group.command("list")
 @output_option
 def hw_list(output_format: str) -> None:
-    """Every profile that comes with autoplan."""
-    from autoplan.hardware import load_profile, profile_names
-    from autoplan.report.hardware import profile_list
+    """Every hardware profile that comes with autoplan."""
+    from autoplan.hardware import hardware_names, load_hardware_profile
+    from autoplan.report.hardware import hardware_list
 
-    profiles = [load_profile(name) for name in profile_names()]
+    profiles = [load_hardware_profile(name) for name in hardware_names()]
     if output_format == "json":
         rows = [{"name": item.name, "description": item.description} for item in profiles]
         print_result(json_text({"profiles": rows}))
     else:
-        print_result(profile_list(profiles))
+        print_result(hardware_list(profiles))
 
 
 @hw_group.command("show")
@@ -116,19 +116,19 @@ def hw_list(output_format: str) -> None:
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
 @output_option
 def hw_show(name: str, hosts: int, output_format: str) -> None:
-    """Every figure of a profile, with its source."""
-    from autoplan.hardware import load_profile
-    from autoplan.report.hardware import profile_sheet
+    """Every figure of a hardware profile, with its source."""
+    from autoplan.hardware import load_hardware_profile
+    from autoplan.report.hardware import hardware_sheet
 
-    profile = load_profile(name, n_hosts=hosts)
-    print_result(json_text(asdict(profile)) if output_format == "json" else profile_sheet(profile))
+    hardware = load_hardware_profile(name, n_hosts=hosts)
+    print_result(json_text(asdict(hardware)) if output_format == "json" else hardware_sheet(hardware))
 
 
 @hw_group.command("validate")
 @click.argument("file", type=click.Path(path_type=Path))
 @output_option
 def hw_validate(file: Path, output_format: str) -> None:
-    """Check a profile or a mixed cluster of your own."""
+    """Check a hardware profile or a mixed cluster of your own."""
     from autoplan.hardware import validate_file
     from autoplan.hardware.cluster import is_cluster_file, load_cluster
 
@@ -137,24 +137,24 @@ def hw_validate(file: Path, output_format: str) -> None:
 
 
 @hw_group.command("measure")
-@click.option("--out", required=True, metavar="FILE.toml", type=click.Path(path_type=Path), help="The profile.")
+@click.option("--out", required=True, metavar="FILE.toml", type=click.Path(path_type=Path), help="Hardware profile.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
 @click.option("--json", "with_json", is_flag=True, help="Write every time beside the profile, as FILE.json.")
 @click.option("--force", is_flag=True, help="Replace the files.")
 @output_option
 def hw_measure(out: Path, output_format: str, **options: Any) -> None:
-    """Measure this host, and write its profile: devices, links between them, and what overlap costs.
+    """Measure this host, and write its hardware profile: devices, links between them, and what overlap costs.
 
     One device by itself; all of a host under: torchrun --standalone --nproc-per-node N -m autoplan hw measure ...
     """
     from autoplan.measure_hardware.measure import measure_host
-    from autoplan.report.hardware import profile_sheet
+    from autoplan.report.hardware import hardware_sheet
 
     with stdout_kept_clean():
-        profile = measure_host(out, **options, progress=tell)
-    if profile is not None:
+        hardware = measure_host(out, **options, progress=tell)
+    if hardware is not None:
         tell(f"wrote {out}")
-        print_result(json_text(asdict(profile)) if output_format == "json" else profile_sheet(profile))
+        print_result(json_text(asdict(hardware)) if output_format == "json" else hardware_sheet(hardware))
 
 
 @hw_group.command("prices")
@@ -191,7 +191,7 @@ def hw_prices(catalogs: tuple[Path, ...], day: str | None, output_format: str) -
 def doctor_command(output_format: str) -> None:
     """Versions, devices, links, and what is missing."""
     from autoplan.doctor import diagnose
-    from autoplan.report.plain_text import text_table
+    from autoplan.plain_text import text_table
 
     findings = diagnose()
     if output_format == "json":

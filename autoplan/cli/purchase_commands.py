@@ -89,8 +89,8 @@ def whatif_command(
     from autoplan.html_report.sweep_page import sweep_page, sweep_title
     from autoplan.what_if.asking import ask
     from autoplan.what_if.report_text import assumption_texts, whatif_report
+    from autoplan.what_if.row_tables import whatif_csv, whatif_schema, whatif_to_dict
     from autoplan.what_if.sweep import default_n_jobs
-    from autoplan.what_if.tables import whatif_csv, whatif_schema, whatif_to_dict
 
     if asks_schema:
         print_result(json.dumps(whatif_schema(), indent=2))

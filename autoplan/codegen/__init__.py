@@ -14,8 +14,8 @@ writer has what all parts are written from: graph, plan, layouts, names. Of para
     printers, call                    how operators print that no rule of `expressions` covers
     memory_order                      where values lie in channels_last
 
-tables is the plan as the runtime reads it, train_script the text of train.py, text and layout_text are Python source
-itself: its pieces, and its layout.
+plan_tables is the plan as the runtime reads it, train_script the text of train.py, text and layout_text are Python
+source itself: its pieces, and its layout.
 """
 
 from __future__ import annotations

@@ -203,6 +203,8 @@ FUNCTIONS: dict[str, Printer] = {
 
 # The module of the runtime that holds a function of `FUNCTIONS`, where it is not `collectives`.
 FUNCTION_MODULES = {
+    "vocab_parallel_embedding": "vocabulary",
+    "vocab_parallel_cross_entropy": "vocabulary",
     "own_experts_mm": "experts",
     "grouped_attention_of_rank": "attention",
     "causal_attention_of_rows": "attention",

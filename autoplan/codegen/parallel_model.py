@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from autoplan.codegen.blocks import block_class
 from autoplan.codegen.loss import loss_function
+from autoplan.codegen.plan_tables import runtime_tables
 from autoplan.codegen.stages import stage_class
-from autoplan.codegen.tables import runtime_tables
 from autoplan.codegen.text import import_lines
 from autoplan.codegen.writer import Writer, writer_of
 from autoplan.graph import OpGraph
@@ -53,6 +53,7 @@ def opening(writer: Writer, body: str) -> str:
         *import_lines("runtime.experts", _imported(writer, "experts")),
         *import_lines("runtime.pipeline", ["Boundary", *_used(body, "PerSample")]),
         *import_lines("runtime.random", _imported(writer, "random")),
+        *import_lines("runtime.vocabulary", _imported(writer, "vocabulary")),
         *import_lines("runtime.weights", [*_used(body, "Buffer"), "Shard", *_used(body, "Weights")]),
     ]
     return "\n".join(lines)

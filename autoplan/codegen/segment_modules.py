@@ -25,12 +25,12 @@ from autoplan.layout import Layout, R
 from autoplan.parallel_plan import Plan
 from autoplan.rules import OpRule
 
-_SCRIPT = '''"""Measure what measurement.json lists, on one device: see measuring/__init__.py."""
+_SCRIPT = '''"""Measure what measurement.json lists, on one device: see measuring_program/__init__.py."""
 
 import sys
 from pathlib import Path
 
-from measuring.program import main
+from measuring_program.program import main
 
 main(Path(__file__).resolve().parent, sys.argv[1:])
 '''
@@ -75,8 +75,8 @@ def segment_modules(graph: OpGraph, plan: Plan, *, rules: Mapping[str, OpRule]) 
 
 def measuring_files() -> dict[str, str]:
     """The program that measures the classes, by relative path; it stands beside them."""
-    paths = sorted(files("autoplan.measuring").iterdir(), key=lambda item: item.name)
-    package = {f"measuring/{path.name}": path.read_text() for path in paths if path.name.endswith(".py")}
+    paths = sorted(files("autoplan.measuring_program").iterdir(), key=lambda item: item.name)
+    package = {f"measuring_program/{path.name}": path.read_text() for path in paths if path.name.endswith(".py")}
     return {"measure.py": _SCRIPT, **package}
 
 

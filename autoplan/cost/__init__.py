@@ -1,10 +1,10 @@
 """Cost: what a plan takes, from ops and links to one table of numbers per mesh.
 
-op_time, collectives, launch, batch               one op, one collective, the host, a copy
+op_time, collective_time, launch, batch           one op, one collective, the host, a copy
 local_segment -> segment_work -> segment_cost     one kind of segment: its ops, their sum, with parameters and again
 measured, chunked, grad_compression, parameters   what changes the work, and what is kept beside it
 boundaries, between, outside_allocator            between stages, between groups of hosts, outside of the allocator
-price (mixed: several kinds of hosts) -> table    OpGraph x Mesh x HardwareProfile -> CostTable
+price, mixed_price (several kinds of hosts) -> table    OpGraph x Mesh x HardwareProfile -> CostTable
 
 layout_prices are the prices of `tensor_parallel.sharding`; rank_segments and work_context keep what meshes share.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from autoplan.cost.collectives import Group, send_s
+from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import N_GRAPHS
 from autoplan.graph import GraphFacts, OpGraph, TensorSpec, crossings
@@ -17,7 +17,7 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 
 
 def make_cuts_pricer(
-    graph: OpGraph, profile: HardwareProfile, precision: str
+    graph: OpGraph, hardware: HardwareProfile, precision: str
 ) -> Callable[[int, str, int, Group], tuple[Cuts, tuple[int, ...]]]:
     """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and bytes; 0 where none may."""
     boundary_bytes = make_boundary_sizer(graph, precision)
@@ -26,7 +26,7 @@ def make_cuts_pricer(
     def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
         sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
-        seconds = {n_bytes: send_s(n_bytes, pair=stages, profile=profile) for n_bytes in allowed}
+        seconds = {n_bytes: send_s(n_bytes, pair=stages, hardware=hardware) for n_bytes in allowed}
         return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
 
     return cuts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoplan.cost.collectives import axis_group, route_of
+from autoplan.cost.collective_time import axis_group, route_of
 from autoplan.cost.local_segment import local_op
 from autoplan.cost.parameters import optimizer_s
 from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
@@ -20,7 +20,7 @@ from autoplan.tensor_parallel.sharding import ShardingPrices
 def sharding_prices(
     graph: OpGraph,
     *,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     precision: str,
     rules: Mapping[str, OpRule],
     degree: int,
@@ -31,7 +31,7 @@ def sharding_prices(
 
     `communication`: which part of its price what ranks send each other has; below 1 more is split than pays.
     """
-    context = work_contexts(graph, profile, precision, rules)(degree)
+    context = work_contexts(graph, hardware, precision, rules)(degree)
 
     def op_s(op: Op, strategy: Strategy) -> float:
         found = timed(context, local_op(context, op, strategy), batch_size)
@@ -42,7 +42,7 @@ def sharding_prices(
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:
         n_elements = local_spec(spec, layout, degree).n_elements(1)
-        return optimizer_s(n_elements, device=profile.device, precision=precision)
+        return optimizer_s(n_elements, device=hardware.device, precision=precision)
 
     def converted_s(spec: TensorSpec, step: Conversion) -> float:
         return communication * conversion_s(context, spec.n_bytes(batch_size, precision), step)
@@ -54,11 +54,11 @@ def sharding_prices(
     )
 
 
-def sharding_figures(profile: HardwareProfile, *, degree: int) -> str:
+def sharding_figures(hardware: HardwareProfile, *, degree: int) -> str:
     """All that `sharding_prices` reads of a cluster: equal text, equal prices."""
-    route = route_of(axis_group(profile, size=degree, stride=1), profile)
+    route = route_of(axis_group(hardware, size=degree, stride=1), hardware)
     device = replace(
-        profile.device,
+        hardware.device,
         name="",
         memory_bytes=0,
         collective_launch_s=0.0,

@@ -22,7 +22,7 @@ from statistics import median
 from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import LOSS_PATH, OpGraph
-from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
+from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution
 
 IMAGE_DIMS = 4
@@ -67,11 +67,11 @@ class Correction:
         assignments: dict[tuple[int, str], dict[int, str]],
         compute: Compute,
         executions: dict[int, Execution],
-        own: bool = False,
+        keeps_modules: bool = False,
     ) -> Correction:
         """What these measurements say about these kinds and assignments.
 
-        `own`: whether the program is made of the user's own classes.
+        `keeps_modules`: whether the program is made of the user's own classes.
         """
         places = {
             (content, assignments[split][kind], split[0]): (*split, kind)
@@ -79,7 +79,8 @@ class Correction:
             for kind, content in contents.items()
         }
         ratios = []
-        for row in measured.rows({contents[kind]: execution for kind, execution in executions.items()}, own=own):
+        of_kinds = {contents[kind]: execution for kind, execution in executions.items()}
+        for row in measured.rows(of_kinds, keeps_modules=keeps_modules):
             place = places.get((row.content, row.assignment, row.tp))
             if place is None and (row.tp, row.boundary) in assignments:
                 place = next(

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.between import Exchange
-from autoplan.cost.collectives import Group
+from autoplan.cost.collective_time import Group
 from autoplan.cost.grad_compression import (
     NO_COMPRESSION,
     CompressedReduction,

@@ -29,7 +29,7 @@ from autoplan.cost.boundaries import (
     tied_elements,
     tied_weight_bytes,
 )
-from autoplan.cost.collectives import Group, axis_group, collective_s, pair_group
+from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction, execution_of
@@ -47,8 +47,8 @@ from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
-from autoplan.measurements.segment_key import assignment_key, content_key
-from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measured_profile.segment_key import assignment_key, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 from autoplan.rules import OpRule
 from autoplan.schedules import splits_backward
@@ -80,7 +80,7 @@ PartPricer = Callable[[Mesh, int, Exchange | None], CostTable]
 def make_pricer(
     graph: OpGraph,
     *,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     precision: str,
     shardings: Shardings,
     rules: Mapping[str, OpRule],
@@ -96,7 +96,7 @@ def make_pricer(
     """
     price = make_part_pricer(
         graph,
-        profile=profile,
+        hardware=hardware,
         precision=precision,
         shardings=shardings,
         rules=rules,
@@ -110,7 +110,7 @@ def make_pricer(
 def make_part_pricer(
     graph: OpGraph,
     *,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     precision: str,
     shardings: Shardings,
     rules: Mapping[str, OpRule],
@@ -123,16 +123,19 @@ def make_part_pricer(
 
     The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
     """
-    contexts = work_contexts(graph, profile, precision, rules)
-    local = _local_pricer(contexts, shardings)
-    works = _works_pricer(graph, contexts, shardings, measured)
-    collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, profile=profile))
+    collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
-    of_parameters = ParameterContext(profile.device, precision, collective, element_s, compression)
-    costs = _costs_pricer(graph, of_parameters, local, works)
-    cuts = make_cuts_pricer(graph, profile, precision)
-    batch = make_batch_pricer(graph, profile.device, precision)
-    groups_of = cache(partial(_Groups.of, profile))
+    segments = _segments_pricer(
+        graph,
+        work_contexts(graph, hardware, precision, rules),
+        ParameterContext(hardware.device, precision, collective, element_s, compression),
+        shardings=shardings,
+        measured=measured,
+        loss=loss,
+    )
+    cuts = make_cuts_pricer(graph, hardware, precision)
+    batch = make_batch_pricer(graph, hardware.device, precision)
+    groups_of = cache(partial(_Groups.of, hardware))
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
@@ -141,25 +144,21 @@ def make_part_pricer(
         """The cost table of one mesh."""
         groups = groups_of(mesh.dp * mesh.tp * n_ranks, mesh.dp, mesh.tp, mesh.zero_shard_degree)
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
-        splits = splits_backward(mesh.schedule)
-        layout = mesh.tp, mesh.sharding, mesh.micro_batch_size
-        work = (*layout, mesh.execution, not mesh.needs_generated_model)
-        loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1, exchange)
+        found, sources = segments(mesh, placement)
         copy_s, batch_bytes = batch(mesh)
-        cut_s, messages = cuts(*layout, groups.stages)
-        found = costs(*work, placement, mesh.pp > 1, splits, loss_here)
+        cut_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, groups.stages)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(
             mesh=mesh,
             kinds=kinds,
-            recompute_choices=RECOMPUTE_CHOICES[:1] if splits else RECOMPUTE_CHOICES,
+            recompute_choices=RECOMPUTE_CHOICES[:1] if splits_backward(mesh.schedule) else RECOMPUTE_CHOICES,
             costs=found,
             cut_s=cut_s if mesh.pp > 1 else unsent,
             gathers_per_micro_batch=mesh.zero_stage == 3,
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
-            overlap_slowdown=profile.overlap_slowdown,
+            overlap_slowdown=hardware.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
             reserved_fixed_bytes=outside_allocator_bytes(
@@ -167,15 +166,38 @@ def make_part_pricer(
             ),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
-            action_s=_action_s(mesh, profile.device, lead_s=lead_s),
+            action_s=_action_s(mesh, hardware.device, lead_s=lead_s),
             batch_copy_s=copy_s,
             batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
-            memory_limit_bytes=profile.device.memory_bytes,
-            sources=() if measured is None else tuple(source for _, source in works(*work)),
+            memory_limit_bytes=hardware.device.memory_bytes,
+            sources=sources,
         )
 
     return price
+
+
+def _segments_pricer(
+    graph: OpGraph,
+    contexts: Callable[[int], WorkContext],
+    of_parameters: ParameterContext,
+    *,
+    shardings: Shardings,
+    measured: MeasuredProfile | None,
+    loss: str | None,
+) -> Callable[[Mesh, Placement], tuple[Costs, tuple[str, ...]]]:
+    """The costs of each kind of segment, and, with a measured profile, where its times come from."""
+    works = _works_pricer(graph, contexts, shardings, measured)
+    costs = _costs_pricer(graph, of_parameters, _local_pricer(contexts, shardings), works)
+
+    def segments(mesh: Mesh, placement: Placement) -> tuple[Costs, tuple[str, ...]]:
+        """Those of one mesh."""
+        work = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
+        loss_here = "whole" if is_in_compiled(graph, mesh) else loss
+        found = costs(*work, placement, mesh.pp > 1, splits_backward(mesh.schedule), loss_here)
+        return found, () if measured is None else tuple(source for _, source in works(*work))
+
+    return segments
 
 
 def _local_pricer(contexts: Callable[[int], WorkContext], shardings: Shardings) -> LocalPricer:
@@ -203,15 +225,15 @@ def _works_pricer(
         return rank_segments(contexts(tp)).work(shardings.get((tp, sharding), ()), micro_batch_size)
 
     @cache
-    def correction(execution: Execution, own: bool) -> Correction | None:
+    def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
         if measured is None:
             return None
-        return _correction(graph, shardings, measured, computed, execution, own=own)
+        return _correction(graph, shardings, measured, computed, execution, keeps_modules=keeps_modules)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, own: bool) -> Works:
+    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, keeps_modules: bool) -> Works:
         found = computed(tp, sharding, micro_batch_size)
-        as_measured = correction(execution, own)
+        as_measured = correction(execution, keeps_modules)
         if as_measured is None:
             assert execution == Execution()  # see `space.choices.executions`
             return tuple((work, "") for work in found.values())
@@ -249,7 +271,7 @@ def _costs_pricer(
         sharding: str,
         micro_batch_size: int,
         execution: Execution,
-        own: bool,
+        keeps_modules: bool,
         placement: Placement,
         is_cut: bool,
         splits: bool,
@@ -258,7 +280,7 @@ def _costs_pricer(
         pairs = zip(
             first.values(),
             local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size, execution, own),
+            works(tp, sharding, micro_batch_size, execution, keeps_modules),
             parameters(tp, sharding, placement, is_cut),
             strict=True,
         )
@@ -286,7 +308,7 @@ def _correction(
     computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
     execution: Execution,
     *,
-    own: bool,
+    keeps_modules: bool,
 ) -> Correction:
     first, facts = graph.first_of_kind(), GraphFacts.of(graph)
     assignments = {}
@@ -299,7 +321,7 @@ def _correction(
         assignments=assignments,
         compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
         executions={kind: execution_of(graph, kind, execution) for kind in first},
-        own=own,
+        keeps_modules=keeps_modules,
     )
 
 
@@ -313,14 +335,14 @@ class _Groups:
     stages: Group
 
     @classmethod
-    def of(cls, profile: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
+    def of(cls, hardware: HardwareProfile, n_devices: int, dp: int, tp: int, shard_degree: int) -> _Groups:
         """Those of a mesh with these degrees."""
-        group = partial(axis_group, profile, n_devices=n_devices)
+        group = partial(axis_group, hardware, n_devices=n_devices)
         return cls(
             shard=group(size=shard_degree, stride=tp),
             replicate=group(size=dp // shard_degree, stride=tp * shard_degree),
             whole_step=group(size=n_devices, stride=1),
-            stages=pair_group(profile, n_devices=n_devices),
+            stages=pair_group(hardware, n_devices=n_devices),
         )
 
 

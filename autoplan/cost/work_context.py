@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
-from autoplan.cost.collectives import Route, axis_group, route_of, route_s
+from autoplan.cost.collective_time import Route, axis_group, route_of, route_s
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.rules import OpRule
@@ -41,14 +41,14 @@ class WorkContext:
 
 
 def work_contexts(
-    graph: OpGraph, profile: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
+    graph: OpGraph, hardware: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
 ) -> Callable[[int], WorkContext]:
     """A function from the tensor-parallel degree to what the sums depend on."""
     shared = _shared_contexts(graph, tuple(rules.items()))
 
     def context(degree: int) -> WorkContext:
-        route = route_of(axis_group(profile, size=degree, stride=1), profile)
-        return shared(profile.device, precision, route)
+        route = route_of(axis_group(hardware, size=degree, stride=1), hardware)
+        return shared(hardware.device, precision, route)
 
     return cache(context)
 

@@ -2,8 +2,8 @@
 
     devices --links[0] (NVLink, PCIe)--> host --links[1] (leaf)--> rack --links[2] (spine)--> site --links[3]--> sites
 
-A file in `hardware_profiles/` describes one kind of host; `load_profile` makes a cluster of them. Ranks fill hosts,
-hosts fill racks, racks fill sites, in order. Most networks have one tier; a cluster has the tiers that it reaches.
+A file in `hardware_profiles/` describes one kind of host; `load_hardware_profile` makes a cluster of them. Ranks fill
+hosts, hosts fill racks, racks fill sites, in order. Most networks have one tier; a cluster has those that it reaches.
 
 file reads a hardware file with what fields says of each figure and networks of links beyond the host; cluster has
 groups of hosts of several kinds.
@@ -159,7 +159,7 @@ class HardwareProfile:
         return (self.n_devices_per_host, *(tier.n_devices for tier in self.networks[:-1]))
 
 
-def load_profile(name_or_path: str, *, n_hosts: int = 1, network: str | None = None) -> HardwareProfile:
+def load_hardware_profile(name_or_path: str, *, n_hosts: int = 1, network: str | None = None) -> HardwareProfile:
     """The cluster of `n_hosts` hosts that a shipped profile name or a path ending in `.toml` describes.
 
     `NAME/DEVICES` takes that many devices of each host and leaves the others idle: `dgx_a100_x8/4`. `NAME+NETWORK`
@@ -170,10 +170,10 @@ def load_profile(name_or_path: str, *, n_hosts: int = 1, network: str | None = N
     """
     from autoplan.hardware import file
 
-    return file.read_profile(name_or_path, n_hosts=n_hosts, network=network)
+    return file.read_hardware_profile(name_or_path, n_hosts=n_hosts, network=network)
 
 
-def profile_names() -> tuple[str, ...]:
+def hardware_names() -> tuple[str, ...]:
     """Names of the shipped profiles, sorted."""
     from autoplan.hardware import file
 

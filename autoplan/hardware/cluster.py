@@ -29,7 +29,7 @@ from typing import Any
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.fields import BETWEEN_FIELDS, Sources, Table, check_keys, inner_table, plain, section
-from autoplan.hardware.file import parse_toml, read_path, read_profile
+from autoplan.hardware.file import parse_toml, read_hardware_profile, read_path
 
 MAX_HOSTS = 10**6
 
@@ -76,13 +76,13 @@ Hardware = HardwareProfile | Cluster
 
 
 def load_hardware(name_or_path: str, *, n_hosts: int = 1) -> Hardware:
-    """What --hw names: `n_hosts` equal hosts (see `load_profile`), or a mixed cluster, whose file counts its hosts.
+    """What --hw names: `n_hosts` equal hosts (`load_hardware_profile`), or a mixed cluster, whose file counts hosts.
 
     Raises: InputError for a file that cannot be used; UsageError for a name that does not exist, or a number of hosts
         beside a mixed cluster.
     """
     if not is_cluster_file(name_or_path):
-        return read_profile(name_or_path, n_hosts=n_hosts, network=None)
+        return read_hardware_profile(name_or_path, n_hosts=n_hosts, network=None)
     if n_hosts != 1:
         raise UsageError.of(
             "--hosts",
@@ -109,7 +109,7 @@ def load_cluster(path: str | Path) -> Cluster:
     name, where, text = read_path(Path(path))
 
     def load(profile: str, n_hosts: int) -> HardwareProfile:
-        return read_profile(_beside(path, profile), n_hosts=n_hosts, network=None)
+        return read_hardware_profile(_beside(path, profile), n_hosts=n_hosts, network=None)
 
     return build_cluster(text, name=name, where=where, load=load)
 

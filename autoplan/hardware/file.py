@@ -58,8 +58,8 @@ def shipped_prices() -> str:
     return files(PROFILE_PACKAGE).joinpath(PRICES_FILE).read_text(encoding="utf-8")
 
 
-def read_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
-    """See `autoplan.hardware.load_profile`."""
+def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
+    """See `autoplan.hardware.load_hardware_profile`."""
     if n_hosts < 1:
         raise UsageError.of("number of hosts", found=n_hosts, expected="1 or more", fix="give --hosts 1 or more")
     base, suffix = _split_network(name_or_path)
@@ -69,7 +69,7 @@ def read_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> Har
             f"hardware {name_or_path}", found=f"networks {suffix} and {network}", expected="one", fix="drop one of them"
         )
     name, where, text = _find(base)
-    return build_profile(
+    return build_hardware_profile(
         text, name=name, where=where, n_hosts=n_hosts, network=network or suffix, n_devices_per_host=n_devices
     )
 
@@ -77,7 +77,7 @@ def read_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> Har
 def validate(path: str | Path) -> HardwareProfile:
     """See `autoplan.hardware.validate_file`."""
     name, where, text = read_path(Path(path))
-    return build_profile(text, name=name, where=where, n_hosts=1, network=None)
+    return build_hardware_profile(text, name=name, where=where, n_hosts=1, network=None)
 
 
 def _split_network(name_or_path: str) -> tuple[str, str | None]:
@@ -158,7 +158,7 @@ def _line_of(error: Exception, text: str) -> str:
 # --- from text to a profile ------------------------------------------------------------------------------------
 
 
-def build_profile(
+def build_hardware_profile(
     text: str, *, name: str, where: str, n_hosts: int, network: str | None, n_devices_per_host: int | None = None
 ) -> HardwareProfile:
     """The profile that `text` describes; `where` names it in messages. Every network of the file is checked.

@@ -37,9 +37,9 @@ from autoplan.html_report.png import chart_texts
 from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
-from autoplan.report.plain_text import rate_text
-from autoplan.report.plan import fix_text, plan_rows, shortage_text, tightest_bytes
-from autoplan.report.plan_words import describe_mesh, lanes_of
+from autoplan.plain_text import rate_text
+from autoplan.plan_words import describe_mesh, lanes_of, plan_rows
+from autoplan.report.plan import fix_text, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 

@@ -13,9 +13,9 @@ from autoplan.html_report.readings import plan_readings, with_readings
 from autoplan.html_report.svg import Chart
 from autoplan.html_report.timeline import MemoryCurve, memory_chart, timeline_chart
 from autoplan.parallel_plan import Estimate
-from autoplan.report.plain_text import count
-from autoplan.report.plan import recompute_text, tightest_bytes
-from autoplan.report.plan_words import BREAKDOWN_LABELS, Lanes, describe_mesh, lanes_of
+from autoplan.plain_text import count
+from autoplan.plan_words import BREAKDOWN_LABELS, Lanes, describe_mesh, lanes_of, recompute_text
+from autoplan.report.plan import tightest_bytes
 from autoplan.search.result import Candidate
 from autoplan.units import BILLION, MILLION, GiB, format_seconds, format_usd
 

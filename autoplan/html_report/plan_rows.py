@@ -14,8 +14,8 @@ from autoplan.html_report.provenance import provenance_kind, trust_kind
 from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report.plan import REASONS, recompute_text, tightest_bytes
-from autoplan.report.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values
+from autoplan.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values, recompute_text
+from autoplan.report.plan import REASONS, tightest_bytes
 from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 

@@ -12,8 +12,8 @@ from autoplan.answers.answer import Answer
 from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.svg import Chart
 from autoplan.parallel_plan import Mesh
+from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.plan import tightest_bytes
-from autoplan.report.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.units import GiB, format_seconds
 from autoplan.what_if.rows import WhatIfRow, pace, rate_unit
 

@@ -18,8 +18,8 @@ from autoplan.html_report.palette import BREAKDOWN_SERIES, WAITING
 from autoplan.html_report.readings import sweep_readings, with_readings
 from autoplan.html_report.scales import time_unit_s
 from autoplan.html_report.svg import Chart
-from autoplan.report.plain_text import rate_text
-from autoplan.report.plan_words import BREAKDOWN_LABELS
+from autoplan.plain_text import rate_text
+from autoplan.plan_words import BREAKDOWN_LABELS
 from autoplan.units import format_seconds, format_usd
 from autoplan.what_if.rows import AXES, SHARES, WhatIfRow, fastest, pace, point_name, rate_unit, varying
 

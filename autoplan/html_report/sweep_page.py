@@ -10,7 +10,7 @@ from autoplan.html_report.page import render
 from autoplan.html_report.provenance import provenance_kind
 from autoplan.html_report.sweep_charts import sweep_charts
 from autoplan.html_report.table import Card, Cell, Table
-from autoplan.report.plain_text import rate_text
+from autoplan.plain_text import rate_text
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 from autoplan.what_if.rows import AXES, Axis, WhatIfRow, fastest, pace, point_name, rate_unit, varying
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoplan.html_report.scales import Axis, time_ticks, x_axis
 from autoplan.html_report.svg import LEGEND_ROW, Chart, element, label, legend, line, number, title
 from autoplan.parallel_plan import Estimate, TimelineEvent
-from autoplan.report.plan_words import PIPELINE, Lanes
+from autoplan.plan_words import PIPELINE, Lanes
 from autoplan.units import GiB, format_seconds
 
 WIDTH = 960

@@ -2,8 +2,8 @@
 
     MeasuredHost --profile_text--> my_box.toml          what `autoplan hw validate` accepts and plans use
 
-Peaks and memory bandwidth are the data sheet's where a shipped profile knows the device by its name, else the best
-that was measured. What could not be measured is left out, and a comment says why.
+Peaks and memory bandwidth are the data sheet's where a shipped hardware profile knows the device by its name, else the
+best that was measured. What could not be measured is left out, and a comment says why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 from autoplan import units
-from autoplan.hardware import HardwareProfile, LinkTier, load_profile, profile_names
+from autoplan.hardware import HardwareProfile, LinkTier, hardware_names, load_hardware_profile
 from autoplan.hardware.fields import (
     DEVICE_FIELDS,
     HOST_FIELDS,
@@ -43,9 +43,9 @@ def profile_text(host: MeasuredHost) -> str:
 
 
 def data_sheet(device_name: str) -> HardwareProfile | None:
-    """The first shipped profile with a device of this name."""
-    profiles = (load_profile(name) for name in profile_names())
-    return next((profile for profile in profiles if profile.device.name == device_name), None)
+    """The first shipped hardware profile with a device of this name."""
+    profiles = (load_hardware_profile(name) for name in hardware_names())
+    return next((hardware for hardware in profiles if hardware.device.name == device_name), None)
 
 
 # --- sections --------------------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ def _digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _source(profile: HardwareProfile, field: str) -> str:
-    return dict(profile.sources)[field]
+def _source(hardware: HardwareProfile, field: str) -> str:
+    return dict(hardware.sources)[field]
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What `fully_shard` takes of the host: from timed passes (`measure_hardware.sharding`) to figures of a profile.
+"""What `fully_shard` takes of the host: from timed passes (`zero_host_time`) to figures of a hardware profile.
 
 Under ZeRO 1 the last backward pass reduces, and passes in between neither gather nor reduce; under ZeRO 3 every pass
 gathers (and frees) and every backward pass reduces:

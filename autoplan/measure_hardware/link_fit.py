@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
 
-from autoplan.cost.collectives import Algorithm, Link, route_in_host
+from autoplan.cost.collective_time import Algorithm, Link, route_in_host
 from autoplan.errors import MeasureError
 from autoplan.registry import load_table
 from autoplan.units import GiB, KiB, MiB

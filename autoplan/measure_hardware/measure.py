@@ -1,4 +1,4 @@
-"""One measurement of a host, by all its ranks: every time, then the profile that follows from them.
+"""One measurement of a host, by all its ranks: every time, then the hardware profile that follows from them.
 
 Every process measures; rank 0 writes, once everything is measured and the loader accepts it, so that a run that
 fails leaves nothing behind. NCCL logs to a file of its own over what it talks, in this very run.
@@ -21,14 +21,14 @@ import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError, UsageError
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware.file import build_profile
+from autoplan.hardware.file import build_hardware_profile
 from autoplan.measure_hardware.device import device_rates
 from autoplan.measure_hardware.host_file import profile_text
 from autoplan.measure_hardware.links import Ranks, collective_launch, link_times, overlap_times
 from autoplan.measure_hardware.measured_host import MeasuredHost, measured_json
 from autoplan.measure_hardware.nccl_log import LOG_SUBSYSTEMS, SOCKET, Transport, link_kind, read_nccl_log
-from autoplan.measure_hardware.pipeline import pipeline_rates
-from autoplan.measure_hardware.sharding import sharded_passes
+from autoplan.measure_hardware.pipeline_host_time import pipeline_rates
+from autoplan.measure_hardware.zero_host_time import sharded_passes
 from autoplan.units import MiB
 
 DEVICES = ("auto", "cuda", "cpu")
@@ -46,9 +46,9 @@ def measure_host(
     force: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> HardwareProfile | None:
-    """Measure with all ranks of this host, and write the profile to `out`; `with_json` adds every time beside it.
+    """Measure with all ranks of this host, and write its hardware profile to `out`; `with_json` adds every time.
 
-    Returns the profile on rank 0, None on the others.
+    Returns the hardware profile on rank 0, None on the others.
 
     Raises: MeasureError when anything cannot be measured, OutputError when `out` cannot be written, UsageError when
         it is not named as a hardware file.
@@ -195,7 +195,7 @@ def _write(host: MeasuredHost, files: Sequence[Path]) -> HardwareProfile:
     """Write all files or none, after the loader has accepted the profile."""
     text = profile_text(host)
     try:
-        profile = build_profile(text, name=files[0].stem, where=str(files[0]), n_hosts=1, network=None)
+        hardware = build_hardware_profile(text, name=files[0].stem, where=str(files[0]), n_hosts=1, network=None)
     except InputError as error:
         raise MeasureError(f"hw measure: the measured profile cannot be right, and is not written: {error}") from error
     scratch = [file.with_name(f".{file.name}.part") for file in files]
@@ -209,7 +209,7 @@ def _write(host: MeasuredHost, files: Sequence[Path]) -> HardwareProfile:
     finally:
         for path in scratch:
             path.unlink(missing_ok=True)
-    return profile
+    return hardware
 
 
 def main() -> int:

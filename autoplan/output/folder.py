@@ -19,8 +19,8 @@ from autoplan.errors import InputError
 from autoplan.files import check_folder, read_text_file
 from autoplan.output.launch_scripts import LaunchGroup, launch_files, launch_line, mixed_launch_files, mixed_launch_line
 from autoplan.parallel_plan import Mesh
+from autoplan.plan_words import lanes_of, mesh_values
 from autoplan.report.chrome_trace import timeline_to_chrome_json
-from autoplan.report.plan_words import lanes_of, mesh_values
 from autoplan.search.result import Rejection
 
 REPORT_FOLDER = "report"

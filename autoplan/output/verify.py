@@ -28,8 +28,8 @@ from autoplan.answers.intervals import is_inside
 from autoplan.errors import InputError, MeasureError, ToleranceError
 from autoplan.output.folder import launch_size, read_answer
 from autoplan.parallel_plan import Estimate, Mesh
+from autoplan.plain_text import WIDTH, text_table
 from autoplan.processes import start_process
-from autoplan.report.plain_text import WIDTH, text_table
 from autoplan.units import format_bytes, format_seconds
 
 Start = Callable[[Sequence[str], Path], int]

@@ -42,7 +42,7 @@ def model_name(model: str | Path) -> str:
 
 def _request(problem: Problem) -> Request:
     settings = tuple(f"{name}={value!r}" for name, value in problem.overrides)
-    n_hosts = 1 if isinstance(problem.profile, Cluster) else problem.profile.n_hosts  # as --hosts was given
+    n_hosts = 1 if isinstance(problem.hardware, Cluster) else problem.hardware.n_hosts  # as --hosts was given
     return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
 
 
@@ -51,18 +51,18 @@ def _workload(problem: Problem) -> Workload:
     from autoplan.planning.untried import untried
     from autoplan.rules import load_rules
 
-    graph, profile = problem.graph, problem.profile
-    kinds, peaks = _kinds(profile), _peaks_flops_per_s(problem)
+    graph, hardware = problem.graph, problem.hardware
+    kinds, peaks = _kinds(hardware), _peaks_flops_per_s(problem)
     return Workload(
         model=model_name(problem.model),
-        hardware=profile.name,
+        hardware=hardware.name,
         device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
-        n_hosts=profile.n_hosts,
-        n_devices=profile.n_devices,
+        n_hosts=hardware.n_hosts,
+        n_devices=hardware.n_devices,
         n_parameters=graph.n_parameters(),
         flops_per_sample=flops_per_sample(graph, rule_files=problem.options.rules),
         tokens_per_sample=tokens_per_sample(graph),
-        peak_flops_per_s=None if isinstance(profile, Cluster) else peaks[0],
+        peak_flops_per_s=None if isinstance(hardware, Cluster) else peaks[0],
         price_usd_per_device_hour=_mean_price_usd(kinds),
         segment_names=tuple(segment.name for segment in graph.segments),
         provenance=_provenance(problem),
@@ -76,20 +76,20 @@ def _workload(problem: Problem) -> Workload:
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(kinds, peaks, strict=True)
         )
-        if isinstance(profile, Cluster)
+        if isinstance(hardware, Cluster)
         else (),
     )
 
 
-def _kinds(profile: Hardware) -> tuple[HardwareProfile, ...]:
+def _kinds(hardware: Hardware) -> tuple[HardwareProfile, ...]:
     """Each kind of host."""
-    return profile.groups if isinstance(profile, Cluster) else (profile,)
+    return hardware.groups if isinstance(hardware, Cluster) else (hardware,)
 
 
 def _peaks_flops_per_s(problem: Problem) -> list[float | None]:
     """Of each kind of device, in the precision asked for."""
     precision = problem.options.precision
-    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in _kinds(problem.profile)]
+    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in _kinds(problem.hardware)]
 
 
 def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
@@ -101,18 +101,18 @@ def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
 
 def _values(problem: Problem) -> tuple[tuple[str, str], ...]:
     """(figure, value with its unit) of all hardware, under the names of `_provenance`."""
-    profile = problem.profile
-    groups = profile.groups if isinstance(profile, Cluster) else ()
-    return (*((f"{group.name}: {name}", text) for group in groups for name, text in group.values), *profile.values)
+    hardware = problem.hardware
+    groups = hardware.groups if isinstance(hardware, Cluster) else ()
+    return (*((f"{group.name}: {name}", text) for group in groups for name, text in group.values), *hardware.values)
 
 
 def _provenance(problem: Problem) -> tuple[tuple[str, str], ...]:
     """(figure, where it comes from) of all hardware, and of the times of segments."""
-    profile = problem.profile
+    hardware = problem.hardware
     of_groups = [
         (f"{group.name}: {name}", source)
-        for group in (profile.groups if isinstance(profile, Cluster) else ())
+        for group in (hardware.groups if isinstance(hardware, Cluster) else ())
         for name, source in group.sources
     ]
     measured = () if problem.measured is None else (("times of segments", problem.measured.source),)
-    return (*of_groups, *profile.sources, *measured)
+    return (*of_groups, *hardware.sources, *measured)

@@ -18,14 +18,15 @@ from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware.cluster import Cluster, load_hardware
 from autoplan.options import Options
 from autoplan.parallel_plan import Estimate, Plan
+from autoplan.plan_words import describe_mesh
 from autoplan.planning.answering import answer_of
 from autoplan.planning.problem import Problem, global_batch_size
 from autoplan.search.result import Candidate, Remedy, SearchResult
+from autoplan.units import GiB, format_seconds
 
 
 def solve(problem: Problem) -> Answer:
     """`decide`, and when nothing fits, the changes that would make something fit; Ctrl-C keeps those found so far."""
-    from autoplan.report.plan import remedy_text
     from autoplan.search.remedies import find_remedies
 
     answer = _with_ops(problem, decide(problem))
@@ -34,13 +35,18 @@ def solve(problem: Problem) -> Answer:
     found: list[Remedy] = []
     stopped_by = answer.result.stopped_by
     try:
-        for remedy in find_remedies(problem.options, n_hosts=problem.profile.n_hosts, retry=partial(_retry, problem)):
+        for remedy in find_remedies(problem.options, n_hosts=problem.hardware.n_hosts, retry=partial(_retry, problem)):
             found.append(remedy)
     except KeyboardInterrupt:
         stopped_by = "interrupted"
-    first = remedy_text(found[0]) if found else ""
+    first = _in_one_sentence(found[0]) if found else ""
     result = replace(answer.result, remedies=tuple(found), nearest_fix=first, stopped_by=stopped_by)
     return replace(answer, result=result)
+
+
+def _in_one_sentence(remedy: Remedy) -> str:
+    figures = f"{format_seconds(remedy.step_s)} a step, {remedy.peak_bytes / GiB:.1f} GiB"
+    return f"{remedy.change}: {figures}, {describe_mesh(remedy.mesh)}, recompute {remedy.recompute}"
 
 
 def decide(
@@ -63,12 +69,12 @@ def decide(
 
 def _with_ops(problem: Problem, answer: Answer) -> Answer:
     """The answer with the ops of its best plan, where `autoplan profile` measured them."""
-    from autoplan.profile.lookup import ops_of_plan
+    from autoplan.measure_model.lookup import ops_of_plan
 
-    if problem.measured is None or isinstance(problem.profile, Cluster) or answer.result.best is None:
+    if problem.measured is None or isinstance(problem.hardware, Cluster) or answer.result.best is None:
         return answer
     plan = answer.result.best.plan
-    return replace(answer, ops=ops_of_plan(problem.options, problem.graph, problem.profile, plan, problem.measured))
+    return replace(answer, ops=ops_of_plan(problem.options, problem.graph, problem.hardware, plan, problem.measured))
 
 
 def score(problem: Problem, plan: Plan) -> Answer:
@@ -79,7 +85,7 @@ def score(problem: Problem, plan: Plan) -> Answer:
     """
     from autoplan.checks.plan import check_plan
 
-    check_plan(plan, problem.graph, problem.profile, rule_files=problem.options.rules)
+    check_plan(plan, problem.graph, problem.hardware, rule_files=problem.options.rules)
     if problem.measured is not None and plan.precision != problem.options.precision:
         raise UsageError(
             f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"
@@ -106,13 +112,13 @@ def judge(problem: Problem, plan: Plan) -> Estimate:
 
 def cost_table(problem: Problem, plan: Plan) -> CostTable:
     """What one plan of this problem, which is trusted, is judged by."""
-    from autoplan.space.mixed import price_mixed_plan
+    from autoplan.space.mixed_space import price_mixed_plan
     from autoplan.space.priced import price_plan
 
-    graph, profile, rules = problem.graph, problem.profile, problem.options.rules
-    if isinstance(profile, Cluster):
-        return price_mixed_plan(graph, profile, plan, rule_files=rules)
-    return price_plan(graph, profile, plan, rule_files=rules, measured=problem.measured)
+    graph, hardware, rules = problem.graph, problem.hardware, problem.options.rules
+    if isinstance(hardware, Cluster):
+        return price_mixed_plan(graph, hardware, plan, rule_files=rules)
+    return price_plan(graph, hardware, plan, rule_files=rules, measured=problem.measured)
 
 
 def _search(
@@ -123,16 +129,16 @@ def _search(
     patience_s: float | None = None,
 ) -> SearchResult:
     from autoplan.search import search
-    from autoplan.search.mixed import search_mixed
-    from autoplan.space.mixed import mixed_space
+    from autoplan.search.mixed_search import search_mixed
+    from autoplan.space.mixed_space import mixed_space
     from autoplan.space.priced import priced_space
 
-    graph, profile, options, batch = problem.graph, problem.profile, problem.options, global_batch_size(problem)
+    graph, hardware, options, batch = problem.graph, problem.hardware, problem.options, global_batch_size(problem)
     try:
-        if isinstance(profile, Cluster):
-            mixed = mixed_space(graph, profile, options, global_batch=batch)
+        if isinstance(hardware, Cluster):
+            mixed = mixed_space(graph, hardware, options, global_batch=batch)
             return search_mixed(mixed, options=options, clock=clock, patience_s=patience_s)
-        offered = priced_space(graph, profile, options, global_batch=batch, measured=problem.measured)
+        offered = priced_space(graph, hardware, options, global_batch=batch, measured=problem.measured)
         return search(
             offered.space,
             price=offered.price,
@@ -149,9 +155,9 @@ def _search(
 def _retry(problem: Problem, options: Options, n_hosts: int) -> SearchResult:
     """The same global batch under other options, on that many hosts; a cluster that cannot be has no plan."""
     try:
-        is_same = n_hosts == problem.profile.n_hosts
-        profile = problem.profile if is_same else load_hardware(problem.hw, n_hosts=n_hosts)
+        is_same = n_hosts == problem.hardware.n_hosts
+        hardware = problem.hardware if is_same else load_hardware(problem.hw, n_hosts=n_hosts)
         options = replace(options, global_batch=global_batch_size(problem))
-        return _search(replace(problem, profile=profile, options=options))
+        return _search(replace(problem, hardware=hardware, options=options))
     except InputError as error:
         return _nothing("unusable", str(error))

@@ -17,7 +17,7 @@ from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
 if TYPE_CHECKING:
     from autoplan.graph import OpGraph
-    from autoplan.measurements.segment_times import MeasuredProfile
+    from autoplan.measured_profile.segment_times import MeasuredProfile
 
 Overrides = Mapping[str, Any]
 
@@ -28,15 +28,15 @@ class Problem:
 
     Attributes:
         model_file: the file the graph was traced from; an emitted folder holds a copy of it.
-        profile: equal hosts, or a mixed cluster.
-        hw: the name or file that `profile` was read from, so that it can be read again with more hosts.
+        hardware: equal hosts, or a mixed cluster.
+        hw: the name or file that `hardware` was read from, so that it can be read again with more hosts.
         model: what the user named: the model file, or `hf:CONFIG.JSON`, for which `model_file` was written.
         overrides: (name, value) arguments of its build_model, or fields of its configuration.
         measured: what `options.profile` holds of this model, device and precision.
     """
 
     graph: OpGraph
-    profile: Hardware
+    hardware: Hardware
     options: Options
     model_file: Path
     hw: str
@@ -49,17 +49,17 @@ def make_problem(
     model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
 ) -> Problem:
     """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
-    from autoplan.profile.lookup import measurements_of
+    from autoplan.measure_model.lookup import measurements_of
 
-    profile = load_hardware(hw, n_hosts=hosts)
+    hardware = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
-    _check_hardware(profile, options)
+    _check_hardware(hardware, options)
     path, arguments = model_file(model, overrides or {})
     graph = trace_model(path, overrides=arguments, module_level=options.module_level)
     if options.strict:
         _refuse_ops_without_rule(graph, options.rules)
-    measured = None if isinstance(profile, Cluster) else measurements_of(options, graph, profile, model=path.name)
-    return Problem(graph, profile, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
+    measured = None if isinstance(hardware, Cluster) else measurements_of(options, graph, hardware, model=path.name)
+    return Problem(graph, hardware, options, path, hw, str(model), tuple((overrides or {}).items()), measured)
 
 
 def trace_model(model: str | Path, *, overrides: Overrides | None = None, module_level: bool = False) -> OpGraph:
@@ -90,7 +90,7 @@ def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides
 
 def global_batch_size(problem: Problem) -> int:
     """Samples of one step; by default one micro-batch of `DEFAULT_MICRO_BATCH_SIZE` per device."""
-    return problem.options.global_batch or default_global_batch(problem.profile.n_devices)
+    return problem.options.global_batch or default_global_batch(problem.hardware.n_devices)
 
 
 def default_global_batch(n_devices: int) -> int:
@@ -105,12 +105,12 @@ def checked(options: Options) -> Options:
     return check_options(options, schedules=(*load_table("autoplan.schedules", "SCHEDULES"), PLAIN_SCHEDULE))
 
 
-def _check_hardware(profile: Hardware, options: Options) -> None:
+def _check_hardware(hardware: Hardware, options: Options) -> None:
     """Refuse options that this hardware cannot have before time is spent on a trace."""
-    from autoplan.space.mixed import check_mixed_options
+    from autoplan.space.mixed_space import check_mixed_options
 
-    if isinstance(profile, Cluster):
-        check_mixed_options(options, profile)
+    if isinstance(hardware, Cluster):
+        check_mixed_options(options, hardware)
 
 
 def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from autoplan.checks.options import parse_overrides
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
+from autoplan.plan_words import plan_rows
 from autoplan.planning.deciding import decide, judge, score
 from autoplan.planning.problem import Problem, checked, make_problem
 from autoplan.search.result import Candidate
@@ -86,12 +87,12 @@ def sensitivity(
     a plan that is better on the cluster as it is, too: then the first row shows it, and gains are measured from it.
     """
     chosen, deadline_s = _judged(problem, answer.best.plan), clock() + SENSITIVITY_TIME_LIMIT_S
-    changes = tuple(betterments(problem.profile, is_measured=problem.measured is not None))
+    changes = tuple(betterments(problem.hardware, is_measured=problem.measured is not None))
     found: list[tuple[str, Candidate | None]] = []
-    for number, (change, profile) in enumerate(changes):
+    for number, (change, hardware) in enumerate(changes):
         share_s = (deadline_s - clock()) / (len(changes) - number)
         progress(f"searching with {change}")
-        found.append((change, _best_on(replace(problem, profile=profile), chosen.plan, time_limit_s=share_s)))
+        found.append((change, _best_on(replace(problem, hardware=hardware), chosen.plan, time_limit_s=share_s)))
     others = [_judged(problem, item.plan) for _, item in found if item is not None and item.plan != chosen.plan]
     fitting = [chosen, *(item for item in others if item.estimate.fits)]
     now = min(fitting, key=lambda item: _cost(problem, item))
@@ -99,28 +100,28 @@ def sensitivity(
     return (*rows, *(_row(problem, change, item, before=now, chosen=chosen.plan) for change, item in found))
 
 
-def betterments(profile: Hardware, *, is_measured: bool = False) -> Iterator[tuple[str, Hardware]]:
+def betterments(hardware: Hardware, *, is_measured: bool = False) -> Iterator[tuple[str, Hardware]]:
     """(what is better, the cluster with it); measured times of segments do not follow the peak of the device."""
-    if not isinstance(profile, Cluster):
-        yield from _host_betterments(profile, is_measured=is_measured)
+    if not isinstance(hardware, Cluster):
+        yield from _host_betterments(hardware, is_measured=is_measured)
         return
-    for index, group in enumerate(profile.groups):
+    for index, group in enumerate(hardware.groups):
         for change, better in _host_betterments(group, is_measured=is_measured):
-            groups = (*profile.groups[:index], better, *profile.groups[index + 1 :])
-            yield f"{group.name}: {change}", replace(profile, groups=groups)
+            groups = (*hardware.groups[:index], better, *hardware.groups[index + 1 :])
+            yield f"{group.name}: {change}", replace(hardware, groups=groups)
 
 
-def _host_betterments(profile: HardwareProfile, *, is_measured: bool) -> tuple[tuple[str, HardwareProfile], ...]:
-    device = profile.device
+def _host_betterments(hardware: HardwareProfile, *, is_measured: bool) -> tuple[tuple[str, HardwareProfile], ...]:
+    device = hardware.device
     memory = replace(device, memory_bytes=device.memory_bytes + MORE_MEMORY_BYTES)
     peaks = tuple((precision, MORE_COMPUTE * rate) for precision, rate in device.peak_flops_per_s)
-    compute = [("1 % more compute", replace(profile, device=replace(device, peak_flops_per_s=peaks)))]
+    compute = [("1 % more compute", replace(hardware, device=replace(device, peak_flops_per_s=peaks)))]
     links = []
-    for index, tier in enumerate(profile.links):
+    for index, tier in enumerate(hardware.links):
         faster = replace(tier, bytes_per_s=tier.bytes_per_s + MORE_LINK_BYTES_PER_S)
-        tiers = (*profile.links[:index], faster, *profile.links[index + 1 :])
-        links.append((f"+1 GB/s of {tier.name} ({tier.n_devices} devices)", replace(profile, links=tiers)))
-    return (("+1 GiB of memory", replace(profile, device=memory)), *links, *([] if is_measured else compute))
+        tiers = (*hardware.links[:index], faster, *hardware.links[index + 1 :])
+        links.append((f"+1 GB/s of {tier.name} ({tier.n_devices} devices)", replace(hardware, links=tiers)))
+    return (("+1 GiB of memory", replace(hardware, device=memory)), *links, *([] if is_measured else compute))
 
 
 def _quick(options: Options) -> Options:
@@ -163,8 +164,6 @@ def _row(problem: Problem, change: str, item: Candidate | None, *, before: Candi
 
 def plan_changes(before: Plan, after: Plan) -> str:
     """`tensor parallel 1 -> 2, ZeRO stage 1 over 8 ranks -> none`, or that nothing or only the stages differ."""
-    from autoplan.report.plan import plan_rows
-
     if before == after:
         return "same plan"
     rows = zip(plan_rows(before), plan_rows(after), strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autoplan.analysis.chunked_loss import why_whole
 from autoplan.graph import OpGraph
-from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution
 from autoplan.rules import OpRule, forward_flops, operand_names
 

@@ -1,8 +1,8 @@
 """Reports: answers as text for a terminal, and a predicted step as a trace; pages are in `html_report`.
 
     Answer --plan (rivals: why not the next), explain, ops--> text        Estimate --chrome_trace--> trace.json
-    HardwareProfile --hardware--> text        measured rows --measurements--> text
+    HardwareProfile --hardware--> text        measured rows --measured_profile--> text
     sources and values --figures--> text, in both
 
-plan_words and plain_text are the words and the tables that all of them share.
+The words and tables that all of them share are `autoplan.plan_words` and `autoplan.plain_text`.
 """

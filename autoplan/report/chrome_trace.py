@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from autoplan.parallel_plan import TimelineEvent
-from autoplan.report.plan_words import PIPELINE, Lanes
+from autoplan.plan_words import PIPELINE, Lanes
 from autoplan.units import SECOND_UNITS
 
 US_PER_S = 1 / SECOND_UNITS["us"]

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answers.answer import Answer
 from autoplan.answers.comparisons import SensitivityRow, WhyNot
+from autoplan.plain_text import page, text_table
+from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.figures import figures_text
 from autoplan.report.ops import ops_text
-from autoplan.report.plain_text import page, text_table
 from autoplan.report.plan import (
     breakdown_table,
     describe_plan,
@@ -27,7 +28,6 @@ from autoplan.report.plan import (
     status_text,
     tightest_bytes,
 )
-from autoplan.report.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.rivals import one_device_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from autoplan.report.plain_text import WIDTH, text_table
+from autoplan.plain_text import WIDTH, text_table
 
 _INDENT = "    "
 

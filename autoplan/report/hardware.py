@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.hardware import HardwareProfile
+from autoplan.plain_text import page, text_table
 from autoplan.report.figures import figures_text
-from autoplan.report.plain_text import page, text_table
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
 
-def profile_list(profiles: Sequence[HardwareProfile]) -> str:
+def hardware_list(profiles: Sequence[HardwareProfile]) -> str:
     """One line per hardware profile."""
     rows = [(item.name, f"{item.n_devices_per_host} x {item.device.name}", item.description) for item in profiles]
     return text_table(("profile", "one host", "description"), rows)
 
 
-def profile_sheet(profile: HardwareProfile) -> str:
+def hardware_sheet(hardware: HardwareProfile) -> str:
     """Every figure of a hardware profile, then all of the file with their sources."""
-    device = profile.device
+    device = hardware.device
     to_device = device.host_copy_bytes_per_s
-    price = profile.price_usd_per_device_hour
+    price = hardware.price_usd_per_device_hour
     rows = [
-        ("hosts x devices", f"{profile.n_hosts} x {profile.n_devices_per_host}"),
+        ("hosts x devices", f"{hardware.n_hosts} x {hardware.n_devices_per_host}"),
         ("device", device.name),
         *((f"peak {precision}", format_flops_per_s(rate)) for precision, rate in device.peak_flops_per_s),
         ("memory", f"{device.memory_bytes / GiB:.1f} GiB"),
@@ -33,10 +33,10 @@ def profile_sheet(profile: HardwareProfile) -> str:
         ),
         ("price", "unknown" if price is None else f"{price:.2f} USD per device-hour"),
     ]
-    for link in profile.links:
+    for link in hardware.links:
         rate = f"{format_rate(link.bytes_per_s)} per device and direction, {format_seconds(link.latency_s)}"
         rows.append((f"{link.name} ({link.n_devices})", rate))
-    if profile.n_hosts == 1:
+    if hardware.n_hosts == 1:
         rows.append(("between hosts", "with --hosts N: the tiers that N hosts reach"))
-    figures = figures_text(profile.sources, dict(profile.values))
-    return page([f"{profile.name}: {profile.description}", text_table(("", ""), rows, show_header=False), figures])
+    figures = figures_text(hardware.sources, dict(hardware.values))
+    return page([f"{hardware.name}: {hardware.description}", text_table(("", ""), rows, show_header=False), figures])

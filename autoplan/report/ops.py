@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.measurements.op_times import OpComparison, OpSeconds, SegmentComparison
-from autoplan.report.plain_text import text_table
+from autoplan.measured_profile.op_times import OpComparison, OpSeconds, SegmentComparison
+from autoplan.plain_text import text_table
 from autoplan.units import format_seconds, format_share
 
 N_SEGMENTS, N_OPS, N_SHAPES = 3, 8, 2

@@ -6,7 +6,7 @@ Every function returns text of at most 80 columns, without colour codes.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from autoplan.answers.answer import (
     Answer,
@@ -18,16 +18,18 @@ from autoplan.answers.answer import (
     trust,
 )
 from autoplan.parallel_plan import Breakdown, Estimate, Plan
-from autoplan.report.plain_text import WIDTH, count, page, rate_text, si_count, text_table
-from autoplan.report.plan_words import (
+from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
+from autoplan.plan_words import (
     BREAKDOWN_LABELS,
-    choice_rows,
     choice_words,
     describe_mesh,
     dp_text,
-    execution_words,
+    groups_text,
+    kind_of_ranks,
     lanes_of,
     micro_batches_text,
+    plan_rows,
+    recompute_text,
 )
 from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
@@ -84,52 +86,6 @@ def program_header(answer: Answer, *, launch_line: str) -> str:
             *(["", notes_text(answer)] if answer.notes else []),
         ]
     )
-
-
-def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """The decision as (name, value) pairs; `splits` are what tensor parallelism splits."""
-    mesh = plan.mesh
-    schedule = mesh.schedule if mesh.pp > 1 else "none (one stage)"
-    zero = f"stage {mesh.zero_stage}"
-    if mesh.zero_stage:
-        zero += f" over {mesh.zero_shard_degree} ranks"
-    return [
-        ("data parallel", dp_text(mesh)),
-        ("tensor parallel", str(mesh.tp)),
-        *([("tensor-parallel split", "; ".join(splits))] if splits else []),
-        ("pipeline parallel", str(mesh.pp) + (f" x {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")),
-        ("ZeRO", zero),
-        ("micro-batch", f"{micro_batches_text(mesh, ' samples x ')} per step"),
-        ("global batch", f"{mesh.global_batch_size} samples"),
-        ("schedule", schedule),
-        ("recompute", _recomputed_segments(plan) or "none"),
-        ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
-        *choice_rows(plan),
-        *([(_kind_of_ranks(plan), groups_text(plan))] if plan.groups else []),
-    ]
-
-
-def groups_text(plan: Plan) -> str:
-    """Where the pipeline ranks are on a mixed cluster: `8 on dgx_a100_x8 (28 segments), 4 on v100_x8 (6 segments)`.
-
-    Where data parallelism spans groups, the data-parallel ranks: `8 on dgx_a100_x8 (384 samples), ...`.
-    """
-    if len(plan.groups) == 1:
-        return f"all on {plan.groups[0].hardware}"
-    if plan.mesh.shares:
-        pairs = zip(plan.mesh.shares, plan.groups, strict=True)
-        return ", ".join(f"{own.dp} on {at.hardware} ({count(own.n_samples, 'sample')})" for own, at in pairs)
-    texts, first = [], 0
-    for own in plan.groups:
-        stages = plan.stages[first : first + own.n_ranks]
-        segments = count(stages[-1].stop - stages[0].start, "segment")
-        texts.append(f"{own.n_ranks} on {own.hardware} ({segments})")
-        first += own.n_ranks
-    return ", ".join(texts)
-
-
-def _kind_of_ranks(plan: Plan) -> str:
-    return "data-parallel ranks" if plan.mesh.shares else "pipeline ranks"
 
 
 def tightest_bytes(estimate: Estimate) -> tuple[int, int]:
@@ -219,26 +175,11 @@ def notes_text(answer: Answer) -> str:
     return "\n".join(["Not as in one process", *notes])
 
 
-def recompute_text(plan: Plan) -> str:
-    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`; of each share `0 + 12`."""
-    segments = _recomputed_segments(plan)
-    return segments.replace(" ", " recompute ", 1) if segments else "no recompute"
-
-
-def _recomputed_segments(plan: Plan) -> str:
-    """`selective (12 of 30 segments)`; nothing where nothing is recomputed."""
-    counts = [len(stage.recomputed) for stage in plan.stages]
-    if not any(counts):
-        return ""
-    n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
-    return f"{plan.recompute} ({n_recomputed} of {plan.stages[-1].stop} segments)"
-
-
 def describe_plan(plan: Plan) -> str:
     """Mesh and recomputation on one line, or on two when one is too short."""
     line = f"{describe_mesh(plan.mesh)}, {recompute_text(plan)}"
     line = line if len(line) <= WIDTH - 8 else f"{describe_mesh(plan.mesh)},\n{recompute_text(plan)}"
-    return f"{line},\n{_kind_of_ranks(plan)}: {groups_text(plan)}" if plan.groups else line
+    return f"{line},\n{kind_of_ranks(plan)}: {groups_text(plan)}" if plan.groups else line
 
 
 def heading_parts(answer: Answer) -> list[str]:
@@ -364,11 +305,6 @@ def shortage_text(answer: Answer) -> str:
     at_least = f": every plan lacks at least {least_bytes / GiB:.2f} GiB" if least_bytes > 0.01 * GiB else ""
     short = f"Device memory is what is short{at_least}. The nearest found:"
     return "\n".join([textwrap.fill(short, WIDTH), describe_mesh(result.closest.mesh), result.closest.detail])
-
-
-def remedy_text(remedy: Remedy) -> str:
-    """A change that makes something fit, with the plan that was found: one sentence."""
-    return f"{remedy.change}: {_remedy_figures(remedy)}, {describe_mesh(remedy.mesh)}, recompute {remedy.recompute}"
 
 
 def _remedies(answer: Answer) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.answers.answer import Answer
-from autoplan.report.plan_words import BREAKDOWN_LABELS, dp_text, micro_batches_text
+from autoplan.plan_words import BREAKDOWN_LABELS, dp_text, micro_batches_text
 from autoplan.search.result import Candidate, OneDevice
 from autoplan.units import GiB, format_seconds
 

@@ -6,24 +6,25 @@ It is copied as it stands into the folder of a program.
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     buffers                the dtype of buffers where a program computes in 16 bits
     collectives            tensor-parallel conversions with their gradients
-    attention, experts, random                 what else generated code calls
+    attention, experts, vocabulary, random     what else generated code calls
     seeds                  where every random number of a run begins
     model_calls            the user's model and loss, whatever their inputs look like
     compiled, chunked_loss, memory_format, recompute, scalar_parameters, zero, grad_compression, pipeline, stage_shell,
     gradients, batch_norm, loss_average, unused
-    parallel               ParallelModel: all of it in order, and one optimizer step
+    stage_order            all of it, applied to a stage in order
+    parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
     checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
-    data, loading, train         batches, their order and position, the loop
+    batches, loading, train      batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
 """
 
+from .batches import global_batch, local_batch
 from .checkpoint import Checkpoints, load_checkpoint
 from .checkpoint_planner import CheckpointError
 from .config import Config
-from .data import global_batch, local_batch
 from .hang_watch import watch_for_hangs
 from .learning_rate import LearningRate
 from .loading import TrainingData, evaluation_data, training_data

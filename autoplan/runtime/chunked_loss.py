@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .collectives import vocab_parallel_cross_entropy
+from .vocabulary import vocab_parallel_cross_entropy
 
 SliceLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, targets) -> sum of the losses of the rows
 

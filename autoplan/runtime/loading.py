@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from .batches import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .config import Config
-from .data import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .seeds import mixed_seed
 
 Collate = Callable[[list[Any]], Any]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .data import flatten_tensors, map_tensors
+from .batches import flatten_tensors, map_tensors
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 IMAGE_DIMS = 4  # sample, channel, height, width

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .data import map_tensors
+from .batches import map_tensors
 from .mesh import RankMesh
 
 

@@ -1,6 +1,6 @@
 """ParallelModel: the user's model under a plan, from construction to one optimizer step.
 
-`ParallelModel.__init__` shows the order in which parallelism is applied; it is the same for every plan.
+In which order parallelism is applied to a stage says `stage_order`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batch_norm import data_parallel_groups, normalize_in_float32, synchronize_batch_norm
+from .batches import Batch, flatten_tensors, map_tensors, micro_batches
 from .checkpoint_pieces import WholeTensors, whole_tensors
-from .chunked_loss import defer_products, whole_logits
+from .chunked_loss import whole_logits
 from .collectives import all_gather, all_reduce
-from .compiled import compile_blocks
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
-from .data import Batch, flatten_tensors, map_tensors, micro_batches
 from .experts import use_float64_grouped_products
 from .finite import finite_update
 from .grad_compression import PowerSGD
@@ -29,19 +27,18 @@ from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_
 from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import total_count, weigh
 from .loss_scale import LossScale
-from .memory_format import take_images
 from .mesh import RankMesh, failing_after_others
 from .model_calls import call_model, loss_function
 from .named_parameters import name_parameters
 from .optimizer import LEARNING_RATE, build_optimizer_of
 from .pipeline import Pipeline
-from .recompute import apply_recompute, unchanged_buffers
-from .scalar_parameters import hold_as_vectors
+from .recompute import unchanged_buffers
 from .seeds import training_seed
+from .stage_order import apply_in_order
 from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
 from .weights import Shard, join_shards
-from .zero import apply_zero, finish_weights, free_gathered_parameters, free_reduced_gradients, prepare_backward, whole
+from .zero import finish_weights, free_gathered_parameters, free_reduced_gradients, prepare_backward, whole
 
 
 class ParallelModel(nn.Module):
@@ -97,27 +94,16 @@ class ParallelModel(nn.Module):
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
 
-        # stages -> tensor-parallel weights, with ties -> compile -> chunked loss -> BatchNorm -> recompute -> ZeRO
-        # -> optimizer -> pipeline. Recompute goes around compile: the other way round, each block is compiled anew.
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
         with one_process_at_a_time(self.full_build_device != mesh.device):
             stages = self._build_stages(build_model, seed)
             for stage in stages:
                 blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
-                if config.compile:
-                    compile_blocks(stage, blocks)
-                if config.chunked_head and parallel_model is None:
-                    head = stage.get_submodule(config.chunked_head)
-                    defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
-                if config.compute_dtype != config.parameter_dtype:
-                    normalize_in_float32(stage)
-                if config.batch_norm == "synchronized" and config.dp > 1:
-                    synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
-                apply_recompute(stage, config.recompute_of(mesh.dp_rank))
-                hold_as_vectors(stage)
-                self.compressed.append(apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config))
-                stage.to(mesh.device)
-                take_images(stage, config.memory_format, blocks=blocks)
+                self.compressed.append(
+                    apply_in_order(
+                        stage, blocks=blocks, is_generated=parallel_model is not None, config=config, mesh=mesh
+                    )
+                )
         if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)

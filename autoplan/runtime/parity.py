@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .batches import Batch, batch_slice, map_tensors
 from .config import Config
 from .construction import build_whole_model
-from .data import Batch, batch_slice, map_tensors
 from .learning_rate import LearningRate, build_scheduler_of
 from .loss_average import total_count, weigh
 from .model_calls import call_model, loss_of

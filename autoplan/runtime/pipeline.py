@@ -36,8 +36,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from .batches import flatten_tensors
 from .config import Config
-from .data import flatten_tensors
 from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
 from .zero import hold_gradients, start_gathers
 

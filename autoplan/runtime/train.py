@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .data import Batch, global_batch, local_batch
+from .batches import Batch, global_batch, local_batch
 from .loading import Position, TrainingData
 from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
 from .parallel import ParallelModel

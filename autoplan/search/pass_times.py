@@ -139,19 +139,21 @@ def _first_gather(form: Formulation, kind: _Pass, stage: int) -> Terms:
 def _extra_values(form: Formulation, kind: _Pass) -> Values:
     """The least that communication adds while each segment computes, between any neighbours it may have."""
     return {
-        (number, slot, again): min(_extras(form, kind, number=number, slot=slot, again=again, alone=False), default=0.0)
+        (number, slot, is_recomputed): min(_extras(form, kind, (number, slot, is_recomputed)), default=0.0)
         / form.unit_s
         for number, run in enumerate(form.runs)
         for slot in range(len(run.piece))
-        for again in (False, True)
+        for is_recomputed in (False, True)
     }
 
 
-def _extras(form: Formulation, kind: _Pass, *, number: int, slot: int, again: bool, alone: bool) -> list[float]:
-    """H over the positions of a slot that have a segment after them in the pass; `alone`: with none before them.
+def _extras(form: Formulation, kind: _Pass, place: tuple[int, int, bool], *, opens_pass: bool = False) -> list[float]:
+    """H over the positions of a place that have a segment after them in the pass; none before them if it `opens_pass`.
 
-    While a segment computes, the gather of the next one and the reduction of the one before it run beside it.
+    A place is (run, slot of its piece, whether it is recomputed). While a segment computes, the gather of the next one
+    and the reduction of the one before it run beside it.
     """
+    number, slot, is_recomputed = place
     run, table = form.runs[number], form.table
     step = 1 if kind.is_forward else -1
     extras = []
@@ -161,9 +163,9 @@ def _extras(form: Formulation, kind: _Pass, *, number: int, slot: int, again: bo
             continue
         gather_s = least_of(form, table.kinds[following], lambda cost: cost.gather_s)
         reduce_s = 0.0
-        if kind.reduces and not alone and 0 <= previous < len(table.kinds):
+        if kind.reduces and not opens_pass and 0 <= previous < len(table.kinds):
             reduce_s = least_of(form, table.kinds[previous], lambda cost: cost.reduce_s)
-        compute_s = kind.compute(cost_of_kind(form, run.piece[slot], again))
+        compute_s = kind.compute(cost_of_kind(form, run.piece[slot], is_recomputed))
         slowdown = min(table.overlap_slowdown, 2.0)
         if kind.gathers and gather_s > 0.0:
             extras.append(float(hidden_extra_s(compute_s, gather_s + reduce_s, slowdown - 1.0)))
@@ -179,8 +181,9 @@ def _add_neighbour_row(form: Formulation, kind: _Pass, stage: int, *, extra: Val
     terms = [(time_of(form, kind.symbol, stage), 1.0), *negative(summed)]
     if kind.gathers:
         terms += negative(_first_gather(form, kind, stage))
-    ends = [max(extra[k, len(run.piece) - 1, again] for again in (False, True)) for k, run in enumerate(form.runs)]
-    starts = [max(extra[k, 0, again] for again in (False, True)) for k, run in enumerate(form.runs)]
+    both = (False, True)  # recomputed or not
+    ends = [max(extra[k, len(run.piece) - 1, choice] for choice in both) for k, run in enumerate(form.runs)]
+    starts = [max(extra[k, 0, choice] for choice in both) for k, run in enumerate(form.runs)]
     if not kind.is_forward:  # a backward pass ends with the first segment of its stage
         terms += weighted(ends_in(form, stage - 1), starts)
         terms.append((form.one, _lonely_loss(form, kind, extra)))
@@ -196,8 +199,8 @@ def _add_neighbour_row(form: Formulation, kind: _Pass, stage: int, *, extra: Val
 def _lonely_loss(form: Formulation, kind: _Pass, extra: Values) -> float:
     """How much less a segment may be slowed when it opens the pass, with no reduction before it."""
     losses = [0.0]
-    for (number, slot, again), value in extra.items():
-        lonely = _extras(form, kind, number=number, slot=slot, again=again, alone=True)
+    for place, value in extra.items():
+        lonely = _extras(form, kind, place, opens_pass=True)
         losses.append(value - min(lonely, default=value * form.unit_s) / form.unit_s)
     return max(losses)
 

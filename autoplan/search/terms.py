@@ -83,17 +83,17 @@ def negative(terms: Terms) -> Terms:
 def cost_values(form: Formulation, value: Callable[[SegmentCost], float], *, scale: float) -> Values:
     """`value` of each segment's cost, divided by `scale`."""
     return {
-        (number, slot, again): value(cost_of_kind(form, kind, again)) / scale
+        (number, slot, is_recomputed): value(cost_of_kind(form, kind, is_recomputed)) / scale
         for number, run in enumerate(form.runs)
         for slot, kind in enumerate(run.piece)
-        for again in (False, True)
+        for is_recomputed in (False, True)
     }
 
 
-def cost_of_kind(form: Formulation, kind: int, again: bool) -> SegmentCost:
-    """The cost of a kind with (`again`) or without recomputation."""
+def cost_of_kind(form: Formulation, kind: int, is_recomputed: bool) -> SegmentCost:
+    """The cost of a kind of segment."""
     choices = form.table.costs[kind]
-    return choices[1] if again and len(choices) > 1 else choices[0]
+    return choices[1] if is_recomputed and len(choices) > 1 else choices[0]
 
 
 def sum_of(form: Formulation, stage: int, values: Values, *, n_runs: int | None = None) -> Terms:

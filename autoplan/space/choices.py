@@ -6,7 +6,7 @@ from autoplan.cost.grad_compression import Compression
 from autoplan.cost.measured import execution_of
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
-from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import DEFAULT_POWERSGD_RANK, GRAD_COMPRESSIONS, LOSSES, MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Execution
 from autoplan.search.meshes import fixed, fixed_int

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autoplan.graph import GraphFacts, OpGraph
-from autoplan.measurements.op_times import SegmentOps
-from autoplan.measurements.segment_key import assignment_key, code_key, content_key
-from autoplan.measurements.segment_times import FailedSegment, MeasuredProfile, SegmentTime
+from autoplan.measured_profile.op_times import SegmentOps
+from autoplan.measured_profile.segment_key import assignment_key, code_key, content_key
+from autoplan.measured_profile.segment_times import FailedSegment, MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.rules import OpRule
 

@@ -30,14 +30,14 @@ PRICES_OF_COMMUNICATION = (1.0, 0.25, 0.0625, 0.0)
 
 
 def shardings_by_size(
-    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
+    graph: OpGraph, hardware: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
 ) -> dict[int, Shardings]:
     """Tensor-parallel assignments per micro-batch size that they are solved for; all have the same keys."""
     if graph.is_module_level:
         return {1: {}}
     wanted = fixed_int(options, "micro_batch")
     sizes = LAYOUT_SIZES if wanted is None else (wanted,)
-    found = {size: all_shardings(graph, profile, options, rules, batch_size=size) for size in sizes}
+    found = {size: all_shardings(graph, hardware, options, rules, batch_size=size) for size in sizes}
     first = found[sizes[0]]
     return {size: {key: own.get(key, first[key]) for key in first} for size, own in found.items()}
 
@@ -53,7 +53,7 @@ def of_size(by_size: Mapping[int, Value], mesh: Mesh) -> Value:
 
 
 def all_shardings(
-    graph: OpGraph, profile: HardwareProfile, options: Options, rules: Mapping[str, OpRule], *, batch_size: int
+    graph: OpGraph, hardware: HardwareProfile, options: Options, rules: Mapping[str, OpRule], *, batch_size: int
 ) -> Shardings:
     """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
 
@@ -64,16 +64,16 @@ def all_shardings(
     Raises: UsageError for a degree that is fixed and has no place, or nothing to split.
     """
     wanted = fixed_int(options, "tp")
-    degrees = divisors(profile.n_devices_per_host) if wanted is None else (wanted,)
+    degrees = divisors(hardware.n_devices_per_host) if wanted is None else (wanted,)
     found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
     graph_hash = graph.content_hash()
     if wanted is not None:
-        _check_degree(wanted, profile)
+        _check_degree(wanted, hardware)
     for degree in degrees:
-        if degree == 1 or degree > profile.n_devices:
+        if degree == 1 or degree > hardware.n_devices:
             continue
         for part in PRICES_OF_COMMUNICATION[: 1 if wanted is None else None]:
-            best = _layouts(graph, profile, options, rules, (degree, batch_size, part), graph_hash=graph_hash)
+            best = _layouts(graph, hardware, options, rules, (degree, batch_size, part), graph_hash=graph_hash)
             split = {(degree, key): value for key, value in best.items() if _splits_something(value)}
             found.update(split)
             if split:
@@ -81,7 +81,7 @@ def all_shardings(
     if wanted not in (None, 1) and not found:
         free = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != "tp"))
         legal = sorted(
-            {1, *(degree for degree, _ in all_shardings(graph, profile, free, rules, batch_size=batch_size))}
+            {1, *(degree for degree, _ in all_shardings(graph, hardware, free, rules, batch_size=batch_size))}
         )
         raise UsageError.of(
             f"--fix tp={wanted}",
@@ -94,7 +94,7 @@ def all_shardings(
 
 def _layouts(
     graph: OpGraph,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     options: Options,
     rules: Mapping[str, OpRule],
     case: tuple[int, int, float],
@@ -107,7 +107,7 @@ def _layouts(
     def solve_now() -> Layouts:
         prices = sharding_prices(
             graph,
-            profile=profile,
+            hardware=hardware,
             precision=options.precision,
             rules=rules,
             degree=degree,
@@ -116,20 +116,20 @@ def _layouts(
         )
         return shard_graph(graph, degree=degree, rules=rules, prices=prices, solve=partial(minimize, time_limit_s=None))
 
-    figures = sharding_figures(profile, degree=degree)
+    figures = sharding_figures(hardware, degree=degree)
     named = (graph_hash, options.precision, f"degree {degree}, micro-batch {batch_size}, price {part}", figures)
     return cached_layouts(named, options.rules, solve_now)
 
 
-def _check_degree(degree: int, profile: HardwareProfile) -> None:
+def _check_degree(degree: int, hardware: HardwareProfile) -> None:
     """Refuse a degree that the cluster has no place for, and name the nearest that it has."""
-    host = profile.n_devices_per_host
-    multiples = tuple(host * k for k in range(2, profile.n_hosts + 1))
+    host = hardware.n_devices_per_host
+    multiples = tuple(host * k for k in range(2, hardware.n_hosts + 1))
     legal = sorted((*divisors(host), *multiples), key=lambda other: (abs(other - degree), other))
     if degree not in legal:
         raise UsageError.of(
             f"--fix tp={degree}",
-            found=f"{degree}, on {profile.n_hosts} x {host} devices",
+            found=f"{degree}, on {hardware.n_hosts} x {host} devices",
             expected="a divisor or a multiple of the devices of a host",
             fix=f"use tp={' or tp='.join(map(str, sorted(legal[:2])))}",
         )

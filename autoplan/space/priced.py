@@ -15,7 +15,7 @@ from autoplan.cost.price import make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
@@ -23,7 +23,7 @@ from autoplan.search.meshes import SearchSpace
 from autoplan.space.choices import check_execution, codes, compression_choice, executions, loss_choice
 from autoplan.space.current_code import with_current_code
 from autoplan.space.layouts import of_size, shardings_by_size
-from autoplan.space.plans import PlanMaker
+from autoplan.space.plan_maker import PlanMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PricedSpace:
 
 def priced_space(
     graph: OpGraph,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     options: Options,
     *,
     global_batch: int,
@@ -50,15 +50,15 @@ def priced_space(
     """
     check_fixed(graph, options)
     rules = load_rules(options.rules)
-    by_size = shardings_by_size(graph, profile, options, rules)
+    by_size = shardings_by_size(graph, hardware, options, rules)
     measured = with_current_code(measured, graph, by_size.values(), precision=options.precision, rules=rules)
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
     space = SearchSpace(
-        n_devices=n_devices or profile.n_devices,
+        n_devices=n_devices or hardware.n_devices,
         uses_all_devices=n_devices is not None,
-        n_devices_per_host=profile.n_devices_per_host,
+        n_devices_per_host=hardware.n_devices_per_host,
         global_batch=global_batch,
         kinds=tuple(segment.kind for segment in graph.segments),
         cuts=legal_cuts(graph),
@@ -69,7 +69,7 @@ def priced_space(
     pricers = {
         size: make_pricer(
             graph,
-            profile=profile,
+            hardware=hardware,
             precision=options.precision,
             shardings=shardings,
             rules=rules,
@@ -79,13 +79,13 @@ def priced_space(
         )
         for size, shardings in by_size.items()
     }
-    maker = PlanMaker(graph, graph.content_hash(), by_size, rules, options, profile.name, profile.n_hosts)
+    maker = PlanMaker(graph, graph.content_hash(), by_size, rules, options, hardware.name, hardware.n_hosts)
     return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), maker.plan)
 
 
 def price_plan(
     graph: OpGraph,
-    profile: HardwareProfile,
+    hardware: HardwareProfile,
     plan: Plan,
     *,
     rule_files: Sequence[str] = (),
@@ -94,7 +94,7 @@ def price_plan(
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
     way, degree, rules = plan.mesh.execution, plan.mesh.tp, load_rules(rule_files)
     shardings = {(degree, plan.mesh.sharding): plan.shardings}
-    split = [shardings] if degree > 1 else []  # the whole model's were looked at where the profile was read
+    split = [shardings] if degree > 1 else []  # the whole model's were looked at where the measured profile was read
     measured = with_current_code(measured, graph, split, precision=plan.precision, rules=rules)
     if way.compile:
         check_execution(graph, measured, Execution(compile=True), where="plan: mesh.compile", degree=degree)
@@ -102,7 +102,7 @@ def price_plan(
         check_execution(graph, measured, way, where="plan: mesh.memory_format", degree=degree)
     pricer = make_pricer(
         graph,
-        profile=profile,
+        hardware=hardware,
         precision=plan.precision,
         shardings=shardings,
         rules=rules,

@@ -1,10 +1,10 @@
 """What-if: the same model on other clusters, one search per point, and what a run there takes, costs and draws.
 
     Question --points--> Point --search, in processes, cached--> PointResult --conditions, money--> WhatIfRow
-    WhatIfRow --> text (`row_text`), CSV, JSON (`tables`), Recommendation (`recommending`), Advice (`advising`)
+    WhatIfRow --> text (`row_text`), CSV, JSON (`row_tables`), Recommendation (`recommending`), Advice (`advising`)
 
     question      the question, made by flags from the command line, and from a file by table_values, condition_tables
-    asking        the whole way, with sweep: many points, each kept; links: clusters with other links; prices
+    asking        the whole way, with sweep: many points, each kept; other_links: clusters with those; prices
     rows          what a row says, from conditions, goodput (failures) and money
     texts         row_text, loss_text, report_text, recommendation_text, advice_text
     recommending  and answer_changes: what would make it another one
@@ -18,8 +18,8 @@ no search: another price or failure rate changes rows in microseconds.
 """
 
 from autoplan.what_if.points import Point, PointResult
+from autoplan.what_if.row_tables import whatif_csv, whatif_schema, whatif_to_dict
 from autoplan.what_if.row_text import whatif_table
 from autoplan.what_if.rows import WhatIfRow
-from autoplan.what_if.tables import whatif_csv, whatif_schema, whatif_to_dict
 
 __all__ = ["Point", "PointResult", "WhatIfRow", "whatif_csv", "whatif_schema", "whatif_table", "whatif_to_dict"]

@@ -35,7 +35,7 @@ class Facts:
         layer_bytes: likewise of the largest segment.
     """
 
-    profile: HardwareProfile
+    hardware: HardwareProfile
     one: WhatIfRow
     half: WhatIfRow
     host: WhatIfRow

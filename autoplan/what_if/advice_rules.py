@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.report.plain_text import count, rate_text
+from autoplan.plain_text import count, rate_text
 from autoplan.units import SECONDS_PER_HOUR, format_bytes, format_rate, format_seconds
 from autoplan.what_if.advice_facts import (
     DEARER,
@@ -85,11 +85,11 @@ def busy_first(facts: Facts) -> Advice:
 
 def mend_links(facts: Facts) -> Advice:
     """Links that reach little of their rate."""
-    shares = {tier.name: tier.bus_efficiency for tier in facts.profile.links}
+    shares = {tier.name: tier.bus_efficiency for tier in facts.hardware.links}
     poor = ", ".join(name for name, share in shares.items() if share < POOR_LINK)
     texts = [
         f"{tier.name}: {format_rate(tier.bus_efficiency * tier.bytes_per_s)} of {format_rate(tier.bytes_per_s)}"
-        for tier in facts.profile.links
+        for tier in facts.hardware.links
     ]
     return Advice(
         f"links reach less than {POOR_LINK:.0%} of their rate",
@@ -147,7 +147,7 @@ def data_parallel(facts: Facts) -> Advice:
 
 def shard_state(facts: Facts) -> Advice:
     """The optimizer state is what does not fit."""
-    limit = facts.profile.device.memory_bytes
+    limit = facts.hardware.device.memory_bytes
     return Advice(
         "does not fit on one device because of weights and optimizer state",
         not _fits(facts.one) and facts.state_bytes > limit >= facts.layer_bytes and _fits(facts.host),
@@ -159,7 +159,7 @@ def shard_state(facts: Facts) -> Advice:
 
 def drop_activations(facts: Facts) -> Advice:
     """Activations are what does not fit."""
-    limit = facts.profile.device.memory_bytes
+    limit = facts.hardware.device.memory_bytes
     recomputed = dict(facts.host.shares).get("recompute", 0.0)
     return Advice(
         "activations do not fit beside the state",
@@ -172,7 +172,7 @@ def drop_activations(facts: Facts) -> Advice:
 
 def split_layers(facts: Facts) -> Advice:
     """One layer alone is too large."""
-    limit = facts.profile.device.memory_bytes
+    limit = facts.hardware.device.memory_bytes
     return Advice(
         "one layer does not fit on a device",
         facts.layer_bytes > limit,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autoplan.report.plain_text import WIDTH, folded
+from autoplan.plain_text import WIDTH, folded
 from autoplan.what_if.advice_facts import Advice, AdviceAnswer, speed_up
 from autoplan.what_if.advice_rules import WORTH
 from autoplan.what_if.row_text import whatif_table

@@ -25,9 +25,9 @@ from autoplan.what_if.advising_mixed import advise_mixed
 from autoplan.what_if.asking import Progress, ask, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.question import Question, check_single, checked_question
+from autoplan.what_if.row_tables import row_to_dict
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.sweep import INTERRUPTED
-from autoplan.what_if.tables import row_to_dict
 
 
 def advise(
@@ -75,10 +75,10 @@ def look(
     Raises: InputError for more than one kind of host.
     """
     name = question.hw[0]
-    profile = load_hardware(name, n_hosts=2)  # with the network between them
-    if not isinstance(profile, HardwareProfile) or len(question.hw) > 1:
+    hardware = load_hardware(name, n_hosts=2)  # with the network between them
+    if not isinstance(hardware, HardwareProfile) or len(question.hw) > 1:
         raise InputError.of("--hw", found=", ".join(question.hw), expected="one kind of host", fix="name one profile")
-    n_devices = profile.n_devices_per_host
+    n_devices = hardware.n_devices_per_host
     batch = (question.global_batches or (default_global_batch(n_devices),))[0]
     counts = [2**k for k in range(21) if 2**k <= max_hosts]
     wanted = [
@@ -102,7 +102,7 @@ def look(
     graph = next(iter(trace_all(question, combinations(question.sweeps, fixed=question.overrides)[:1]).values()))
     layer, layer_bytes = _largest_segment(graph, question.precisions[0])
     return Facts(
-        profile=profile,
+        hardware=hardware,
         one=found[wanted[0][0], 1],
         half=found[half, 1],
         host=found[name, 1],

@@ -12,8 +12,8 @@ from datetime import date
 
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import groups_alone, load_cluster
+from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
-from autoplan.report.plain_text import count
 from autoplan.units import format_seconds
 from autoplan.what_if.advice_facts import LITTLE, STOPPED, Advice, AdviceAnswer, speed_up
 from autoplan.what_if.asking import Progress, ask

@@ -15,8 +15,8 @@ from autoplan.hardware.cluster import Cluster, Hardware, is_cluster_file, load_h
 from autoplan.hardware.file import with_ports
 from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.planning.problem import checked, default_global_batch, model_file, trace_model
-from autoplan.space.mixed import check_mixed_options
-from autoplan.what_if.links import changed
+from autoplan.space.mixed_space import check_mixed_options
+from autoplan.what_if.other_links import changed
 from autoplan.what_if.points import Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question
@@ -126,25 +126,25 @@ def trace_all(question: Question, models: Sequence[Overrides]) -> dict[str, OpGr
     return found
 
 
-def task_of(point: Point, profile: Hardware, question: Question, *, graph: str) -> Task:
+def task_of(point: Point, hardware: Hardware, question: Question, *, graph: str) -> Task:
     """The search of a point."""
     options = replace(question.options, global_batch=point.global_batch, precision=point.precision)
     options = checked(searched(options, search=question.search, time_limit_s=question.time_limit_s))
     refused = ""
     try:
-        profile = changed(profile, point)
-        if isinstance(profile, Cluster):
-            check_mixed_options(options, profile)
+        hardware = changed(hardware, point)
+        if isinstance(hardware, Cluster):
+            check_mixed_options(options, hardware)
     except UsageError:
         raise
     except InputError as error:
         refused = str(error)
     is_brief = question.search == "quick" and question.time_limit_s is None
-    return Task(graph, profile, options, point.hw, refused, DEFAULT_TIME_LIMIT_S if is_brief else None)
+    return Task(graph, hardware, options, point.hw, refused, DEFAULT_TIME_LIMIT_S if is_brief else None)
 
 
 def _default_batch(question: Question, profiles: Iterable[Hardware]) -> int:
     """`DEFAULT_MICRO_BATCH_SIZE` samples per device of the largest cluster; of the smallest where batches grow."""
-    sizes = [profile.n_devices for profile in profiles]
+    sizes = [hardware.n_devices for hardware in profiles]
     n_devices = min(sizes) if question.scaling == "weak" else max(sizes)
     return default_global_batch(n_devices)

@@ -10,7 +10,7 @@ from autoplan.checks.options import parse_overrides, parse_prices
 from autoplan.errors import UsageError
 from autoplan.hardware.fields import Table
 
-OWN_LINK = "own"  # how --host-link calls the links of the profile
+OWN_LINK = "own"  # how --host-link calls the links of the hardware profile
 OPTIONS = ("global_batch", "precision", "fix")  # fields of `Options` that a whatif.toml names, too
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoplan.report.plain_text import WIDTH, folded, text_table
+from autoplan.plain_text import WIDTH, folded, text_table
 from autoplan.what_if.rows import WhatIfRow
 
 LEAST_SHARE = 0.005  # a loss that is less everywhere is part of the rest

@@ -23,10 +23,9 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster
 from autoplan.options import PLAIN_SCHEDULE, Options
+from autoplan.plan_words import describe_mesh, groups_text
 from autoplan.planning.deciding import decide
 from autoplan.planning.problem import Problem
-from autoplan.report.plan import groups_text
-from autoplan.report.plan_words import describe_mesh
 from autoplan.search.result import Candidate, SearchResult
 
 QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)
@@ -44,8 +43,8 @@ class Point:
         hw: name or file of the hardware profile.
         overrides: arguments of build_model.
         network_scale: factor on the bandwidth of all links between hosts.
-        host_link: kind of link inside the host, in place of the profile's own; "" keeps that; see `links`.
-        n_nics: network ports of a host; None keeps the profile's.
+        host_link: kind of link inside the host in place of its own; "" keeps that; see `other_links`.
+        n_nics: network ports of a host; None keeps its own.
     """
 
     hw: str
@@ -156,17 +155,17 @@ def unusable(problem: Problem, why: str) -> PointResult:
 
 
 def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
-    profile, precision = problem.profile, problem.options.precision
-    kinds = profile.groups if isinstance(profile, Cluster) else (profile,)
+    hardware, precision = problem.hardware, problem.options.precision
+    kinds = hardware.groups if isinstance(hardware, Cluster) else (hardware,)
     size = element_bytes(precision)
     return PointResult(
         status=result.status,
         device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
-        n_hosts=profile.n_hosts,
-        n_devices=profile.n_devices,
+        n_hosts=hardware.n_hosts,
+        n_devices=hardware.n_devices,
         model_state_bytes=problem.graph.n_parameters() * (size.master + size.optimizer),
         tokens_per_sample=tokens_per_sample(problem.graph),
-        price_usd_per_device_hour=profile.price_usd_per_device_hour if isinstance(profile, HardwareProfile) else None,
+        price_usd_per_device_hour=hardware.price_usd_per_device_hour if isinstance(hardware, HardwareProfile) else None,
         detail=detail,
         gap=result.gap,
     )

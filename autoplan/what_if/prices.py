@@ -199,7 +199,7 @@ def rent_price(
 ) -> PriceRange | None:
     """The price of an hour of one device: given, of the user's file, of the hardware profile, of autoplan's file.
 
-    The range of autoplan's file stands beside the price of a profile that lies in it. None where nobody knows.
+    The range of autoplan's file stands beside the price of a hardware profile that lies in it. None where nobody knows.
     """
     if given_usd is not None:
         return PriceRange(given_usd, given_usd, given_usd, "given")

@@ -60,8 +60,8 @@ from autoplan.options import PRECISIONS, Options
 from autoplan.tracing.hugging_face import is_hugging_face
 from autoplan.what_if.condition_tables import LISTED, MAX_HOSTS, merged, read_condition, variants
 from autoplan.what_if.conditions import Condition
-from autoplan.what_if.links import NO_NVLINK
 from autoplan.what_if.money import RENTS
+from autoplan.what_if.other_links import NO_NVLINK
 from autoplan.what_if.points import SCALINGS, SEARCHES, Overrides
 from autoplan.what_if.prices import PRICE
 from autoplan.what_if.table_values import (
@@ -301,5 +301,5 @@ def _model(name: str, folder: Path | None) -> str:
 
 
 def _hardware(name: str, folder: Path | None) -> str:
-    """A .toml file beside the question, or a profile's name."""
+    """A .toml file beside the question, or the name of a hardware profile."""
     return str(folder / name) if folder is not None and ".toml" in name else name

@@ -6,13 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from autoplan.parallel_plan import SCHEMA_VERSION
-from autoplan.report.plain_text import WIDTH, count, folded, text_table
+from autoplan.plain_text import WIDTH, count, folded, text_table
 from autoplan.units import format_seconds, format_usd
 from autoplan.what_if.answer_changes import TOLERANCE, cluster_name, swing_cells
 from autoplan.what_if.recommending import Recommendation
+from autoplan.what_if.row_tables import row_to_dict
 from autoplan.what_if.row_text import bullets, price_text, whatif_table
 from autoplan.what_if.rows import WhatIfRow
-from autoplan.what_if.tables import row_to_dict
 
 
 def recommendation_text(answer: Recommendation, *, width: int = WIDTH) -> str:

@@ -21,9 +21,9 @@ from datetime import date
 from autoplan.analysis.model_flops import flops_per_sample
 from autoplan.answers.answer import tokens_per_sample
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import HardwareProfile, load_profile, profile_names
+from autoplan.hardware import HardwareProfile, hardware_names, load_hardware_profile
 from autoplan.hardware.cluster import load_hardware
-from autoplan.report.plain_text import count
+from autoplan.plain_text import count
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
@@ -138,23 +138,23 @@ def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str, list[WhatIfRow]]:
 
 def candidates() -> tuple[str, ...]:
     """Shipped hardware that has a price, of equal devices the one with most of them in a host."""
-    profiles = [load_profile(name) for name in profile_names()]
+    profiles = [load_hardware_profile(name) for name in hardware_names()]
     shipped = read_prices()
     best: dict[str, HardwareProfile] = {}
-    for profile in profiles:
-        device = profile.device.name
+    for hardware in profiles:
+        device = hardware.device.name
         price = rent_price(
             device,
             "on_demand",
             given_usd=None,
             own=None,
             shipped=shipped,
-            profile_usd=profile.price_usd_per_device_hour,
+            profile_usd=hardware.price_usd_per_device_hour,
         )
         other = best.get(device)
-        if price is not None and (other is None or other.n_devices_per_host < profile.n_devices_per_host):
-            best[device] = profile
-    return tuple(profile.name for profile in best.values())
+        if price is not None and (other is None or other.n_devices_per_host < hardware.n_devices_per_host):
+            best[device] = hardware
+    return tuple(hardware.name for hardware in best.values())
 
 
 def host_counts(least: int, most: int) -> tuple[int, ...]:
@@ -164,10 +164,10 @@ def host_counts(least: int, most: int) -> tuple[int, ...]:
     return tuple(count for count in counts if first <= count <= most)
 
 
-def least_hosts(profile: HardwareProfile, *, precision: str, n_flops: float, deadline_s: float) -> int:
+def least_hosts(hardware: HardwareProfile, *, precision: str, n_flops: float, deadline_s: float) -> int:
     """Hosts whose peak rate does the work in time; none can do it with fewer."""
-    peak = dict(profile.device.peak_flops_per_s).get(precision)
-    return 1 if peak is None else max(1, round(n_flops / (peak * profile.n_devices_per_host * deadline_s) + 0.5))
+    peak = dict(hardware.device.peak_flops_per_s).get(precision)
+    return 1 if peak is None else max(1, round(n_flops / (peak * hardware.n_devices_per_host * deadline_s) + 0.5))
 
 
 def parse_deadline(text: str) -> float:
@@ -209,22 +209,22 @@ def _check_prices(question: Question, today: date) -> None:
     given = assumptions_of(question, today=today)
     rent = given.condition.money.rent
     for name, _ in clusters_of(question.hw, (1,)):
-        profile = load_hardware(name)
-        if not isinstance(profile, HardwareProfile):
+        hardware = load_hardware(name)
+        if not isinstance(hardware, HardwareProfile):
             raise InputError.of(
                 "--among", found=name, expected="one kind of host", fix="compare it with autoplan whatif"
             )
         price = rent_price(
-            profile.device.name,
+            hardware.device.name,
             rent,
             given_usd=dict(question.given_usd).get(name),
             own=given.prices,
             shipped=given.shipped,
-            profile_usd=profile.price_usd_per_device_hour,
+            profile_usd=hardware.price_usd_per_device_hour,
         )
         if price is None:
             raise UsageError(
-                f"--among {name}: found no {rent.replace('_', '-')} price of {profile.device.name}\n"
+                f"--among {name}: found no {rent.replace('_', '-')} price of {hardware.device.name}\n"
                 f"  expected: a price, since the answer is a price\n  fix: --price {name}=2.50, or --prices FILE"
             )
 
@@ -262,7 +262,7 @@ def _look(
 def _counts(question: Question, name: str, limit: Limit, max_hosts: int) -> tuple[int, ...]:
     if limit.deadline_s is None:
         return host_counts(1, max_hosts)
-    profile = load_profile(name)
+    hardware = load_hardware_profile(name)
     model = combinations(question.sweeps, fixed=question.overrides)[0]
     graph = next(iter(trace_all(question, [model]).values()))
     n_samples = question.n_samples
@@ -273,7 +273,7 @@ def _counts(question: Question, name: str, limit: Limit, max_hosts: int) -> tupl
     n_flops = n_samples * flops_per_sample(graph, rule_files=question.options.rules)
     precision = question.precisions[0]
     return host_counts(
-        least_hosts(profile, precision=precision, n_flops=n_flops, deadline_s=limit.deadline_s), max_hosts
+        least_hosts(hardware, precision=precision, n_flops=n_flops, deadline_s=limit.deadline_s), max_hosts
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.report.plain_text import WIDTH, count
+from autoplan.plain_text import WIDTH, count
 from autoplan.units import GB, SECONDS_PER_HOUR, format_seconds
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.row_text import bullets, whatif_table

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.report.plain_text import WIDTH, count, folded, rate_text, text_table
+from autoplan.plain_text import WIDTH, count, folded, rate_text, text_table
 from autoplan.units import BILLION, MILLION, THOUSAND, GiB, format_seconds, format_share, format_usd
 from autoplan.what_if.loss_text import loss_table
 from autoplan.what_if.rows import Axis, WhatIfRow, as_fast, fastest, pace, point_name, rate_unit, varying

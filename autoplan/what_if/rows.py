@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any
 
 from autoplan.parallel_plan import Breakdown
-from autoplan.report.plain_text import count
+from autoplan.plain_text import count
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import BILLION, SECONDS_PER_HOUR
 from autoplan.what_if.conditions import Condition, WallTime, wall_time

@@ -46,7 +46,7 @@ class Task:
     """
 
     graph: str
-    profile: Hardware
+    hardware: Hardware
     options: Options
     hw: str
     refused: str = ""
@@ -183,7 +183,7 @@ def _solve(task: Task, graphs: Mapping[str, OpGraph]) -> Solved:
 
 
 def _problem(task: Task, graphs: Mapping[str, OpGraph]) -> Problem:
-    return Problem(graphs[task.graph], task.profile, task.options, Path(), task.hw, task.hw)
+    return Problem(graphs[task.graph], task.hardware, task.options, Path(), task.hw, task.hw)
 
 
 # ------------------------------------------------------------------------------------------------------- what is kept
@@ -193,7 +193,7 @@ def _key(task: Task) -> str:
     """Of all that the result depends on."""
     parts = {
         "graph": task.graph,
-        "profile": asdict(task.profile),
+        "hardware": asdict(task.hardware),
         "options": asdict(task.options),
         "refused": task.refused,
         "patience_s": task.patience_s,

@@ -15,8 +15,8 @@ from profile_rows import (
 )
 
 from autoplan import api
+from autoplan.measure_model.run import run_measurements
 from autoplan.options import Options
-from autoplan.profile.run import run_measurements
 
 
 @pytest.fixture(scope="session")

@@ -37,4 +37,4 @@ def tables(problem, size=1):
     """(priced as measured, priced by the hardware profile) on one device."""
     plan = whole_plan(problem, size)
     both = (problem.measured, None)
-    return tuple(price_plan(problem.graph, problem.profile, plan, measured=measured) for measured in both)
+    return tuple(price_plan(problem.graph, problem.hardware, plan, measured=measured) for measured in both)

@@ -21,12 +21,12 @@ from autoplan import api
 from autoplan.answers.answer import answer_from_json, answer_to_json
 from autoplan.errors import UsageError
 from autoplan.graph import GraphFacts
-from autoplan.measurements.segment_key import content_key
-from autoplan.measurements.segment_times import parse_profile
+from autoplan.measure_model.run import run_measurements
+from autoplan.measured_profile.segment_key import content_key
+from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.parallel_plan import Execution
 from autoplan.processes import start_process
-from autoplan.profile.run import run_measurements
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 from autoplan.report.plan import plan_report
 from autoplan.space.priced import price_plan
 
@@ -59,7 +59,7 @@ def test_blocks_and_the_loss_are_measured_compiled_and_nothing_else(measured) ->
 def test_a_compiled_plan_takes_the_compiled_seconds_of_blocks_and_loss_and_the_eager_ones_of_the_rest(
     problem, measured
 ) -> None:
-    table = price_plan(problem.graph, problem.profile, whole_plan(problem, 2, compile=True), measured=problem.measured)
+    table = price_plan(problem.graph, problem.hardware, whole_plan(problem, 2, compile=True), measured=problem.measured)
     for kind, segment in problem.graph.first_of_kind().items():
         is_compiled = segment.name != "outer.0"
         (row,) = rows_of_one_stage(measured.rows, segment, micro_batch_size=2, compiled=is_compiled)
@@ -79,7 +79,7 @@ def test_a_compiled_block_that_was_not_measured_takes_the_correction_of_what_was
         row for row in problem.measured.segments if not (row.execution.compile and row.content == key["blocks.0"])
     )
     known = replace(problem.measured, segments=rows)
-    table = price_plan(problem.graph, problem.profile, whole_plan(problem, compile=True), measured=known)
+    table = price_plan(problem.graph, problem.hardware, whole_plan(problem, compile=True), measured=known)
     (loss_1, loss_2) = (row for row in rows if row.execution.compile and row.tp == 1)
     computed = {size: tables(problem, size)[1].costs[kind["outer.1"]][0].forward_s for size in BATCHES}
     at_tp_1 = [row.forward_s / computed[row.micro_batch_size] for row in (loss_1, loss_2)]
@@ -127,7 +127,7 @@ def test_a_segment_that_does_not_compile_leaves_a_line_and_only_eager_plans(prob
     facts = GraphFacts.of(problem.graph)
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
     text = "\n".join(json.dumps(failed if other is row else other) for other in measured.rows)
-    known = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
+    known = parse_measured_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
     assert [(row.segment, row.tp, row.execution.compile) for row in known.failed] == [("blocks.0", 2, True)]
     asked = compiled_at_no_time(replace(problem, measured=known))
     assert not best_plan(asked).mesh.compile
@@ -160,6 +160,6 @@ def test_lines_from_before_compiling_and_own_modules_were_measured_are_eager_and
     names = ("compiled", "memory_format", "module")
     rows = [{key: row[key] for key in row if key not in names} for row in segment_rows(measured.rows)]
     text = "\n".join(map(json.dumps, rows))
-    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
+    found = parse_measured_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
     assert len(found.segments) == len(rows) and found.executions == {Execution()}
-    assert not any(row.is_own for row in found.segments) and found.rows({}, own=True) == found.segments
+    assert not any(row.is_own for row in found.segments) and found.rows({}, keeps_modules=True) == found.segments

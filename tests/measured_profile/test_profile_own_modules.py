@@ -18,12 +18,12 @@ from profile_rows import (
 )
 
 from autoplan import api
-from autoplan.measurements.segment_key import WHOLE
-from autoplan.measurements.segment_times import SegmentTime, parse_profile
+from autoplan.measure_model.run import run_measurements
+from autoplan.measured_profile.segment_key import WHOLE
+from autoplan.measured_profile.segment_times import SegmentTime, parse_measured_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import StagePlan
-from autoplan.profile.run import run_measurements
-from autoplan.report.measurements import results_table
+from autoplan.report.measured_profile import results_table
 from autoplan.space.priced import price_plan
 
 pytest_plugins = ["profile_fixtures"]
@@ -111,8 +111,8 @@ def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, hw,
 def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(family, tmp_path, monkeypatch) -> None:
     # the results that it makes, not what it hands on, have the shapes of a plain forward pass of the whole model
     torch = pytest.importorskip("torch")
-    from autoplan.measuring.own import OwnModel
-    from autoplan.measuring.timing import tensors_of
+    from autoplan.measuring_program.own import OwnModel
+    from autoplan.measuring_program.timing import tensors_of
     from autoplan.tracing.trace import call_model
 
     (tmp_path / "model.py").write_text((FAMILIES / f"{family}.py").read_text())
@@ -151,7 +151,7 @@ def test_a_plan_of_two_stages_takes_the_generated_times_and_one_of_one_stage_the
     kind = next(kind for kind, segment in problem.graph.first_of_kind().items() if segment.is_block)
     for plan, module in ((whole, "own"), (cut, "generated")):
         (row,) = segment_rows(rows, segment="transformer.h.0", micro_batch_size=1, module=module)
-        cost = price_plan(problem.graph, problem.profile, plan, measured=problem.measured).costs[kind][0]
+        cost = price_plan(problem.graph, problem.hardware, plan, measured=problem.measured).costs[kind][0]
         assert (cost.forward_s, cost.backward_s) == (row["forward_s"], row["backward_s"])
 
 
@@ -166,9 +166,9 @@ def test_host_time_of_own_modules_is_the_median_of_theirs_only() -> None:
     common |= {"driver": "", "status": "measured", "content": "c", "assignment": WHOLE, "segment": "s", "boundary": ""}
     common |= {"tp": 1, "forward_s": 9.0, "backward_s": 9.0, "host_backward_s": 3.0, "saved_bytes": 0}
     text = "\n".join(json.dumps(common | {"working_bytes": 0} | line) for line in lines)
-    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
+    found = parse_measured_profile(text, where="m", device="CPU", precision="fp32", contents={"c"}, model="m")
     assert found.rows({}) == (row,)
-    assert [own.host_forward_s for own in found.rows({}, own=True)] == [6.5, 6.5]
+    assert [own.host_forward_s for own in found.rows({}, keeps_modules=True)] == [6.5, 6.5]
 
 
 def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_rest(hw, tmp_path) -> None:
@@ -182,6 +182,6 @@ def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_
     assert "own module, not run" in results_table(rows)
     assert all(row["status"] in ("measured", "noisy") for row in segment_rows(rows))
     problem = file_problem(model, hw, out)
-    assert set(price_plan(problem.graph, problem.profile, whole_plan(problem), measured=problem.measured).sources) == {
+    assert set(price_plan(problem.graph, problem.hardware, whole_plan(problem), measured=problem.measured).sources) == {
         "measured"
     }

@@ -20,8 +20,8 @@ from profile_rows import (
 from autoplan import api
 from autoplan.answers.answer import answer_from_json, answer_to_json, step_interval_s
 from autoplan.graph import GraphFacts
-from autoplan.measurements.segment_key import WHOLE, assignment_key, content_key
-from autoplan.measurements.segment_times import MeasuredProfile, SegmentTime
+from autoplan.measured_profile.segment_key import WHOLE, assignment_key, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.report.plan import plan_report
 from autoplan.space.priced import price_plan, priced_space
@@ -60,7 +60,7 @@ def problem_rows(problem):
 
 
 def test_a_tensor_parallel_plan_uses_what_was_measured_for_its_assignment(problem, measured) -> None:
-    offered = priced_space(problem.graph, problem.profile, problem.options, global_batch=8, measured=problem.measured)
+    offered = priced_space(problem.graph, problem.hardware, problem.options, global_batch=8, measured=problem.measured)
     sharding = dict(offered.space.shardings)[2][0]
     mesh = Mesh(tp=2, sharding=sharding, micro_batch_size=2)
     plan = offered.make_plan(mesh, (StagePlan(0, len(problem.graph.segments)),))
@@ -70,7 +70,7 @@ def test_a_tensor_parallel_plan_uses_what_was_measured_for_its_assignment(proble
         key = assignment_key(problem.graph, segment, assignments[kind])
         rows = segment_rows(measured.rows, segment=segment.name, assignment=key, micro_batch_size=2)
         assert [row["forward_s"] for row in rows] == [table.costs[kind][0].forward_s]
-    again = price_plan(problem.graph, problem.profile, plan, measured=problem.measured)
+    again = price_plan(problem.graph, problem.hardware, plan, measured=problem.measured)
     assert [whole for whole, _ in table.costs] == [whole for whole, _ in again.costs]
 
 
@@ -110,8 +110,8 @@ def test_an_assignment_that_was_not_measured_takes_the_correction_of_its_degree(
     changed = replace(problem.measured, segments=rows)
     mesh = Mesh(tp=2, sharding=segment_rows(measured.rows, tp=2)[0]["boundary"], micro_batch_size=2)
     prices = [
-        priced_space(problem.graph, problem.profile, problem.options, global_batch=8, measured=profile).price(mesh)
-        for profile in (problem.measured, changed)
+        priced_space(problem.graph, problem.hardware, problem.options, global_batch=8, measured=measured).price(mesh)
+        for measured in (problem.measured, changed)
     ]
     assert {prices[0].sources, prices[1].sources} == {("measured",) * 3, ("scaled",) * 3}
     for (known, *_), (scaled, *_) in zip(prices[0].costs, prices[1].costs, strict=True):

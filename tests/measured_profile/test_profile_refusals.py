@@ -16,8 +16,8 @@ from profile_rows import (
 from autoplan import api
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import GraphFacts
-from autoplan.measurements.segment_key import content_key
-from autoplan.measurements.segment_times import parse_profile
+from autoplan.measured_profile.segment_key import content_key
+from autoplan.measured_profile.segment_times import parse_measured_profile
 
 pytest_plugins = ["profile_fixtures"]
 
@@ -40,7 +40,7 @@ def test_a_wrong_file_is_refused_by_field(problem, measured, change, field, foun
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
     text = "\n".join(json.dumps(row | change) for row in segment_rows(measured.rows))
     with pytest.raises(InputError) as caught:
-        parse_profile(text, where="m.json", device="CPU", precision="fp32", contents=contents, model="gpt.py")
+        parse_measured_profile(text, where="m.json", device="CPU", precision="fp32", contents=contents, model="gpt.py")
     message = str(caught.value)
     assert "m.json" in message and field in message and found in message
     assert "expected:" in message and "fix:" in message
@@ -49,14 +49,14 @@ def test_a_wrong_file_is_refused_by_field(problem, measured, change, field, foun
 @pytest.mark.parametrize("text", ["", "no json", "[]", '{"schema_version": NaN}'])
 def test_a_damaged_file_is_refused(text) -> None:
     with pytest.raises(InputError):
-        parse_profile(text, where="m.json", device="CPU", precision="fp32", contents={"x"}, model="gpt.py")
+        parse_measured_profile(text, where="m.json", device="CPU", precision="fp32", contents={"x"}, model="gpt.py")
 
 
 def test_lines_of_other_devices_are_left_out(problem, measured) -> None:
     facts = GraphFacts.of(problem.graph)
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
     other = json.dumps(measured.rows[-1] | {"device": "NVIDIA H200", "forward_s": 1e9})
-    found = parse_profile(
+    found = parse_measured_profile(
         measured.text + other, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py"
     )
     assert max(row.forward_s for row in found.segments) < 1e9

@@ -19,11 +19,11 @@ from autoplan import api, cli
 from autoplan.errors import MeasureError
 from autoplan.files import write_folder
 from autoplan.graph import GraphFacts
-from autoplan.measurements.segment_key import content_key
-from autoplan.measurements.segment_times import parse_profile
-from autoplan.profile.measurement_folder import value_ranges
-from autoplan.profile.run import run_measurements
-from autoplan.report.measurements import results_table
+from autoplan.measure_model.measurement_folder import value_ranges
+from autoplan.measure_model.run import run_measurements
+from autoplan.measured_profile.segment_key import content_key
+from autoplan.measured_profile.segment_times import parse_measured_profile
+from autoplan.report.measured_profile import results_table
 
 pytest_plugins = ["profile_fixtures"]
 
@@ -117,7 +117,7 @@ def test_a_device_without_room_leaves_a_line_that_says_so(measured, problem) -> 
     assert "out of memory" in results_table([full])
     facts = GraphFacts.of(problem.graph)
     contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
-    found = parse_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
+    found = parse_measured_profile(text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py")
     assert len(found.segments) == len(problem.measured.segments) - 1
 
 
@@ -169,7 +169,7 @@ def test_emit_writes_a_folder_and_says_how_to_run_it(hw, tmp_path, capsys) -> No
 @pytest.mark.parametrize(("fresh", "name"), [([], "measurements.sqlite"), (["--fresh"], None)])
 def test_results_of_earlier_runs_are_taken_unless_fresh_ones_are_asked_for(hw, tmp_path, monkeypatch, fresh, name):
     asked = []
-    monkeypatch.setattr("autoplan.profile.run.run_measurements", lambda files, **given: asked.append(given) or [])
+    monkeypatch.setattr("autoplan.measure_model.run.run_measurements", lambda files, **given: asked.append(given) or [])
     arguments = ["profile", str(MLP), "--set", "width=8", "--hw", hw, "--tp", "1", "--out", str(tmp_path / "m.json")]
     assert cli.run([*arguments, *fresh]) == 0
     assert [given["cache"] and given["cache"].name for given in asked] == [name]

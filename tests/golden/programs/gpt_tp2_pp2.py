@@ -16,9 +16,9 @@ from runtime.collectives import (
     pad_to_partial,
     reduce_scatter,
     shard,
-    vocab_parallel_cross_entropy,
 )
 from runtime.pipeline import Boundary, PerSample
+from runtime.vocabulary import vocab_parallel_cross_entropy
 from runtime.weights import Shard, Weights
 
 

@@ -8,16 +8,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from runtime.collectives import (
-    all_gather,
-    all_gather_reduce_grad,
-    all_to_all,
-    copy_to_tp,
-    reduce_scatter,
-    shard,
-    vocab_parallel_cross_entropy,
-)
+from runtime.collectives import all_gather, all_gather_reduce_grad, all_to_all, copy_to_tp, reduce_scatter, shard
 from runtime.pipeline import Boundary
+from runtime.vocabulary import vocab_parallel_cross_entropy
 from runtime.weights import Shard, Weights
 
 

@@ -23,7 +23,7 @@ class PlanMaker:
     Attributes:
         by_size: tensor-parallel assignments per micro-batch size that they are solved for.
         graph_hash: of `graph`, which takes a while.
-        hardware: name of the profile.
+        hardware: name of the hardware profile.
     """
 
     graph: OpGraph

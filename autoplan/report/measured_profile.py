@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoplan.measurements.segment_times import MEASURED, NOISY, NOT_COMPILED, OWN
-from autoplan.report.plain_text import text_table
+from autoplan.measured_profile.segment_times import MEASURED, NOISY, NOT_COMPILED, OWN
+from autoplan.plain_text import text_table
 from autoplan.units import MiB, format_seconds
 
 

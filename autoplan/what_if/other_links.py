@@ -15,23 +15,23 @@ NO_NVLINK = "no_nvlink"  # as the kind of links inside a host
 PCIE_BESIDE = {"nvlink3": "pcie4", "nvlink4": "pcie5", "nvlink5": "pcie5"}
 
 
-def changed(profile: Hardware, point: Point) -> Hardware:
+def changed(hardware: Hardware, point: Point) -> Hardware:
     """The cluster with the links that the point asks for.
 
     Raises: InputError where it has no such links.
     """
     if point.network_scale == 1.0 and not point.host_link:
-        return profile
-    if isinstance(profile, Cluster):
+        return hardware
+    if isinstance(hardware, Cluster):
         raise InputError.of(
-            profile.name, found="a mixed cluster", expected="one kind of host for other links", fix="edit its file"
+            hardware.name, found="a mixed cluster", expected="one kind of host for other links", fix="edit its file"
         )
-    n_own = len(profile.links) - len(profile.networks)
-    own = profile.links[:n_own]
+    n_own = len(hardware.links) - len(hardware.networks)
+    own = hardware.links[:n_own]
     if point.host_link and own:
-        kind = kind_without_nvlink(profile) if point.host_link == NO_NVLINK else point.host_link
+        kind = kind_without_nvlink(hardware) if point.host_link == NO_NVLINK else point.host_link
         own = (generic_host_link(kind, n_devices=own[0].n_devices),)
-    return replace(profile, links=(*own, *(scaled(tier, point.network_scale) for tier in profile.networks)))
+    return replace(hardware, links=(*own, *(scaled(tier, point.network_scale) for tier in hardware.networks)))
 
 
 def scaled(tier: LinkTier, factor: float) -> LinkTier:
@@ -40,17 +40,17 @@ def scaled(tier: LinkTier, factor: float) -> LinkTier:
     return replace(tier, bytes_per_s=tier.bytes_per_s * factor, half_rate_bytes=half_rate_bytes)
 
 
-def kind_without_nvlink(profile: HardwareProfile) -> str:
+def kind_without_nvlink(hardware: HardwareProfile) -> str:
     """What joins the devices of such a host where NVLink is switched off, or missing.
 
     Raises: InputError where they have no NVLink, or nobody has figures of what is beside it.
     """
-    link = profile.host_link
+    link = hardware.host_link
     rate = link.bytes_per_s if link is not None and link.name == "nvlink" else None
     found = [kind for nvlink, kind in PCIE_BESIDE.items() if rate is not None and rate == link_kind_rate(nvlink)]
     if not found:
         raise InputError.of(
-            f"{profile.name}: NVLink off",
+            f"{hardware.name}: NVLink off",
             found="no NVLink" if rate is None else "NVLink of another rate",
             expected=f"the rate of {', '.join(PCIE_BESIDE)}",
             fix="name the links that it has instead: --host-link pcie4",

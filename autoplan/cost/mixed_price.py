@@ -20,7 +20,7 @@ from functools import cache
 
 from autoplan.cost.between import Exchange, between_s
 from autoplan.cost.boundaries import Cuts, make_boundary_sizer, tied_elements, tied_weight_bytes
-from autoplan.cost.collectives import Group, send_s
+from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression
 from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_part_pricer
 from autoplan.cost.table import CostTable
@@ -48,7 +48,7 @@ def make_mixed_pricer(
     parts = [
         make_part_pricer(
             graph,
-            profile=group,
+            hardware=group,
             precision=precision,
             shardings=shardings,
             rules=rules,
@@ -110,7 +110,7 @@ def _between_cuts(
     networks = [group for group in ends if group.n_hosts > 1]
 
     def seconds(n_bytes: int) -> float:
-        own_s = [send_s(n_bytes, pair=TWO_HOSTS, profile=group) for group in networks]
+        own_s = [send_s(n_bytes, pair=TWO_HOSTS, hardware=group) for group in networks]
         return max([between_s(n_bytes, between, n_devices=n_devices), *own_s])
 
     known = {n_bytes: seconds(n_bytes) for n_bytes in set(sizes) if n_bytes is not None}

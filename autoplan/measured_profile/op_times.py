@@ -34,7 +34,7 @@ class OpMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class SegmentOps:
-    """The ops of one eager segment; the fields before them are those of `SegmentTime`."""
+    """The ops of one eager segment; all other fields are those of `SegmentTime`."""
 
     content: str
     assignment: str
@@ -98,14 +98,16 @@ class SegmentComparison:
     ops: tuple[OpComparison, ...]
 
 
+def about(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a checked line that say what was measured, alike in `SegmentOps` and `SegmentTime`."""
+    names = ("content", "assignment", "tp", "boundary", "micro_batch_size")
+    return {name: row[name] for name in names} | {"code": row.get("code")}
+
+
 def segment_ops(row: Mapping[str, Any]) -> SegmentOps:
     """The ops of a checked line."""
     return SegmentOps(
-        content=row["content"],
-        assignment=row["assignment"],
-        tp=row["tp"],
-        boundary=row["boundary"],
-        micro_batch_size=row["micro_batch_size"],
+        **about(row),
         ops=tuple(
             OpMeasurement(
                 op=item["op"],
@@ -116,7 +118,6 @@ def segment_ops(row: Mapping[str, Any]) -> SegmentOps:
             )
             for item in row["ops"]
         ),
-        code=row.get("code"),
     )
 
 

@@ -17,9 +17,9 @@ from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import GraphFacts, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
-from autoplan.measurements.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
-from autoplan.measurements.segment_key import assignment_key, content_key
-from autoplan.measurements.segment_times import MeasuredProfile
+from autoplan.measured_profile.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
+from autoplan.measured_profile.segment_key import assignment_key, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Plan, SegmentSharding
 from autoplan.rules import OpRule
 from autoplan.tensor_parallel.sharding import read_sharding
@@ -28,10 +28,10 @@ OpKey = tuple[str, Shapes]
 
 
 def compare_ops(
-    graph: OpGraph, profile: HardwareProfile, plan: Plan, measured: MeasuredProfile, *, rules: Mapping[str, OpRule]
+    graph: OpGraph, hardware: HardwareProfile, plan: Plan, measured: MeasuredProfile, *, rules: Mapping[str, OpRule]
 ) -> tuple[SegmentComparison, ...]:
     """Every kind of segment whose ops were measured split as in the plan, or, where they were not, whole."""
-    facts, contexts = GraphFacts.of(graph), work_contexts(graph, profile, plan.precision, rules)
+    facts, contexts = GraphFacts.of(graph), work_contexts(graph, hardware, plan.precision, rules)
     assignments = {assignment.kind: assignment for assignment in plan.shardings}
     found = []
     for kind, segment in graph.first_of_kind().items():

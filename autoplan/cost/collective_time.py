@@ -141,23 +141,23 @@ class Route:
 Algorithm = Callable[[float, Route], float | None]
 
 
-def axis_group(profile: HardwareProfile, *, size: int, stride: int, n_devices: int | None = None) -> Group:
+def axis_group(hardware: HardwareProfile, *, size: int, stride: int, n_devices: int | None = None) -> Group:
     """The group of a mesh axis: ranks r, r + stride, ..., hosts filled in order of rank.
 
     `n_devices` is how many devices the mesh has; None takes all of the cluster.
     Raises: InputError when the axis does not fit into the cluster.
     """
-    if size < 1 or stride < 1 or size * stride > profile.n_devices:
+    if size < 1 or stride < 1 or size * stride > hardware.n_devices:
         raise InputError.of(
             "mesh axis",
             found=f"{size} ranks with stride {stride}",
-            expected=f"within the {profile.n_devices} devices of {profile.name}",
+            expected=f"within the {hardware.n_devices} devices of {hardware.name}",
             fix="choose smaller degrees, or more hosts",
         )
-    return _axis_group(profile.domain_sizes, n_devices or profile.n_devices, size, stride)
+    return _axis_group(hardware.domain_sizes, n_devices or hardware.n_devices, size, stride)
 
 
-def pair_group(profile: HardwareProfile, *, n_devices: int) -> Group:
+def pair_group(hardware: HardwareProfile, *, n_devices: int) -> Group:
     """Two devices as far apart as any neighbouring stages of a pipeline that fills the first `n_devices`.
 
     Stages follow each other in order of rank, so some pair crosses each tier that these devices do not all share. One
@@ -165,7 +165,7 @@ def pair_group(profile: HardwareProfile, *, n_devices: int) -> Group:
     """
     if n_devices == 1:
         return Group(1, 1)
-    host, *above = (size < n_devices for size in profile.domain_sizes)
+    host, *above = (size < n_devices for size in hardware.domain_sizes)
     spreads = tuple(Spread(1, 2) for is_crossed in above if is_crossed)
     return Group(2, 1 if host else 2, above_hosts=spreads)
 
@@ -196,14 +196,14 @@ def _worst_spread(domain: int, n_devices: int, size: int, stride: int) -> Spread
     return worst
 
 
-def collective_s(kind: str, size_bytes: float, *, group: Group, profile: HardwareProfile) -> float:
+def collective_s(kind: str, size_bytes: float, *, group: Group, hardware: HardwareProfile) -> float:
     """Time of one collective by its cheapest algorithm.
 
     `kind` is one of KINDS; `size_bytes` is the full, unsharded tensor for each of them: what an all-gather ends
     with, what a reduce-scatter starts from, and for an all-to-all the tensor of which every device holds 1/n.
     One device, or no bytes, takes 0.0 s.
     """
-    return route_s(kind, size_bytes, route_of(group, profile))
+    return route_s(kind, size_bytes, route_of(group, hardware))
 
 
 def route_s(kind: str, size_bytes: float, route: Route) -> float:
@@ -214,7 +214,7 @@ def route_s(kind: str, size_bytes: float, route: Route) -> float:
     return min(seconds for seconds in times if seconds is not None)
 
 
-def send_s(size_bytes: float, *, pair: Group, profile: HardwareProfile) -> float:
+def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile) -> float:
     """Time to send `size_bytes` from one device of `pair` to the other: latency + (size + half_rate) / achieved rate.
 
     Over the outermost tier between the two, the slowest on the way. Every device of the sending stage is taken to send
@@ -222,39 +222,39 @@ def send_s(size_bytes: float, *, pair: Group, profile: HardwareProfile) -> float
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
-    link = route_of(pair, profile).levels[-1].link
+    link = route_of(pair, hardware).levels[-1].link
     return link.latency_s + link.transfer_s(size_bytes, "send")
 
 
 @lru_cache(maxsize=4096)
-def route_of(group: Group, profile: HardwareProfile) -> Route:
+def route_of(group: Group, hardware: HardwareProfile) -> Route:
     """What the group's members achieve on each tier they cross.
 
-    Raises: InputError when the group spans more than the profile has.
+    Raises: InputError when the group spans more than the hardware has.
     """
     n_per_host, n_hosts = group.n_per_host, group.n_hosts
-    if n_hosts > profile.n_hosts or n_per_host > profile.n_devices_per_host:
+    if n_hosts > hardware.n_hosts or n_per_host > hardware.n_devices_per_host:
         raise InputError.of(
             f"group of {group.n_devices} devices",
             found=f"{n_hosts} hosts with {n_per_host} members each",
-            expected=f"within {profile.name}: {profile.n_hosts} hosts with {profile.n_devices_per_host} devices each",
+            expected=f"within {hardware.name}: {hardware.n_hosts} hosts of {hardware.n_devices_per_host} devices each",
             fix="plan for more hosts, or a smaller mesh",
         )
-    networks = profile.networks
+    networks = hardware.networks
     if len(group.above_hosts) > max(0, len(networks) - 1):
         raise InputError.of(
             f"group of {group.n_devices} devices",
             found=f"{len(group.above_hosts)} tiers above the first network",
-            expected=f"at most the {max(0, len(networks) - 1)} of {profile.name}",
+            expected=f"at most the {max(0, len(networks) - 1)} of {hardware.name}",
             fix="plan for more hosts, or a network with more tiers",
         )
     # Where the group lies in one domain of a tier, the tiers above it are not crossed.
     below = (Spread(1, group.n_devices), Spread(n_per_host, n_hosts), *group.above_hosts)
     within = (*below[1:], Spread(group.n_devices, 1))
-    host, *crossed = zip((profile.host_link, *networks), below, within, strict=False)
+    host, *crossed = zip((hardware.host_link, *networks), below, within, strict=False)
     levels = [_level(*host, is_host=True)] if n_per_host > 1 else []
     levels += [_level(*tier, is_host=False) for tier in crossed if tier[1].n_domains > tier[2].n_domains]
-    return Route(group.n_devices, tuple(levels), _multicast(profile.host_link, group))
+    return Route(group.n_devices, tuple(levels), _multicast(hardware.host_link, group))
 
 
 def route_in_host(n_devices: int, link: Link, *, multicast: Link | None = None) -> Route:

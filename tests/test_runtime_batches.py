@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.runtime.config import Config
-from autoplan.runtime.data import (
+from autoplan.runtime.batches import (
     flatten_tensors,
     global_batch,
     local_batch,
     map_tensors,
     micro_batches,
 )
+from autoplan.runtime.config import Config
 from autoplan.runtime.loading import Position, synthetic_batches
 from autoplan.runtime.mesh import WorldSizeError, check_world_size
 from autoplan.runtime.model_calls import loss_of

@@ -67,10 +67,11 @@ class RankOfOne:
 
 def replace_collectives() -> LocalCollectives:
     """From now on generated code communicates with nobody."""
-    module: Any = importlib.import_module("runtime.collectives")
-    attention: Any = importlib.import_module("runtime.attention")
     local = LocalCollectives()
-    module.dist = attention.dist = local
+    for name in ("collectives", "vocabulary", "attention"):
+        module: Any = importlib.import_module(f"runtime.{name}")
+        module.dist = local
+    module = importlib.import_module("runtime.collectives")
     module._all_gather_tensor, module._reduce_scatter_tensor = local.all_gather, local.reduce_scatter
     return local
 
@@ -78,5 +79,6 @@ def replace_collectives() -> LocalCollectives:
 def collective_names() -> frozenset[str]:
     """The names under which autograd runs the collectives of generated code, which stand-ins do from now on."""
     replace_collectives()
-    found = vars(importlib.import_module("runtime.collectives")).values()
+    modules = (importlib.import_module(f"runtime.{name}") for name in ("collectives", "vocabulary"))
+    found = (x for module in modules for x in vars(module).values())
     return frozenset(x.__name__ for x in found if isinstance(x, type) and issubclass(x, torch.autograd.Function))

@@ -9,18 +9,18 @@ from autoplan.errors import InputError
 from autoplan.files import read_text_file
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.measurements.op_times import SegmentComparison
-from autoplan.measurements.segment_key import content_key
-from autoplan.measurements.segment_times import MeasuredProfile, parse_profile
+from autoplan.measure_model.op_comparison import compare_ops
+from autoplan.measured_profile.op_times import SegmentComparison
+from autoplan.measured_profile.segment_key import content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile, parse_measured_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
-from autoplan.profile.op_comparison import compare_ops
 from autoplan.rules import load_rules
 from autoplan.space.current_code import WHOLE_MODEL, with_current_code
 
 
 def measurements_of(
-    options: Options, graph: OpGraph, profile: HardwareProfile, *, model: str
+    options: Options, graph: OpGraph, hardware: HardwareProfile, *, model: str
 ) -> MeasuredProfile | None:
     """What the file `options.profile` holds of this model on this device; None when there is no file.
 
@@ -32,10 +32,10 @@ def measurements_of(
         return None
     file, facts = Path(options.profile), GraphFacts.of(graph)
     contents = {content_key(graph, facts, segment) for segment in graph.first_of_kind().values()}
-    found = parse_profile(
+    found = parse_measured_profile(
         read_text_file(file),
         where=str(file),
-        device=profile.device.name,
+        device=hardware.device.name,
         precision=options.precision,
         contents=contents,
         model=model,
@@ -55,9 +55,9 @@ def measurements_of(
 
 
 def ops_of_plan(
-    options: Options, graph: OpGraph, profile: HardwareProfile, plan: Plan, measured: MeasuredProfile
+    options: Options, graph: OpGraph, hardware: HardwareProfile, plan: Plan, measured: MeasuredProfile
 ) -> tuple[SegmentComparison, ...]:
     """The ops of the segments of a plan, measured beside computed; none where none were measured."""
     if not measured.ops:
         return ()
-    return compare_ops(graph, profile, plan, measured, rules=load_rules(options.rules))
+    return compare_ops(graph, hardware, plan, measured, rules=load_rules(options.rules))

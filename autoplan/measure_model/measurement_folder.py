@@ -1,4 +1,4 @@
-"""What to measure, as a folder that runs by itself: segment sources, model.py, `measuring/`, `measurement.json`.
+"""What to measure, as a folder that runs by itself: segments, model.py, `measuring_program/`, `measurement.json`.
 
     regions = unique kinds of segments x (tensor-parallel degree, boundary layout), each at several micro-batch sizes,
               eager, compiled as the program compiles it, or both; what it does not compile is eager either way;
@@ -24,8 +24,8 @@ from autoplan.cost.measured import compiled_kinds, image_kinds
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec
-from autoplan.measurements.segment_key import assignment_key, code_key, content_key
-from autoplan.measurements.segment_times import SCHEMA_VERSION
+from autoplan.measured_profile.segment_key import assignment_key, code_key, content_key
+from autoplan.measured_profile.segment_times import SCHEMA_VERSION
 from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import OpRule, load_rules
@@ -51,7 +51,7 @@ class MeasurementRequest:
     """
 
     graph: OpGraph
-    profile: HardwareProfile
+    hardware: HardwareProfile
     options: Options
     model: str
     model_text: str
@@ -90,7 +90,7 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
             "schema_version": SCHEMA_VERSION,
             "model": request.model,
             "precision": request.options.precision,
-            "device": request.profile.device.name,
+            "device": request.hardware.device.name,
             "has_own_ops": has_own_ops,
             "overrides": dict(request.overrides),
             "inputs": _model_inputs(request),
@@ -127,7 +127,7 @@ def _splits(
     for fix in [()] if not request.degrees else wanted:
         options = replace(request.options, fix=fix)
         for planned, size in sorted({(at, n) for n in request.micro_batch_sizes for at in (n, layout_size(n))}):
-            splits = all_shardings(request.graph, request.profile, options, rules, batch_size=planned)
+            splits = all_shardings(request.graph, request.hardware, options, rules, batch_size=planned)
             for (degree, boundary), assignments in splits.items():
                 key = (degree, boundary, assignments)
                 found[key] = tuple(sorted({*found.get(key, ()), size}))

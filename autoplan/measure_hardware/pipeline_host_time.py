@@ -30,7 +30,7 @@ WIDTH, N_LAYERS = 32, 8
 FEW, MANY = 8, 40  # micro-batches of a step
 N_STEPS, N_WARM_UP = 9, 3
 PAIR = 2
-SHORTEST_S = 1e-7  # what the schema of a profile takes
+SHORTEST_S = 1e-7  # what the schema of a hardware profile takes
 
 
 def pipeline_rates(ranks: Ranks) -> tuple[Rate, ...]:

@@ -15,7 +15,7 @@ from functools import partial
 from math import gcd
 
 from autoplan.cost.grad_compression import Compression
-from autoplan.cost.mixed import make_mixed_pricer
+from autoplan.cost.mixed_price import make_mixed_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph

@@ -19,7 +19,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.json_values import loads_finite
-from autoplan.measurements.op_times import OPS, SegmentOps, check_ops, segment_ops
+from autoplan.measured_profile.op_times import OPS, SegmentOps, about, check_ops, segment_ops
 from autoplan.options import MEMORY_FORMATS
 from autoplan.parallel_plan import Execution
 
@@ -36,7 +36,7 @@ _SEGMENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "tp": int,
     "micro_batch_size": int,
 }
-# As in measuring.timing: a host that is faster than this share of the device's time is not what that waits for.
+# As in measuring_program.timing: a host that is faster than this share of the device's time is not what that waits for.
 HOST_BOUND = 0.9
 # The part of the time of the user's own modules, which read better, that generated code must save to be offered.
 WORTH_GENERATING = 0.05
@@ -124,17 +124,17 @@ class MeasuredProfile:
         pairs = (found for found in times.values() if len(found) == len((GENERATED, OWN)))
         return any(found[False] < (1.0 - WORTH_GENERATING) * found[True] for found in pairs)
 
-    def rows(self, executions: Mapping[str, Execution], *, own: bool = False) -> tuple[SegmentTime, ...]:
+    def rows(self, executions: Mapping[str, Execution], *, keeps_modules: bool = False) -> tuple[SegmentTime, ...]:
         """The measurements of segments that run so, by content.
 
-        With `own` they are those of the user's own modules where these were measured, which is at degree 1.
+        With `keeps_modules` they are those of the user's own modules where these were measured, which is at degree 1.
         """
         found = [row for row in self.segments if row.execution == executions.get(row.content, Execution())]
-        owned = {(row.content, row.tp) for row in found if row.is_own and own}
+        owned = {(row.content, row.tp) for row in found if row.is_own and keeps_modules}
         return tuple(row for row in found if row.is_own == ((row.content, row.tp) in owned))
 
 
-def parse_profile(
+def parse_measured_profile(
     text: str, *, where: str, device: str, precision: str, contents: Collection[str], model: str
 ) -> MeasuredProfile:
     """The measurements in `text` for this device, precision and model, whose segments have these content keys.
@@ -143,14 +143,18 @@ def parse_profile(
     """
     rows = [_parse_line(line, f"{where}:{number}") for number, line in enumerate(text.splitlines(), 1)]
     _require(f"{where}: rows", bool(rows), "no line", "the results of `autoplan profile`", "profile again")
-    own = _matching(rows, where, "device", device, "measure on a device of --hw, or plan for the one measured")
-    own = _matching(own, where, "precision", precision, f"profile with --precision {precision}, or plan in that one")
-    segments = {row_key(row): row for row in own if row["what"] == "segment" and row["content"] in contents}
+    matching = _matching(rows, where, "device", device, "measure on a device of --hw, or plan for the one measured")
+    matching = _matching(
+        matching, where, "precision", precision, f"profile with --precision {precision}, or plan in that one"
+    )
+    segments = {row_key(row): row for row in matching if row["what"] == "segment" and row["content"] in contents}
     if not segments:
-        models = ", ".join(dict.fromkeys(str(row["model"]) for row in own))
+        models = ", ".join(dict.fromkeys(str(row["model"]) for row in matching))
         fix = "profile this model, with the same --set values"
         _require(f"{where}: model", False, models, f"{model}, with some segment in common", fix)
-    optimizer = [row["per_element_s"] for row in own if row["what"] == "optimizer" and row["status"] != OUT_OF_MEMORY]
+    optimizer = [
+        row["per_element_s"] for row in matching if row["what"] == "optimizer" and row["status"] != OUT_OF_MEMORY
+    ]
     versions = dict.fromkeys(f"torch {row['torch']}, driver {row['driver'] or 'unknown'}" for row in segments.values())
     return MeasuredProfile(
         segments=_with_typical_host(
@@ -161,7 +165,7 @@ def parse_profile(
         failed=tuple(_failures(segments)),
         ops=tuple(
             segment_ops(row)
-            for row in {row_key(row): row for row in own if row["what"] == OPS}.values()
+            for row in {row_key(row): row for row in matching if row["what"] == OPS}.values()
             if row["status"] == MEASURED and row["content"] in contents
         ),
     )
@@ -282,11 +286,7 @@ def _require(where: str, holds: bool, found: object, expected: str, fix: str) ->
 def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
     working = row["working_bytes"]
     return SegmentTime(
-        content=row["content"],
-        assignment=row["assignment"],
-        tp=row["tp"],
-        boundary=row["boundary"],
-        micro_batch_size=row["micro_batch_size"],
+        **about(row),
         forward_s=float(row["forward_s"]),
         backward_s=float(row["backward_s"]),
         host_forward_s=float(row["host_forward_s"]),
@@ -295,5 +295,4 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         working_bytes=None if working is None else int(working),
         execution=_execution(row),
         is_own=row.get("module", GENERATED) == OWN,
-        code=row.get("code"),
     )

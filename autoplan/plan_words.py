@@ -1,4 +1,4 @@
-"""The choices of a plan that are not plain, in words for tables and lines."""
+"""A plan in words, for tables and lines: all of it (`plan_rows`), its mesh, and its choices that are not plain."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.parallel_plan import Execution, Mesh, Plan
+from autoplan.plain_text import count
 
 BREAKDOWN_LABELS = (
     ("compute_s", "compute"),
@@ -105,3 +106,65 @@ def describe_mesh(mesh: Mesh) -> str:
         text += f", {mesh.schedule}"
     text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
     return ", ".join((text, *execution_words(mesh)))
+
+
+def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The decision as (name, value) pairs; `splits` are what tensor parallelism splits."""
+    mesh = plan.mesh
+    schedule = mesh.schedule if mesh.pp > 1 else "none (one stage)"
+    zero = f"stage {mesh.zero_stage}"
+    if mesh.zero_stage:
+        zero += f" over {mesh.zero_shard_degree} ranks"
+    return [
+        ("data parallel", dp_text(mesh)),
+        ("tensor parallel", str(mesh.tp)),
+        *([("tensor-parallel split", "; ".join(splits))] if splits else []),
+        ("pipeline parallel", str(mesh.pp) + (f" x {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")),
+        ("ZeRO", zero),
+        ("micro-batch", f"{micro_batches_text(mesh, ' samples x ')} per step"),
+        ("global batch", f"{mesh.global_batch_size} samples"),
+        ("schedule", schedule),
+        ("recompute", _recomputed_segments(plan) or "none"),
+        ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
+        *choice_rows(plan),
+        *([(kind_of_ranks(plan), groups_text(plan))] if plan.groups else []),
+    ]
+
+
+def groups_text(plan: Plan) -> str:
+    """Where the pipeline ranks are on a mixed cluster: `8 on dgx_a100_x8 (28 segments), 4 on v100_x8 (6 segments)`.
+
+    Where data parallelism spans groups, the data-parallel ranks: `8 on dgx_a100_x8 (384 samples), ...`.
+    """
+    if len(plan.groups) == 1:
+        return f"all on {plan.groups[0].hardware}"
+    if plan.mesh.shares:
+        pairs = zip(plan.mesh.shares, plan.groups, strict=True)
+        return ", ".join(f"{own.dp} on {at.hardware} ({count(own.n_samples, 'sample')})" for own, at in pairs)
+    texts, first = [], 0
+    for own in plan.groups:
+        stages = plan.stages[first : first + own.n_ranks]
+        segments = count(stages[-1].stop - stages[0].start, "segment")
+        texts.append(f"{own.n_ranks} on {own.hardware} ({segments})")
+        first += own.n_ranks
+    return ", ".join(texts)
+
+
+def kind_of_ranks(plan: Plan) -> str:
+    """What `groups_text` places on the groups of a mixed cluster."""
+    return "data-parallel ranks" if plan.mesh.shares else "pipeline ranks"
+
+
+def recompute_text(plan: Plan) -> str:
+    """How much is recomputed: `no recompute`, or `selective recompute (12 of 30 segments)`; of each share `0 + 12`."""
+    segments = _recomputed_segments(plan)
+    return segments.replace(" ", " recompute ", 1) if segments else "no recompute"
+
+
+def _recomputed_segments(plan: Plan) -> str:
+    """`selective (12 of 30 segments)`; nothing where nothing is recomputed."""
+    counts = [len(stage.recomputed) for stage in plan.stages]
+    if not any(counts):
+        return ""
+    n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
+    return f"{plan.recompute} ({n_recomputed} of {plan.stages[-1].stop} segments)"

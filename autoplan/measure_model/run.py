@@ -17,7 +17,7 @@ from typing import Any
 
 from autoplan.errors import MeasureError, OutputError
 from autoplan.files import read_text_file, write_folder
-from autoplan.measurements.segment_times import STATUSES
+from autoplan.measured_profile.segment_times import STATUSES
 from autoplan.processes import start_process
 from autoplan.user_cache import cache_folder
 

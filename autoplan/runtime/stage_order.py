@@ -1,0 +1,46 @@
+"""The order in which parallelism is applied to a stage; it is the same for every plan.
+
+    stages -> tensor-parallel weights, with ties -> compile -> chunked loss -> BatchNorm -> recompute -> ZeRO
+    -> optimizer -> pipeline
+
+`parallel` does what comes before and after, this module what lies between. Recompute goes around compile: the other way
+round, each block is compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .batch_norm import data_parallel_groups, normalize_in_float32, synchronize_batch_norm
+from .chunked_loss import defer_products
+from .compiled import compile_blocks
+from .config import Config
+from .grad_compression import PowerSGD
+from .memory_format import take_images
+from .mesh import RankMesh
+from .recompute import apply_recompute
+from .scalar_parameters import hold_as_vectors
+from .zero import apply_zero
+
+
+def apply_in_order(
+    stage: nn.Module, *, blocks: Sequence[str], is_generated: bool, config: Config, mesh: RankMesh
+) -> PowerSGD | None:
+    """Make a stage with its tensor-parallel weights run as planned, on the device; what its compression remembers."""
+    if config.compile:
+        compile_blocks(stage, blocks)
+    if config.chunked_head and not is_generated:
+        head = stage.get_submodule(config.chunked_head)
+        defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
+    if config.compute_dtype != config.parameter_dtype:
+        normalize_in_float32(stage)
+    if config.batch_norm == "synchronized" and config.dp > 1:
+        synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
+    apply_recompute(stage, config.recompute_of(mesh.dp_rank))
+    hold_as_vectors(stage)
+    compressed = apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
+    stage.to(mesh.device)
+    take_images(stage, config.memory_format, blocks=blocks)
+    return compressed
