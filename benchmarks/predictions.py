@@ -291,7 +291,7 @@ def table(*files: Path) -> None:
         print(f"{group}: {len(found)} runs, {summary([error for error, _ in found])}; {wander}")
     for group, changes in sorted(again.items()):
         said = summary(changes).replace("error", "change")
-        print(f"the same case again, on another machine, {group}: {len(changes)} runs, {said}")
+        print(f"the same case again, {group}: {len(changes)} runs, {said}")
     worst = sorted((pair for found in errors.values() for pair in found), key=lambda pair: -abs(pair[0]))[:10]
     print("worst: " + ", ".join(f"{case} {error:+.0%}" for error, case in worst))
     print(f"memory: {len(memory_errors)} runs, {summary(memory_errors)}")
