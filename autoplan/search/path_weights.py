@@ -94,6 +94,8 @@ def raised_bounds_s(
             if n_left < 0 or is_late():
                 return least_s
             again = mix.solve(limit_s)
+            if again is None:
+                return least_s
             least_s = np.maximum(least_s, weighing.least_s(mix))
             if not (mix.add_ways() | weighing.add_paths(mix, choice, again, limit_s=limit_s)):
                 return least_s
@@ -189,8 +191,8 @@ class _Mix:
         counts: Array = self.weights @ np.array([self.known.counts[number] for number in self.paths])
         return counts * self.shares.again_s
 
-    def solve(self, limit_s: float) -> Array:
-        """Find the weights, and what the mix recomputes on each stage."""
+    def solve(self, limit_s: float) -> Array | None:
+        """Find the weights, and what the mix recomputes on each stage; None when the solver finds none."""
         stages, unit_s = np.arange(len(self.sizes)), limit_s / UNITS_PER_STEP
         model, again_s = LinearModel(), self.shares.again_s
         total = model.add_column("T", cost=1.0, upper=INFINITY)
@@ -206,9 +208,10 @@ class _Mix:
         for shares in columns:
             model.add_row("all of a rank", [(column, 1.0) for column in shares], lower=1.0, upper=1.0)
         solution = minimize(model, time_limit_s=None, is_relaxed=True)
-        assert solution.objective is not None and solution.duals
-        self.step_s = solution.objective * unit_s
         weights = np.maximum(solution.duals[: len(self.paths)], 0.0)
+        if solution.objective is None or not weights.any():
+            return None
+        self.step_s = solution.objective * unit_s
         self.weights = weights / weights.sum()
         self.useful |= {number for number, weight in zip(self.paths, self.weights, strict=True) if weight > 0.0}
         again = np.zeros(len(self.sizes))
