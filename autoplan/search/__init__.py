@@ -29,6 +29,7 @@ Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
       one stage     partition, banded_path: where to cut        stage_memory: what a range of pieces holds
       several       rank_shares, stage_needs: per rank and stage        joint_sizes, relaxed_step: all ranks together
+                    path_weights, longest_paths: and all ways to recompute
     one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths and rank_paths are
                     what its schedule implies, plans its plans, thrift those without a solver
     mixed clusters  mixed_search, mixed_state, mixed_answer, mixed_rejections: the same search over groups of hosts

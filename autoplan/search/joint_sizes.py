@@ -4,7 +4,8 @@
 replayed (`relaxed_step`), in two rounds:
 
     sizes        from the least that every stage may have, piece by piece (`_grow_sizes`)
-    recompute    rank by rank, what memory asks for at the least, in every way that is enough (`_recompute`)
+    recompute    rank by rank, what memory asks for at the least, in every way that is enough (`_recompute`); where
+                 these are too many, all of them are bounded together (`path_weights`)
 
 A choice whose bound is not below the limit is left out with all that grow from it. What remains is simulated in order
 of the bounds. Where there are more choices than `MAX_TURNS` allows, the least bound of those at hand holds for all.
@@ -19,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoplan.search.one_mesh import Judged
+from autoplan.search.path_weights import Ways, raised_bounds_s
 from autoplan.search.plans import piece_edges
 from autoplan.search.ranges import Array
 from autoplan.search.rank_shares import Shares
@@ -28,7 +30,7 @@ from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 
 MAX_TURNS = 50_000_000  # actions x choices that are replayed for one mesh; a count, so that the machine decides nothing
-QUICK_TURNS = MAX_TURNS // 4  # likewise, before a solver has tried
+QUICK_TURNS = MAX_TURNS // 2  # likewise, before a solver has tried
 MAX_CHOICES = 200_000  # replayed for one mesh, at the most
 MAX_AT_ONCE = 1024  # choices
 MAX_ROUNDS = 12  # choices simulated
@@ -169,24 +171,37 @@ def _within_chains(shares: Shares, choices: _Choices, *, limit_s: float) -> _Cho
 def _recompute(replays: _Replays, shares: Shares, choices: _Choices) -> _Choices:
     """Each choice of sizes with every way to recompute that may be enough and fast enough.
 
-    Where these are too many, on some ranks nothing is recomputed.
+    Where these are too many, on some ranks nothing is recomputed, and the choices are bounded by weights of paths.
     """
+    ways = Ways.of(shares, choices.sizes)
+    origin = np.arange(len(choices))
     for rank, own in enumerate(shares.shape.stages_of):
-        ways, way_of = np.unique(shares.way_of(rank, choices.sizes), return_inverse=True)
-        options = shares.least_recomputed(rank, ways)
+        options = [ways.of_rank(rank, choice) for choice in origin.tolist()]
         if not any(len(found) != 1 or found.any() for found in options):
             continue
-        n_options = [len(options[way]) for way in way_of]
+        n_options = list(map(len, options))
         if sum(n_options) > replays.n_left:
-            break
+            return _weighed(replays, shares, choices, ways, origin)
         rows = np.repeat(np.arange(len(choices)), n_options)
         again = choices.again[rows]
-        again[:, list(own)] = np.concatenate([options[way] for way in way_of])
+        again[:, list(own)] = np.concatenate(options)
         found = replays.below(choices.sizes[rows], again, choices.least_s[rows])
         if found is None:
             break
-        choices = found[0]
+        choices, origin = found[0], origin[rows[found[1]]]
     return choices
+
+
+def _weighed(replays: _Replays, shares: Shares, choices: _Choices, ways: Ways, origin: Array) -> _Choices:
+    """The choices with the bounds of `path_weights`; `origin`: of each, its choice in `ways`."""
+    own, first, places = np.unique(origin, return_index=True, return_inverse=True)
+    known_s = np.full(len(own), INFINITY)
+    np.minimum.at(known_s, places, choices.least_s)
+    raised_s = raised_bounds_s(
+        shares, choices.sizes[first], known_s, ways.at(own), limit_s=replays.limit_s, is_late=replays.is_late
+    )
+    least_s = np.maximum(choices.least_s, raised_s[places])
+    return _Choices(choices.sizes, choices.again, least_s).take(least_s < replays.limit_s)
 
 
 def _best_of(

@@ -126,19 +126,20 @@ def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action]) -> Path:
     """
     counts: Counter[tuple[str, int]] = Counter()
     for action, following in zip(chain, (*chain[1:], None), strict=True):
-        symbol = _symbol(mesh, action)
+        symbol = symbol_of(mesh, action)
         counts[symbol, action.stage] += 1
         if following is None:
             continue
         if ranks[following.stage] == ranks[action.stage]:
             if action.kind in GRADIENT_KINDS:
-                counts[_carry(symbol), action.stage] += 1
+                counts[carry_symbol(symbol), action.stage] += 1
         elif following.stage != action.stage:
             counts[CUT, min(action.stage, following.stage)] += 1
     return _path(counts, last_stage=chain[-1].stage)
 
 
-def _symbol(mesh: Mesh, action: Action) -> str:
+def symbol_of(mesh: Mesh, action: Action) -> str:
+    """What the paths of a mesh call this pass."""
     if action.kind == "F":
         return FIRST_FORWARD if action.micro_batch == 0 else FORWARD
     is_last = action.micro_batch == mesh.n_micro_batches - 1
@@ -154,7 +155,8 @@ def last_pass(mesh: Mesh) -> str:
     return LAST_WEIGHTS if splits_backward(mesh.schedule) else LAST_BACKWARD
 
 
-def _carry(symbol: str) -> str:
+def carry_symbol(symbol: str) -> str:
+    """What the communication is called that a pass for gradients leaves."""
     return CARRY if symbol in (BACKWARD, WEIGHTS) else LAST_CARRY
 
 
@@ -174,7 +176,7 @@ def _path_to(mesh: Mesh, trace: _Trace, name: str) -> Path:
     current: str | None = name
     while current is not None:
         action = _parse(current)
-        counts[_symbol(mesh, action), action.stage] += 1
+        counts[symbol_of(mesh, action), action.stage] += 1
         current = trace.before(current, counts, mesh=mesh)
     return _path(counts, last_stage=_parse(name).stage)
 
@@ -209,7 +211,7 @@ class _Trace:
         if previous is not None and self._passes[previous].stop_s >= self._passes[name].start_s:
             action = _parse(previous)
             if action.kind in GRADIENT_KINDS:
-                counts[_carry(_symbol(mesh, action)), action.stage] += 1
+                counts[carry_symbol(symbol_of(mesh, action)), action.stage] += 1
             return previous
         source = _source(name, n_stages=mesh.n_stages)
         return None if source is None else self._behind_link(source, counts)

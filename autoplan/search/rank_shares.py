@@ -302,10 +302,14 @@ class Shares:
 
     def _recomputing_s(self, rank: int) -> Array:
         """Per way, the least that a rank must recompute per micro-batch; INFINITY where that does not help."""
-        able = self.segments.spared_bytes > self.segments.easy_bytes
-        again_s = float(self.segments.again_s[able].min()) if able.any() else 0.0
         worst = self._n_recomputed(rank).max(axis=1)
-        return np.where(np.isfinite(worst), np.where(np.isfinite(worst), worst, 0.0) * again_s, INFINITY)
+        return np.where(np.isfinite(worst), np.where(np.isfinite(worst), worst, 0.0) * self.again_s, INFINITY)
+
+    @property
+    def again_s(self) -> float:
+        """The least that recomputing a segment adds to a backward pass."""
+        able = self.segments.spared_bytes > self.segments.easy_bytes
+        return float(self.segments.again_s[able].min()) if able.any() else 0.0
 
     def _sent_bytes(self, rank: int) -> Array:
         """(moment,): the least that the outputs sent of the micro-batches in flight hold."""
@@ -353,15 +357,21 @@ class Shares:
         return [self._least_counts(rank, *of_way) for of_way in zip(missing_bytes, n_spared, strict=True)]
 
     def _least_counts(self, rank: int, missing_bytes: Array, n_spared: Array) -> Array:
-        """The choices of one way, where so many segments can spare memory and so much is missing at each moment."""
-        if missing_bytes.max() <= 0.0 or np.prod(n_spared + 1) > MAX_RECOMPUTED:
+        """The choices of one way, where so many segments can spare memory and so much is missing at each moment.
+
+        For every choice of the other stages' counts, the least count of the last one.
+        """
+        if missing_bytes.max() <= 0.0 or np.prod(n_spared[:-1] + 1) > MAX_RECOMPUTED:
             return np.zeros((1, len(n_spared)), dtype=int)
-        counts = np.moveaxis(np.indices(n_spared + 1), 0, -1)
-        spared_bytes = counts @ (self.shape.counts[rank].in_flight.T * self._hard_bytes())
-        is_enough = (spared_bytes >= missing_bytes).all(axis=-1)
-        is_least = is_enough.copy()
-        for place in range(len(n_spared)):
-            one_less = np.zeros(is_enough.shape, dtype=bool)
-            np.moveaxis(one_less, place, 0)[1:] = np.moveaxis(is_enough, place, 0)[:-1]
-            is_least &= ~one_less
-        return counts[is_least]
+        others = np.moveaxis(np.indices(n_spared[:-1] + 1), 0, -1)
+        bytes_each = self.shape.counts[rank].in_flight * self._hard_bytes()
+        left_bytes = np.maximum(missing_bytes - others @ bytes_each[:, :-1].T, 0.0)
+        helps = bytes_each[:, -1] > 0.0
+        wanted = np.ceil(left_bytes / np.where(helps, bytes_each[:, -1], 1.0))
+        least = np.where(helps | (left_bytes == 0.0), wanted, INFINITY).max(axis=-1)
+        is_least = least <= n_spared[-1]
+        for place in range(len(n_spared) - 1):
+            one_less = np.full(least.shape, INFINITY)
+            np.moveaxis(one_less, place, 0)[1:] = np.moveaxis(least, place, 0)[:-1]
+            is_least &= least < one_less
+        return np.column_stack([others[is_least], least[is_least].astype(int)])

@@ -48,9 +48,11 @@ class Solution:
         values: one per column; empty unless the status is "optimal" or "feasible".
         objective: of `values`; None when there are none.
         bound: proved lower bound on the optimum; None when there is none.
+        duals: of the optimum of a relaxed model, one per row: what the objective gains per unit of its limit.
     """
 
     status: str
     values: tuple[float, ...]
     objective: float | None
     bound: float | None
+    duals: tuple[float, ...] = ()

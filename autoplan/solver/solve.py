@@ -56,14 +56,16 @@ def minimize(
     check_model(model)
     limits = _Limits(time_limit_s, relative_gap, node_limit)
     proto = _to_proto(model, is_relaxed=is_relaxed)
-    solution = _read(_run(proto, limits))
+    result = _run(proto, limits)
+    solution = _read(result)
     if not is_relaxed and find_counterexample(model, solution, proto) is not None:
         raise SolverError(f"HiGHS says {solution.status}, bound {solution.bound}; CP-SAT found a better solution")
     if not solution.values:
         return solution
     values = solution.values if is_relaxed else _rounded(model, solution.values)
     check_solution(model, values, objective=solution.objective)
-    return Solution(solution.status, values, solution.objective, solution.bound)
+    duals = _in_order(result.dual_values()) if is_relaxed and result.has_dual_feasible_solution() else ()
+    return Solution(solution.status, values, solution.objective, solution.bound, duals)
 
 
 def check_model(model: LinearModel) -> None:
@@ -210,6 +212,10 @@ def _read(result: Any) -> Solution:
     bound = termination.objective_bounds.dual_bound
     if found is None:
         return Solution(str(empty), (), None, None if empty == "infeasible" or abs(bound) == INFINITY else bound)
-    values = result.variable_values()
-    ordered = tuple(value for _, value in sorted((variable.id, value) for variable, value in values.items()))
-    return Solution(found, ordered, result.objective_value(), bound if abs(bound) < INFINITY else None)
+    values = _in_order(result.variable_values())
+    return Solution(found, values, result.objective_value(), bound if abs(bound) < INFINITY else None)
+
+
+def _in_order(values: Any) -> tuple[float, ...]:
+    """The values of MathOpt's variables, or of its constraints, as the model has them."""
+    return tuple(value for _, value in sorted((owner.id, value) for owner, value in values.items()))

@@ -1,0 +1,91 @@
+"""The longest path through the actions of a schedule to the end of each rank, for given times of passes and transfers.
+
+Nodes are the actions and the transfers between ranks, in an order in which each comes after those it waits for:
+
+    an action waits for the one before it on its rank and what that leaves to be reduced, and for its input
+    a transfer waits for its action, and for the transfer before it on the same link
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from autoplan.parallel_plan import Mesh
+from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, stage_ranks
+from autoplan.search.paths import CUT, carry_symbol, symbol_of
+from autoplan.search.rank_paths import SYMBOLS
+
+Array = Any  # numpy.ndarray
+
+_Node = tuple[int, int, int, int]  # what it takes; the two nodes it waits for; what the first of these takes besides
+_START = 0  # the node before all others
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """`nodes` from the second on; `last`: of each rank, its last node, with the stage of that."""
+
+    nodes: tuple[_Node, ...]
+    last: tuple[tuple[int, int], ...]
+
+
+def longest_paths(mesh: Mesh, times_s: Array) -> Iterator[tuple[Array, int]]:
+    """Per rank, how often each pass and transfer is on the longest path to its last action, and the stage of that.
+
+    `times_s` and the counts are (symbol, stage), in the order of `rank_paths.SYMBOLS`.
+    """
+    graph = _graph(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
+    seconds = [*times_s.ravel().tolist(), 0.0]
+    ends_s, is_by_rank = [0.0], [True]
+    for number, one, other, besides in graph.nodes:
+        one_s, other_s = ends_s[one] + seconds[besides], ends_s[other]
+        is_by_rank.append(one_s >= other_s)
+        ends_s.append(max(one_s, other_s) + seconds[number])
+    for place, stage in graph.last:
+        on_path = []
+        while place != _START:
+            number, one, other, besides = graph.nodes[place - 1]
+            on_path += [number, besides] if is_by_rank[place] else [number]
+            place = one if is_by_rank[place] else other
+        counts = np.bincount(on_path, minlength=times_s.size + 1)[:-1]
+        yield counts.reshape(times_s.shape).astype(float), stage
+
+
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Graph:
+    ordered = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    ranks = stage_ranks(ordered.schedule)
+    mesh = Mesh(pp=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=name)
+    nothing = len(SYMBOLS) * mesh.n_stages
+    nodes: list[_Node] = []
+    last: list[tuple[int, int]] = [(_START, nothing)] * n_ranks  # the node, and what it leaves
+    stages = [0] * n_ranks  # of the last node of each
+    links: dict[tuple[int, bool], int] = {}  # the last transfer of each
+    arrivals: dict[int | None, int] = {}  # per action that sends its result, by its place in the order
+
+    def number(symbol: str, stage: int) -> int:
+        return SYMBOLS.index(symbol) * mesh.n_stages + stage
+
+    def add(*node: int) -> int:
+        nodes.append(node)  # type: ignore[arg-type]
+        return len(nodes)
+
+    for order, (action, awaited) in enumerate(zip(ordered.actions, ordered.awaited, strict=True)):
+        rank, symbol = ranks[action.stage], symbol_of(mesh, action)
+        before, left = last[rank]
+        is_sent = awaited is not None and ranks[ordered.actions[awaited].stage] != rank
+        place = add(number(symbol, action.stage), before, arrivals[awaited] if is_sent else _START, left)
+        carries = action.kind in GRADIENT_KINDS
+        last[rank] = place, number(carry_symbol(symbol), action.stage) if carries else nothing
+        stages[rank] = action.stage
+        following = action.stage + (1 if action.kind == "F" else -1)
+        if action.kind != "W" and 0 <= following < mesh.n_stages and ranks[following] != rank:
+            link = rank, action.kind == "F"
+            cut = number(CUT, min(action.stage, following))
+            arrivals[order] = links[link] = add(cut, links.get(link, _START), place, nothing)
+    return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))
