@@ -4,6 +4,7 @@
     python benchmarks/predictions.py run FOLDER RESULTS.jsonl [LINKS [S]]     runs the programs (needs torch and GPUs)
     python benchmarks/predictions.py table RESULTS.jsonl... PROFILE.jsonl DIR predicts each plan anew, prints the table
     python benchmarks/predictions.py table RESULTS.jsonl... - DIR             the same without measured segments
+    python benchmarks/predictions.py table ... -- ...                         runs of other PROFILE and DIR in one table
 
 A row holds what the program measured: the median step after warm-up, and the largest allocated memory of any rank. Bad
 rows are rows. A prediction takes the measured segments of PROFILE (`autoplan profile`) and the links of
@@ -247,9 +248,15 @@ def predictions(results: list[Path], profile: Path | None, hardware: Path) -> It
         yield row, api.score(problem(case, name, profile=profile), plan_from_dict(row["plan"], where=case.name)).best
 
 
-def table(*files: Path) -> None:
-    *results, profile, hardware = files
-    profile = None if profile.name == "-" else profile
+def all_predictions(given: list[str]) -> Iterator[tuple[dict, object]]:
+    """Those of each group of files; groups end at "--"."""
+    while given:
+        end = given.index("--") if "--" in given else len(given)
+        (*results, profile, hardware), given = given[:end], given[end + 1 :]
+        yield from predictions([*map(Path, results)], None if profile == "-" else Path(profile), Path(hardware))
+
+
+def table(*given: str) -> None:
     print(f"{'links':12}{'case':26}{'pred. s':>9}{'meas. s':>9}{'error':>8}{'pred. GiB':>11}{'GiB':>7}{'error':>8}")
     from autoplan.answers.answer import allocated_interval_bytes, step_interval_s, trust
     from autoplan.answers.intervals import COMPUTED, coverage, errors_of, is_host_bound
@@ -261,7 +268,7 @@ def table(*files: Path) -> None:
     spreads: dict[str, list[float]] = {}
     memory_errors, reserved_errors, steps, memories = [], [], [], []
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for row, best in predictions(results, profile, hardware):
+    for row, best in all_predictions(list(given)):
         estimate, start = best.estimate, f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
         if row["exit_code"]:
             print(f"{start}   failed with exit code {row['exit_code']}")
@@ -310,5 +317,8 @@ def summary(errors: list[float]) -> str:
 
 if __name__ == "__main__":
     action, *given = sys.argv[1:]
-    paths = [Path(text).absolute() if action != "run" or i < 2 else text for i, text in enumerate(given)]
-    {"emit": emit, "run": run, "table": table}[action](*paths)
+    if action == "table":
+        table(*given)
+    else:
+        paths = [Path(text).absolute() if i < 2 else text for i, text in enumerate(given)]
+        {"emit": emit, "run": run}[action](*paths)
