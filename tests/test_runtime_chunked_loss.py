@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from autoplan.runtime import chunked_loss  # noqa: E402
 from autoplan.runtime.chunked_loss import DeferredProduct, defer_products, deferred_linear, whole_logits  # noqa: E402
 from autoplan.runtime.vocabulary import vocab_parallel_cross_entropy  # noqa: E402
 
@@ -171,3 +172,18 @@ def test_a_hugging_face_model_that_computes_its_own_loss_computes_it_in_slices()
     assert isinstance(outputs.logits, DeferredProduct)
     for one, other in zip(gradients_of(outputs.loss, parameters), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)  # its loss is in float32
+
+
+def test_nothing_of_a_slice_outlives_it(monkeypatch) -> None:
+    real, kept = chunked_loss._loss_and_gradient, []
+
+    def seen(loss_of, logits, *args, **kwargs):
+        assert all(reference() is None for reference in kept)
+        loss, gradient = real(loss_of, logits, *args, **kwargs)
+        kept.extend(map(weakref.ref, (logits, gradient)))
+        return loss, gradient
+
+    monkeypatch.setattr(chunked_loss, "_loss_and_gradient", seen)
+    (x, weight), targets = example(bias=False)
+    gradients_of(LOSSES["flat"](deferred_linear(x, weight, slice_rows=4), targets), (x, weight))
+    assert len(kept) == 2 * 6  # 21 rows

@@ -105,6 +105,9 @@ def test_what_is_outside_of_blocks_is_reduced_at_the_end_of_a_pass():
     assert simulate(table_of([outer, block, outer]), whole(3)).allocated_bytes == (23,)
     small = dataclasses.replace(block, saved_bytes=0)
     assert simulate(table_of([outer, small, outer]), whole(3)).allocated_bytes == (20,)
+    # a second forward pass: until the loss the input of that reduction, 6 + 6; gradients 1 + 2 + 1, saved 20
+    mesh = pipeline(1, 2)
+    assert simulate(table_of([outer, block, outer], mesh=mesh, reduces=True), whole(3)).allocated_bytes == (36,)
 
 
 def test_interleaved_rank_holds_the_state_and_the_kept_parameters_of_all_its_stages():

@@ -341,6 +341,7 @@ class _SlicedLoss(torch.autograd.Function):
                 _add_product(of_weight, gradient.t(), x[rows])
             if of_bias is not None:
                 of_bias += gradient.sum(0)
+            del logits, gradient  # before those of the next slice are made
         ctx.save_for_backward(of_x, of_weight, of_bias)
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias))
         return torch.stack(losses).sum() if losses else x.new_zeros(())

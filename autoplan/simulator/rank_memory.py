@@ -107,7 +107,7 @@ class StageBytes:
         gathered: of parameters that stay gathered.
         gradients: of all its segments, after a pass.
         saved, sent, pending: per micro-batch.
-        opening, forward: the peaks of the first forward pass, and of another one.
+        opening, forward, following: of the first forward pass, of another one, and of one after a backward pass.
         first, later, last: of the first, another and the last backward pass.
     """
 
@@ -120,6 +120,7 @@ class StageBytes:
     pending: int
     opening: PassPeak
     forward: PassPeak
+    following: PassPeak
     first: PassPeak
     later: PassPeak
     last: PassPeak
@@ -127,6 +128,8 @@ class StageBytes:
     def peak(self, moment: Moment, *, is_first: bool) -> PassPeak:
         """The peak of the pass that runs; `is_first`: no pass of this stage that makes gradients is over."""
         if moment.kind not in GRADIENT_KINDS:
+            if moment.kind == "F" and not is_first:
+                return self.following
             is_opening = is_first and moment.running is not None and moment.in_flight[moment.running] == 1
             return self.opening if is_opening and moment.kind == "F" else self.forward
         if is_first:
@@ -151,6 +154,7 @@ def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -
         pending=sum(cost.pending_bytes for cost in costs),
         opening=opening,
         forward=forward,
+        following=_largest([forward, _with_last_reduction(table, costs)]),
         first=first,
         later=later,
         last=last,
@@ -164,6 +168,15 @@ def _copies(costs: Sequence[SegmentCost]) -> Iterator[PassPeak]:
         if cost.gather_s:
             yield PassPeak(cost.gathered_bytes, 0, saved, 0)
         saved += cost.saved_bytes
+
+
+def _with_last_reduction(table: CostTable, costs: Sequence[SegmentCost]) -> PassPeak:
+    """The end of a forward pass, before the loss: what the micro-batch before reduced last is freed there.
+
+    That is outside of blocks. What the loss takes while it runs comes later.
+    """
+    reducing = sum(cost.reducing_bytes for cost in costs if cost.late_gradient_bytes)
+    return PassPeak(0, reducing if table.reduces_per_micro_batch else 0, sum(cost.saved_bytes for cost in costs), 0)
 
 
 class _Behind(NamedTuple):
