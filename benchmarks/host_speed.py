@@ -4,7 +4,7 @@
     python benchmarks/host_speed.py table RESULTS.jsonl
 
 A program that waits for its host can be foreseen no better than this. Where cores change between two speeds, whichever
-of them runs, something else has a part of them: on a rented virtual machine that is another one on the same cores.
+of them runs, something else may have a part of them: on a rented virtual machine, another one on the same cores.
 """
 
 import json

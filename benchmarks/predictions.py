@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 N_STEPS, N_WARM_UP = 12, 4
 N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150

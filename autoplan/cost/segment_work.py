@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autoplan.cost.local_segment import KeptTensor, LocalOp, LocalSegment, is_nothing
+from autoplan.cost.kept_tensors import KeptTensor, is_nothing
+from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import WorkContext
@@ -75,7 +76,7 @@ class SegmentWork:
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
-        n_kept_tensors: how often autograd keeps a tensor; see `local_segment`.
+        n_kept_tensors: how often autograd keeps a tensor; see `kept_tensors`.
         repeated: how large a part of its forward pass recomputation runs again.
         chunked: the same with the loss in slices, where it can be; see `cost.chunked`.
     """

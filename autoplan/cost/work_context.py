@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 
 from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
 from autoplan.cost.collective_time import Route, axis_group, route_of, route_s
-from autoplan.graph import GraphFacts, OpGraph
+from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.rules import OpRule
 
@@ -38,6 +38,11 @@ class WorkContext:
     degree: int
     tp_collective_s: Callable[[str, float], float]
     head: ChunkedHead | None = None
+
+    def precision_of(self, op: Op) -> str:
+        """The precision an op computes in: float32 in the loss function when the plan has 16 bits."""
+        is_widened = op.module_path == LOSS_PATH and self.precision in ("bf16", "fp16")
+        return "fp32" if is_widened else self.precision
 
 
 def work_contexts(

@@ -1,4 +1,4 @@
-"""Link fit: timed collectives -> the figures of a host link, as `cost.collectives` uses them.
+"""Link fit: timed collectives -> the figures of a host link, as `cost.collective_time` uses them.
 
 Latency and half-rate size are what makes the formulas of `cost_models/` agree best with the times of rings:
 
@@ -32,9 +32,9 @@ _NVLS_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """One timed collective; `kind` is one of `cost.collectives.KINDS`, or "send" from one device to another.
+    """One timed collective; `kind` is one of `cost.collective_time.KINDS`, or "send" from one device to another.
 
-    `size_bytes` is the full tensor, as in `cost.collectives.collective_s`; `seconds` that of the slowest rank.
+    `size_bytes` is the full tensor, as in `cost.collective_time.collective_s`; `seconds` that of the slowest rank.
     """
 
     kind: str

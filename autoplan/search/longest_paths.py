@@ -71,15 +71,15 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
     def number(symbol: str, stage: int) -> int:
         return SYMBOLS.index(symbol) * mesh.n_stages + stage
 
-    def add(*node: int) -> int:
-        nodes.append(node)  # type: ignore[arg-type]
+    def add(node: _Node) -> int:
+        nodes.append(node)
         return len(nodes)
 
     for order, (action, awaited) in enumerate(zip(ordered.actions, ordered.awaited, strict=True)):
         rank, symbol = ranks[action.stage], symbol_of(mesh, action)
         before, left = last[rank]
         is_sent = awaited is not None and ranks[ordered.actions[awaited].stage] != rank
-        place = add(number(symbol, action.stage), before, arrivals[awaited] if is_sent else _START, left)
+        place = add((number(symbol, action.stage), before, arrivals[awaited] if is_sent else _START, left))
         carries = action.kind in GRADIENT_KINDS
         last[rank] = place, number(carry_symbol(symbol), action.stage) if carries else nothing
         stages[rank] = action.stage
@@ -87,5 +87,5 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         if action.kind != "W" and 0 <= following < mesh.n_stages and ranks[following] != rank:
             link = rank, action.kind == "F"
             cut = number(CUT, min(action.stage, following))
-            arrivals[order] = links[link] = add(cut, links.get(link, _START), place, nothing)
+            arrivals[order] = links[link] = add((cut, links.get(link, _START), place, nothing))
     return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))

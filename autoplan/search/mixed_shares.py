@@ -4,9 +4,9 @@
 
 tp, sharding and ZeRO are the same everywhere, pp is 1, and no shard group spans two groups of hosts. Micro-batch sizes
 are divisors of the global batch; under tensor parallelism, whose layout may depend on them, and with three groups or
-more they are the same in all. Meshes without their n_g wait in the order of the bound of `share_bounds`. The first one
-is opened into those with n_g, which wait in the order of `step_bound_s` of their slowest group. The queue keeps what
-`known_s` cannot rule out.
+more they are the same in all. Meshes without their n_g wait in the order of their bounds (`share_families`). The first
+one is opened into those with n_g, which wait in the order of `step_bound_s` of their slowest group. The queue keeps
+what `known_s` cannot rule out.
 """
 
 from __future__ import annotations
