@@ -201,12 +201,12 @@ class _Mix:
         for number in self.paths:
             counts, fixed_s = self.known.counts[number], self.known.values_s[number][stages, self.sizes].sum()
             terms = [(total, 1.0)]
-            for own, ways, chosen, shares in zip(stages_of, self.ways, self.chosen, columns, strict=True):
+            for own, ways, chosen, portions in zip(stages_of, self.ways, self.chosen, columns, strict=True):
                 each = ways[chosen] @ counts[own] * (-again_s / unit_s)
-                terms += zip(shares, each.tolist(), strict=True)
+                terms += zip(portions, each.tolist(), strict=True)
             model.add_row("path", terms, lower=float(fixed_s / unit_s))
-        for shares in columns:
-            model.add_row("all of a rank", [(column, 1.0) for column in shares], lower=1.0, upper=1.0)
+        for portions in columns:
+            model.add_row("all of a rank", [(column, 1.0) for column in portions], lower=1.0, upper=1.0)
         solution = minimize(model, time_limit_s=None, is_relaxed=True)
         weights = np.maximum(solution.duals[: len(self.paths)], 0.0)
         if solution.objective is None or not weights.any():
@@ -215,7 +215,7 @@ class _Mix:
         self.weights = weights / weights.sum()
         self.useful |= {number for number, weight in zip(self.paths, self.weights, strict=True) if weight > 0.0}
         again = np.zeros(len(self.sizes))
-        for own, ways, chosen, shares in zip(stages_of, self.ways, self.chosen, columns, strict=True):
+        for own, ways, chosen, portions in zip(stages_of, self.ways, self.chosen, columns, strict=True):
             again[own] = np.array([solution.values[column] for column in shares]) @ ways[chosen]
         return again
 
