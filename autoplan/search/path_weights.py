@@ -216,7 +216,7 @@ class _Mix:
         self.useful |= {number for number, weight in zip(self.paths, self.weights, strict=True) if weight > 0.0}
         again = np.zeros(len(self.sizes))
         for own, ways, chosen, portions in zip(stages_of, self.ways, self.chosen, columns, strict=True):
-            again[own] = np.array([solution.values[column] for column in shares]) @ ways[chosen]
+            again[own] = np.array([solution.values[column] for column in portions]) @ ways[chosen]
         return again
 
     def add_ways(self) -> bool:
