@@ -13,7 +13,14 @@ from autoplan.errors import InputError
 LOSS_CALL = "_loss_of"  # the function of ours that calls the user's loss_fn
 _LIBRARIES = f"site-packages{os.sep}"
 _NOT_THE_USERS = ("site-packages", "/lib/python", str(Path(__file__).parent) + os.sep)
-_DATA_DEPENDENT = ("DataDependent", "data-dependent", "Could not guard", "unbacked", "aten._local_scalar_dense")
+_DATA_DEPENDENT = (
+    "DataDependent",
+    "DynamicOutputShape",
+    "data-dependent",
+    "Could not guard",
+    "unbacked",
+    "aten._local_scalar_dense",
+)
 
 
 def user_frame(error: BaseException, path: Path) -> str:

@@ -76,6 +76,24 @@ def _of_elements(position: int) -> OpRule:
     return OpRule(_elementwise(position), flops=_points, saves=(0, 1))
 
 
+def _ctc_states(op: Op, operands: Specs, batch_size: int) -> int:
+    """States of the CTC automaton at all frames: the labels of a sample, with a blank before and behind each."""
+    log_probs, targets = operands[:2]
+    n_frames = log_probs.n_elements(batch_size) // extent_at(log_probs.shape[-1], batch_size)
+    return n_frames * (2 * extent_at(targets.shape[-1], batch_size) + 1)
+
+
+def _ctc_points(op: Op, operands: Specs, batch_size: int) -> int:
+    """Each state adds up the probabilities of three of the frame before."""
+    return 8 * _ctc_states(op, operands, batch_size)
+
+
+def _ctc_log_alpha(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    """Log alpha: a number for each state of each frame, in the dtype of the log-probabilities."""
+    one_number = TensorSpec((), operands[0].dtype).n_bytes(batch_size, precision)
+    return _ctc_states(op, operands, batch_size) * one_number
+
+
 _JOINT = OpRule(all_whole, flops=_points, saves=(0, 1))
 
 RULES = {
@@ -98,6 +116,9 @@ RULES = {
     },
     "aten.binary_cross_entropy.default": _of_elements(3),
     "aten.binary_cross_entropy_with_logits.default": _of_elements(4),
+    "aten.ctc_loss.Tensor": OpRule(
+        all_whole, flops=_ctc_points, backward_bytes_ratio=2.0, saves=(0,), extra_saved_bytes=_ctc_log_alpha
+    ),
     "aten.cosine_embedding_loss.default": _JOINT,
     "aten.triplet_margin_loss.default": _JOINT,
     "aten.margin_ranking_loss.default": _JOINT,

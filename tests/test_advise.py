@@ -15,7 +15,14 @@ from autoplan.units import GiB
 from autoplan.what_if import advising
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.advice_facts import AdviceAnswer, Facts, passes, speed_up, stop_at
-from autoplan.what_if.advice_rules import RULES, leave_the_host, not_over_two_hosts, stop_scaling
+from autoplan.what_if.advice_rules import (
+    RULES,
+    data_parallel,
+    leave_the_host,
+    not_over_two_hosts,
+    stay_on_one,
+    stop_scaling,
+)
 from autoplan.what_if.advice_text import advice_text, worth_showing
 from autoplan.what_if.advising import fragment
 from autoplan.what_if.advising_mixed import mixed_rules
@@ -68,6 +75,7 @@ GOOD = Facts(
     [
         ("feed_first", {"host": _row(1, 8, compute_s=1.0, loading=Loading(samples_per_s_per_host=4.0))}),
         ("busy_first", {"one": _row(1, 1, compute_s=8.0, launch_s=2.0)}),
+        ("busy_first", {"host": _row(1, 8, compute_s=1.0, launch_s=0.25)}),
         ("mend_links", {"hardware": load_hardware_profile("a100_pcie_x8")}),
         ("leave_the_host", {"host": NO_PLAN, "hosts": (NO_PLAN, *ROWS[1:])}),
         ("split_layers", {"layer_bytes": 100 * GiB}),
@@ -98,6 +106,13 @@ def test_a_model_that_scales_is_told_how_far() -> None:
     ]
     # communication: 4 %, 7 %, 29 %, 55 % of the time
     assert "passes 10% at 32 devices; communication passes 30% at 64 devices" in applying[1].figures
+
+
+def test_advice_names_the_axes_and_the_unit_of_the_plan() -> None:
+    pipeline = "dp 2, tp 1, pp 4, ZeRO 1, micro-batch 8 x 1, gpipe"
+    facts = replace(GOOD, host=replace(GOOD.host, plan=pipeline, tokens_per_s=None))
+    assert data_parallel(facts).advice == f"use the whole host, not by data parallelism alone: {pipeline}"
+    assert "a sample costs" in stay_on_one(facts).figures
 
 
 def test_figures_by_hand() -> None:

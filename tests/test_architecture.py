@@ -20,7 +20,7 @@ PACKAGE = CHECKOUT / "autoplan"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py")])
 TORCH_PLACES = (
     *(f"autoplan/tracing/{name}.py" for name in ("constant_masks", "dissolved", "module_level", "overlaid_graph")),
-    *(f"autoplan/tracing/{name}.py" for name in ("same_operators", "second_run", "trace")),
+    *(f"autoplan/tracing/{name}.py" for name in ("same_operators", "second_run", "shapes_by_values", "trace")),
     "autoplan/measuring_program/",
     *(f"autoplan/measure_hardware/{name}.py" for name in ("measure", "device", "links")),
     *(f"autoplan/measure_hardware/{name}.py" for name in ("pipeline_host_time", "zero_host_time")),

@@ -138,3 +138,10 @@ def test_a_faster_plan_that_is_less_simple_is_shown_as_such(answer: Answer) -> N
     faster = replace(next_best, estimate=replace(answer.best.estimate, step_s=1.599))
     text = plan_report(replace(answer, result=replace(answer.result, alternatives=(faster,))))
     assert "gpipe, -0.06%, but less simple\n" in text
+
+
+def test_a_faster_recipe_that_breaks_what_is_fixed_is_shown_as_such(answer: Answer) -> None:
+    # 0.8 s against 1.6 s
+    ddp = replace(answer.result.alternatives[0], baseline="DDP", estimate=replace(answer.best.estimate, step_s=0.8))
+    text = plan_report(replace(answer, result=replace(answer.result, baselines=(ddp,))))
+    assert "\nbest plain recipe: DDP, -50.0%, but not what --fix asks for\n" in text

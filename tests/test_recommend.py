@@ -204,7 +204,8 @@ def test_within_a_budget_two_percent_of_the_time_are_not_worth_more_money() -> N
 def test_the_fastest_that_is_passed_over_is_told_and_sizes_that_gain_nothing_are_not(
     toy_market, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps_s = {1: 0.5, 2: 0.25, 3: 0.248, 4: 0.2479}  # more than two hosts gain less than 1 %
+    # more than two hosts gain less than 1 %, and four gain less on three than a search leaves open
+    steps_s = {1: 0.5, 2: 0.25, 3: 0.248, 4: 0.2479}
     ask = recommending.ask
 
     def flat(question, **given):
@@ -216,11 +217,11 @@ def test_the_fastest_that_is_passed_over_is_told_and_sizes_that_gain_nothing_are
 
     monkeypatch.setattr(recommending, "ask", flat)
     found = autoplan.recommend(replace(QUESTION, hw=("fast",)), budget_usd=45.0, max_hosts=64, today=TODAY)
-    assert (found.best.n_hosts, found.passed_over.n_hosts) == (2, 4)
+    assert (found.best.n_hosts, found.passed_over.n_hosts) == (2, 3)
     assert [row.n_hosts for row in found.alternatives] == [1]  # cheaper; 3 hosts are neither
     text = " ".join(recommendation_text(found).split())
-    assert "The fastest, 4 x fast (16 devices), takes 0.8% less time and costs 40.00 USD; of those at most 2%" in text
-    assert recommendation_to_dict(found)["passed_over"]["n_hosts"] == 4
+    assert "The fastest, 3 x fast (12 devices), takes 0.8% less time and costs 30.00 USD; of those at most 2%" in text
+    assert recommendation_to_dict(found)["passed_over"]["n_hosts"] == 3
 
 
 def test_conditions_vary_one_thing_at_a_time() -> None:

@@ -302,3 +302,25 @@ def test_a_loss_of_a_library_that_fails_is_told_from_the_model(tmp_path):
 def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
     with pytest.raises(InputError, match="fix: pip install no_such_package"):
         load_model_file(write(tmp_path, "import no_such_package\n"))
+
+
+def _ctc(lengths):
+    """The loss of 8 frames with lengths as this function of targets gives them."""
+
+    def loss_fn(outputs, targets):
+        log_probs = outputs.log_softmax(-1).transpose(0, 1)
+        return nn.functional.ctc_loss(log_probs, targets, *lengths(targets))
+
+    batch = (torch.zeros(2, 8, 4), torch.ones(2, 3, dtype=torch.int64))
+    return module_source(nn.Linear(4, 6), batch, loss_fn)
+
+
+def test_ctc_is_traced_though_its_states_depend_on_the_labels():
+    graph = trace_model(_ctc(lambda targets: (targets[:, 0] * 8, targets[:, 0] * 3)))
+    assert [op.target for op in graph.ops][-1] == "aten.ctc_loss.Tensor"
+
+
+def test_a_loss_whose_shape_depends_on_values_names_the_ways_out():
+    with pytest.raises(TraceError, match="DynamicOutputShape") as error:
+        trace_model(_ctc(lambda targets: ([8] * len(targets), [3] * len(targets))))
+    assert "--module-level" in str(error.value)

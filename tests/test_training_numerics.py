@@ -14,6 +14,7 @@ from distributed.tiny_parallel import parallel_model
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
 from autoplan.runtime.learning_rate import LearningRate, build_scheduler_of
 from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
+from autoplan.runtime.parity import Differences
 from autoplan.runtime.zero import local_part
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
@@ -240,3 +241,19 @@ def test_bf16_keeps_and_reduces_in_float32_and_holds_no_output_or_reduced_gradie
         assert dtypes == {torch.float32}
         assert alive == [False, False]  # two micro-batches
         assert kept == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "unexplained", "buffer", "is_wrong"),
+    [
+        (4.6e-9, -1e-9, 5e-9, False),  # the gradients' rounding moved a bias, and its running mean with it
+        (4.6e-9, 2e-9, 0.0, True),
+        (4.6e-9, -1e-9, 6e-9, True),  # 4.6e-9 of it is explained, and 1e-9 is rounding
+        (0.0, 0.0, 2e-9, True),
+        (float("inf"), float("inf"), 0.0, True),
+    ],
+)
+def test_only_what_rounding_of_gradients_cannot_explain_is_a_difference(parameter, unexplained, buffer, is_wrong):
+    config = SimpleNamespace(precision="fp64", computes_in_float32=False)
+    found = Differences(loss=0.0, gradient=1e-13, parameter=parameter, unexplained=unexplained, buffer=buffer)
+    assert found.exceeds(config, step=0, learning_rate=1e-3) == is_wrong

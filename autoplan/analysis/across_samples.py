@@ -21,6 +21,7 @@ _REDUCTION = {
     "aten.binary_cross_entropy.default": 3,
     "aten.binary_cross_entropy_with_logits.default": 4,
     "aten.cross_entropy_loss.default": 3,
+    "aten.ctc_loss.Tensor": 5,
     "aten.huber_loss.default": 2,
     "aten.kl_div.default": 2,
     "aten.l1_loss.default": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoplan.answers.answer import Answer
 from autoplan.plan_words import BREAKDOWN_LABELS, dp_text, micro_batches_text
+from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, OneDevice
 from autoplan.units import GiB, format_seconds
 
@@ -42,6 +43,8 @@ def _loss(best: Candidate, item: Candidate) -> str:
     slower = item.estimate.step_s / best.estimate.step_s - 1.0
     if abs(slower) < AS_FAST:
         return "as fast"
+    if slower < -GOOD_ENOUGH:  # a recipe is priced whatever is fixed
+        return f"{slower:+.1%}, but not what --fix asks for"
     if slower < 0:  # within the gap of the search
         return f"{slower:+.2%}, but less simple"
     parts = [

@@ -4,7 +4,7 @@
                --second_run------------> another ---------+--overlaid_graph--> ops --segments--> OpGraph
                --module_level (whole modules, where torch.export fails)------------------------> OpGraph
 
-constant_masks, dissolved and effects are what a trace gets wrong or leaves out; same_operators compares two runs;
-source_names finds the user's names; hugging_face writes the model file of a configuration, of hugging_face_templates;
-graph_cache keeps graphs on disk.
+constant_masks, dissolved and effects are what a trace gets wrong or leaves out; shapes_by_values has the shapes that
+torch does not tell; same_operators compares two runs; source_names finds the user's names; hugging_face writes the
+model file of a configuration, of hugging_face_templates; graph_cache keeps graphs on disk.
 """

@@ -38,6 +38,7 @@ from autoplan.graph import OpGraph
 from autoplan.tracing.dissolved import watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
 from autoplan.tracing.second_run import record_run
+from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.user_errors import made_batch, trace_failure, user_frame
 
 
@@ -141,7 +142,7 @@ def trace_model(source: ModelSource) -> OpGraph:
 def _second_run(source: ModelSource, first: Trace) -> Run | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
-    with _quiet():
+    with _quiet(), shapes_without_values():
         graph = record_run(_WithLoss(model, source.loss_fn), batch, like=first)
     return Run(graph, model, batch) if graph is not None else None
 
@@ -188,7 +189,7 @@ def _build_model(source: ModelSource) -> nn.Module:
 
 def _trace(source: ModelSource, batch_size: int) -> Trace:
     model, batch = _build_model(source), meta_batch(source, batch_size)
-    with _quiet():
+    with _quiet(), shapes_without_values():
         try:
             with watch_dissolved() as dissolved:
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)

@@ -6,6 +6,7 @@ wall time spent waiting for communication, `DEARER` for the cost of a token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from autoplan.plain_text import count, rate_text
@@ -42,6 +43,11 @@ def _idle(row: WhatIfRow) -> str:
     return f", {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
 
 
+def _unit(row: WhatIfRow) -> str:
+    """What a model reads."""
+    return "sample" if row.tokens_per_s is None else "token"
+
+
 def _more(gain: float) -> str:
     """`+12%`; what is nothing has no minus."""
     return f"{round(gain - 1.0, 2) + 0.0:+.0%}"
@@ -74,12 +80,13 @@ def feed_first(facts: Facts) -> Advice:
 def busy_first(facts: Facts) -> Advice:
     """A device that waits for its host gains little from others."""
     rows = [row for row in (facts.one, facts.host) if row.shares]
-    waiting = dict(rows[0].shares)["launch"] if rows else 0.0
+    row = max(rows, key=lambda row: dict(row.shares)["launch"], default=None)
+    waiting = dict(row.shares)["launch"] if row else 0.0
     return Advice(
         "the device waits for its host to launch kernels",
         waiting > LITTLE,
         "keep devices busy first: larger micro-batches, compiled blocks (measure with autoplan profile --compile both)",
-        f"{waiting:.0%} of the time waits for launches" + (f" on {count(rows[0].n_devices, 'device')}" if rows else ""),
+        f"{waiting:.0%} of the time waits for launches" + (f" on {count(row.n_devices, 'device')}" if row else ""),
     )
 
 
@@ -103,7 +110,11 @@ def mend_links(facts: Facts) -> Advice:
 def stay_on_one(facts: Facts) -> Advice:
     """It fits on one device, which is fast enough."""
     share = efficiency(facts.host, facts.one)
-    cost = "" if share is None else f"; on {facts.host.n_devices} devices a token costs {1 / share:.2f} times as much"
+    cost = (
+        ""
+        if share is None
+        else f"; on {facts.host.n_devices} devices a {_unit(facts.host)} costs {1 / share:.2f} times as much"
+    )
     has_deadline = facts.deadline_s is not None
     return Advice(
         "fits on one device, and that is fast enough",
@@ -137,7 +148,9 @@ def data_parallel(facts: Facts) -> Advice:
     return Advice(
         "fits on one device, and the host's links are fast",
         _fits(facts.one) and share is not None and not is_starved(facts.host),
-        "use the whole host by data parallelism",
+        "use the whole host by data parallelism"
+        if not re.search(r"\b[tp]p (?!1\b)", facts.host.plan or "")
+        else f"use the whole host, not by data parallelism alone: {facts.host.plan}",
         "no plan on one device or on the host"
         if share is None
         else f"{facts.host.n_devices} devices are {share * facts.host.n_devices:.2f} times as fast as one "
@@ -236,11 +249,11 @@ def add_hosts(facts: Facts) -> Advice:
     return Advice(
         "the network keeps up with more hosts",
         last is not None and last.n_hosts > 1,
-        f"up to {last.n_hosts if last else 1} hosts cost little more a token",
+        f"up to {last.n_hosts if last else 1} hosts cost little more a {_unit(facts.host)}",
         "no plan on whole hosts"
         if last is None
-        else f"up to {last.n_devices} devices a token costs at most {DEARER - 1:.0%} more than at its cheapest; "
-        f"{_share(last)} waits for communication there",
+        else f"up to {last.n_devices} devices a {_unit(last)} costs at most {DEARER - 1:.0%} more than at its "
+        f"cheapest; {_share(last)} waits for communication there",
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from autoplan.search import GOOD_ENOUGH
 from autoplan.units import format_seconds, format_usd
 from autoplan.what_if.conditions import Condition, Reliability
 from autoplan.what_if.rows import WhatIfRow
@@ -58,6 +59,12 @@ class Limit:
         fast = (row for row in met if self.score(row)[0] <= (1.0 + TOLERANCE) * self.score(met[0])[0])
         best = min(fast, key=lambda row: (row.cost_usd, self.score(row)))
         return [best, *(row for row in met if row is not best)]
+
+    def quickest(self, met: Sequence[WhatIfRow]) -> WhatIfRow:
+        """Of those that take the least time, up to what a search leaves open, the one with the fewest devices."""
+        least_s = min(row.train_s for row in met if row.train_s is not None)
+        near = (row for row in met if row.train_s is not None and row.train_s * (1.0 - GOOD_ENOUGH) <= least_s)
+        return min(near, key=lambda row: (row.n_devices, self.score(row)))
 
     def text(self) -> str:
         """`within 14 d`, `for at most 100,000 USD`."""

@@ -104,11 +104,11 @@ def recommend(
     met = limit.ranked(rows)
     priced = [row for row in rows if limit.excess(row) is not None]
     nearest = None if met else min(priced, key=lambda row: limit.excess(row) or 0.0, default=None)
-    best = met[0] if met else None
+    best, quickest = (met[0], limit.quickest(met)) if met else (None, None)
     return Recommendation(
         wanted=limit.text(),
         best=best,
-        passed_over=met[1] if len(met) > 1 and limit.score(met[1]) < limit.score(met[0]) else None,
+        passed_over=quickest if best and quickest and limit.score(quickest) < limit.score(best) else None,
         alternatives=_alternatives(met),
         nearest=nearest,
         n_looked_at=len(rows),

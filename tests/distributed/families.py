@@ -28,6 +28,7 @@ FAMILIES = {
     "LSTM": "lstm",
     "Diffusion transformer": "diffusion_transformer",
     "Two towers, two losses": "two_tower",
+    "Conformer, CTC loss": "conformer",
     "Operator without a rule": "custom_op",
     "Shared layers": "shared_layers",
     "MLP": "mlp",

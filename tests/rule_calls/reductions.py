@@ -46,6 +46,14 @@ def classes(reduction):
     return function, [(12,)]
 
 
+def ctc(scores):
+    """Eight frames of 12 labels, aligned with two labels of each sample, or with one."""
+    log_probs = scores.log_softmax(-1).transpose(0, 1)
+    labels = ids(scores.sigmoid(), 11)[:, :2] * 0 + torch.arange(3, 7, 2, device=scores.device)
+    n_labels = 2 - (torch.arange(scores.shape[0], device=scores.device) > 1).to(torch.int64)
+    return F.ctc_loss(log_probs, labels, n_labels * 0 + 8, n_labels)
+
+
 def vocabulary(n_rows):
     """A tied table with this many rows: looked up, and scored with a cross-entropy that ignores some rows."""
 
@@ -140,6 +148,7 @@ CALLS = {
             ATEN.cosine_embedding_loss(x[:, 0] * w, x[:, 1], torch.ones_like(x[:, 0, 0])),
             ATEN.triplet_margin_loss(x * w, x, x * 2),
             ATEN.margin_ranking_loss(x * w, x, torch.ones_like(x)),
+            ctc(x * w),
         ],
         [(12,)],
     ),

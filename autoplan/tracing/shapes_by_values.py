@@ -1,0 +1,40 @@
+"""Operators whose results torch gives no shape without the values of tensors, though a trace only needs a bound.
+
+CTC (Graves et al., ICML 2006) walks over the labels with blanks between them, 2 l + 1 states for l labels. torch
+allocates these for the longest label of the batch, which the lengths say. Here it is the most labels that fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def shapes_without_values() -> Iterator[None]:
+    """Inside, these operators can be traced."""
+    library = torch.library._scoped_library("aten", "FRAGMENT")
+    with library as aten:
+        torch.library.register_fake("aten::_ctc_loss.Tensor", _ctc_loss, lib=aten)
+        yield
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log_probs: [frame, batch, label] -> losses: [batch], log alpha: [batch, frame, state].
+
+    targets: [batch, label], or the labels of all samples one after another, which are then counted as one label.
+    """
+    if log_probs.dim() == 2:
+        losses, log_alpha = _ctc_loss(log_probs.unsqueeze(1), targets, input_lengths, target_lengths)
+        return losses.squeeze(0), log_alpha
+    n_frames, batch_size, _ = log_probs.shape
+    return log_probs.new_empty(batch_size), log_probs.new_empty(batch_size, n_frames, 2 * targets.shape[-1] + 1)
