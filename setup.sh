@@ -89,6 +89,10 @@ if ! has_torch .venv/bin/python; then
 fi
 pip install "setuptools>=77" wheel
 pip install --no-build-isolation --editable ".$extra"
+# What the interpreter of a borrowed torch has counts as installed, but its commands are not in this environment.
+if [[ -n "$extra" && ! -x .venv/bin/ruff ]]; then
+    pip install --ignore-installed --no-deps ruff mypy
+fi
 # In the folder above, Python would take the checkout itself for the package; one that is on the path goes first.
 printf '%s\n' "$PWD" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/autoplan_checkout.pth"
 printf '%s\n' "$wanted" > "$stamp"

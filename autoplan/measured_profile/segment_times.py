@@ -156,12 +156,14 @@ def parse_measured_profile(
         row["per_element_s"] for row in matching if row["what"] == "optimizer" and row["status"] != OUT_OF_MEMORY
     ]
     versions = dict.fromkeys(f"torch {row['torch']}, driver {row['driver'] or 'unknown'}" for row in segments.values())
+    n_noisy = sum(row["status"] == NOISY for row in segments.values())
+    noise = f"; {n_noisy} of {len(segments)} measurements noisy: times spread by more than 10 %" if n_noisy else ""
     return MeasuredProfile(
         segments=_with_typical_host(
             tuple(_segment_time(row) for row in segments.values() if row["status"] in (MEASURED, NOISY))
         ),
         optimizer_element_s=optimizer[-1] if optimizer else None,
-        source=f"{where}: {device}, {'; '.join(versions)}",
+        source=f"{where}: {device}, {'; '.join(versions)}{noise}",
         failed=tuple(_failures(segments)),
         ops=tuple(
             segment_ops(row)

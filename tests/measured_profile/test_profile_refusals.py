@@ -72,3 +72,15 @@ def test_a_plan_in_another_precision_is_refused(problem) -> None:
     with pytest.raises(InputError) as caught:
         api.score(problem, plan)
     assert "precision" in str(caught.value)
+
+
+def test_the_source_of_the_times_says_how_many_are_noisy(measured) -> None:
+    rows = segment_rows(measured.rows)
+    contents = {row["content"] for row in rows}
+    for n_noisy, told in ((0, ""), (1, f"; 1 of {len(rows)} measurements noisy")):
+        lines = [row | {"status": "noisy" if i < n_noisy else "measured"} for i, row in enumerate(rows)]
+        text = "\n".join(map(json.dumps, lines))
+        found = parse_measured_profile(
+            text, where="m", device="CPU", precision="fp32", contents=contents, model="gpt.py"
+        )
+        assert found.source.endswith(told + ": times spread by more than 10 %" if told else "driver unknown")
