@@ -24,6 +24,7 @@ from typing import Any
 COMPUTE = "compute"
 # Ops that stand for all that a module does, in a graph of whole modules; see `tracing.module_level`.
 MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
+PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -122,6 +123,11 @@ class Op:
         _collect_refs(self.args, found)
         _collect_refs(tuple(value for _, value in self.kwargs), found)
         return tuple(found)
+
+
+def is_convolution(op: Op) -> bool:
+    """Whether it is a convolution, transposed or not, of any number of dims."""
+    return op.target.startswith("aten.conv")
 
 
 def _collect_refs(argument: Argument, found: dict[str, None]) -> None:

@@ -45,10 +45,11 @@ def trace(
         return trace_model(model, overrides=overrides, module_level=module_level)
     if batch is None:
         raise UsageError("trace: batch: found None\n  expected: (inputs, targets)\n  fix: give an example of both")
+    from autoplan.analysis.padded_head import with_padded_head
     from autoplan.tracing import trace as tracing
 
     source = tracing.module_source(model, batch, loss_fn)
-    return _run_modules(source, model) if module_level else tracing.trace_model(source)
+    return with_padded_head(_run_modules(source, model) if module_level else tracing.trace_model(source))
 
 
 def parallelize(

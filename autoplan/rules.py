@@ -70,6 +70,8 @@ class OpRule:
         moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
         backward_bytes: (local operands, local results, batch size, precision) -> memory traffic of backward, at the
             rate of a copy; replaces `backward_bytes_ratio`.
+        copied_bytes: (local operands, local results, batch size, precision) -> memory traffic of copies that come on
+            top, in (forward, backward).
         n_calls: how often the op stands for its kernels; None for once.
         is_view: no kernel, no memory: the result shares its operand's storage.
         is_product: an operand is kept only for the gradient of the others.
@@ -93,6 +95,7 @@ class OpRule:
     flops: Callable[[Op, Specs, int], int] | None = None
     moved_bytes: Callable[[Op, int, str], int] | None = None
     backward_bytes: Callable[[Specs, Specs, int, str], float] | None = None
+    copied_bytes: Callable[[Specs, Specs, int, str], tuple[float, float]] | None = None
     n_calls: Callable[[Op], int] | None = None
     is_view: bool = False
     is_product: bool = False

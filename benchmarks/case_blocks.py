@@ -1,51 +1,65 @@
-"""Measure the blocks of the programs of `predictions.py`, and nothing else: what each of them runs, as it runs it.
+"""Measure the blocks of emitted programs, and nothing else: what each of them runs, as it runs it.
 
     python benchmarks/case_blocks.py emit PROGRAMS FOLDERS [DEVICES]    one folder per model (needs autoplan)
     python benchmarks/case_blocks.py measure FOLDER ROWS.jsonl          needs torch and one GPU
 
-A folder is that of `autoplan profile --emit`, with the rows in wanted.json that programs on at most DEVICES devices
-run: their layouts, micro-batch sizes, eager or compiled, generated code or the user's own classes. `autoplan profile`
-measures all of their combinations, as a search may ask for any.
+PROGRAMS is what `predictions.py emit` or `hand_tuned.py emit` wrote. A folder is that of `autoplan profile --emit`,
+with the rows in wanted.json that programs on at most DEVICES devices run: their layouts, micro-batch sizes, eager or
+compiled, generated code or the user's own classes. `autoplan profile` measures all of their combinations, as a search
+may ask for any.
 """
 
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from predictions import HARDWARE, Case, cases
+import hand_tuned_space
+from predictions import HARDWARE, HERE, cases
 
 WANTED = "wanted.json"
 Row = tuple[str, str, int, int, bool, str, bool]  # content, assignment, tp, micro-batch, compiled, format, own class
+Model = tuple[str, Path, tuple[tuple[str, object], ...]]  # name, model file, arguments of its build_model
 
 
 def emit(programs: Path, folders: Path, n_devices: int) -> None:
-    by_model: defaultdict[tuple[str, str], list[Case]] = defaultdict(list)
-    for case in cases():
-        if case.devices <= n_devices and (programs / case.folder / "plan.json").exists():
-            by_model[case.model, case.set].append(case)
-    for (model, size), found in by_model.items():
-        folder = folders / "_".join(filter(None, (model, size)))
-        wanted = emit_model(found, programs, folder)
-        print(f"{folder}: {len(wanted)} rows, {sum(row[4] for row in wanted)} of them compiled", flush=True)
+    for (name, file, overrides), plans in plans_by_model(programs).items():
+        own = [plan for plan in plans if plan.mesh.n_devices <= n_devices]
+        if own:
+            wanted = emit_model(file, dict(overrides), own, folders / name)
+            n_compiled = sum(row[4] for row in wanted)
+            print(f"{folders / name}: {len(wanted)} rows, {n_compiled} of them compiled", flush=True)
 
 
-def emit_model(found: list[Case], programs: Path, folder: Path) -> set[Row]:
-    """The folder of one model, and what its programs run."""
-    from autoplan import api
+def plans_by_model(programs: Path) -> dict[Model, list]:
+    """The plans of all programs in a folder."""
     from autoplan.answers.answer import plan_from_dict
 
-    case = found[0]
-    graph = api.trace_model(case.file, overrides=case.overrides)
-    texts = [(programs / case.folder / "plan.json").read_text() for case in found]
-    plans = [plan_from_dict(json.loads(text)["best"]["plan"], where=case.name) for text in texts]
+    found = defaultdict(list)
+    for case in cases():
+        name = "_".join(filter(None, (case.model, case.set)))
+        found[name, case.file, tuple(case.overrides.items())].append(programs / case.folder / "plan.json")
+    for case in hand_tuned_space.read_cases(HERE / "hand_tuned_cases.csv"):
+        found[case.name, case.file, tuple(case.overrides.items())] += (programs / case.name).glob("*/plan.json")
+    return {
+        model: [plan_from_dict(json.loads(path.read_text())["best"]["plan"], where=str(path)) for path in existing]
+        for model, paths in found.items()
+        if (existing := [path for path in paths if path.exists()])
+    }
+
+
+def emit_model(file: Path, overrides: Mapping[str, object], plans: Sequence, folder: Path) -> set[Row]:
+    """The folder of one model, and what its programs run."""
+    from autoplan import api
+
+    graph = api.trace_model(file, overrides=overrides)
     wanted = {row for plan in plans for row in rows_of(graph, plan)}
     formats = {plan.mesh.memory_format for plan in plans}
     files = api.measurement_folder(
-        case.file,
+        file,
         hw=HARDWARE,
-        overrides=case.overrides,
+        overrides=overrides,
         degrees=sorted({plan.mesh.tp for plan in plans}),
         micro_batch_sizes=sorted({plan.mesh.micro_batch_size for plan in plans}),
         compile="both" if any(plan.mesh.compile for plan in plans) else "off",

@@ -16,6 +16,7 @@ starts none after S seconds; run again, it goes on with what RESULTS does not ho
 """
 
 import csv
+import functools
 import json
 import os
 import runpy
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -79,6 +80,24 @@ def problem(case: Case, hardware: str, *, profile: Path | None = None, fix: bool
 
     options = Options(global_batch=case.global_batch, fix=case.fixed if fix else (), profile=profile and str(profile))
     return api.make_problem(case.file, hw=f"{hardware}/{case.devices}", overrides=case.overrides, options=options)
+
+
+def as_it_ran(asked, case: Case, plan):
+    """The problem, whose head is not padded where that of the program was not: programs of before padded none."""
+    if plan.graph_hash == asked.graph.content_hash():
+        return asked
+    from autoplan.measure_model.lookup import measurements_of
+
+    graph = unpadded_graph(case.file, tuple(case.overrides.items()))
+    measured = measurements_of(asked.options, graph, asked.hardware, model=case.file.name)
+    return replace(asked, graph=graph, measured=measured)
+
+
+@functools.cache
+def unpadded_graph(file: Path, overrides: tuple[tuple[str, object], ...]):
+    from autoplan.tracing.trace import model_source, trace_model
+
+    return trace_model(model_source(file, dict(overrides)))
 
 
 def emit(folder: Path, profile: Path | None = None) -> None:
@@ -245,7 +264,8 @@ def predictions(results: list[Path], profile: Path | None, hardware: Path) -> It
             continue
         files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
         name = next((str(file) for file in files if file.exists()), HARDWARE)
-        yield row, api.score(problem(case, name, profile=profile), plan_from_dict(row["plan"], where=case.name)).best
+        plan = plan_from_dict(row["plan"], where=case.name)
+        yield row, api.score(as_it_ran(problem(case, name, profile=profile), case, plan), plan).best
 
 
 def all_predictions(given: list[str]) -> Iterator[tuple[dict, object]]:

@@ -1,7 +1,9 @@
 """Matrix products. A multiply-add is 2 FLOPs; backward is two products of the same size."""
 
+from dataclasses import replace
+
 from autoplan.equations import Equation, Marks, added, broadcast_marks, dim_names, write_equation
-from autoplan.graph import Op
+from autoplan.graph import PADDED_LINEAR, Op
 from autoplan.rules import OpRule, Specs
 
 _LEADING = "abcdefgh"
@@ -105,8 +107,27 @@ def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tup
     )
 
 
+def _weight_bytes(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    return operands[1].n_bytes(batch_size, precision)
+
+
+def _padding_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> tuple[float, float]:
+    """Of a copy of the weight with padding, and of one of the gradient of the logits."""
+    return 2.0 * operands[1].n_bytes(batch_size, precision), 2.0 * results[0].n_bytes(batch_size, precision)
+
+
+_LINEAR = _product(_linear, saves=(0, 1), linear_in=(0,))
+
 RULES = {
-    "aten.linear.default": _product(_linear, saves=(0, 1), linear_in=(0,)),
+    "aten.linear.default": _LINEAR,
+    PADDED_LINEAR: replace(
+        _LINEAR,
+        is_matrix_product=False,  # whatever the rows of weight and logits are, the product's are not odd
+        n_kernels=3,  # the padding is filled, and the weight copied before it; in backward the same of a gradient
+        n_backward_kernels=4,
+        copied_bytes=_padding_bytes,
+        extra_saved_bytes=_weight_bytes,
+    ),
     "aten.addmm.default": _product(_addmm, saves=(1, 2), linear_in=(1,)),
     "aten.mm.default": _product("m k+, k+ n -> m n", saves=(0, 1), linear_in=(0, 1)),
     "aten.bmm.default": _product("a m k+, a k+ n -> a m n", saves=(0, 1), linear_in=(0, 1)),

@@ -1,6 +1,7 @@
 """What follows from an OpGraph alone, whatever the cluster.
 
     chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
+    padded_head       whether products with a head run faster with padded classes, and the graph that says so
     across_samples    which op mixes the samples of a batch, or adds them up
     semantics         what a plan changes in the meaning of the model, in sentences
     float32_buffers   which buffers stay in float32 where a program computes in 16 bits

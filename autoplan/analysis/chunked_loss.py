@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autoplan.equations import argument
-from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph, Ref, TensorSpec
+from autoplan.graph import LOSS_PATH, PADDED_LINEAR, GraphFacts, Op, OpGraph, Ref, TensorSpec
 from autoplan.layout import conversion
 from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.rules import OpRule, operand_names
@@ -23,7 +23,8 @@ from autoplan.tensor_parallel.sharding import SegmentLayouts, read_sharding
 SLICE_ROWS = 2048
 
 _MEAN, _SUM = 1, 2  # reductions, as ATen numbers them
-_PRODUCT, _LOSS = "aten.linear.default", "aten.cross_entropy_loss.default"
+LINEAR, _LOSS = "aten.linear.default", "aten.cross_entropy_loss.default"
+_PRODUCTS = (LINEAR, PADDED_LINEAR)
 _KEEPS_ROWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -126,9 +127,9 @@ def _is_plain(op: Op, specs: Mapping[str, TensorSpec]) -> bool:
 
 def _chain(loss: Op, made: dict[str, Op], n_readers: dict[str, int]) -> tuple[Op, ...]:
     ops = [loss]
-    while ops[0].target != _PRODUCT:
+    while ops[0].target not in _PRODUCTS:
         source = made.get(_first_name(ops[0]))
-        if source is None or n_readers[source.name] != 1 or source.target not in (*_KEEPS_ROWS, _PRODUCT):
+        if source is None or n_readers[source.name] != 1 or source.target not in (*_KEEPS_ROWS, *_PRODUCTS):
             return ()
         ops.insert(0, source)
     product, rows = ops[0], ops[-2]

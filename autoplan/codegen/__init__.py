@@ -25,12 +25,12 @@ from dataclasses import astuple, dataclass
 from importlib.resources import files
 from typing import Any
 
-from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head, is_in_compiled
 from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
 from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
-from autoplan.graph import OpGraph, computes_in_float32
+from autoplan.graph import PADDED_LINEAR, OpGraph, computes_in_float32, is_convolution
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Execution, Plan, StagePlan
 from autoplan.rules import OpRule
@@ -67,6 +67,7 @@ def generate(
             overrides=dict(overrides),
             workload=workload,
             has_parallel_model=plan.mesh.needs_generated_model,
+            has_convolutions=any(map(is_convolution, graph.ops)),
         ),
         "model.py": model_text,
     }
@@ -105,7 +106,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "recompute": recomputed,
         "blocks": tuple(dict.fromkeys(blocks)),
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
-        **_loss_values(graph, plan),
+        **_head_values(graph, plan),
         **_compression_values(plan),
         **_buffer_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
@@ -143,7 +144,15 @@ def _compression_values(plan: Plan) -> dict[str, Any]:
     return {} if name == "none" else {"grad_compression": name, **power_sgd}
 
 
-def _loss_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
-    """Those of a chunked loss."""
-    head = chunked_head(graph) if plan.loss == "chunked" else None
-    return {"chunked_head": head.ops[0].module_path, "loss_slice_rows": SLICE_ROWS} if head is not None else {}
+def _head_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
+    """Those of a chunked loss and of padded classes; where all is one compiled function, torch pads by itself."""
+    head = chunked_head(graph)
+    if head is None:
+        return {}
+    product, found = head.ops[0], {}
+    if plan.loss == "chunked":
+        found = {"chunked_head": product.module_path, "loss_slice_rows": SLICE_ROWS}
+    is_own = not plan.mesh.needs_generated_model
+    if product.target == PADDED_LINEAR and is_own and not is_in_compiled(graph, plan.mesh):
+        found["padded_head"] = product.module_path
+    return found

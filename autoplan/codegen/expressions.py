@@ -19,6 +19,7 @@ from autoplan.codegen.call import (
     method,
     spread_method,
 )
+from autoplan.graph import PADDED_LINEAR
 
 
 def expression(call: Call) -> str:
@@ -117,6 +118,7 @@ EXPRESSIONS: dict[str, Printer] = {
     "aten.rsub.Scalar": printers.reversed_difference,
     "aten.neg.default": lambda call: f"-{call.operands[0]}",
     "aten.linear.default": function("F.linear", None),
+    PADDED_LINEAR: function("padded_linear", None),
     "aten.bilinear.default": function("F.bilinear", None),
     "aten.einsum.default": printers.einsum,
     "aten.tensordot.default": printers.tensordot,

@@ -12,7 +12,7 @@ from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
 from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.codegen.value_names import ValueNames, operator_name
-from autoplan.graph import COMPUTE, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
+from autoplan.graph import COMPUTE, PADDED_LINEAR, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
 from autoplan.layout import Conversion, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Strategy, exchanged_specs, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
@@ -225,7 +225,9 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
     text = expression(call)
     if context.deferred is not None and op.name == context.deferred[0]:
         context.imports.add(("chunked_loss", "deferred_linear"))
-        return text.replace("F.linear(", "deferred_linear(").removesuffix(")") + f", {context.deferred[1]})"
+        return f"deferred_linear({text.partition('(')[2].removesuffix(')')}, {context.deferred[1]})"
+    if op.target == PADDED_LINEAR:
+        context.imports.add(("padded_head", "padded_linear"))
     if op.target == _ATTENTION and drop_probability(op) > 0 and strategy.result.kind == "S":
         context.imports.add(("attention", "rank_attention"))
         text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"

@@ -51,6 +51,7 @@ def opening(writer: Writer, body: str) -> str:
         *import_lines("runtime.chunked_loss", _imported(writer, "chunked_loss")),
         *import_lines("runtime.collectives", _imported(writer, "collectives")),
         *import_lines("runtime.experts", _imported(writer, "experts")),
+        *import_lines("runtime.padded_head", _imported(writer, "padded_head")),
         *import_lines("runtime.pipeline", ["Boundary", *_used(body, "PerSample")]),
         *import_lines("runtime.random", _imported(writer, "random")),
         *import_lines("runtime.vocabulary", _imported(writer, "vocabulary")),

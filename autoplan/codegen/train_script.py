@@ -72,7 +72,7 @@ def parse_arguments():
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
-{check_plainly}    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
+{check_plainly}{try_convolutions}    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
     start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
     log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
@@ -128,6 +128,9 @@ _CHECK_PLAINLY = """\
     if arguments.check:  # one process loses nothing of its gradients
         config = dataclasses.replace(config, grad_compression="none")
 """
+_TRY_CONVOLUTIONS = """\
+    torch.backends.cudnn.benchmark = True  # the first step tries which algorithm of each convolution is fastest
+"""
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures", "Run",
     "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
@@ -141,6 +144,7 @@ def train_script(
     header: str,
     config: Mapping[str, Any],
     has_parallel_model: bool,
+    has_convolutions: bool = False,
     overrides: Mapping[str, Any] | None = None,
     workload: Mapping[str, Any] | None = None,
 ) -> str:
@@ -159,6 +163,7 @@ def train_script(
         workload=_fields(workload or {}),
         overrides=_value(dict(overrides or {})),
         check_plainly=_CHECK_PLAINLY if "grad_compression" in config else "",
+        try_convolutions=_TRY_CONVOLUTIONS if has_convolutions else "",
         parallel_model="parallel_model" if has_parallel_model else "None",
     )
 

@@ -11,8 +11,11 @@ from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
 
 # Operators that are the whole of a module, so that its name tells what they made.
 _MODULE_OPS = frozenset(
-    {"linear", "addmm", "embedding", "layer_norm", "rms_norm", "group_norm", "batch_norm", "conv1d", "conv2d", "conv3d"}
-)
+    {
+        "linear", "padded_linear", "addmm", "embedding", "layer_norm", "rms_norm", "group_norm", "batch_norm",
+        "conv1d", "conv2d", "conv3d",
+    }
+)  # fmt: skip
 # The result is its operand in another form, and keeps its name.
 _SAME = frozenset(
     {"to", "_to_copy", "alias", "clone", "contiguous", "detach", "dropout", "expand", "view", "reshape", "unsqueeze"}

@@ -9,7 +9,7 @@ from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
 from autoplan.codegen.forward import ForwardContext
 from autoplan.codegen.layout_text import bracket
 from autoplan.codegen.lines import RESERVED
-from autoplan.graph import OpGraph, Parameter, Segment, crossing_values
+from autoplan.graph import PADDED_LINEAR, OpGraph, Parameter, Segment, crossing_values
 from autoplan.layout import Layout
 from autoplan.parallel_plan import Plan, SegmentSharding
 from autoplan.rules import OpRule
@@ -67,7 +67,11 @@ def _deferred(graph: OpGraph, plan: Plan) -> tuple[str, str] | None:
     head = chunked_head(graph) if plan.loss == "chunked" else None
     if head is None:
         return None
-    return head.ops[0].name, f"slice_rows={SLICE_ROWS}" + (", is_compiled=True" if plan.mesh.compile else "")
+    product = head.ops[0]
+    switches = {"is_compiled": plan.mesh.compile, "pads_classes": product.target == PADDED_LINEAR}
+    return product.name, ", ".join(
+        [f"slice_rows={SLICE_ROWS}", *(f"{name}=True" for name in switches if switches[name])]
+    )
 
 
 def _class_names(first_of_kind: Mapping[int, Segment]) -> dict[int, str]:

@@ -106,7 +106,10 @@ def op_time(
     bandwidth = device.memory_bytes_per_s * device.memory_efficiency
     if is_strided and rule.efficiency == "memory":
         bandwidth *= STRIDED_FRACTION
-    work_s = max(flops / rate, n_bytes / bandwidth) / rule.rate_fraction
+    copied_bytes = (0.0, 0.0)
+    if rule.copied_bytes is not None:
+        copied_bytes = rule.copied_bytes(operands, results, batch_size, precision)
+    work_s = max(flops / rate, n_bytes / bandwidth) / rule.rate_fraction + copied_bytes[0] / bandwidth
     forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
     if not has_gradient:
         return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0)
@@ -114,11 +117,12 @@ def op_time(
         backward_bytes = rule.backward_bytes(operands, results, batch_size, precision)
     else:
         backward_bytes = rule.backward_bytes_ratio * n_bytes
-    work_s = max(rule.backward_flops_ratio * flops / rate, backward_bytes / bandwidth)
+    work_s = max(rule.backward_flops_ratio * flops / rate, backward_bytes / bandwidth) / rule.backward_rate_fraction
+    work_s += copied_bytes[1] / bandwidth
     n_sums = _n_summed_gradients(rule, op, whole_operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
     n_kernels = rule.n_backward_kernels * n_calls + n_sums
-    backward_s = device.kernel_s * n_kernels + work_s / rule.backward_rate_fraction + n_sums * result_bytes / bandwidth
+    backward_s = device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
     return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels)
 
 

@@ -84,7 +84,9 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
                 (region["content"], region["assignment"], degree), region | {"module": name, "micro_batch_sizes": []}
             )
             known["micro_batch_sizes"] = sorted({*known["micro_batch_sizes"], *sizes})
-    has_own_ops = any("." in op.target and op.target.split(".")[0] != "aten" for op in request.graph.ops)
+    has_own_ops = any(
+        "." in op.target and op.target.split(".")[0] not in ("aten", "autoplan") for op in request.graph.ops
+    )
     found[MEASUREMENT] = json.dumps(
         {
             "schema_version": SCHEMA_VERSION,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import WorkContext, work_contexts
-from autoplan.graph import GraphFacts, OpGraph, Segment
+from autoplan.graph import PADDED_LINEAR, GraphFacts, OpGraph, Segment
 from autoplan.hardware import HardwareProfile
 from autoplan.measured_profile.op_times import OpComparison, OpSeconds, SegmentComparison, SegmentOps, Shapes
 from autoplan.measured_profile.segment_key import assignment_key, content_key
@@ -67,7 +67,9 @@ def _computed(
 
 
 def _profiled_name(target: str) -> str:
-    """aten.linear.default is aten::linear to the profiler."""
+    """aten.linear.default is aten::linear to the profiler, and so is the product of a padded head."""
+    if target == PADDED_LINEAR:
+        return "aten::linear"
     namespace, _, rest = target.partition(".")
     return f"{namespace}::{rest.split('.')[0]}" if rest else target
 

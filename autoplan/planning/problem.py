@@ -67,6 +67,7 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
 
     With `module_level` the model itself runs, on the CPU, and the graph is one of whole modules.
     """
+    from autoplan.analysis.padded_head import with_padded_head
     from autoplan.tracing.graph_cache import cached_graph
 
     path, overrides = model_file(model, overrides or {})
@@ -78,7 +79,7 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
         source = trace.model_source(path, dict(overrides))
         return modules.trace_modules(source) if module_level else trace.trace_model(source)
 
-    return cached_graph(path, overrides, trace_now, way="module level" if module_level else "")
+    return with_padded_head(cached_graph(path, overrides, trace_now, way="module level" if module_level else ""))
 
 
 def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:

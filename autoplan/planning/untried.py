@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoplan.analysis.chunked_loss import why_whole
-from autoplan.graph import OpGraph
+from autoplan.graph import OpGraph, is_convolution
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution
 from autoplan.rules import OpRule, forward_flops, operand_names
 
 MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps
-_CONVOLUTIONS = ("conv1d", "conv2d", "convolution", "conv_transpose2d")
 _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
 
@@ -33,7 +32,7 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
         if rule is not None and rule.efficiency == "matmul":
             flops = forward_flops(rule, op, operands=tuple(specs[name] for name in operand_names(op)), batch_size=1)
             total += flops
-            n_flops += flops if op.target.split(".")[1] in _CONVOLUTIONS else 0
+            n_flops += flops if is_convolution(op) else 0
     if is_measured or 2 * n_flops <= total:
         return ""
     return (

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .padded_head import padded_linear, replace_linear, with_padding
 from .vocabulary import vocab_parallel_cross_entropy
 
 SliceLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, targets) -> sum of the losses of the rows
@@ -36,7 +36,7 @@ SliceLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, tar
 class _Product:
     """What is deferred: the logits are linear(x, weight, bias), in `dtype`.
 
-    `hooks` are those that wait for the gradient of the logits.
+    `pads_classes`: the product is computed as `padded_head` says. `hooks` wait for the gradient of the logits.
     """
 
     x: torch.Tensor
@@ -44,6 +44,7 @@ class _Product:
     bias: torch.Tensor | None
     slice_rows: int
     is_compiled: bool
+    pads_classes: bool
     dtype: torch.dtype
     hooks: tuple[Callable[[torch.Tensor], Any], ...] = ()
 
@@ -52,7 +53,8 @@ class _Product:
         return (*self.x.shape[:-1], self.weight.shape[0])
 
     def whole(self) -> torch.Tensor:
-        logits = F.linear(self.x, self.weight, self.bias).to(self.dtype)
+        linear = padded_linear if self.pads_classes else F.linear
+        logits = linear(self.x, self.weight, self.bias).to(self.dtype)
         return _with_hooks(logits, self.hooks)
 
 
@@ -98,42 +100,26 @@ def deferred_linear(
     *,
     slice_rows: int,
     is_compiled: bool = False,
+    pads_classes: bool = False,
 ) -> torch.Tensor:
     """`F.linear`, whose result is computed by whoever reads it: by cross-entropy `slice_rows` rows at a time.
 
-    `is_compiled`: torch.compile makes one function of the loss of a slice.
+    `is_compiled`: torch.compile makes one function of the loss of a slice. `pads_classes`: see `padded_head`.
     """
-    return DeferredProduct(_Product(x, weight, bias, slice_rows, is_compiled, x.dtype))
+    return DeferredProduct(_Product(x, weight, bias, slice_rows, is_compiled, pads_classes, x.dtype))
 
 
-def defer_products(module: nn.Module, *, slice_rows: int, is_compiled: bool) -> None:
+def defer_products(module: nn.Module, *, slice_rows: int, is_compiled: bool, pads_classes: bool = False) -> None:
     """Let the products in `module`, the head of a model, be deferred; only `forward` is replaced, so names stay."""
-    deferred = functools.partial(deferred_linear, slice_rows=slice_rows, is_compiled=is_compiled)
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def deferring(*args: Any, **kwargs: Any) -> Any:
-        with _Deferring(deferred):
-            return forward(*args, **kwargs)
-
-    module.forward = deferring
+    deferred = functools.partial(
+        deferred_linear, slice_rows=slice_rows, is_compiled=is_compiled, pads_classes=pads_classes
+    )
+    replace_linear(module, deferred)
 
 
 def whole_logits(values: Any) -> Any:
     """Tensors in any structure, with those computed that are deferred."""
     return pytree.tree_map(lambda leaf: leaf.product.whole() if isinstance(leaf, DeferredProduct) else leaf, values)
-
-
-class _Deferring(TorchFunctionMode):
-    """While it is active, `deferred` takes the place of `F.linear`."""
-
-    def __init__(self, deferred: Callable[..., torch.Tensor]) -> None:
-        self._deferred = deferred
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return (self._deferred if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 def _with_hooks(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any], ...]) -> torch.Tensor:
@@ -305,7 +291,14 @@ def _chunked(
     if reduction not in ("mean", "sum"):
         return None
     total: torch.Tensor = _SlicedLoss.apply(  # type: ignore[no-untyped-call]
-        product.x, product.weight, product.bias, targets, loss_of, product.slice_rows, product.dtype
+        product.x,
+        product.weight,
+        product.bias,
+        targets,
+        loss_of,
+        product.slice_rows,
+        product.dtype,
+        product.pads_classes,
     )
     loss = total / (targets != ignore_index).sum() if reduction == "mean" else total
     return _with_hooks(loss, product.hooks).to(product.dtype)
@@ -324,17 +317,23 @@ class _SlicedLoss(torch.autograd.Function):
         loss_of: SliceLoss,
         slice_rows: int,
         dtype: torch.dtype,
+        pads_classes: bool,
     ) -> torch.Tensor:
-        has_gradient = any(ctx.needs_input_grad)
+        has_gradient, n_classes = any(ctx.needs_input_grad), len(weight)
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias))
+        if pads_classes:
+            weight, bias = with_padding(weight), None if bias is None else with_padding(bias)
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         of_weight = _zeros_for_sum(weight) if ctx.needs_input_grad[1] else None
         of_bias = _zeros_for_sum(bias) if bias is not None and ctx.needs_input_grad[2] else None
         losses = []
         for start in range(0, len(x), slice_rows):
             rows = slice(start, start + slice_rows)
-            logits = F.linear(x[rows], weight, bias)
+            logits = F.linear(x[rows], weight, bias)[:, :n_classes]
             loss, gradient = _loss_and_gradient(loss_of, logits, targets[rows], dtype, has_gradient=has_gradient)
             losses.append(loss)
+            if has_gradient and pads_classes:
+                gradient = with_padding(gradient, dim=1)
             if of_x is not None:
                 torch.mm(gradient, weight, out=of_x[rows])
             if of_weight is not None:
@@ -342,14 +341,13 @@ class _SlicedLoss(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += gradient.sum(0)
             del logits, gradient  # before those of the next slice are made
-        ctx.save_for_backward(of_x, of_weight, of_bias)
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias))
+        ctx.save_for_backward(of_x, *(None if total is None else total[:n_classes] for total in (of_weight, of_bias)))
         return torch.stack(losses).sum() if losses else x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(_scaled(saved, gradient, dtype) for saved, dtype in pairs), None, None, None, None)
+        return (*(_scaled(saved, gradient, dtype) for saved, dtype in pairs), None, None, None, None, None)
 
 
 def _loss_and_gradient(

@@ -39,6 +39,8 @@ class Config:
             otherwise it is the mean over micro-batches of their losses.
         chunked_head: the module whose product is computed together with the loss, in slices of `loss_slice_rows` rows;
             generated stages say so themselves.
+        padded_head: the module whose product is computed with padded classes (see the module of that name); generated
+            stages say so themselves.
         grad_compression: how gradients are made smaller for their reduction: "none", "bf16" or "powersgd"; see the
             module of that name. `powersgd_rank` is that of P and Q, `powersgd_start_step` the first step with them.
         recompute: names of modules whose activations are computed again in the backward pass.
@@ -68,6 +70,7 @@ class Config:
     ignored_target: int | None = None
     chunked_head: str = ""
     loss_slice_rows: int = 0
+    padded_head: str = ""
     grad_compression: str = "none"
     powersgd_rank: int = 0
     powersgd_start_step: int = 0

@@ -1,6 +1,6 @@
 """The order in which parallelism is applied to a stage; it is the same for every plan.
 
-    stages -> tensor-parallel weights, with ties -> compile -> chunked loss -> BatchNorm -> recompute -> ZeRO
+    stages -> tensor-parallel weights, with ties -> compile -> head -> BatchNorm -> recompute -> ZeRO
     -> optimizer -> pipeline
 
 `parallel` does what comes before and after, this module what lies between. Recompute goes around compile: the other way
@@ -20,6 +20,7 @@ from .config import Config
 from .grad_compression import PowerSGD
 from .memory_format import take_images
 from .mesh import RankMesh
+from .padded_head import pad_classes
 from .recompute import apply_recompute
 from .scalar_parameters import hold_as_vectors
 from .zero import apply_zero
@@ -31,9 +32,8 @@ def apply_in_order(
     """Make a stage with its tensor-parallel weights run as planned, on the device; what its compression remembers."""
     if config.compile:
         compile_blocks(stage, blocks)
-    if config.chunked_head and not is_generated:
-        head = stage.get_submodule(config.chunked_head)
-        defer_products(head, slice_rows=config.loss_slice_rows, is_compiled=config.compile)
+    if not is_generated:
+        _change_head(stage, config)
     if config.compute_dtype != config.parameter_dtype:
         normalize_in_float32(stage)
     if config.batch_norm == "synchronized" and config.dp > 1:
@@ -44,3 +44,16 @@ def apply_in_order(
     stage.to(mesh.device)
     take_images(stage, config.memory_format, blocks=blocks)
     return compressed
+
+
+def _change_head(stage: nn.Module, config: Config) -> None:
+    """Let the product of the head be computed as planned, where that is not as the user's module does it."""
+    if config.chunked_head:
+        defer_products(
+            stage.get_submodule(config.chunked_head),
+            slice_rows=config.loss_slice_rows,
+            is_compiled=config.compile,
+            pads_classes=bool(config.padded_head),
+        )
+    elif config.padded_head:
+        pad_classes(stage.get_submodule(config.padded_head))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autoplan.graph import Op, OpGraph, Segment
+from autoplan.graph import PADDED_LINEAR, Op, OpGraph, Segment
 from autoplan.layout import Layout, R, parse_layout, sharded
 from autoplan.parallel_plan import Plan, SegmentSharding
 from autoplan.rules import operand_names
@@ -124,7 +124,7 @@ _PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "tensordot")
 )
 PHRASES: dict[str, Callable[[_Layouts, Op], str]] = {
-    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys((*_PRODUCTS, PADDED_LINEAR), _product),
     "aten._grouped_mm.default": _grouped_product,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.embedding.default": _vocabulary,

@@ -7,6 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from autoplan.analysis.padded_head import with_padded_head
 from autoplan.codegen import config_values, generate
 from autoplan.graph import OpGraph
 from autoplan.layout import EXCHANGE, Conversion, local_spec
@@ -38,9 +39,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # a vocabulary, and below it every size, that no degree divides
     "gpt_odd": ("gpt.py", {"n_layers": 2, "n_heads": 4, "width": 32, "context": 16, "vocabulary": 131}),
+    "gpt_padded": ("gpt.py", {"n_layers": 2, "n_heads": 4, "width": 32, "context": 16, "vocabulary": 131}),
     "llama_odd": (
         "llama.py",
         {"n_layers": 2, "n_heads": 5, "n_kv_heads": 5, "width": 30, "hidden": 45, "vocabulary": 65, "context": 15},
+    ),
+    "llama_padded": (
+        "llama.py",
+        {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "width": 32, "hidden": 48, "vocabulary": 65, "context": 16},
     ),
     "mlp": ("mlp.py", {"width": 32, "depth": 4}),
     "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
@@ -53,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "data_dependent": ("../tests/families/data_dependent.py", {}),
 }
 MODULE_LEVEL = {"data_dependent"}
+PADDED_HEADS = {"gpt_padded", "llama_padded"}  # however small
 
 
 Row = tuple[str, dict[str, Any], dict[str, Any], bool]  # name, overrides, fields of Config, has a parallel model
@@ -63,7 +70,8 @@ def graph_of(model: str) -> OpGraph:
     """The graph of a small model of `MODELS`, traced once for all test processes."""
     file, overrides = MODELS[model]
     way = "modules" if model in MODULE_LEVEL else ""
-    return cached_graph(EXAMPLES / file, overrides, lambda: _traced(model), way=way)
+    graph = cached_graph(EXAMPLES / file, overrides, lambda: _traced(model), way=way)
+    return with_padded_head(graph, smallest_weight_elements=0) if model in PADDED_HEADS else graph
 
 
 def _traced(model: str) -> OpGraph:
