@@ -49,7 +49,16 @@ def _program(*, code: int = 0, device: str = "cpu", times_s=(9.0, 1.5, 1.7), dif
     def start(command, cwd: Path) -> int:
         seen.extend(command)
         is_wrong = differences is not None and max(differences.values()) > 1e-9
-        steps = [{"step_s": time_s, "differences": differences, "is_wrong": is_wrong} for time_s in times_s]
+        steps = [
+            {
+                "step": i,
+                "step_s": s,
+                "differences": differences,
+                "is_wrong": is_wrong,
+                "differs_most_in": "a.weight (1e-3)",
+            }
+            for i, s in enumerate(times_s)
+        ]
         report = Path(command[command.index("--out-json") + 1])
         report.write_text(json.dumps({"device": device, "steps": steps, **measured}))
         return code

@@ -123,8 +123,12 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
         report = Path(scratch) / "result.json"
         code = start(_command(size["n_devices_per_host"], n_steps, device, report), folder)
         details = json.loads(report.read_text()) if report.is_file() else {}
-    if any(step.get("is_wrong") for step in details.get("steps", ())):
-        raise ToleranceError(f"{folder}: the program does not train like one process; its output is above")
+    wrong = next((step for step in details.get("steps", ()) if step.get("is_wrong")), None)
+    if wrong is not None:
+        raise ToleranceError(
+            f"{folder}: the program does not train like one process; its output is above\n"
+            f"  found: in step {wrong['step']} it differs most in {wrong['differs_most_in']}"
+        )
     if code:
         raise MeasureError(
             f"{folder}/train.py ended with exit code {code} on {device}; its output is above\n"

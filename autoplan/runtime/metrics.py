@@ -66,6 +66,7 @@ class StepRecord:
         is_profiled: whether torch's profiler slowed it down.
         differences: from plain training, when it was checked.
         is_wrong: whether they are above the tolerance.
+        differs_most_in: the tensor that does then, and by how much.
     """
 
     step: int
@@ -84,6 +85,7 @@ class StepRecord:
     is_profiled: bool = False
     differences: Differences | None = None
     is_wrong: bool = False
+    differs_most_in: str = ""
 
     def __str__(self) -> str:
         parts = [
@@ -108,7 +110,7 @@ class StepRecord:
             parts.append(f"max difference: loss {d.loss:.1e} gradient {d.gradient:.1e} parameter {d.parameter:.1e}")
             parts[-1] += f" buffer {d.buffer:.1e}"
         if self.is_wrong:
-            parts.append("DIFFERS from one process")
+            parts.append(f"DIFFERS from one process, most in {self.differs_most_in}")
         return "  ".join(parts)
 
     def scalars(self) -> dict[str, float | None]:

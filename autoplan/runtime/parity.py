@@ -221,24 +221,48 @@ def compare(model: ParallelModel, plain: PlainTraining, *, loss: float, plain_lo
 
     `plain.step` must have been given this rank's `dp_rank`.
     """
-    reference = dict(plain.model.named_parameters(remove_duplicate=False))
-    gradients = [p.grad.abs().max() for p in plain.model.parameters() if p.grad is not None]
-    largest = float(torch.stack(gradients).max())
-    scale = max(1.0, largest) if model.config.precision == "fp64" else max(largest, 1e-30)
-    of_gradients = {name: _distance(found, reference[name].grad) for name, found in model.full_gradients()}
-    of_parameters = {name: _distance(found, reference[name].data) for name, found in model.full_parameters()}
-    beyond = [found - plain.drift(name, of_gradients.get(name, 0.0)) for name, found in of_parameters.items()]
-    gradient, parameter = max(of_gradients.values(), default=0.0), max(of_parameters.values(), default=0.0)
+    found = _Distances.of(model, plain)
     figures = [
         abs(loss - plain_loss) / max(1.0, abs(plain_loss)),
-        gradient / scale,
-        parameter,
-        max(beyond, default=0.0),
+        max(found.of_gradients.values(), default=0.0),
+        max(found.of_parameters.values(), default=0.0),
+        max(found.unexplained.values(), default=0.0),
+        _buffer_difference(model, plain),
     ]
-    figures.append(_buffer_difference(model, plain))
     worst = torch.tensor(figures, dtype=torch.float64, device=model.mesh.device).nan_to_num(nan=torch.inf)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return Differences(*worst.tolist())
+
+
+def largest_difference(model: ParallelModel, plain: PlainTraining) -> str:
+    """Which tensor differs most from plain training after the same step, in words; all ranks must call it."""
+    found = _Distances.of(model, plain)
+    named = [(value, f"the gradient of {name}") for name, value in found.of_gradients.items()]
+    named += [(value, name) for name, value in found.unexplained.items()]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, max(named, default=(0.0, "the loss alone")))
+    value, name = max(of_ranks)
+    return f"{name} ({value:.1e})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Distances:
+    """What of this rank's weights differs how much, by name; fields as the largest ones in `Differences`."""
+
+    of_gradients: dict[str, float]
+    of_parameters: dict[str, float]
+    unexplained: dict[str, float]
+
+    @classmethod
+    def of(cls, model: ParallelModel, plain: PlainTraining) -> _Distances:
+        reference = dict(plain.model.named_parameters(remove_duplicate=False))
+        gradients = [p.grad.abs().max() for p in plain.model.parameters() if p.grad is not None]
+        largest = float(torch.stack(gradients).max())
+        scale = max(1.0, largest) if model.config.precision == "fp64" else max(largest, 1e-30)
+        apart = {name: _distance(found, reference[name].grad) for name, found in model.full_gradients()}
+        of_parameters = {name: _distance(found, reference[name].data) for name, found in model.full_parameters()}
+        unexplained = {name: found - plain.drift(name, apart.get(name, 0.0)) for name, found in of_parameters.items()}
+        return cls({name: found / scale for name, found in apart.items()}, of_parameters, unexplained)
 
 
 def _buffer_difference(model: ParallelModel, plain: PlainTraining) -> float:

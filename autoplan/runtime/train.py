@@ -20,7 +20,7 @@ from .batches import Batch, global_batch, local_batch
 from .loading import Position, TrainingData
 from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
 from .parallel import ParallelModel
-from .parity import PlainTraining, compare
+from .parity import PlainTraining, compare, largest_difference
 from .step_profile import StepProfile
 from .step_trace import StepTrace
 
@@ -70,7 +70,8 @@ def check_steps(
         record = timed_step(model, local_batch(batch, config=config, dp_rank=dp_rank), step)
         differences = compare(model, plain, loss=record.loss, plain_loss=plain.step(batch, dp_rank=dp_rank))
         is_wrong = differences.exceeds(config, step=step, learning_rate=plain.learning_rate)
-        yield replace(record, differences=differences, is_wrong=is_wrong)
+        worst = largest_difference(model, plain) if is_wrong else ""
+        yield replace(record, differences=differences, is_wrong=is_wrong, differs_most_in=worst)
         if is_wrong:
             return
 
