@@ -6,8 +6,8 @@
 H200, bf16, forward and backward with a compiled loss: 32,768 rows of GPT-2 XL (1600 x 50257) 130 ms and 30 ms, 65,536
 of BERT-large (1024 x 30522) 53 ms and 28 ms (benchmarks/results/padded_head_h200_2026-11-22.jsonl). No number changes:
 what is added is never read. Only a head is replaced that a chunked loss could be computed of, as it is known then that
-the loss reads its logits row by row, whatever their rows lie apart. Programs pad at run time, so weights, checkpoints
-and tensor-parallel shards are those of the model.
+the loss reads its logits row by row, however far apart these lie. Programs pad at run time, so weights, checkpoints and
+tensor-parallel shards are those of the model. A graph knows no precision, so float32 is padded too, for such copies.
 """
 
 from __future__ import annotations
