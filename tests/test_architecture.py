@@ -209,6 +209,12 @@ def test_every_package_has_a_map_that_names_its_modules(package: Path) -> None:
     assert sorted(name for name in names - words if not (beginnings and name.startswith(beginnings))) == []
 
 
+def test_the_readme_names_every_package() -> None:
+    section = (CHECKOUT / "README.md").read_text().split("## How it works")[1].split("\n## ")[0]
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert sorted(packages - set(re.findall(r"`(\w+)/`", section))) == []
+
+
 @pytest.mark.parametrize(
     ("package", "table"),
     [
