@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -276,58 +276,117 @@ def all_predictions(given: list[str]) -> Iterator[tuple[dict, object]]:
         yield from predictions([*map(Path, results)], None if profile == "-" else Path(profile), Path(hardware))
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One run beside its prediction: pairs are predicted and measured, bytes those of the rank that needs most.
+
+    `bound` is "host-bound" or "device-bound", by the prediction; `trust` and `spread` are as the functions say.
+    """
+
+    links: str
+    case: str
+    bound: str
+    trust: str
+    spread: float
+    step_s: tuple[float, float]
+    allocated_bytes: tuple[int, int]
+    reserved_bytes: tuple[int, int]
+    step_interval_s: tuple[float, float]
+    allocated_interval_bytes: tuple[float, float]
+
+    @property
+    def group(self) -> str:
+        return f"{self.links}, {self.bound}"
+
+
+def compared(row: dict, best: object) -> Compared:
+    """`best` is the estimate of the plan that ran, as an answer has it."""
+    from autoplan.answers.answer import allocated_interval_bytes, step_interval_s, trust
+    from autoplan.answers.intervals import is_host_bound
+
+    estimate = best.estimate
+    return Compared(
+        links=row["links"],
+        case=row["case"],
+        bound="host-bound" if is_host_bound(estimate.breakdown.launch_s, estimate.step_s) else "device-bound",
+        trust=trust(estimate),
+        spread=spread(row),
+        step_s=(estimate.step_s, median_step_s(row)),
+        allocated_bytes=(max(estimate.allocated_bytes), max(row["peak_allocated_bytes_per_rank"])),
+        reserved_bytes=(max(estimate.allocator_bytes), max(row["peak_reserved_bytes_per_rank"])),
+        step_interval_s=step_interval_s(best),
+        allocated_interval_bytes=max(allocated_interval_bytes(best)),
+    )
+
+
 def table(*given: str) -> None:
     print(f"{'links':12}{'case':26}{'pred. s':>9}{'meas. s':>9}{'error':>8}{'pred. GiB':>11}{'GiB':>7}{'error':>8}")
-    from autoplan.answers.answer import allocated_interval_bytes, step_interval_s, trust
-    from autoplan.answers.intervals import COMPUTED, coverage, errors_of, is_host_bound
-    from autoplan.cost.table import MEASURED
-
-    errors: dict[str, list[tuple[float, str]]] = {}
-    again: dict[str, list[float]] = {}
-    first_s: dict[tuple[str, str], float] = {}
-    spreads: dict[str, list[float]] = {}
-    memory_errors, reserved_errors, steps, memories = [], [], [], []
-    pairs: dict[str, list[tuple[float, float]]] = {}
+    runs = []
     for row, best in all_predictions(list(given)):
-        estimate, start = best.estimate, f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
+        start = f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
         if row["exit_code"]:
             print(f"{start}   failed with exit code {row['exit_code']}")
             continue
-        measured_s = median_step_s(row)
-        error = estimate.step_s / measured_s - 1
-        predicted, measured = max(estimate.allocated_bytes), max(row["peak_allocated_bytes_per_rank"])
-        memory_errors.append(predicted / measured - 1)
-        reserved_errors.append(max(estimate.allocator_bytes) / max(row["peak_reserved_bytes_per_rank"]) - 1)
-        is_waiting = is_host_bound(estimate.breakdown.launch_s, estimate.step_s)
-        group = f"{row['links']}, {'host' if is_waiting else 'device'}-bound"
-        errors.setdefault(group, []).append((error, row["case"]))
-        spreads.setdefault(group, []).append(spread(row))
-        first = first_s.setdefault((row["links"], row["case"]), measured_s)
-        if first != measured_s:
-            again.setdefault(group.split(", ")[1], []).append(measured_s / first - 1)
-        kind = COMPUTED if trust(estimate) == COMPUTED else "with a profile"
-        pairs.setdefault(f"step, {kind}, {group.split()[1]}", []).append((estimate.step_s, measured_s))
-        kind = trust(estimate) if trust(estimate) in (MEASURED, COMPUTED) else "scaled or calibrated"
-        pairs.setdefault(f"memory, {kind}", []).append((predicted, measured))
-        steps.append((step_interval_s(best), measured_s))
-        memories.append((max(allocated_interval_bytes(best)), measured))
-        cells = f"{measured_s:9.4f}{error:+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"
-        print(f"{start}{cells}{memory_errors[-1]:+8.1%}", flush=True)
-    for group, found in sorted(errors.items()):
-        wander = f"slowest less fastest step of one run {statistics.mean(spreads[group]):.0%}"
-        print(f"{group}: {len(found)} runs, {summary([error for error, _ in found])}; {wander}")
-    for group, changes in sorted(again.items()):
-        said = summary(changes).replace("error", "change")
-        print(f"the same case again, {group}: {len(changes)} runs, {said}")
-    worst = sorted((pair for found in errors.values() for pair in found), key=lambda pair: -abs(pair[0]))[:10]
-    print("worst: " + ", ".join(f"{case} {error:+.0%}" for error, case in worst))
-    print(f"memory: {len(memory_errors)} runs, {summary(memory_errors)}")
-    n_under = sum(error < 0 for error in reserved_errors)
-    print(f"reserved: {len(reserved_errors)} runs, {summary(reserved_errors)}, {n_under} predicted too small")
-    for name, found in sorted(pairs.items()):
-        errors_found = errors_of(found, source="")
-        print(f"{name}: Errors({errors_found.rms:.2g}, {errors_found.n_runs})")
-    print(f"inside the 90 % interval: {coverage(steps):.0%} of the steps, {coverage(memories):.0%} of the peaks")
+        run = compared(row, best)
+        runs.append(run)
+        predicted, measured = run.allocated_bytes
+        cells = f"{run.step_s[1]:9.4f}{error(run.step_s):+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"
+        print(f"{start}{cells}{error(run.allocated_bytes):+8.1%}", flush=True)
+    print_step_errors(runs)
+    print_memory_errors(runs)
+    print_intervals(runs)
+
+
+def print_step_errors(runs: list[Compared]) -> None:
+    for group, found in grouped(runs, lambda run: run.group):
+        wander = f"slowest less fastest step of one run {statistics.mean(run.spread for run in found):.0%}"
+        print(f"{group}: {len(found)} runs, {summary([error(run.step_s) for run in found])}; {wander}")
+    first_s: dict[tuple[str, str], float] = {}
+    again = [(run, first_s.setdefault((run.links, run.case), run.step_s[1])) for run in runs]
+    for bound, found in grouped([pair for pair in again if pair[0].step_s[1] != pair[1]], lambda pair: pair[0].bound):
+        said = summary([run.step_s[1] / first - 1 for run, first in found]).replace("error", "change")
+        print(f"the same case again, {bound}: {len(found)} runs, {said}")
+    worst = sorted(runs, key=lambda run: -abs(error(run.step_s)))[:10]
+    print("worst: " + ", ".join(f"{run.case} {error(run.step_s):+.0%}" for run in worst))
+
+
+def print_memory_errors(runs: list[Compared]) -> None:
+    print(f"memory: {len(runs)} runs, {summary([error(run.allocated_bytes) for run in runs])}")
+    errors = [error(run.reserved_bytes) for run in runs]
+    n_under = sum(each < 0 for each in errors)
+    print(f"reserved: {len(runs)} runs, {summary(errors)}, {n_under} predicted too small")
+
+
+def print_intervals(runs: list[Compared]) -> None:
+    """What `autoplan.answers.intervals` is made from, and how often its intervals hold."""
+    from autoplan.answers.intervals import COMPUTED, coverage, errors_of
+    from autoplan.cost.table import MEASURED
+
+    pairs: list[tuple[str, tuple[float, float]]] = []
+    for run in runs:
+        source = COMPUTED if run.trust == COMPUTED else "with a profile"
+        pairs.append((f"step, {source}, {run.bound}", run.step_s))
+        source = run.trust if run.trust in (MEASURED, COMPUTED) else "scaled or calibrated"
+        pairs.append((f"memory, {source}", run.allocated_bytes))
+    for name, found in grouped(pairs, lambda pair: pair[0]):
+        errors = errors_of([pair for _, pair in found], source="")
+        print(f"{name}: Errors({errors.rms:.2g}, {errors.n_runs})")
+    steps = coverage([(run.step_interval_s, run.step_s[1]) for run in runs])
+    peaks = coverage([(run.allocated_interval_bytes, run.allocated_bytes[1]) for run in runs])
+    print(f"inside the 90 % interval: {steps:.0%} of the steps, {peaks:.0%} of the peaks")
+
+
+def grouped(items: list, key: Callable[[object], str]) -> list[tuple[str, list]]:
+    found: dict[str, list] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return sorted(found.items())
+
+
+def error(pair: tuple[float, float]) -> float:
+    """Of a prediction, relative to what was measured."""
+    predicted, measured = pair
+    return predicted / measured - 1
 
 
 def summary(errors: list[float]) -> str:
