@@ -70,6 +70,54 @@ def test_logits_that_are_read_otherwise_stay_as_they_are():
     assert with_padded_head(graph, smallest_weight_elements=0) is graph
 
 
+class Similarity(nn.Module):
+    def forward(self, a, b):
+        return F.linear(a, b)
+
+
+class Contrastive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.similarity = nn.Linear(16, 24), nn.Linear(16, 24), Similarity()
+
+    def forward(self, x):
+        return self.similarity(self.left(x), self.right(x))
+
+
+def test_samples_of_a_batch_as_classes_are_not_padded():
+    batch = lambda n: (torch.randn(n, 16), torch.arange(n))  # noqa: E731
+    graph = trace_model(ModelSource("contrastive", "contrastive", Contrastive, batch, F.cross_entropy))
+    assert chunked_head(graph) is not None
+    assert with_padded_head(graph, smallest_weight_elements=0) is graph
+
+
+class TwoProducts(nn.Module):
+    """The hidden states of the first are read as one dim, which rows that lie apart do not allow."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(33, 16)), nn.Parameter(torch.ones(131, 33))
+
+    def forward(self, x):
+        hidden = F.linear(x, self.first)
+        return F.linear(hidden.view(-1).relu().view(hidden.shape), self.second)
+
+
+def test_a_module_with_another_product_stays_as_it_is():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = TwoProducts()
+
+        def forward(self, x):
+            return self.head(x)
+
+    batch = lambda n: (torch.randn(n, 16), torch.zeros(n, dtype=torch.int64))  # noqa: E731
+    graph = trace_model(ModelSource("two products", "two products", Model, batch, F.cross_entropy))
+    assert chunked_head(graph).ops[0].module_path == "head"
+    assert with_padded_head(graph, smallest_weight_elements=0) is graph
+
+
 def test_what_is_padded_has_the_rates_of_a_whole_product_and_the_bytes_of_its_copies():
     """16,384 rows of GPT-2 XL's head on an H200."""
     device, rows, width, n_classes = load_hardware_profile("h200_x4").device, 16384, 1600, 50257

@@ -35,7 +35,7 @@ def with_padding(tensor: torch.Tensor, *, dim: int = 0) -> torch.Tensor:
 
 
 def pad_classes(head: nn.Module) -> None:
-    """Let the products in `head`, a module of the user's, be padded; only `forward` is replaced, so names stay."""
+    """Let the product in `head`, a module of the user's that has one, be padded; names stay."""
     replace_linear(head, padded_linear)
 
 
