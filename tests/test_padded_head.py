@@ -16,8 +16,10 @@ from autoplan.analysis.chunked_loss import chunked_head
 from autoplan.analysis.padded_head import with_padded_head
 from autoplan.codegen import config_values, writer
 from autoplan.cost.op_time import op_time
+from autoplan.cost.price import make_pricer
 from autoplan.graph import PADDED_LINEAR, Op, Ref, TensorSpec
 from autoplan.hardware import load_hardware_profile
+from autoplan.parallel_plan import Mesh
 from autoplan.rules import load_rules
 from autoplan.runtime.chunked_loss import defer_products
 from autoplan.runtime.padded_head import CLASSES_OF_PADDED_ROWS, pad_classes, padded_linear
@@ -28,7 +30,7 @@ N_STEPS = 2
 RULES = load_rules()
 
 
-def head_of(n_classes, *, width=64, loss_fn=None, name="head"):
+def head_of(n_classes, *, width=64, make_batch=None, loss_fn=None, name="head"):
     """The graph of a block and a head, of 7 rows a sample."""
 
     class Model(nn.Module):
@@ -42,13 +44,13 @@ def head_of(n_classes, *, width=64, loss_fn=None, name="head"):
                 x = block(x).relu()
             return self.head(x)
 
-    def make_batch(n):
+    def rows_of_7(n):
         return torch.randn(n, 7, width), torch.zeros(n, 7, dtype=torch.int64)
 
     def plain_loss(logits, targets):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return trace_model(ModelSource(name, name, Model, make_batch, loss_fn or plain_loss))
+    return trace_model(ModelSource(name, name, Model, make_batch or rows_of_7, loss_fn or plain_loss))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ class Contrastive(nn.Module):
 
 
 def test_samples_of_a_batch_as_classes_are_not_padded():
-    batch = lambda n: (torch.randn(n, 16), torch.arange(n))  # noqa: E731
+    batch = lambda n: (torch.randn(n, 16), torch.arange(n))
     graph = trace_model(ModelSource("contrastive", "contrastive", Contrastive, batch, F.cross_entropy))
     assert chunked_head(graph) is not None
     assert with_padded_head(graph, smallest_weight_elements=0) is graph
@@ -112,7 +114,7 @@ def test_a_module_with_another_product_stays_as_it_is():
         def forward(self, x):
             return self.head(x)
 
-    batch = lambda n: (torch.randn(n, 16), torch.zeros(n, dtype=torch.int64))  # noqa: E731
+    batch = lambda n: (torch.randn(n, 16), torch.zeros(n, dtype=torch.int64))
     graph = trace_model(ModelSource("two products", "two products", Model, batch, F.cross_entropy))
     assert chunked_head(graph).ops[0].module_path == "head"
     assert with_padded_head(graph, smallest_weight_elements=0) is graph
@@ -145,6 +147,21 @@ def test_what_is_padded_has_the_rates_of_a_whole_product_and_the_bytes_of_its_co
     assert padded.forward_s == pytest.approx(product_s + weight_s + 3 * device.kernel_s, rel=1e-9)
     assert padded.backward_s == pytest.approx(2 * product_s + gradient_s + 4 * device.kernel_s, rel=1e-9)
     assert plain.forward_s + plain.backward_s > 4 * (padded.forward_s + padded.backward_s)
+
+
+def test_a_slice_of_a_padded_head_has_the_padded_weight_beside_it():
+    """2,048 of 4,096 rows: logits in bfloat16, log-softmax and two gradients in float32, and a copy of the weight."""
+    rows, width, classes = 4096, 64, 70_001
+
+    def batch(n):
+        return torch.randn(n, rows, width), torch.zeros(n, rows, dtype=torch.int64)
+
+    graph = with_padded_head(head_of(classes, width=width, make_batch=batch, name="long"))
+    assert chunked_head(graph).ops[0].target == PADDED_LINEAR
+    hardware = load_hardware_profile("dgx_a100_x8", n_hosts=1)
+    price = make_pricer(graph, hardware=hardware, precision="bf16", shardings={}, rules=RULES, loss="chunked")
+    cost, _ = price(Mesh(micro_batch_size=1)).costs[graph.segments[-1].kind]
+    assert cost.working_bytes == 2048 * classes * (2 + 3 * 4) + 2 * classes * width
 
 
 # ------------------------------------------------------------------------------------------------ numbers

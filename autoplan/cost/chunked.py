@@ -7,7 +7,8 @@ With n slices of the rows, a head of x: [row, hidden] and W: [class, hidden], an
               + (n - 1) times dW read and written, since slices add to it
               + x's gradient and dW read and written once, when the gradient of the loss is known
     saved     what the other ops keep + x's gradient + dW
-    working   as of the other ops, or one slice: logits, their log-softmax and two gradients of its size
+    working   as of the other ops, or one slice: logits, their log-softmax and two gradients of its size, and what
+              the product keeps inside itself (the copy of W with padding of a padded head)
 
 The gradients are computed in the forward pass, but all time is counted where the whole loss has it: a last segment runs
 backward right after forward under most schedules, and always both before the step ends.
@@ -106,8 +107,9 @@ def _sums_bytes(context: WorkContext, segment: LocalSegment, product: LocalOp) -
 
 
 def _slice_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
-    """What is alive while the largest slice is computed, of the size of its logits."""
+    """What is alive while the largest slice is computed: of the size of its logits, and inside the product."""
     item_bytes = DTYPE_BYTES[COMPUTE_DTYPES[context.precision]]
     n_classes = segment.ops[sliced.indices[-1]].operands[0].at(batch_size)[1]
     n_elements = min(_n_rows(segment, sliced, batch_size), SLICE_ROWS) * n_classes
-    return n_elements * (item_bytes + N_SLICE_TENSORS * max(item_bytes, DTYPE_BYTES["float32"]))
+    of_slice = n_elements * (item_bytes + N_SLICE_TENSORS * max(item_bytes, DTYPE_BYTES["float32"]))
+    return of_slice + inside_bytes(segment.ops[sliced.indices[0]], batch_size)
