@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 @click.option("--sweep", "sweeps", metavar="KEY=V1,V2,...", multiple=True, help="Compare values of such an argument.")
 @click.option("--hw", metavar="A,B,...", help="Hardware profiles, separated by commas.")
 @click.option("--hosts", metavar="1,2,...", help="Host counts, separated by commas. [1]")
-@click.option("--global-batch", "batches", metavar="B1,B2,...", help="Samples per optimizer step.")
+@click.option(
+    "--global-batch", "batches", metavar="B1,B2,...", help="Samples per optimizer step. [8 per device of the largest]"
+)
 @click.option("--precision", "precisions", metavar="P1,P2,...", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
 @click.option("--network-scale", "scales", metavar="0.5,1,...", help="Factors on the bandwidth between hosts. [1]")
 @click.option(

@@ -49,7 +49,7 @@ def _clusters(rows: Sequence[WhatIfRow], *, width: int) -> Iterable[str]:
         names = "; ".join(f"{', '.join(counts)} x {name}" for name, counts in sizes.items())
         why = f"Left out, as less than {WORTH:.0%} faster than a smaller cluster"
         n_idle = sum(bool(row.n_idle_devices) for row in left_out)
-        idle = f"; devices stay idle on {n_idle} of these {len(left_out)}" if n_idle else ""
+        idle = f"; {n_idle} of these {len(left_out)} would leave devices idle" if n_idle else ""
         yield folded(f"{why}: {names}{idle}.", width=width)
 
 
