@@ -76,6 +76,7 @@ if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
     exit 0
 fi
 
+[[ -L .venv ]] && fail ".venv is a link to $(readlink .venv), whose environment is not this checkout's" "remove the link: rm .venv"
 echo "setup: preparing .venv (once; a few minutes)" >&2
 if [[ ! -x .venv/bin/python ]]; then
     "$python" -m venv .venv >/dev/null 2>&1 || "$python" -m venv --clear --without-pip .venv

@@ -148,11 +148,18 @@ def _element_bytes(precision: str) -> int:
     return size.master + size.optimizer + size.gathered + size.reduced
 
 
+_NO_BLOCK = "what lies outside of the blocks"
+
+
 def _largest_segment(graph: OpGraph, precision: str) -> tuple[str, int]:
+    """Its name, or words where it is no block, and bytes of weights, gradients and optimizer state."""
     specs = graph.specs()
     trainable = {item.name for item in graph.parameters if item.is_trainable}
     sizes = [
-        (segment.name, sum(specs[name].n_elements(1) for name in segment.parameters if name in trainable))
+        (
+            segment.name if segment.is_block else _NO_BLOCK,
+            sum(specs[name].n_elements(1) for name in segment.parameters if name in trainable),
+        )
         for segment in graph.segments
     ]
     name, n_elements = max(sizes, key=lambda item: item[1])
