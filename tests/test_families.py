@@ -40,7 +40,9 @@ def test_family_equals_one_process_under_everything_at_once(model, tmp_path):
     assert_exact(tmp_path, model, ("PP 2 x TP 2 x ZeRO 3 x recompute",))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.nightly) if name in LIKE_LLAMA else name for name in MODELS]
+)
 def test_whatever_assignment_the_solver_may_pick_equals_one_process(model, tmp_path):
     assert_exact(tmp_path, model, ("TP 2",), seed=MODELS.index(model))
 

@@ -42,11 +42,11 @@ from autoplan.space.priced import priced_space
 # ------------------------------------------------------------------------------------------------------ brute force
 
 
-NIGHTLY_BLOCKS = range(4, 8)
+NIGHTLY_BLOCKS = range(2, 8)
 
 
 @pytest.mark.parametrize(
-    "block", [*range(4), *(pytest.param(block, marks=pytest.mark.nightly) for block in NIGHTLY_BLOCKS)]
+    "block", [*range(2), *(pytest.param(block, marks=pytest.mark.nightly) for block in NIGHTLY_BLOCKS)]
 )
 def test_the_plan_equals_brute_force_on_64_random_clusters(block: int) -> None:
     n_over_both = n_shared = 0

@@ -87,7 +87,7 @@ def file_problem(model, hw, out):
 
 
 @pytest.mark.parametrize(
-    "family", ["vit_hf", "t5_hf", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resnet", "gpt2_hf"))]
+    "family", ["vit_hf", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("t5_hf", "resnet", "gpt2_hf"))]
 )
 def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, hw, tmp_path) -> None:
     out = tmp_path / "m.json"
