@@ -71,7 +71,7 @@ class PlainTraining:
         self.scheduler = build_scheduler_of(model_file, self.optimizer, learning_rates)
         self.written_buffers: frozenset[str] = frozenset()
         self._count_of_sample = torch.ones((), device=device)  # targets that count, on average
-        self._drifts: dict[str, float] = {}
+        self.drifts: dict[str, float] = {}
 
     def step(self, batch: Batch, *, dp_rank: int = 0) -> float:
         """One optimizer step on a global batch; its mean loss. Buffers become those of one data-parallel rank."""
@@ -161,15 +161,14 @@ class PlainTraining:
         group = self.optimizer.param_groups[0]
         return max(float(group["lr"]), float(group.get("initial_lr", 0.0)))
 
-    def drift(self, name: str, gradient_difference: float) -> float:
-        """By how much rounding of a parameter's gradients may have moved it in all steps so far.
+    def add_drift(self, name: str, gradient_difference: float) -> None:
+        """Add to `drifts` by how much rounding of a parameter's gradients may have moved it in this step.
 
         An optimizer that divides by sqrt(v) + eps turns a difference d of gradients far below eps into an update of up
         to 2 lr d / eps (d of the mean, d of the root). Such is a bias before BatchNorm, whose gradient is nothing else.
         """
         eps = float(self.optimizer.param_groups[0].get("eps") or 1.0)
-        self._drifts[name] = self._drifts.get(name, 0.0) + 2.0 * self.learning_rate * gradient_difference / eps
-        return self._drifts[name]
+        self.drifts[name] = self.drifts.get(name, 0.0) + 2.0 * self.learning_rate * gradient_difference / eps
 
     def _has_batch_norm(self) -> bool:
         return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
@@ -187,7 +186,7 @@ class Differences:
         loss: relative to the loss where it is above 1.
         gradient: relative to the largest gradient where that is above 1 (float64), or always (other precisions).
         parameter: absolute.
-        unexplained: of a parameter, beyond what rounding of its gradients explains (`PlainTraining.drift`).
+        unexplained: of a parameter, beyond what rounding of its gradients explains (`PlainTraining.add_drift`).
         buffer: of the buffers that plain training changed, each relative to its largest element where that is above 1.
     """
 
@@ -222,11 +221,13 @@ def compare(model: ParallelModel, plain: PlainTraining, *, loss: float, plain_lo
     `plain.step` must have been given this rank's `dp_rank`.
     """
     found = _Distances.of(model, plain)
+    for name in found.of_parameters:
+        plain.add_drift(name, found.of_gradients.get(name, 0.0) * found.scale)
     figures = [
         abs(loss - plain_loss) / max(1.0, abs(plain_loss)),
         max(found.of_gradients.values(), default=0.0),
         max(found.of_parameters.values(), default=0.0),
-        max(found.unexplained.values(), default=0.0),
+        max(found.unexplained(plain).values(), default=0.0),
         _buffer_difference(model, plain),
     ]
     worst = torch.tensor(figures, dtype=torch.float64, device=model.mesh.device).nan_to_num(nan=torch.inf)
@@ -235,10 +236,10 @@ def compare(model: ParallelModel, plain: PlainTraining, *, loss: float, plain_lo
 
 
 def largest_difference(model: ParallelModel, plain: PlainTraining) -> str:
-    """Which tensor differs most from plain training after the same step, in words; all ranks must call it."""
+    """Which tensor `compare` just found to differ most from plain training, in words; all ranks must call it."""
     found = _Distances.of(model, plain)
     named = [(value, f"the gradient of {name}") for name, value in found.of_gradients.items()]
-    named += [(value, name) for name, value in found.unexplained.items()]
+    named += [(value, name) for name, value in found.unexplained(plain).items()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, max(named, default=(0.0, "the loss alone")))
     value, name = max(of_ranks)
@@ -247,11 +248,14 @@ def largest_difference(model: ParallelModel, plain: PlainTraining) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Distances:
-    """What of this rank's weights differs how much, by name; fields as the largest ones in `Differences`."""
+    """What of this rank's weights differs how much, by name, as the largest ones in `Differences`.
+
+    `of_gradients` are relative to `scale`.
+    """
 
     of_gradients: dict[str, float]
     of_parameters: dict[str, float]
-    unexplained: dict[str, float]
+    scale: float
 
     @classmethod
     def of(cls, model: ParallelModel, plain: PlainTraining) -> _Distances:
@@ -259,10 +263,13 @@ class _Distances:
         gradients = [p.grad.abs().max() for p in plain.model.parameters() if p.grad is not None]
         largest = float(torch.stack(gradients).max())
         scale = max(1.0, largest) if model.config.precision == "fp64" else max(largest, 1e-30)
-        apart = {name: _distance(found, reference[name].grad) for name, found in model.full_gradients()}
+        of_gradients = {name: _distance(found, reference[name].grad) / scale for name, found in model.full_gradients()}
         of_parameters = {name: _distance(found, reference[name].data) for name, found in model.full_parameters()}
-        unexplained = {name: found - plain.drift(name, apart.get(name, 0.0)) for name, found in of_parameters.items()}
-        return cls({name: found / scale for name, found in apart.items()}, of_parameters, unexplained)
+        return cls(of_gradients, of_parameters, scale)
+
+    def unexplained(self, plain: PlainTraining) -> dict[str, float]:
+        """Of each parameter, less what rounding of its gradients explains."""
+        return {name: found - plain.drifts[name] for name, found in self.of_parameters.items()}
 
 
 def _buffer_difference(model: ParallelModel, plain: PlainTraining) -> float:
