@@ -246,6 +246,20 @@ def test_the_watch_for_hangs_keeps_nothing_of_what_it_has_looked_at(monkeypatch)
     assert not watch.is_alive()
 
 
+def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
+    """A thread inside the constructor of a store aborts a process that ends meanwhile: "terminate called"."""
+    connected_by = []
+    monkeypatch.setattr(hang_watch, "TCPStore", lambda *args, **options: connected_by.append(threading.get_ident()))
+    monkeypatch.setattr(hang_watch, "PrefixStore", lambda *args: None)
+    monkeypatch.setattr(hang_watch, "whereabouts", lambda thread: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    watch_for_hangs(SimpleNamespace(config=Config(dp=2)), limit_s=0.1)
+    [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
+    watch.join(10.0)
+    assert connected_by == [threading.get_ident()]
+
+
 @pytest.mark.nightly
 def test_a_rank_that_hangs_is_named_with_the_line_where_it_is_and_the_job_ends(tmp_path):
     emit(tmp_path, config=FSDP, has_parallel_model=False)

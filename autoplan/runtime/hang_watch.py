@@ -52,13 +52,14 @@ def watch_for_hangs(model: ParallelModel, *, limit_s: float) -> None:
     Only under a launcher, whose store outlives the ranks; in one process nobody waits.
     """
     if model.config.n_ranks > 1 and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        main = threading.get_ident()
-        threading.Thread(target=_watch, args=(model, main, limit_s), name="hang watch", daemon=True).start()
+        # Connected here: a thread that still waits for the launcher when the interpreter ends aborts the process.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=limit_s))
+        watch = (model, threading.get_ident(), store, limit_s)
+        threading.Thread(target=_watch, args=watch, name="hang watch", daemon=True).start()
 
 
-def _watch(model: ParallelModel, main: int, limit_s: float) -> None:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=limit_s))
+def _watch(model: ParallelModel, main: int, store: Store, limit_s: float) -> None:
     board = PrefixStore(f"hang_watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     interval_s = min(MAX_INTERVAL_S, limit_s / LOOKS_PER_LIMIT)
     seen, since_s = (-1, ""), time.monotonic()
