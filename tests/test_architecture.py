@@ -180,6 +180,12 @@ def test_importing_autoplan_loads_neither_torch_nor_the_solver() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_copying_the_runtime_into_a_program_does_not_import_torch() -> None:
+    code = "import sys; from autoplan.codegen import runtime_files; assert runtime_files(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_public_names_are_sorted_and_all_resolve() -> None:
     assert autoplan.__all__ == sorted(autoplan.__all__)
     for name in autoplan.__all__:

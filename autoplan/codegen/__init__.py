@@ -78,7 +78,7 @@ def generate(
 
 def runtime_files() -> dict[str, str]:
     """The runtime as every folder holds it, by relative path."""
-    paths = sorted(files("autoplan.runtime").iterdir(), key=lambda item: item.name)
+    paths = sorted((files("autoplan") / "runtime").iterdir(), key=lambda item: item.name)
     return {f"runtime/{path.name}": path.read_text() for path in paths if path.name.endswith(".py")}
 
 

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp"])
+# What every rank would import for itself, which takes seconds.
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "transformers.modeling_utils"]
+)
 
 
 def run_ranks(
