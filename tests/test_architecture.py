@@ -181,7 +181,9 @@ def test_importing_autoplan_loads_neither_torch_nor_the_solver() -> None:
 
 
 def test_copying_the_runtime_into_a_program_does_not_import_torch() -> None:
-    code = "import sys; from autoplan.codegen import runtime_files; assert runtime_files(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from autoplan.codegen import runtime_files; assert runtime_files(); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT, check=True)
     assert done.stdout.strip() == "False"
 
