@@ -280,11 +280,31 @@ def leftovers(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+# The same run with less of everything, whose figures are worth nothing.
+QUICK = """
+import sys
+from autoplan.measure_hardware import device, links, measure, zero_host_time
+
+device.SUSTAINED_S, device.N_LAUNCHES = 0.05, 200
+links.GROWTH, links.LARGEST_BYTES, links.SLOWEST_CALL_S, links.OVERLAP_S = 16, {"cpu": 2**20}, 0.02, 0.02
+zero_host_time.N_BLOCKS, zero_host_time.N_STEPS, zero_host_time.N_WARM_UP = 2, 3, 1
+"""
+COMMAND = "from autoplan import cli\n\nsys.exit(cli.run(['hw', 'measure', *sys.argv[1:]]))\n"
+
+
 @pytest.mark.slow
-def test_two_processes_write_a_valid_profile_and_every_time(tmp_path):
-    done = run(tmp_path, *TORCHRUN, "-m", "autoplan", "hw", "measure", "--device=cpu", "--json", "--out=my_box.toml")
+@pytest.mark.parametrize(
+    ("program", "sustained_s"),
+    [
+        pytest.param(("run.py",), 0.05, id="quick"),
+        pytest.param(("-m", "autoplan", "hw", "measure"), 0.5, marks=pytest.mark.nightly, id="in earnest"),
+    ],
+)
+def test_two_processes_write_a_valid_profile_and_every_time(tmp_path, program, sustained_s):
+    (tmp_path / "run.py").write_text(QUICK + COMMAND)
+    done = run(tmp_path, *TORCHRUN, *program, "--device=cpu", "--json", "--out=my_box.toml")
     assert done.returncode == 0, done.stderr
-    assert leftovers(tmp_path) == ["my_box.json", "my_box.toml"]
+    assert leftovers(tmp_path) == ["my_box.json", "my_box.toml", "run.py"]
     assert cli.run(["hw", "validate", str(tmp_path / "my_box.toml")]) == 0
     hardware = load_hardware_profile(str(tmp_path / "my_box.toml"))
     assert (hardware.n_devices, hardware.links[0].name) == (2, "socket")
@@ -295,7 +315,7 @@ def test_two_processes_write_a_valid_profile_and_every_time(tmp_path):
     found = json.loads((tmp_path / "my_box.json").read_text())
     assert {time["kind"] for time in found["times"]} == {*KINDS, "send"}
     products = [rate for rate in found["rates"] if rate["what"].startswith("product")]
-    assert products and all(rate["seconds"] * rate["n_calls"] >= 0.5 for rate in products)
+    assert products and all(rate["seconds"] * rate["n_calls"] >= sustained_s for rate in products)
 
 
 @pytest.mark.slow
@@ -321,9 +341,6 @@ fit_links([CollectiveTime(kind, 2, 2**20, 1e-3, 1) for kind in ("all_reduce", "a
 """
 
 FAILING = """
-import os, sys
-from autoplan.measure_hardware import measure
-
 whole = measure.link_times
 
 def failing(ranks):
@@ -338,7 +355,7 @@ sys.exit(measure.main())
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_and_leaves_no_file(tmp_path):
-    (tmp_path / "run.py").write_text(FAILING)
+    (tmp_path / "run.py").write_text(QUICK + FAILING)
     done = run(tmp_path, *TORCHRUN, "run.py", "--device=cpu", "--json", "--out=my_box.toml")
     assert done.returncode != 0
     assert "autoplan: hw measure: rank 1: RuntimeError: CUDA out of memory" in done.stderr

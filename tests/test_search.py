@@ -242,7 +242,7 @@ def ticking(step_s: float) -> Callable[[], float]:
 
 def hard_toy() -> Toy:
     """A toy whose recipes do not fit but some plans do: a search that stops at once has nothing."""
-    for seed in range(400):
+    for seed in range(105, 505):  # the first of them is one today
         toy = random_toy(seed)
         result = run(toy)
         if result.best is not None and not any(candidate.estimate.fits for candidate in result.baselines):
