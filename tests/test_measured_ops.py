@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoplan import api
 from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
 from autoplan.errors import InputError
 from autoplan.graph import GraphFacts
@@ -18,7 +19,7 @@ from autoplan.measure_model.op_comparison import compare_ops
 from autoplan.measured_profile.op_times import (
     OpComparison,
     OpMeasurement,
-    OpSeconds,
+    OpTotals,
     SegmentComparison,
     SegmentOps,
     check_ops,
@@ -28,6 +29,7 @@ from autoplan.measured_profile.segment_key import WHOLE, content_key
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.measuring_program.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
 from autoplan.measuring_program.timing import Call, Clock
+from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.ops import ops_text
@@ -141,10 +143,10 @@ def test_measured_ops_stand_beside_the_ops_of_the_graph_with_the_same_shapes(gra
     odd = OpMeasurement("aten::linear", ((2, 99), (16, 99)), 1.0, 1e-6, 1e-6)
     other = OpMeasurement("aten::reshape", ((2, 8),), 1.0, 9e-6, 0.0)
     rows = {(row.op, row.shapes): row for row in compared(graph, wide, odd, other).ops}
-    assert rows["aten::linear", wide.shapes].measured == OpSeconds(3e-6, 5e-6)
+    assert rows["aten::linear", wide.shapes].measured == OpTotals(3e-6, 5e-6)
     assert rows["aten::linear", wide.shapes].computed.total_s > 0
     # the second product was measured in other shapes: what is left of a name is compared as a whole
-    assert rows["aten::linear", ()].measured == OpSeconds(1e-6, 1e-6)
+    assert rows["aten::linear", ()].measured == OpTotals(1e-6, 1e-6)
     assert rows["aten::linear", ()].computed.total_s > 0
     assert rows["aten::reshape", ()].computed is None
     assert rows["aten::gelu", ()].measured is None and rows["aten::gelu", ()].computed.total_s > 0
@@ -164,9 +166,9 @@ BLOCK = SegmentComparison(
     tp=2,
     micro_batch_size=1,
     ops=(
-        OpComparison("aten::linear", ((4, 8), (8, 8), (8,)), OpSeconds(20e-6, 40e-6), OpSeconds(10e-6, 20e-6)),
-        OpComparison("aten::gelu", (), OpSeconds(20e-6, 0.0), None),
-        OpComparison("aten::add", (), None, OpSeconds(10e-6, 0.0)),
+        OpComparison("aten::linear", ((4, 8), (8, 8), (8,)), OpTotals(20e-6, 40e-6), OpTotals(10e-6, 20e-6)),
+        OpComparison("aten::gelu", (), OpTotals(20e-6, 0.0), None),
+        OpComparison("aten::add", (), None, OpTotals(10e-6, 0.0)),
     ),
 )
 
@@ -176,12 +178,39 @@ def test_explain_shows_the_longest_ops_with_their_share_and_ratio(answer: Answer
     text = ops_text((BLOCK,))
     assert text.startswith("Ops of blocks.0, 1 of 4 alike: micro-batch 1, tp 2, forward and backward")
     lines = [line.split() for line in text.splitlines()]
-    assert ["linear", "60", "us", "30", "us", "2.00", "75%", "[4,8]", "x", "[8,8]"] in lines
+    assert ["linear", "60", "us", "30", "us", "2.00", "75%", "4x8,", "8x8"] in lines
     assert ["gelu", "20", "us", "-", "-", "25%"] in lines
     assert ["all", "80", "us", "40", "us", "2.00", "100%"] in lines
     with_ops = replace(answer, ops=(BLOCK,))
     assert text in explain_report(with_ops) and "Ops of" not in explain_report(answer)
     assert answer_from_json(answer_to_json(with_ops)).ops == (BLOCK,)
+
+
+@pytest.mark.parametrize(("devices", "fix"), [(1, ()), (2, (("tp", "2"),))])
+def test_computed_ops_add_up_to_the_computing_of_the_step(tmp_path, devices, fix) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    options = Options(global_batch=8, fix=fix)
+    found = api.solve(api.make_problem(str(path), hw=f"dgx_a100_x8/{devices}", options=options))
+    of_micro_batch_s = sum(
+        item.n_segments * sum(row.computed.total_s for row in item.ops if row.computed) for item in found.ops
+    )
+    of_step_s = of_micro_batch_s * found.best.plan.mesh.n_micro_batches
+    assert of_step_s == pytest.approx(found.best.estimate.breakdown.compute_s, rel=1e-9)
+    assert answer_from_json(answer_to_json(found)).ops == found.ops
+
+
+def test_explain_shows_computed_ops_with_the_rates_that_they_run_at() -> None:
+    # 3 GFLOP and 60 MB in 30 us are 100 TFLOP/s and 2 TB/s; with the additions 75 and 2
+    product = OpTotals(10e-6, 20e-6, 2, 3e9, 60e6)
+    sums = OpTotals(0.0, 10e-6, 3, 0.0, 20e6)
+    ops = (OpComparison("aten::linear", ((4, 8), (8, 8)), None, product), OpComparison("sums", (), None, sums))
+    text = ops_text((replace(BLOCK, ops=ops),))
+    assert text.startswith("Ops of blocks.0, 1 of 4 alike: micro-batch 1, tp 2, forward and backward, computed")
+    lines = [line.split() for line in text.splitlines()]
+    assert ["linear", "x", "2", "30", "us", "75%", "100.0", "2,000", "4x8,", "8x8"] in lines
+    assert ["sums", "x", "3", "10", "us", "25%", "0.0", "2,000"] in lines
+    assert ["all", "40", "us", "100%", "75.0", "2,000"] in lines
 
 
 def test_a_plan_of_before_ops_were_kept_is_read(answer: Answer) -> None:

@@ -30,12 +30,14 @@ STRIDED_FRACTION = 0.33
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Seconds on the device and launches by the host, forward and backward."""
+    """Seconds on the device and launches by the host, forward and backward; of both passes flops and moved bytes."""
 
     forward_s: float
     backward_s: float
     n_launches: int
     n_backward_launches: int
+    flops: float = 0.0
+    moved_bytes: float = 0.0
 
 
 def peak_flops_per_s(device: Device, precision: str) -> float:
@@ -112,7 +114,7 @@ def op_time(
     work_s = max(flops / rate, n_bytes / bandwidth) / rule.rate_fraction + copied_bytes[0] / bandwidth
     forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
     if not has_gradient:
-        return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0)
+        return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0, flops, n_bytes + copied_bytes[0])
     if rule.backward_bytes is not None:
         backward_bytes = rule.backward_bytes(operands, results, batch_size, precision)
     else:
@@ -123,7 +125,9 @@ def op_time(
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
     n_kernels = rule.n_backward_kernels * n_calls + n_sums
     backward_s = device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
-    return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels)
+    all_flops = flops * (1 + rule.backward_flops_ratio)
+    all_bytes = n_bytes + backward_bytes + sum(copied_bytes) + n_sums * result_bytes
+    return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels, all_flops, all_bytes)
 
 
 def _alignment_bytes(specs: Specs, precision: str) -> int:

@@ -104,7 +104,7 @@ class SegmentWork:
 def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -> SegmentWork:
     """The sums of one kind of segment."""
     times = [timed(context, op, batch_size) for op in segment.ops]
-    n_additions, additions_s = _gradient_additions(context, segment, batch_size)
+    n_additions, additions_s, _ = gradient_additions(context, segment, batch_size)
     cast_s = _loss_cast_s(context, segment, batch_size)
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
     item_bytes = element_bytes(context.precision).gathered
@@ -181,15 +181,12 @@ def _n_collectives(segment: LocalSegment, direction: str) -> int:
     return of_losses + sum(bool(getattr(step, direction)) for _, step in segment.conversions)
 
 
-def _gradient_additions(context: WorkContext, segment: LocalSegment, batch_size: int) -> tuple[int, float]:
-    """How many gradients are added to others, and the time of it: two reads and one write each."""
+def gradient_additions(context: WorkContext, segment: LocalSegment, batch_size: int) -> tuple[int, float, int]:
+    """How many gradients are added to others, the seconds of it, and the bytes: two reads and one write each."""
+    n_additions = sum(count for count, _ in segment.additions)
+    n_bytes = sum(3 * count * spec.n_bytes(batch_size, context.precision) for count, spec in segment.additions)
     bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
-    n_additions, total_s = 0, 0.0
-    for count, spec in segment.additions:
-        n_bytes = spec.n_bytes(batch_size, context.precision)
-        n_additions += count
-        total_s += count * (context.device.kernel_s + 3 * n_bytes / bandwidth)
-    return n_additions, total_s
+    return n_additions, n_additions * context.device.kernel_s + n_bytes / bandwidth, n_bytes
 
 
 def weight_gradients(

@@ -9,7 +9,7 @@ from autoplan.errors import InputError
 from autoplan.files import read_text_file
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.hardware import HardwareProfile
-from autoplan.measure_model.op_comparison import compare_ops
+from autoplan.measure_model.op_comparison import compare_ops, computed_ops
 from autoplan.measured_profile.op_times import SegmentComparison
 from autoplan.measured_profile.segment_key import content_key
 from autoplan.measured_profile.segment_times import MeasuredProfile, parse_measured_profile
@@ -55,9 +55,10 @@ def measurements_of(
 
 
 def ops_of_plan(
-    options: Options, graph: OpGraph, hardware: HardwareProfile, plan: Plan, measured: MeasuredProfile
+    options: Options, graph: OpGraph, hardware: HardwareProfile, plan: Plan, measured: MeasuredProfile | None
 ) -> tuple[SegmentComparison, ...]:
-    """The ops of the segments of a plan, measured beside computed; none where none were measured."""
-    if not measured.ops:
-        return ()
-    return compare_ops(graph, hardware, plan, measured, rules=load_rules(options.rules))
+    """The ops of the segments of a plan: measured beside computed, or computed where none were measured."""
+    rules = load_rules(options.rules)
+    if measured is not None and measured.ops:
+        return compare_ops(graph, hardware, plan, measured, rules=rules)
+    return computed_ops(graph, hardware, plan, rules=rules)

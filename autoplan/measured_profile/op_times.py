@@ -51,20 +51,33 @@ class SegmentOps:
 
 
 @dataclass(frozen=True, slots=True)
-class OpSeconds:
-    """Forward and backward time of all calls of one op in one pass of a segment."""
+class OpTotals:
+    """All calls of one op in one forward and backward pass of a segment.
+
+    Attributes:
+        n_calls, flops, moved_bytes: of computed ones; 0 of measured ones, whose calls nobody counts so.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    n_calls: int = 0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Of both passes."""
         return self.forward_s + self.backward_s
 
-    def plus(self, other: OpSeconds) -> OpSeconds:
+    def plus(self, other: OpTotals) -> OpTotals:
         """Of the calls of both."""
-        return OpSeconds(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+        return OpTotals(
+            self.forward_s + other.forward_s,
+            self.backward_s + other.backward_s,
+            self.n_calls + other.n_calls,
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +85,23 @@ class OpComparison:
     """One op with tensors of these shapes, of which there are none where several shapes are taken together.
 
     Attributes:
-        measured, computed: None where only the other side has an op of this name.
+        measured, computed: None where only the other side has an op of this name, or nothing was measured.
     """
 
     op: str
     shapes: Shapes
-    measured: OpSeconds | None
-    computed: OpSeconds | None
+    measured: OpTotals | None
+    computed: OpTotals | None
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentComparison:
-    """The ops of one kind of segment, one micro-batch, one rank, without communication; the longest measured one first.
+    """The ops of one kind of segment, one micro-batch, one rank, without communication; the longest one first.
 
     Attributes:
         segment: the first of its kind.
         n_segments: of this kind, in the whole model.
-        tp, micro_batch_size: at which its ops were measured.
+        tp, micro_batch_size: at which its ops were measured, or else those of the plan.
     """
 
     segment: str

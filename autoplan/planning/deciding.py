@@ -68,10 +68,10 @@ def decide(
 
 
 def _with_ops(problem: Problem, answer: Answer) -> Answer:
-    """The answer with the ops of its best plan, where `autoplan profile` measured them."""
+    """The answer with the ops of its best plan; on hosts of one kind."""
     from autoplan.measure_model.lookup import ops_of_plan
 
-    if problem.measured is None or isinstance(problem.hardware, Cluster) or answer.result.best is None:
+    if isinstance(problem.hardware, Cluster) or answer.result.best is None:
         return answer
     plan = answer.result.best.plan
     return replace(answer, ops=ops_of_plan(problem.options, problem.graph, problem.hardware, plan, problem.measured))
