@@ -22,7 +22,7 @@ from autoplan.cost.between import Exchange, between_s
 from autoplan.cost.boundaries import Cuts, make_boundary_sizer, tied_elements, tied_weight_bytes
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression
-from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_part_pricer
+from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_pricer
 from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
@@ -46,7 +46,7 @@ def make_mixed_pricer(
 ) -> MixedPricer:
     """A function that prices one mesh whose pipeline ranks, or shares of the batch, are on these groups, in order."""
     parts = [
-        make_part_pricer(
+        make_pricer(
             graph,
             hardware=group,
             precision=precision,
@@ -67,13 +67,13 @@ def make_mixed_pricer(
     @cache
     def share(index: int, mesh: Mesh, n_groups: int) -> CostTable:
         exchange = Exchange(cluster.between, n_groups, n_columns=mesh.zero_shard_degree * mesh.tp)
-        return parts[index](mesh, mesh.pp, exchange)
+        return parts[index](mesh, exchange=exchange)
 
     def price(mesh: Mesh, groups: tuple[GroupRanks, ...]) -> CostTable:
         if mesh.shares:
             tables = [share(own.group, mesh.of_share(index), len(groups)) for index, own in enumerate(groups)]
             return shared(mesh, tables, per_step_s=_per_step_s(tables, cluster.between, 0, n_devices=1))
-        tables = [parts[own.group](mesh, own.n_ranks, None) for own in groups]
+        tables = [parts[own.group](mesh, own.n_ranks) for own in groups]
         if len(groups) == 1:
             return tables[0]
         layout = mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.dp

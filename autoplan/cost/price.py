@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple, Protocol
 
 from autoplan.analysis.chunked_loss import is_in_compiled
 from autoplan.cost.batch import make_batch_pricer
@@ -64,17 +65,22 @@ WORKSPACE_BYTES = 64 * MiB
 # allocated where memory is tight (A100 and B200; SimuMax docs/FULL_RESULTS.md), and 11 to 42 % more where it is not
 # (14 runs on 4 H200, benchmarks/results/predictions_h200_x4_2026-11-20.jsonl).
 RESERVED_RATIO = 1.15
-
-
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
-
 
 LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
-Pricer = Callable[[Mesh], CostTable]
-# With so many of the mesh's pipeline ranks on this cluster, and replicas of its data-parallel ranks on others.
-PartPricer = Callable[[Mesh, int, Exchange | None], CostTable]
+
+
+class Pricer(Protocol):
+    """Prices one mesh, whose ranks are all on this cluster unless more is said.
+
+    With `n_ranks`, only so many of its pipeline ranks are here. With an exchange, there are further data-parallel ranks
+    elsewhere, which the mesh leaves out. The table is that of a rank here; its `per_step_s` leaves out what passes
+    between the clusters.
+    """
+
+    def __call__(self, mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable: ...
 
 
 def make_pricer(
@@ -94,35 +100,6 @@ def make_pricer(
     "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
     compressed on meshes on which they can be.
     """
-    price = make_part_pricer(
-        graph,
-        hardware=hardware,
-        precision=precision,
-        shardings=shardings,
-        rules=rules,
-        measured=measured,
-        loss=loss,
-        compression=compression,
-    )
-    return lambda mesh: price(mesh, mesh.pp, None)
-
-
-def make_part_pricer(
-    graph: OpGraph,
-    *,
-    hardware: HardwareProfile,
-    precision: str,
-    shardings: Shardings,
-    rules: Mapping[str, OpRule],
-    measured: MeasuredProfile | None = None,
-    loss: str | None = None,
-    compression: Compression = NO_COMPRESSION,
-) -> PartPricer:
-    """Likewise, of a mesh with only some of its ranks on this cluster; others are elsewhere: further pipeline ranks,
-    or, with an exchange, further data-parallel ranks, which the mesh leaves out.
-
-    The table is that of a rank here. Its `per_step_s` leaves out what passes between the clusters.
-    """
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
     segments = _segments_pricer(
@@ -140,10 +117,10 @@ def make_part_pricer(
     blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
 
-    def price(mesh: Mesh, n_ranks: int, exchange: Exchange | None) -> CostTable:
-        """The cost table of one mesh."""
-        groups = groups_of(mesh.dp * mesh.tp * n_ranks, mesh.dp, mesh.tp, mesh.zero_shard_degree)
-        tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_ranks == mesh.pp else 0
+    def price(mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
+        n_here = n_ranks or mesh.pp
+        groups = groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
+        tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_here == mesh.pp else 0
         placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1, exchange)
         found, sources = segments(mesh, placement)
         copy_s, batch_bytes = batch(mesh)
@@ -177,6 +154,19 @@ def make_part_pricer(
     return price
 
 
+class _Run(NamedTuple):
+    """What the work of segments depends on; meshes share it.
+
+    `keeps_modules`: blocks are the user's own modules.
+    """
+
+    tp: int
+    sharding: str
+    micro_batch_size: int
+    execution: Execution
+    keeps_modules: bool
+
+
 def _segments_pricer(
     graph: OpGraph,
     contexts: Callable[[int], WorkContext],
@@ -192,10 +182,10 @@ def _segments_pricer(
 
     def segments(mesh: Mesh, placement: Placement) -> tuple[Costs, tuple[str, ...]]:
         """Those of one mesh."""
-        work = (mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
+        run = _Run(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
-        found = costs(*work, placement, mesh.pp > 1, splits_backward(mesh.schedule), loss_here)
-        return found, () if measured is None else tuple(source for _, source in works(*work))
+        found = costs(run, placement, mesh.pp > 1, splits_backward(mesh.schedule), loss_here)
+        return found, () if measured is None else tuple(source for _, source in works(run))
 
     return segments
 
@@ -215,10 +205,8 @@ def _works_pricer(
     contexts: Callable[[int], WorkContext],
     shardings: Shardings,
     measured: MeasuredProfile | None,
-) -> Callable[[int, str, int, Execution, bool], Works]:
-    """(tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules) -> work of each kind, as
-    measured where it was.
-    """
+) -> Callable[[_Run], Works]:
+    """The work of each kind of segment, as measured where it was."""
 
     @cache
     def computed(tp: int, sharding: str, micro_batch_size: int) -> Mapping[int, SegmentWork]:
@@ -231,14 +219,16 @@ def _works_pricer(
         return _correction(graph, shardings, measured, computed, execution, keeps_modules=keeps_modules)
 
     @cache
-    def works(tp: int, sharding: str, micro_batch_size: int, execution: Execution, keeps_modules: bool) -> Works:
-        found = computed(tp, sharding, micro_batch_size)
-        as_measured = correction(execution, keeps_modules)
+    def works(run: _Run) -> Works:
+        found = computed(run.tp, run.sharding, run.micro_batch_size)
+        as_measured = correction(run.execution, run.keeps_modules)
         if as_measured is None:
-            assert execution == Execution()  # see `space.choices.executions`
+            assert run.execution == Execution()  # see `space.choices.executions`
             return tuple((work, "") for work in found.values())
         return tuple(
-            as_measured.corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
+            as_measured.corrected(
+                work, kind=kind, tp=run.tp, sharding=run.sharding, micro_batch_size=run.micro_batch_size
+            )
             for kind, work in found.items()
         )
 
@@ -249,11 +239,9 @@ def _costs_pricer(
     graph: OpGraph,
     context: ParameterContext,
     local: LocalPricer,
-    works: Callable[[int, str, int, Execution, bool], Works],
-) -> Callable[[int, str, int, Execution, bool, Placement, bool, bool, str | None], Costs]:
-    """The costs of (tp, sharding, micro-batch size, how it runs, whether blocks are the user's own modules, placement,
-    whether stages are cut, whether backward is split, how the loss is computed).
-    """
+    works: Callable[[_Run], Works],
+) -> Callable[[_Run, Placement, bool, bool, str | None], Costs]:
+    """The costs of (run, placement, whether stages are cut, whether backward is split, how the loss is computed)."""
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
     equal: dict[Costs, Costs] = {}
@@ -266,22 +254,12 @@ def _costs_pricer(
         )
 
     @cache
-    def costs(
-        tp: int,
-        sharding: str,
-        micro_batch_size: int,
-        execution: Execution,
-        keeps_modules: bool,
-        placement: Placement,
-        is_cut: bool,
-        splits: bool,
-        loss: str | None,
-    ) -> Costs:
+    def costs(run: _Run, placement: Placement, is_cut: bool, splits: bool, loss: str | None) -> Costs:
         pairs = zip(
             first.values(),
-            local(tp, sharding).values(),
-            works(tp, sharding, micro_batch_size, execution, keeps_modules),
-            parameters(tp, sharding, placement, is_cut),
+            local(run.tp, run.sharding).values(),
+            works(run),
+            parameters(run.tp, run.sharding, placement, is_cut),
             strict=True,
         )
         found = tuple(
