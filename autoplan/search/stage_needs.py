@@ -76,69 +76,80 @@ class Needs:
     @classmethod
     def of(cls, table: CostTable, segments: Segments) -> Needs:
         """What the stages of the mesh need."""
-        n_stages = table.mesh.n_stages
         n_pieces = len(piece_edges(table)) - 1
         sizes = stage_sizes(table.mesh, n_pieces=n_pieces)
         ranges = Ranges.of(table, max(own[-1] for own in sizes))
         owners, counts, _, _ = places_of(n_pieces, sizes)
-        possible = np.zeros((n_stages, ranges.width + 1), dtype=bool)
+        possible = np.zeros((table.mesh.n_stages, ranges.width + 1), dtype=bool)
         possible[owners, counts] = True
-        splits, shape = splits_backward(table.mesh.schedule), ranges.start.shape
-        passes = _passes_s(table, segments, ranges)
-        plain = _plain_s(segments, ranges)
-        totals = {
-            "reduce_s": segments.reduce_s,
-            "forward_s": segments.forward_s,
-            "optimizer_s": segments.optimizer_s,
-            "resident_bytes": segments.resident_bytes,
-            "gradient_bytes": segments.gradient_bytes,
-            "saved_bytes": segments.saved_bytes,
-            "pending_bytes": segments.pending_bytes,
-        }
-        fields = {name: ranges.total(values) for name, values in totals.items()}
-        fields["last_left_s"] = left_s(
-            segments, ranges, compute_s=segments.weights_s if splits else segments.backward_s
+        passes, opening, plain, fields = _least(
+            ranges,
+            sizes,
+            _passes_s(table, segments, ranges),
+            {FIRST_FORWARD: first_forward_s(table, segments, ranges, is_first=True)},
+            _plain_s(segments, ranges),
+            _fields(table, segments, ranges),
         )
-        fields["opening_s"] = first_forward_s(table, segments, ranges, is_first=True)
-        fields["last_reduce_s"] = ranges.first(segments.reduce_s)
-        fields["alone_bytes"] = ranges.last(segments.least_alone_bytes)
-        has_several = ranges.edges[ranges.stop] - ranges.edges[ranges.start] > 1
-        fields["ending_bytes"] = np.where(has_several, ranges.last(segments.ending_bytes), fields["alone_bytes"])
-        everything = [*passes.values(), *plain.values(), *fields.values()]
-        least = per_stage(ranges, sizes, np.stack([np.broadcast_to(values, shape) for values in everything]))
-        least_of = dict(zip(fields, least[len(passes) + len(plain) :], strict=True))
-        passes_s = _by_symbol(passes, least, action_s=table.action_s)
-        passes_s[SYMBOLS.index(FIRST_FORWARD), 0] = least_of.pop("opening_s")[0] + table.action_s
+        passes_s = np.zeros((len(SYMBOLS), *possible.shape))
+        _put(passes_s, passes, action_s=table.action_s)
+        _put(passes_s[:, 0], {symbol: values[0] for symbol, values in opening.items()}, action_s=table.action_s)
         plain_s = passes_s.copy()
-        for symbol, values in zip(plain, least[len(passes) :], strict=False):
-            plain_s[SYMBOLS.index(symbol)] = values + (0.0 if symbol in NOT_AN_ACTION else table.action_s)
-        last_left, last_reduce = least_of["last_left_s"], least_of["last_reduce_s"]
-        if splits:  # the first stage does all in the pass for weights
+        _put(plain_s, plain, action_s=table.action_s)
+        if splits_backward(table.mesh.schedule):  # the first stage does all in the pass for weights
             for found in (passes_s, plain_s):
                 whole_s = plain_s[SYMBOLS.index(BACKWARD), 0]
                 found[SYMBOLS.index(WEIGHTS), 0] = found[SYMBOLS.index(LAST_WEIGHTS), 0] = whole_s
                 found[SYMBOLS.index(INPUTS), 0] = 0.0
-            last_left[0] = last_reduce[0]
+            fields["last_left_s"][0] = fields["last_reduce_s"][0]
         if table.gathers_per_micro_batch:
-            last_left = least_of["last_left_s"] = last_reduce
+            fields["last_left_s"] = fields["last_reduce_s"]
+        last_left_s = fields["last_left_s"]
         n_spared, easy_bytes = ranges.total(1.0 * (segments.spared_bytes > 0.0)), ranges.total(segments.easy_bytes)
         return cls(
             possible=possible,
             passes_s=passes_s,
             plain_s=plain_s,
-            left_s=last_left if table.reduces_per_micro_batch else np.zeros(last_left.shape),
+            left_s=last_left_s if table.reduces_per_micro_batch else np.zeros(last_left_s.shape),
             n_spared=per_stage(ranges, sizes, n_spared, largest=True),
             easy_bytes=per_stage(ranges, sizes, easy_bytes, largest=True),
-            **least_of,
+            **fields,
         )
 
 
-def _by_symbol(passes: dict[str, Array], least: Array, *, action_s: float) -> Array:
-    """(symbol, stage, pieces): the least times of these passes, which are the first rows of `least`."""
-    found = np.zeros((len(SYMBOLS), *least.shape[1:]))
-    for symbol, values in zip(passes, least, strict=False):
-        found[SYMBOLS.index(symbol)] = values + (0.0 if symbol in NOT_AN_ACTION else action_s)
-    return found
+def _least(ranges: Ranges, sizes: tuple[range, ...], *groups: dict[str, Array]) -> list[dict[str, Array]]:
+    """`per_stage` of each value, all at once."""
+    together = [np.broadcast_to(values, ranges.start.shape) for group in groups for values in group.values()]
+    found = iter(per_stage(ranges, sizes, np.stack(together)))
+    return [{name: next(found) for name in group} for group in groups]
+
+
+def _put(times_s: Array, passes: dict[str, Array], *, action_s: float) -> None:
+    """Write the times of these passes into (symbol, ...)."""
+    for symbol, values in passes.items():
+        times_s[SYMBOLS.index(symbol)] = values + (0.0 if symbol in NOT_AN_ACTION else action_s)
+
+
+def _fields(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, Array]:
+    """Fields of `Needs` for each range as a stage."""
+    splits = splits_backward(table.mesh.schedule)
+    totals = (
+        "reduce_s",
+        "forward_s",
+        "optimizer_s",
+        "resident_bytes",
+        "gradient_bytes",
+        "saved_bytes",
+        "pending_bytes",
+    )
+    found = {name: ranges.total(getattr(segments, name)) for name in totals}
+    alone_bytes = ranges.last(segments.least_alone_bytes)
+    has_several = ranges.edges[ranges.stop] - ranges.edges[ranges.start] > 1
+    return found | {
+        "last_left_s": left_s(segments, ranges, compute_s=segments.weights_s if splits else segments.backward_s),
+        "last_reduce_s": ranges.first(segments.reduce_s),
+        "alone_bytes": alone_bytes,
+        "ending_bytes": np.where(has_several, ranges.last(segments.ending_bytes), alone_bytes),
+    }
 
 
 def per_stage(ranges: Ranges, sizes: tuple[range, ...], values: Array, *, largest: bool = False) -> Array:
