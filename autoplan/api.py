@@ -165,33 +165,21 @@ def whatif(
     """
     from autoplan.what_if.asking import ask
     from autoplan.what_if.flags import OPTIONS, keyword_tables
-    from autoplan.what_if.question import Question, read_question, with_fields
+    from autoplan.what_if.question import question_of, with_fields
 
     if "precision" in options and "precisions" in (asked or {}):
         raise UsageError('whatif: found precision and "precisions" among asked\n  fix: give one of them')
-    if str(model).endswith(".toml"):
-        changes = keyword_tables(
-            hw=hw,
-            hosts=hosts,
-            overrides=overrides or {},
-            n_tokens=n_tokens,
-            n_samples=n_samples,
-            usd_per_device_hour=prices_usd_per_device_hour or {},
-            options=options,
-        )
-        others = Options(**{name: value for name, value in options.items() if name not in OPTIONS})
-        question = read_question(model, changes=changes, options=others)
-    else:
-        question = Question(
-            model=str(model),
-            hw=tuple(hw),
-            hosts=tuple(hosts) or (1,),
-            overrides=tuple((overrides or {}).items()),
-            n_tokens=n_tokens,
-            n_samples=n_samples,
-            given_usd=tuple((prices_usd_per_device_hour or {}).items()),
-            options=Options(**options),
-        )
+    tables = keyword_tables(
+        hw=hw,
+        hosts=hosts,
+        overrides=overrides or {},
+        n_tokens=n_tokens,
+        n_samples=n_samples,
+        usd_per_device_hour=prices_usd_per_device_hour or {},
+        options=options,
+    )
+    others = Options(**{name: value for name, value in options.items() if name not in OPTIONS})
+    question = question_of(model, tables, where="whatif", options=others)
     if "time_limit_s" in options:
         question = replace(question, time_limit_s=options["time_limit_s"])
     return ask(with_fields(question, asked or {}), n_jobs=n_jobs, executor=executor, progress=progress).rows

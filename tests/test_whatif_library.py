@@ -35,3 +35,9 @@ def test_any_executor_finds_the_same_rows(monkeypatch: pytest.MonkeyPatch, tmp_p
             monkeypatch.setattr(user_cache, "user_cache_dir", lambda name, folder=folder: folder)
             found.append(autoplan.whatif(MLP, hw=("dgx_a100_x8",), hosts=(1, 2), global_batch=64, executor=executor))
     assert found[0] == found[1] and {row.n_hosts for row in found[1] if row.step_s} == {1, 2}
+
+
+@pytest.mark.parametrize(("given", "field"), [({"hosts": (0,)}, "clusters.hosts"), ({"hw": ()}, "clusters.hw")])
+def test_keywords_are_refused_as_the_values_of_a_file_are(given: dict[str, object], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        autoplan.whatif(MLP, **{"hw": ("dgx_a100_x8",), **given})

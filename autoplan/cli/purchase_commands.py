@@ -217,17 +217,14 @@ def _print_purchase(
 def _question(model: str | None, flags: dict[str, Any], options: Options) -> Question:
     """The question of a file with the flags in the place of its values, or of the flags alone."""
     from autoplan.what_if.flags import flag_tables
-    from autoplan.what_if.question import parse_question, read_question
+    from autoplan.what_if.question import question_of
 
-    tables = flag_tables(**flags)
-    if model is not None and model.endswith(".toml"):
-        return read_question(model, changes=tables, options=options)
-    if model is None or not flags.get("hw"):
+    tables, is_file = flag_tables(**flags), model is not None and model.endswith(".toml")
+    if model is None or not (is_file or flags.get("hw")):
         raise UsageError("expected MODEL with --hw, or a WHATIF.TOML\n  fix: autoplan whatif model.py --hw dgx_a100_x8")
-    tables["workload"]["model"] = model
     try:
-        return parse_question(tables, where="command line", options=options)
-    except UsageError:
-        raise
+        return question_of(model, tables, where="command line", options=options)
     except InputError as error:
+        if is_file or isinstance(error, UsageError):
+            raise
         raise UsageError(str(error)) from None

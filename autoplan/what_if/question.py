@@ -109,6 +109,16 @@ class Question:
     conditions: tuple[Condition, ...] = (Condition(),)
 
 
+def question_of(model: str | Path, tables: Table, *, where: str, options: Options) -> Question:
+    """What is asked about MODEL, or by a whatif.toml of that name, whose values `tables` take the place of.
+
+    Raises: InputError naming the field that cannot be used.
+    """
+    if str(model).endswith(".toml"):
+        return read_question(model, changes=tables, options=options)
+    return parse_question(merged(tables, {"workload": {"model": str(model)}}), where=where, options=options)
+
+
 def read_question(path: str | Path, *, changes: Table | None = None, options: Options | None = None) -> Question:
     """The question of a whatif.toml; `changes` are tables whose keys, sweeps too, take the place of the file's.
 
