@@ -95,15 +95,7 @@ class ParallelModel(nn.Module):
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
 
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
-        with one_process_at_a_time(self.full_build_device != mesh.device):
-            stages = self._build_stages(build_model, seed)
-            for stage in stages:
-                blocks: Any = config.blocks if parallel_model is None else stage.BLOCKS
-                self.compressed.append(
-                    apply_in_order(
-                        stage, blocks=blocks, is_generated=parallel_model is not None, config=config, mesh=mesh
-                    )
-                )
+        stages = self._build_stages(build_model, seed)
         if config.compile and not config.chunked_head:
             self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
         self.stages = nn.ModuleList(stages)
@@ -255,10 +247,20 @@ class ParallelModel(nn.Module):
     # -------------------------------------------------------------- construction
 
     def _build_stages(self, build_model: Callable[[], nn.Module], seed: int) -> list[nn.Module]:
+        """The stages of this rank, parallelism applied; sets `whole` and `compressed`."""
+        config, mesh, generated = self.config, self.mesh, self._parallel_model
         device = self.full_build_device
-        full = build_whole_model(build_model, seed=seed, dtype=self.config.parameter_dtype, device=device)
-        self.whole = whole_tensors(full)
-        return local_stages(full, config=self.config, mesh=self.mesh, parallel_model=self._parallel_model)
+        with one_process_at_a_time(device != mesh.device):
+            full = build_whole_model(build_model, seed=seed, dtype=config.parameter_dtype, device=device)
+            self.whole = whole_tensors(full)
+            stages = local_stages(full, config=config, mesh=mesh, parallel_model=generated)
+            del full  # only what this rank keeps stays in memory while parallelism is applied
+            for stage in stages:
+                blocks: Any = config.blocks if generated is None else stage.BLOCKS
+                self.compressed.append(
+                    apply_in_order(stage, blocks=blocks, is_generated=generated is not None, config=config, mesh=mesh)
+                )
+        return stages
 
     def _build_pipeline(self) -> Pipeline:
         assert self.mesh.pp_group is not None and self._parallel_model is not None
