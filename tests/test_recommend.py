@@ -154,9 +154,10 @@ def test_recommend_from_the_command_line(capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["best"]["n_hosts"] == 1 and found["best"]["train_s"] <= 86_400
     hw = ("dgx_a100_x8", "dgx_h100_x8")
-    question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, global_batches=(512,), options=FIXED)
+    question = Question(GPT, hw, overrides=(("size", "char"),), n_samples=1e6, options=FIXED)
     again = autoplan.recommend(question, deadline_s=86_400.0, max_hosts=2)
     assert json.loads(json.dumps(recommendation_to_dict(again))) == found
+    assert found["assumptions"][0].startswith("global batch 512 (default)")
     assert {"step on dgx_a100_x8", "price of dgx_a100_x8", "time to restart, / 3 and x 3"} <= {
         swing["assumption"] for swing in found["swings"]
     }

@@ -128,7 +128,7 @@ def whatif_command(
 @click.option("--budget", metavar="USD", help="Most US dollars to spend: the fastest cluster that meets it.")
 @click.option("--among", "hw", metavar="A,B,...", help="Hardware profiles to choose from. [all that have a price]")
 @click.option("--max-hosts", type=click.IntRange(min=1), default=256, show_default=True, help="Most hosts to look at.")
-@click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512]")
+@click.option("--global-batch", "batches", metavar="B", help="Samples per optimizer step. [512 on every cluster]")
 @click.option("--precision", "precisions", metavar="P", help=f"Of {', '.join(PRECISIONS)}. [bf16]")
 @fix_option
 @amount_options

@@ -24,6 +24,7 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, hardware_names, load_hardware_profile
 from autoplan.hardware.cluster import load_hardware
 from autoplan.plain_text import count
+from autoplan.planning.problem import default_global_batch
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
 from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
@@ -34,7 +35,8 @@ from autoplan.what_if.report_text import assumption_texts
 from autoplan.what_if.rows import WhatIfRow
 from autoplan.what_if.sweep import INTERRUPTED
 
-DEFAULT_GLOBAL_BATCH = 512
+# One batch for clusters of every size, since they train the same model: what `plan` takes on 64 devices.
+DEFAULT_GLOBAL_BATCH = default_global_batch(64)
 N_ALTERNATIVES = 3
 WORTH = 0.01  # of time or cost: what another size of the same hardware must gain to be named
 N_PAST_DEADLINE = 2  # host counts looked at beyond the first that meets the deadline
@@ -91,9 +93,10 @@ def recommend(
     if question.n_tokens is None and question.n_samples is None:
         raise UsageError("recommend: found no amount\n  expected: --tokens or --samples\n  fix: --tokens 300e9")
     today = today or date.today()
-    question = replace(
-        checked_question(question, where="recommend"), global_batches=question.global_batches or (DEFAULT_GLOBAL_BATCH,)
-    )
+    question = checked_question(question, where="recommend")
+    batch_source = "given" if question.global_batches else "default"
+    (batch,) = question.global_batches or (DEFAULT_GLOBAL_BATCH,)
+    question = replace(question, global_batches=(batch,))
     _check_prices(question, today)
     asked = replace(question, conditions=varied(question.conditions[0]))
     quick, is_interrupted = _look(asked, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
@@ -117,7 +120,8 @@ def recommend(
         limit=limit,
         swings=() if best is None else swings(best, rows, _by_condition(found), limit),
         assumptions=(
-            f"global batch {', '.join(map(str, question.global_batches))}, at most {max_hosts} hosts of each kind",
+            f"global batch {batch} ({batch_source}) on every cluster, since all train the same model",
+            f"at most {max_hosts} hosts of each kind",
             *assumption_texts(assumptions_of(question, today=today)),
         ),
         is_interrupted=is_interrupted,
