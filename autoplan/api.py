@@ -22,7 +22,6 @@ from autoplan.search.result import SearchResult
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from autoplan.hardware import HardwareProfile
     from autoplan.parallel_plan import Plan
     from autoplan.what_if.rows import WhatIfRow
 
@@ -98,6 +97,7 @@ def measurement_folder(
     Raises: InputError or TraceError for what the model file or the hardware is; UsageError for an option.
     """
     from autoplan.files import read_text_file
+    from autoplan.hardware import load_hardware_profile
     from autoplan.measure_model.measurement_folder import (
         COMPILE_WAYS,
         FORMAT_WAYS,
@@ -107,7 +107,7 @@ def measurement_folder(
     )
     from autoplan.tracing.trace import example_batch, model_source
 
-    hardware, chosen = _load_hardware(hw, 1), checked(Options(**options))
+    hardware, chosen = load_hardware_profile(hw), checked(Options(**options))
     if chosen.module_level:
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:
@@ -232,9 +232,3 @@ def emit(
         classes = tuple(segment.class_name for segment in problem.graph.segments)
         files |= interop_files(targets, Subject(answer.best.plan, answer.workload, classes))
     write_folder(Path(folder), files, force=force)
-
-
-def _load_hardware(name: str, n_hosts: int) -> HardwareProfile:
-    from autoplan.hardware import load_hardware_profile
-
-    return load_hardware_profile(name, n_hosts=n_hosts)
