@@ -7,5 +7,6 @@
     float32_buffers   which buffers stay in float32 where a program computes in 16 bits
     model_flops       the FLOPs of one sample, and the operators that no rule knows
 
-Prices, checks, generated code and reports ask for it.
+Prices, checks, generated code and reports ask for it. A module of the same name in `cost/` says what the thing takes,
+and in `runtime/` how a program does it.
 """

@@ -3,7 +3,8 @@
 op_time, collective_time, launch, batch           one op, one collective, the host, a copy
 local_segment -> segment_work -> segment_cost     one kind of segment: its ops, their sum, with parameters and again
 kept_tensors                                      what autograd keeps of a segment
-measured, chunked, grad_compression, parameters   what changes the work, and what is kept beside it
+measured, chunked_loss, grad_compression          what changes the work
+parameters                                        what is kept beside it
 boundaries, between, outside_allocator            between stages, between groups of hosts, outside of the allocator
 price, mixed_price (several kinds of hosts) -> table    OpGraph x Mesh x HardwareProfile -> CostTable
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from autoplan.cost.chunked import with_chunked_loss
+from autoplan.cost.chunked_loss import with_chunked_loss
 from autoplan.cost.local_segment import LocalSegment, local_segment
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.work_context import N_CONTEXTS, WorkContext

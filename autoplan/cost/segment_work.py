@@ -78,7 +78,7 @@ class SegmentWork:
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
         n_kept_tensors: how often autograd keeps a tensor; see `kept_tensors`.
         repeated: how large a part of its forward pass recomputation runs again.
-        chunked: the same with the loss in slices, where it can be; see `cost.chunked`.
+        chunked: the same with the loss in slices, where it can be; see `cost.chunked_loss`.
     """
 
     forward_s: float
