@@ -75,6 +75,25 @@ class Cluster:
 Hardware = HardwareProfile | Cluster
 
 
+def kinds_of(hardware: Hardware) -> tuple[HardwareProfile, ...]:
+    """Each kind of host."""
+    return hardware.groups if isinstance(hardware, Cluster) else (hardware,)
+
+
+def device_names(hardware: Hardware) -> str:
+    """`NVIDIA A100-SXM4-80GB and Tesla V100-SXM2-32GB`."""
+    return " and ".join(dict.fromkeys(kind.device.name for kind in kinds_of(hardware)))
+
+
+def mean_price_usd_per_device_hour(hardware: Hardware) -> float | None:
+    """Over all devices; None unless all prices are known."""
+    if not isinstance(hardware, Cluster):
+        return hardware.price_usd_per_device_hour
+    known = [(group.n_devices, group.price_usd_per_device_hour) for group in hardware.groups]
+    total_usd = sum(count * price for count, price in known if price is not None)
+    return None if None in dict(known).values() else total_usd / hardware.n_devices
+
+
 def load_hardware(name_or_path: str, *, n_hosts: int = 1) -> Hardware:
     """What --hw names: `n_hosts` equal hosts (`load_hardware_profile`), or a mixed cluster, whose file counts hosts.
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from autoplan.analysis.semantics import notes
 from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
-from autoplan.hardware.cluster import Cluster, Hardware
+from autoplan.hardware.cluster import Cluster, device_names, kinds_of, mean_price_usd_per_device_hour
 from autoplan.search.result import SearchResult
 from autoplan.tensor_parallel.split_names import splits
 
 if TYPE_CHECKING:
-    from autoplan.hardware import HardwareProfile
     from autoplan.planning.problem import Problem
 
 MODULE_LEVEL_LIMITS = (
@@ -52,18 +51,18 @@ def _workload(problem: Problem) -> Workload:
     from autoplan.rules import load_rules
 
     graph, hardware = problem.graph, problem.hardware
-    kinds, peaks = _kinds(hardware), _peaks_flops_per_s(problem)
+    peaks = _peaks_flops_per_s(problem)
     return Workload(
         model=model_name(problem.model),
         hardware=hardware.name,
-        device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
+        device=device_names(hardware),
         n_hosts=hardware.n_hosts,
         n_devices=hardware.n_devices,
         n_parameters=graph.n_parameters(),
         flops_per_sample=flops_per_sample(graph, rule_files=problem.options.rules),
         tokens_per_sample=tokens_per_sample(graph),
         peak_flops_per_s=None if isinstance(hardware, Cluster) else peaks[0],
-        price_usd_per_device_hour=_mean_price_usd(kinds),
+        price_usd_per_device_hour=mean_price_usd_per_device_hour(hardware),
         segment_names=tuple(segment.name for segment in graph.segments),
         provenance=_provenance(problem),
         values=_values(problem),
@@ -74,29 +73,17 @@ def _workload(problem: Problem) -> Workload:
         else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
-            for kind, peak in zip(kinds, peaks, strict=True)
+            for kind, peak in zip(hardware.groups, peaks, strict=True)
         )
         if isinstance(hardware, Cluster)
         else (),
     )
 
 
-def _kinds(hardware: Hardware) -> tuple[HardwareProfile, ...]:
-    """Each kind of host."""
-    return hardware.groups if isinstance(hardware, Cluster) else (hardware,)
-
-
 def _peaks_flops_per_s(problem: Problem) -> list[float | None]:
     """Of each kind of device, in the precision asked for."""
     precision = problem.options.precision
-    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in _kinds(problem.hardware)]
-
-
-def _mean_price_usd(kinds: tuple[HardwareProfile, ...]) -> float | None:
-    """Of a device-hour, over all devices; None unless all are known."""
-    known = [(kind.n_devices, kind.price_usd_per_device_hour) for kind in kinds]
-    total_usd = sum(count * price for count, price in known if price is not None)
-    return None if None in dict(known).values() else total_usd / sum(count for count, _ in known)
+    return [dict(kind.device.peak_flops_per_s).get(precision) for kind in kinds_of(problem.hardware)]
 
 
 def _values(problem: Problem) -> tuple[tuple[str, str], ...]:

@@ -20,8 +20,7 @@ from typing import Any
 from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, tokens_per_sample
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import HardwareProfile
-from autoplan.hardware.cluster import Cluster
+from autoplan.hardware.cluster import device_names, mean_price_usd_per_device_hour
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.plan_words import describe_mesh, groups_text
 from autoplan.planning.deciding import decide
@@ -67,7 +66,7 @@ class PointResult:
         fix: what `autoplan plan --fix` takes to get this plan.
         breakdown: (part, seconds) pairs that sum to `step_s`.
         model_state_bytes: weights and optimizer state of the whole model, which is what a checkpoint holds.
-        price_usd_per_device_hour: that the hardware profile names.
+        price_usd_per_device_hour: that hardware profiles name, on average over devices.
     """
 
     status: str
@@ -155,17 +154,15 @@ def unusable(problem: Problem, why: str) -> PointResult:
 
 
 def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
-    hardware, precision = problem.hardware, problem.options.precision
-    kinds = hardware.groups if isinstance(hardware, Cluster) else (hardware,)
-    size = element_bytes(precision)
+    hardware, size = problem.hardware, element_bytes(problem.options.precision)
     return PointResult(
         status=result.status,
-        device=" and ".join(dict.fromkeys(kind.device.name for kind in kinds)),
+        device=device_names(hardware),
         n_hosts=hardware.n_hosts,
         n_devices=hardware.n_devices,
         model_state_bytes=problem.graph.n_parameters() * (size.master + size.optimizer),
         tokens_per_sample=tokens_per_sample(problem.graph),
-        price_usd_per_device_hour=hardware.price_usd_per_device_hour if isinstance(hardware, HardwareProfile) else None,
+        price_usd_per_device_hour=mean_price_usd_per_device_hour(hardware),
         detail=detail,
         gap=result.gap,
     )
@@ -174,7 +171,6 @@ def _filled(problem: Problem, result: SearchResult, detail: str) -> PointResult:
 def _result(problem: Problem, answer: Answer) -> PointResult:
     why = answer.result.why_nothing or "the search stopped before it found a plan"
     found = _filled(problem, answer.result, why if answer.result.best is None else "")
-    found = replace(found, price_usd_per_device_hour=answer.workload.price_usd_per_device_hour)
     best = answer.result.best
     if best is None:
         return found
