@@ -48,14 +48,14 @@ from autoplan.parallel_plan import Plan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
 from autoplan.search.examination import consider, examine
-from autoplan.search.found import MakePlan, result_of
-from autoplan.search.meshes import SearchSpace, enumerate_meshes
+from autoplan.search.found import result_of
+from autoplan.search.meshes import MakePlan, Price, SearchSpace, enumerate_meshes
 from autoplan.search.one_device import one_device
 from autoplan.search.one_mesh import faster_than
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
-from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, Price, SearchState
+from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, SearchState
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 

@@ -9,14 +9,14 @@ Each recipe takes the micro-batch (and recomputation, except DDP) with which it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
-from autoplan.search.meshes import SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
+from autoplan.search.meshes import Price, SearchSpace, divisors, legal_tensor_degrees, micro_batch_sizes
 from autoplan.search.one_mesh import Judged
 from autoplan.search.plans import repeated_segments
 from autoplan.simulator.simulate import simulate
@@ -31,7 +31,7 @@ class Baseline:
     judged: Judged
 
 
-def plain_recipes(space: SearchSpace, options: Options, *, price: Callable[[Mesh], CostTable]) -> tuple[Baseline, ...]:
+def plain_recipes(space: SearchSpace, options: Options, *, price: Price) -> tuple[Baseline, ...]:
     """The recipes that exist for this model and cluster, each at its best.
 
     What the user fixed binds them only where it cuts the space itself: layouts of another tp, compressed gradients.
@@ -90,7 +90,7 @@ def best_of(
     recompute: tuple[bool, ...],
     *,
     space: SearchSpace,
-    price: Callable[[Mesh], CostTable],
+    price: Price,
 ) -> Baseline | None:
     """The fastest plan that fits of the first tier that has one; else the plan found that lacks the least memory, and
     where by its bound none can fit one with the smallest micro-batch.

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
+from autoplan.search.meshes import MakePlan
 from autoplan.search.one_mesh import faster_than
 from autoplan.search.preference import Scored, simplest
 from autoplan.search.rejections import rejected
 from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
 from autoplan.solver.linear_model import INFINITY
-
-MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 
 def result_of(

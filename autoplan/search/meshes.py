@@ -22,20 +22,24 @@ contains that of the smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NoReturn
 
+from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import PLAIN_SCHEDULE, Options
-from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh
+from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh, Plan, StagePlan
 from autoplan.schedules import splits_backward
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
 MAX_SPLIT_ZERO_STAGE = 2  # of a split backward pass: its halves need the parameters that the forward pass gathered
 MAX_MICRO_BATCHES = 2**13  # of a step: nobody accumulates over so many, and a replay takes a quarter of a second
 MAX_SIGNIFICANT_BITS = 4
+
+Price = Callable[[Mesh], CostTable]
+MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from autoplan.cost.table import CostTable
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.search.meshes import (
+    MakePlan,
+    Price,
     SearchSpace,
     device_counts,
     divisors,
@@ -47,8 +49,8 @@ class GroupSpace:
     """One group alone, as `search` sees it."""
 
     space: SearchSpace
-    price: Callable[[Mesh], CostTable]
-    make_plan: Callable[[Mesh, tuple[StagePlan, ...]], Plan]
+    price: Price
+    make_plan: MakePlan
 
 
 @dataclass(frozen=True, slots=True)

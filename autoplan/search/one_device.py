@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from autoplan.cost.table import CostTable
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh
 from autoplan.search.baselines import best_of, data_parallel
 from autoplan.search.bounds import shortfall_bytes
-from autoplan.search.meshes import SearchSpace
+from autoplan.search.meshes import Price, SearchSpace
 from autoplan.search.result import OneDevice
 
 
-def one_device(space: SearchSpace, options: Options, *, price: Callable[[Mesh], CostTable]) -> OneDevice | None:
+def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevice | None:
     """The same global batch on one device, at its best, with or without recomputation, whatever the user fixed.
 
     None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch.

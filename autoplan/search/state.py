@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
-from autoplan.search.meshes import fixed
+from autoplan.search.meshes import Price, fixed
 from autoplan.search.one_mesh import Judged, MeshProgram
 from autoplan.search.paths import shape_of
 from autoplan.search.result import Rejection
 from autoplan.solver.linear_model import INFINITY
-
-Price = Callable[[Mesh], CostTable]
 
 UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact

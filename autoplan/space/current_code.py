@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from autoplan.cost.price import Shardings
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.measured_profile.op_times import SegmentOps
 from autoplan.measured_profile.segment_key import assignment_key, code_key, content_key
@@ -21,9 +22,8 @@ from autoplan.measured_profile.segment_times import FailedSegment, MeasuredProfi
 from autoplan.parallel_plan import Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.rules import OpRule
 
-Splits = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (degree, boundary) -> layouts of each kind
 Codes = Mapping[tuple[str, str, int], str]  # (content, assignment, degree) -> key of what is generated
-WHOLE_MODEL: Splits = {(1, ""): ()}
+WHOLE_MODEL: Shardings = {(1, ""): ()}
 _Row = TypeVar("_Row", SegmentTime, SegmentOps)
 _Measured = TypeVar("_Measured", MeasuredProfile, MeasuredProfile | None)
 
@@ -31,7 +31,7 @@ _Measured = TypeVar("_Measured", MeasuredProfile, MeasuredProfile | None)
 def with_current_code(
     measured: _Measured,
     graph: OpGraph,
-    splits: Iterable[Splits],
+    splits: Iterable[Shardings],
     *,
     precision: str,
     rules: Mapping[str, OpRule],

@@ -9,7 +9,7 @@ when it is one group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import gcd
@@ -23,13 +23,11 @@ from autoplan.hardware.cluster import Cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
-from autoplan.search.meshes import divisors, fixed, fixed_int
+from autoplan.search.meshes import MakePlan, divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
 from autoplan.space.choices import CHANNELS_LAST, compression_choice, loss_choice
 from autoplan.space.layouts import of_size, shardings_by_size
 from autoplan.space.priced import priced_space
-
-MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 
 def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_batch: int) -> MixedSpace:

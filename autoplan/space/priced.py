@@ -5,7 +5,7 @@ OpGraph + HardwareProfile + Options --> SearchSpace, price(mesh) -> CostTable, m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoplan.checks.fixes import check_fixed
@@ -17,9 +17,9 @@ from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import Options
-from autoplan.parallel_plan import Execution, Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import load_rules
-from autoplan.search.meshes import SearchSpace
+from autoplan.search.meshes import MakePlan, Price, SearchSpace
 from autoplan.space.choices import check_execution, codes, compression_choice, executions, loss_choice
 from autoplan.space.current_code import with_current_code
 from autoplan.space.layouts import of_size, shardings_by_size
@@ -31,8 +31,8 @@ class PricedSpace:
     """What `search` is called with, besides the options."""
 
     space: SearchSpace
-    price: Callable[[Mesh], CostTable]
-    make_plan: Callable[[Mesh, tuple[StagePlan, ...]], Plan]
+    price: Price
+    make_plan: MakePlan
 
 
 def priced_space(
