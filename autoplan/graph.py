@@ -27,7 +27,7 @@ MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
     "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,

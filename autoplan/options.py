@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 DEFAULT_MICRO_BATCH_SIZE = 8  # per device, when no global batch is given
 OBJECTIVES = ("time", "cost")
 BATCH_NORMS = ("local", "synchronized")  # the first is the default, here and below

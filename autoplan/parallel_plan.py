@@ -161,8 +161,8 @@ class Plan:
     """One complete decision: enough, with the graph, to generate the program.
 
     Attributes:
-        precision: "bf16", "fp16", "fp32" or "fp64"; parameters and their gradients are computed in it,
-            optimizer state and reductions stay in fp32 (fp64 under fp64).
+        precision: "bf16", "fp16", "tf32" (float32 whose products round their operands), "fp32" or "fp64"; parameters
+            and their gradients are computed in it, optimizer state and reductions stay in fp32 (fp64 under fp64).
         shardings: one entry per segment kind; empty when `tp` is 1.
         recompute: "none", "selective", or "full" when every block is recomputed; the stages say which.
         loss: "whole", or "chunked": the head and its loss in slices of the rows; see `analysis.chunked_loss`.

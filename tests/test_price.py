@@ -8,10 +8,11 @@ from distributed.programs import graph_of, shardings_of
 
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.local_segment import local_op, strided_values
-from autoplan.cost.op_time import host_s, op_time
+from autoplan.cost.op_time import host_s, op_time, peak_flops_per_s
 from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import work_contexts
+from autoplan.errors import InputError
 from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_hardware_profile
 from autoplan.options import Options
@@ -205,3 +206,12 @@ def test_clusters_share_what_a_rank_computes_exactly_where_its_device_and_links_
         for name in ("ethernet_10g", "infiniband_200g")
     ]
     assert over_hosts[0] is not over_hosts[1]
+
+
+def test_tf32_takes_the_memory_of_float32_at_its_own_peak():
+    (fp32, meshes), (tf32, _) = (pricer_of("gpt", precision=precision) for precision in ("fp32", "tf32"))
+    saved = [[cost.saved_bytes for cost, *_ in price(meshes[0]).costs] for price in (fp32, tf32)]
+    assert saved[0] == saved[1]
+    assert peak_flops_per_s(PROFILE.device, "tf32") == 8 * peak_flops_per_s(PROFILE.device, "fp32") == 156e12
+    with pytest.raises(InputError, match="without tf32"):
+        peak_flops_per_s(load_hardware_profile("v100_x8").device, "tf32")

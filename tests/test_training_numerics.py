@@ -12,6 +12,7 @@ from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
+from autoplan.runtime.float32_products import set_float32_products
 from autoplan.runtime.learning_rate import LearningRate, build_scheduler_of
 from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
 from autoplan.runtime.parity import Differences
@@ -257,3 +258,20 @@ def test_only_what_rounding_of_gradients_cannot_explain_is_a_difference(paramete
     config = SimpleNamespace(precision="fp64", computes_in_float32=False)
     found = Differences(loss=0.0, gradient=1e-13, parameter=parameter, unexplained=unexplained, buffer=buffer)
     assert found.exceeds(config, step=0, learning_rate=1e-3) == is_wrong
+
+
+def test_products_of_float32_are_rounded_under_tf32_only():
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for precision, expected in (
+            ("tf32", ("high", True)),
+            ("fp32", ("highest", False)),
+            ("bf16", ("highest", False)),
+        ):
+            set_float32_products(precision)
+            assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == expected
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+    config = Config(precision="tf32")
+    assert config.parameter_dtype == config.compute_dtype == torch.float32

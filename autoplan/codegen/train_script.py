@@ -34,7 +34,7 @@ PLANNED = PlannedFigures(
 {workload}
 )
 MODEL_OVERRIDES = {overrides}
-PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}}
+PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32", "float64": "fp64"}}
 
 
 def parse_arguments():
@@ -42,7 +42,6 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps, with those before a resume")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="compute in this instead of the plan's precision")
-    parser.add_argument("--matmul-precision", choices=("highest", "high", "medium"), help="of float32; high is TF32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
     parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
@@ -72,8 +71,7 @@ def parse_arguments():
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
-{check_plainly}{try_convolutions}    torch.set_float32_matmul_precision(arguments.matmul_precision or "highest")
-    start_process_group(arguments.device, config, timeout_s=arguments.timeout)
+{check_plainly}{try_convolutions}    start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
     log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
     options = {{

@@ -65,6 +65,8 @@ def everywhere_missing(subject: Subject) -> Iterator[str]:
         yield "The tensor-parallel layout of each operator: the target splits as its own model code does."
     if plan.groups:
         yield "Pipeline ranks on several kinds of hosts: place the ranks by the order of the hosts."
+    if plan.precision == "tf32":
+        yield 'Products in tf32: torch.set_float32_matmul_precision("high") before training.'
     if plan.loss == "chunked":
         yield "The loss in slices of the rows, which holds one slice of the logits at a time."
     if plan.mesh.memory_format == "channels_last":

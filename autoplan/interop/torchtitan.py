@@ -27,7 +27,7 @@ def torchtitan_file(subject: Subject) -> Configuration:
     training: dict[str, object] = {"local_batch_size": local_batch, "global_batch_size": mesh.global_batch_size}
     if subject.workload.tokens_per_sample is not None:
         training["seq_len"] = subject.workload.tokens_per_sample
-    if plan.precision in ("bf16", "fp32"):
+    if plan.precision in ("bf16", "tf32", "fp32"):
         training["mixed_precision_param"] = "bfloat16" if plan.precision == "bf16" else "float32"
         training["mixed_precision_reduce"] = "bfloat16" if plan.grad_compression == "bf16" else "float32"
     else:

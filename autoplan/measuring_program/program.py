@@ -240,6 +240,7 @@ def _result_cache(
 
 def _measuring(plan: dict[str, Any], clock: Clock, backend: str) -> Measuring:
     dtype = DTYPES[plan["precision"]]
+    importlib.import_module("runtime.float32_products").set_float32_products(plan["precision"])
     paths = {path for region in plan["regions"] if region["own"] for path, _ in region["own"]["instances"]}
     overrides = {name: _as_tuple(value) for name, value in plan["overrides"].items()}
     compiled = functools.partial(torch.compile, backend=backend, dynamic=False)

@@ -7,8 +7,13 @@ from itertools import accumulate
 
 import torch
 
-PARAMETER_DTYPES = {"bf16": torch.float32, "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+COMPUTE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 V_SCHEDULES = ("zero_bubble_v",)
 SPLIT_SCHEDULES = ("zero_bubble_v",)
@@ -31,7 +36,8 @@ class Config:
         share_recompute: `recompute` of each of `shares`, where they differ.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble_v"; without effect when `pp` is 1.
         n_chunks: pipeline stages per rank.
-        precision: "bf16", "fp16", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in float32.
+        precision: "bf16", "fp16", "tf32", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in
+            float32; tf32 is float32 whose products and convolutions round their operands to 10 bits, on GPUs that can.
         memory_format: of images, [sample, channel, height, width], "contiguous" or "channels_last".
         batch_norm: "local" normalizes by the statistics of a rank's own micro-batch, "synchronized" by those of all
             data-parallel ranks' micro-batches together.
@@ -197,7 +203,7 @@ class Config:
     @property
     def parameter_dtype(self) -> torch.dtype:
         """In which parameters and optimizer state are kept, and gradients are reduced."""
-        return PARAMETER_DTYPES[self.precision]
+        return torch.float64 if self.precision == "fp64" else torch.float32
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -22,6 +22,7 @@ from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .experts import use_float64_grouped_products
 from .finite import finite_update
+from .float32_products import set_float32_products
 from .grad_compression import PowerSGD
 from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_tied_gradients
 from .learning_rate import LearningRate, build_scheduler_of
@@ -82,6 +83,7 @@ class ParallelModel(nn.Module):
         if parallel_model is None and config.tp * config.n_stages > 1:
             raise ValueError("tensor and pipeline parallelism need the generated parallel_model")
         self.config, self.mesh = config, mesh
+        set_float32_products(config.precision)
         if config.precision == "fp64" and mesh.device.type == "cpu":
             use_float64_grouped_products()
         self._parallel_model = parallel_model
