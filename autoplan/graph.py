@@ -26,13 +26,15 @@ COMPUTE = "compute"
 MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
+OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
-    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8,
+    "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
-FLOAT_DTYPES = frozenset({COMPUTE, "float64", "float32", "bfloat16", "float16"})
+COMPLEX_DTYPES = frozenset({"complex32", "complex64", "complex128"})
+FLOAT_DTYPES = frozenset({COMPUTE, "float64", "float32", "bfloat16", "float16"}) | COMPLEX_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,13 @@ class TensorSpec:
 
     @property
     def is_float(self) -> bool:
-        """Whether the tensor is floating point, so that precision changes its size and it may carry a gradient."""
+        """Whether the numbers are real or complex floating point, so that the tensor may carry a gradient."""
         return self.dtype in FLOAT_DTYPES
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether the numbers are complex."""
+        return self.dtype in COMPLEX_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,8 @@ class OpGraph:
     Attributes:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
-        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast".
+        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", and the words
+            of `OWN_GRADIENTS`.
     """
 
     name: str
@@ -244,6 +252,11 @@ class OpGraph:
     def is_module_level(self) -> bool:
         """Whether its ops are whole modules, so that nothing can be split or cut inside of them."""
         return any(op.target == MODULE_OTHER for op in self.ops)
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether the user's code says what gradients are, which the ops do not hold: its classes cannot be replaced."""
+        return not OWN_GRADIENTS.isdisjoint(self.dissolved)
 
     def n_parameters(self) -> int:
         """Trainable elements, a tied weight counted once."""
@@ -323,7 +336,7 @@ def computes_in_float32(graph: OpGraph) -> bool:
     """Whether forward casts to float32 where gradients flow, whatever the precision of the plan."""
     gradients = gradient_values(graph.ops, graph.parameters)
     before_loss = (op for op in graph.ops if op.module_path != LOSS_PATH)
-    return any(op.name in gradients and op.outputs[0].dtype == "float32" for op in before_loss)
+    return any(op.name in gradients and op.outputs[0].dtype in ("float32", "complex64") for op in before_loss)
 
 
 def invariant_values(graph: OpGraph) -> frozenset[str]:

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.analysis.semantics import STATEMENTS, notes
 from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_json
+from autoplan.checks.fixes import check_fixed
 from autoplan.checks.options import check_options
+from autoplan.cost.boundaries import legal_cuts
+from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.html_report import plan_page
 from autoplan.options import Options
@@ -190,9 +193,101 @@ def test_the_users_own_autocast_is_stated_and_what_becomes_of_it():
     assert notes_of(graph_of(lambda: Calling(outside_of_autocast))) == ()
 
 
+class Sign(torch.autograd.Function):
+    """The sign, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def signed(layer, x):
+    return Sign.apply(layer(x))
+
+
+def hooked(layer, x):
+    y = layer(x)
+    y.register_hook(lambda gradient: gradient / 2)
+    return y
+
+
+class HookedModule(nn.Linear):
+    """A layer whose backward hook changes the gradient of its input."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] / 2,))
+
+
+class Remembering(nn.Module):
+    """Keeps a running mean in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = x + self.mean
+        self.mean.copy_(x.detach().mean(0))
+        return y
+
+
+@pytest.mark.parametrize("inner", [lambda: Calling(signed), lambda: Calling(hooked), HookedModule])
+def test_gradients_that_the_user_defines_are_stated_and_neither_split_nor_cut(inner):
+    graph = graph_of(inner)
+    assert "neither tensor nor pipeline parallelism is planned" in only_note(graph)
+    assert not any(legal_cuts(graph))
+    for fix in ("tp", "pp"):
+        with pytest.raises(UsageError, match="its own|may change gradients"):
+            check_fixed(graph, Options(fix=((fix, "2"),)))
+    check_fixed(graph, Options(fix=(("dp", "2"), ("zero", "3"))))
+    graph = graph_of(lambda: Calling(lambda layer, x: x + (layer(x) - x).detach()))
+    assert notes_of(graph) == ()
+    check_fixed(graph, Options(fix=(("tp", "2"),)))
+
+
+def test_random_numbers_and_written_buffers_are_stated():
+    graph = graph_of(lambda: Calling(lambda layer, x: layer(x) + torch.randn_like(x)))
+    assert "Random numbers are drawn, in randn_like of inner" in only_note(graph).replace("aten.", "").replace(".default", "")
+    graph = graph_of(Remembering)
+    assert "inner.mean: each data-parallel rank changes its own, 3 times a step" in only_note(graph)
+    assert "3 times a step, not once" in only_note(graph, PIPELINE)
+    assert notes_of(graph, ONE_PROCESS) == ()
+
+
+def test_batch_norm_in_evaluation_mode_is_like_any_other_layer():
+    graph = graph_of(lambda: Calling(lambda layer, x: F.batch_norm(layer(x), x.new_zeros(WIDTH), x.new_ones(WIDTH))))
+    assert notes_of(graph) == ()
+
+
+def masked_mean(outputs, targets):
+    losses, mask = F.cross_entropy(outputs, targets, reduction="none"), targets > 0
+    return (losses * mask).sum() / mask.sum()
+
+
+def root(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none").mean().sqrt()
+
+
+def balanced(outputs, targets):
+    shares = outputs.softmax(-1)
+    return F.cross_entropy(outputs, targets, reduction="none").mean() + (shares.mean(0) * shares.mean(0)).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [masked_mean, root, balanced])
+def test_what_is_not_linear_in_sums_over_samples_is_told(loss_fn):
+    assert "Samples of a batch are put together" in only_note(graph_of(loss_fn=loss_fn))
+    assert notes_of(graph_of(loss_fn=loss_fn), ONE_PROCESS) == ()
+
+
 def test_every_statement_is_one_sentence():
     def everything():
-        return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(), Calling(in_checkpoint), Calling(in_autocast))
+        parts = (nn.Dropout(), Calling(in_checkpoint), Calling(in_autocast), Calling(signed), Remembering())
+        return nn.Sequential(nn.BatchNorm1d(WIDTH), *parts, Calling(lambda layer, x: x + torch.rand_like(x)))
 
     def loss_fn(outputs, targets):
         return F.cross_entropy(outputs, targets) + (outputs - outputs.mean(0)).square().sum()

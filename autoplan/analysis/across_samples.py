@@ -4,10 +4,10 @@ Micro-batches and data-parallel ranks take a share of the samples each, and thei
 That is the step of one process where every sample is worked on by itself and the loss is a mean over them:
 
     mixing_op    gives a sample something of the others: a product of samples with samples, a mean taken from each
+    nonlinear_op makes something else than a sum of sums over samples: a ratio of two, the root of one, a product
     sum_op       adds the losses of the samples up, and nothing divides by how many there are
 
-Left out: a maximum that is subtracted for stability mixes by this, though its result does not change; and what only
-adds a term to the loss, such as the balance of experts, is not found.
+Left out: a maximum that is subtracted for stability mixes by this, though its result does not change.
 """
 
 from __future__ import annotations
@@ -34,6 +34,19 @@ _REDUCTION = {
 _SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList"})
 _DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
 _SCALINGS = _DIVISIONS | {"aten.mul.Tensor"}  # a product may be with one over a count
+# What keeps a sum over samples one, apart from products and divisions.
+_LINEAR = frozenset(
+    """add sub neg sum mean mul div rsub view reshape _unsafe_view flatten squeeze unsqueeze expand transpose t permute
+    select slice stack cat unbind split to _to_copy clone contiguous alias detach getitem lift_fresh_copy where
+    masked_fill index zeros_like ones_like full_like mse_loss l1_loss item""".split()
+)
+_NONLINEAR_REDUCTIONS = frozenset(
+    "amax amin max min median std var var_mean prod norm linalg_vector_norm logsumexp".split()
+)
+_CONSTANTS = frozenset(
+    """ones zeros full arange scalar_tensor eye ones_like zeros_like full_like new_ones new_zeros new_full
+    lift_fresh_copy""".split()
+)
 _BATCH_NORM = "batch_norm"  # has a note of its own
 
 
@@ -51,9 +64,65 @@ def mixing_op(graph: OpGraph) -> Op | None:
     return None
 
 
+def nonlinear_op(graph: OpGraph) -> Op | None:
+    """The last op of the loss that is not linear in sums over samples; None where the loss is a sum of such sums.
+
+    Counts that do not depend on values, such as the sum of ones, are numbers here.
+    """
+    specs, ops, constants = graph.specs(), {op.name: op for op in graph.ops}, _constants(graph)
+    reduced = _of_all_samples(graph, constants)
+    open_names, seen = [graph.loss], set()
+    while open_names:
+        op = ops.get(open_names.pop())
+        if op is None or op.name in seen or op.name not in reduced:
+            continue
+        seen.add(op.name)
+        read = op.input_names()
+        word = _word(op)
+        if any(_n_batch_dims(specs[name]) for name in read if name not in constants):
+            if word in _NONLINEAR_REDUCTIONS:
+                return op
+        elif (word not in _LINEAR and not reduced.isdisjoint(read)) or _multiplies(op, word, reduced):
+            return op
+        open_names += read
+    return None
+
+
+def _multiplies(op: Op, word: str, reduced: frozenset[str]) -> bool:
+    """Whether an op multiplies, or divides by, values that are made of all samples."""
+    positions = {"mul": (0, 1), "div": (1,), "mse_loss": (0,), "l1_loss": (0,)}.get(word, ())
+    return bool(positions) and all(isinstance(op.args[i], Ref) and op.args[i].name in reduced for i in positions)
+
+
+def _constants(graph: OpGraph) -> frozenset[str]:
+    """Values that depend on no value of the batch or of the model, only on sizes."""
+    found = set[str]()
+    for op in graph.ops:
+        read = op.input_names()
+        if _word(op) in _CONSTANTS or (read and found.issuperset(read)):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _of_all_samples(graph: OpGraph, constants: frozenset[str]) -> frozenset[str]:
+    """Values of any type without a batch dim that follow from values with one."""
+    specs, found = graph.specs(), set[str]()
+    for op in graph.ops:
+        if op.name in constants or not op.outputs or _n_batch_dims(op.outputs[0]):
+            continue
+        if any(name in found or _n_batch_dims(specs[name]) for name in op.input_names() if name not in constants):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _word(op: Op) -> str:
+    """`add` of `aten.add.Tensor`."""
+    return op.target.removeprefix("aten.").split(".")[0]
+
+
 def sum_op(graph: OpGraph) -> Op | None:
     """The op that adds up the losses of samples without a division by their number; None for a mean."""
-    specs, reduced, ops = graph.specs(), reduced_values(graph), {op.name: op for op in graph.ops}
+    specs, reduced, ops = graph.specs(), _of_all_samples(graph, frozenset()), {op.name: op for op in graph.ops}
     open_names, seen = [graph.loss], set()
     while open_names:
         op = ops.get(open_names.pop())

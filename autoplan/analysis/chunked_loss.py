@@ -65,6 +65,8 @@ def why_whole(graph: OpGraph) -> str:
         return "no cross-entropy of class numbers with reduction mean or sum"
     if not ops:
         return "no linear layer in the last part of the model whose result only cross-entropy reads, row by row"
+    if graph.has_own_gradients:
+        return "a model with gradients of its own"
     if "autocast" in graph.dissolved:
         return "a model that enters torch.autocast"
     return ""

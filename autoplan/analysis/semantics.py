@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.analysis.across_samples import mixing_op, sum_op
+from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
@@ -26,6 +26,11 @@ _DROPOUT = {
     "aten.lstm.input": (5, "dropout"),
     "aten.gru.input": (5, "dropout"),
 }
+# Operators other than dropout that draw random numbers.
+_DRAWS = frozenset(
+    """rand randn rand_like randn_like randint randint_like randperm normal normal_functional uniform bernoulli
+    multinomial exponential rrelu_with_noise rrelu_with_noise_functional poisson binomial""".split()
+)
 # Where the ignored target stands among the arguments of losses that leave some targets out of their mean.
 _IGNORE_INDEX = {
     "aten.cross_entropy_loss.default": 4,
@@ -44,10 +49,25 @@ _KEEPS_TARGETS = frozenset(
 )  # fmt: skip
 
 
+_OWN_GRADIENTS = {
+    "autograd.Function": "a torch.autograd.Function of its own",
+    "gradient hook": "a hook that may change gradients",
+}
+OWN_GRADIENTS_FIX = (
+    "make it a torch.library.custom_op with register_autograd, or write the gradient as tensor operations"
+    " (x + (y - x).detach() has the value of y and the gradient of x)"
+)
+
+
 def notes(graph: OpGraph, plan: Plan) -> tuple[str, ...]:
     """One sentence for each thing that means something else under the plan than in one process."""
     said = (statement(graph, plan) for statement in STATEMENTS)
     return tuple(sentence for sentence in said if sentence)
+
+
+def own_gradients(graph: OpGraph) -> str:
+    """What of the model says what gradients are, in words; "" where nothing does."""
+    return " and ".join(text for word, text in _OWN_GRADIENTS.items() if word in graph.dissolved)
 
 
 def ignored_target(graph: OpGraph) -> int | None:
@@ -118,12 +138,13 @@ def _loss_average(graph: OpGraph, plan: Plan) -> str:
 
 
 def _mixed_samples(graph: OpGraph, plan: Plan) -> str:
-    mesh, op = plan.mesh, mixing_op(graph) if plan.mesh.dp * plan.mesh.n_micro_batches > 1 else None
+    mesh = plan.mesh
+    is_parted = mesh.dp * mesh.n_micro_batches > 1
+    op = (mixing_op(graph) or nonlinear_op(graph)) if is_parted else None
     if op is None:
         return ""
-    where = "loss_fn" if op.module_path == LOSS_PATH else op.module_path or "the model's forward"
     return (
-        f"Samples of a batch are put together, in {op.label or op.target} of {where}: each micro-batch does so with"
+        f"Samples of a batch are put together, in {_place(op)}: each micro-batch does so with"
         f" its own {mesh.micro_batch_size} of the {mesh.global_batch_size} samples of a step, so this trains something"
         f" else than one process that takes all at once; --fix dp=1,micro_batch={mesh.global_batch_size} keeps it."
     )
@@ -161,6 +182,41 @@ def _dropout(graph: OpGraph, plan: Plan) -> str:
     return "Dropout draws its masks on each rank: they differ from those of one process, so losses agree on average."
 
 
+def _random_numbers(graph: OpGraph, plan: Plan) -> str:
+    drawing = next((op for op in graph.ops if op.target.split(".")[1:2] and op.target.split(".")[1] in _DRAWS), None)
+    if plan.mesh.n_devices == 1 or drawing is None:
+        return ""
+    return (
+        f"Random numbers are drawn, in {_place(drawing)}: each rank draws others than one process does, so losses agree"
+        " on average, and verify finds a difference."
+    )
+
+
+def _written_buffers(graph: OpGraph, plan: Plan) -> str:
+    mesh = plan.mesh
+    floats = {p.name for p in graph.parameters if p.is_buffer and p.spec.is_float}
+    written = [op.args[0].name for op in graph.ops if op.target == "aten.copy_.default" and op.args[0].name in floats]
+    if not written or mesh.dp * mesh.n_micro_batches == 1:
+        return ""
+    others = f" and {len(written) - 1} more" if len(written) > 1 else ""
+    own = (
+        f": each data-parallel rank changes its own, {mesh.n_micro_batches} times a step, of which rank 0's are the ones"
+        " to save, and verify finds a difference."
+        if mesh.dp > 1
+        else f", {mesh.n_micro_batches} times a step, not once as in one process that takes the whole batch."
+    )
+    return f"The model's forward changes its buffers, {written[0]}{others}{own}"
+
+
+def _own_gradients(graph: OpGraph, plan: Plan) -> str:
+    if not graph.has_own_gradients:
+        return ""
+    return (
+        f"The model has {own_gradients(graph)}, which the traced graph does not hold: its own classes run, so neither"
+        f" tensor nor pipeline parallelism is planned; to have them, {OWN_GRADIENTS_FIX}."
+    )
+
+
 def _checkpoint(graph: OpGraph, plan: Plan) -> str:
     if "checkpoint" not in graph.dissolved:
         return ""
@@ -196,15 +252,24 @@ STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
     _summed_loss,
     _grad_compression,
     _dropout,
+    _random_numbers,
+    _written_buffers,
+    _own_gradients,
     _checkpoint,
     _autocast,
 )
 
 
+def _place(op: Op) -> str:
+    """`labels of loss_fn`: an op and whose code calls it."""
+    where = "loss_fn" if op.module_path == LOSS_PATH else op.module_path or "the model's forward"
+    return f"{op.label or op.target} of {where}"
+
+
 def _has_batch_norm(graph: OpGraph) -> bool:
-    """By its op or, in a graph of whole modules, by its running statistics."""
-    return any("batch_norm" in op.target for op in graph.ops) or any(
-        parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean" for parameter in graph.parameters
+    """One in training mode: by its op or, in a graph of whole modules, by its running statistics."""
+    return any("batch_norm" in op.target and argument(op, 5, "training", True) for op in graph.ops) or any(
+        graph.is_module_level and parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean" for parameter in graph.parameters
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoplan.analysis.chunked_loss import why_whole
-from autoplan.analysis.semantics import check_batch_norm, check_loss_average
+from autoplan.analysis.semantics import OWN_GRADIENTS_FIX, check_batch_norm, check_loss_average, own_gradients
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.options import Options
@@ -17,8 +19,22 @@ def check_fixed(graph: OpGraph, options: Options) -> None:
     fix = dict(options.fix)
     check_loss_average(graph, fix.get("loss_average"))
     check_batch_norm(graph, fix.get("batch_norm"))
+    _check_own_gradients(graph, fix)
     _check_recompute(graph, fix.get("recompute"))
     _check_loss(graph, fix.get("loss"))
+
+
+def _check_own_gradients(graph: OpGraph, fix: Mapping[str, str]) -> None:
+    """Refuse what replaces the user's classes by code generated from the graph, where that lacks their gradients."""
+    generated = {name: fix[name] for name in ("tp", "pp") if fix.get(name, "1") != "1"}
+    generated |= {"generated": "on"} if fix.get("generated") == "on" else {}
+    for name, value in generated.items() if graph.has_own_gradients else ():
+        raise UsageError.of(
+            f"--fix {name}={value}",
+            found=f"{own_gradients(graph)}, which code generated from the traced graph would not have",
+            expected="tp=1 and pp=1, where the user's own classes run",
+            fix=f"leave {name} out, or {OWN_GRADIENTS_FIX}",
+        )
 
 
 def _check_loss(graph: OpGraph, loss: str | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from autoplan.analysis.chunked_loss import can_chunk, why_whole
-from autoplan.analysis.semantics import check_loss_average
+from autoplan.analysis.semantics import check_loss_average, own_gradients
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
 from autoplan.errors import InputError, PlanMismatchError
@@ -65,6 +65,8 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
         _refuse("mesh", plan.mesh.execution, expected)
     if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
         _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
+    if plan.mesh.needs_generated_model and graph.has_own_gradients:
+        _refuse("mesh", plan.mesh, f"tp 1, pp 1 and generated false, since the model has {own_gradients(graph)}")
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     rules = load_rules(rule_files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoplan.codegen.call import Call, Printer, indexed, keyworded
+from autoplan.codegen.call import Call, Printer, function, indexed, keyworded
 from autoplan.equations import argument
 from autoplan.graph import Ref
 
@@ -185,6 +185,27 @@ def group_norm(call: Call) -> str:
     """F.group_norm(x, n_groups, weight, bias, eps), with the groups of the local channels."""
     x, _, *rest = call.arguments()[:5]
     return f"F.group_norm({', '.join([x, str(call.share(call.op.args[1], dim=1)), *rest])})"
+
+
+def copied(call: Call) -> str:
+    """What `x[...] = source` writes, `source` in the dtype and shape of x; torch has no gradient of its own operator."""
+    x, source = call.operands[:2]
+    return f"{source}.to({x}.dtype).expand_as({x})"
+
+
+def scattered(name: str) -> Printer:
+    """`name(x, piece, dim, ...)`; through the real view of complex numbers, for which torch has no gradient of it."""
+    plain = function(name)
+
+    def printer(call: Call) -> str:
+        if not call.result.is_complex:
+            return plain(call)
+        real = tuple(f"torch.view_as_real({text}.resolve_conj())" for text in call.operands)
+        dim = int(argument(call.op, 2, "dim", 0)) % len(call.result.shape)
+        as_real = replace(call.op, args=(*call.op.args[:2], dim, *call.op.args[3:]))
+        return f"torch.view_as_complex({plain(replace(call, op=as_real, operands=real))})"
+
+    return printer
 
 
 def batch_norm(call: Call) -> str:

@@ -63,11 +63,11 @@ def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
     """Per boundary between neighbouring segments, whether the pipeline may be cut there.
 
     The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
-    passes between them was not traced.
+    passes between them was not traced. Nor is a model with gradients of its own, which generated stages would not have.
     """
     own_outputs = set(graph.model_outputs) or {graph.loss}
     first_made = next((i for i, op in enumerate(graph.ops) if op.name in own_outputs), len(graph.ops))
-    is_cuttable = not graph.is_module_level
+    is_cuttable = not graph.is_module_level and not graph.has_own_gradients
     return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
 
 

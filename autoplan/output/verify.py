@@ -128,6 +128,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
         raise ToleranceError(
             f"{folder}: the program does not train like one process; its output is above\n"
             f"  found: in step {wrong['step']} it differs most in {wrong['differs_most_in']}"
+            + _noted(answer)
         )
     if code:
         raise MeasureError(
@@ -135,6 +136,11 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
             "  fix: autoplan doctor lists the devices of this machine"
         )
     return _compare(answer, details, n_steps=n_steps)
+
+
+def _noted(answer: Answer) -> str:
+    """What the plan changes by itself, one line each."""
+    return "".join(f"\n  the plan's note: {note}" for note in answer.notes)
 
 
 def _was_compared(details: dict[str, Any]) -> bool:

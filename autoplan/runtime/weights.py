@@ -38,7 +38,10 @@ class Buffer:
 
 
 class Weights(nn.Module):
-    """Uninitialised parameters and buffers of given local shapes: `Weights(weight=(768,), mean=Buffer((768,)))`."""
+    """Uninitialised parameters and buffers of given local shapes: `Weights(weight=(768,), mean=Buffer((768,)))`.
+
+    Modules below it that have numbers for names, as parametrizations have, are its items: `weights["0"]`.
+    """
 
     def __init__(self, **shapes: tuple[int, ...] | Buffer) -> None:
         super().__init__()
@@ -48,6 +51,12 @@ class Weights(nn.Module):
                 self.register_buffer(name, tensor, persistent=shape.persistent)
             else:
                 self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def __setitem__(self, name: str, module: nn.Module) -> None:
+        self.add_module(name, module)
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self.get_submodule(name)
 
 
 def attach(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -48,12 +48,13 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
     return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
 
 
-def codes(options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
+def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
     """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain."""
     wanted = fixed(options, "generated")
     if wanted is not None:
         return (wanted == "on",)
-    return (False, True) if measured is not None and measured.is_worth_generating else (False,)
+    may_gain = measured is not None and measured.is_worth_generating and not graph.has_own_gradients
+    return (False, True) if may_gain else (False,)
 
 
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:

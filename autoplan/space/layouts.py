@@ -33,7 +33,7 @@ def shardings_by_size(
     graph: OpGraph, hardware: HardwareProfile, options: Options, rules: Mapping[str, OpRule]
 ) -> dict[int, Shardings]:
     """Tensor-parallel assignments per micro-batch size that they are solved for; all have the same keys."""
-    if graph.is_module_level:
+    if graph.is_module_level or graph.has_own_gradients:
         return {1: {}}
     wanted = fixed_int(options, "micro_batch")
     sizes = LAYOUT_SIZES if wanted is None else (wanted,)

@@ -64,7 +64,7 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
         executions=executions(graph, options, measured),
-        generated=codes(options, measured),
+        generated=codes(graph, options, measured),
     )
     pricers = {
         size: make_pricer(

@@ -159,12 +159,17 @@ def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
     """Numbers in (0.1, 1.1), 0 or 1, or true and false."""
     shape = spec.at(BATCH_SIZE)
     if spec.is_float:
-        return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+        dtype = torch.complex128 if spec.is_complex else torch.float64
+        return torch.rand(shape, generator=generator, dtype=dtype) + 0.1
     return torch.randint(2, shape, generator=generator).to(getattr(torch, spec.dtype))
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().clone().requires_grad_(value.is_floating_point())
+    return value.detach().clone().requires_grad_(_is_float(value))
+
+
+def _is_float(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _backward(results: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> bool:
@@ -183,7 +188,7 @@ def _part(value: torch.Tensor, layout: Layout, rank: int, degree: int) -> torch.
     if layout.kind == "S":
         return value.tensor_split(degree, dim=layout.dim)[rank]
     if layout.kind == "P":
-        return value * (rank + 1) / (degree * (degree + 1) / 2) if value.is_floating_point() else value * (rank == 0)
+        return value * (rank + 1) / (degree * (degree + 1) / 2) if _is_float(value) else value * (rank == 0)
     return value
 
 

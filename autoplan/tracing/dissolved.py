@@ -2,8 +2,10 @@
 
 - checkpoint: `torch.utils.checkpoint.checkpoint` calls its function, and the graph holds what that one computes.
 - autocast: `torch.autocast` becomes a sub-graph without casts, which is then inlined.
+- autograd.Function: the graph holds what its forward computes, and the gradient of that, not its backward.
+- gradient hook: `Tensor.register_hook` and backward hooks of modules change gradients, and the graph holds none.
 
-Both are seen where torch itself passes through, because their names are bound wherever somebody imported them.
+All are seen where torch itself passes through, because their names are bound wherever somebody imported them.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+import torch.utils.hooks
 
 
 @contextlib.contextmanager
 def watch_dissolved() -> Iterator[set[str]]:
-    """A set that learns which of "checkpoint" and "autocast" the code inside uses; autocast counts when it is on."""
+    """A set that learns what the code inside uses: "checkpoint", "autocast", and the words of `graph.OWN_GRADIENTS`.
+
+    autocast counts when it is on, and a `torch.autograd.Function` or a hook when torch itself does not define it.
+    """
     found: set[str] = set()
-    with _watch_checkpoint(found), _watch_autocast(found):
+    with _watch_checkpoint(found), _watch_autocast(found), _watch_functions(found), _watch_hooks(found):
         yield found
 
 
@@ -63,3 +69,41 @@ def _watch_autocast(found: set[str]) -> Iterator[None]:
         yield
     finally:
         autocast.__init__, autocast.__enter__ = init, enter
+
+
+@contextlib.contextmanager
+def _watch_functions(found: set[str]) -> Iterator[None]:
+    function: Any = torch.autograd.Function
+    saved = function.__dict__["apply"]
+
+    def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found.update([] if cls.__module__.startswith("torch.") else ["autograd.Function"])
+        return saved.__func__(cls, *args, **kwargs)
+
+    function.apply = classmethod(noted)
+    try:
+        yield
+    finally:
+        function.apply = saved
+
+
+@contextlib.contextmanager
+def _watch_hooks(found: set[str]) -> Iterator[None]:
+    """Hooks of tensors where they are registered, hooks of modules where these set them up around a call."""
+    hooks: Any = torch.utils.hooks.BackwardHook
+    saved, saved_init = torch.Tensor.register_hook, hooks.__init__
+
+    def noted(self: torch.Tensor, hook: Any) -> Any:
+        found.add("gradient hook")
+        return saved(self, hook)  # type: ignore[no-untyped-call]
+
+    def noted_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.add("gradient hook")
+        saved_init(self, *args, **kwargs)
+
+    torch.Tensor.register_hook = noted  # type: ignore[assignment]
+    hooks.__init__ = noted_init
+    try:
+        yield
+    finally:
+        torch.Tensor.register_hook, hooks.__init__ = saved, saved_init  # type: ignore[method-assign]

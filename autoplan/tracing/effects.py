@@ -15,12 +15,13 @@ from dataclasses import replace
 from autoplan.graph import Argument, Op, Ref
 
 COPY = "aten.copy_.default"
+_NORM_OF_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 _FUNCTIONAL_NORM = "aten._native_batch_norm_legit_functional.default"
 
 
 def restore_effects(ops: tuple[Op, ...], *, written: Mapping[str, str]) -> tuple[Op, ...]:
     """The ops with their effects as ops; `written` maps the value that a buffer takes to the buffer's name."""
-    norms = {op.name for op in ops if op.target == _FUNCTIONAL_NORM}
+    norms = {op.name for op in ops if op.target in (_FUNCTIONAL_NORM, _NORM_OF_STATISTICS)}
     statistics = _computed_only_from(ops, norms)
     renamed = {
         op.name: op.args[0].name for op in ops if op.target == "getitem" and op.args[0].name in norms and not op.args[1]
@@ -50,7 +51,9 @@ def _computed_only_from(ops: tuple[Op, ...], norms: set[str]) -> set[str]:
 
 
 def _batch_norm(op: Op) -> Op:
-    return replace(op, target="aten.batch_norm.default", args=(*op.args, True), outputs=op.outputs[:1])
+    """One in training, or in evaluation mode, where it normalizes by the running statistics."""
+    args = op.args if op.target == _FUNCTIONAL_NORM else (*op.args[:5], False, *op.args[5:])
+    return replace(op, target="aten.batch_norm.default", args=(*args, True), outputs=op.outputs[:1])
 
 
 def _with_names(argument: Argument, names: Mapping[str, str]) -> Argument:
