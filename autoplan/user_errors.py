@@ -77,6 +77,9 @@ def trace_failure(name: str, error: BaseException) -> str:
     elif is_loss:
         expected = "a loss_fn that takes what the model returns for the batch of make_batch, and its targets"
         fix = "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there"
+    elif "BFloat16" in str(error):
+        expected = "a forward that runs in bfloat16, in which models are traced whatever the precision of the plan"
+        fix = "cast to float32 around this operator: operator(x.float()).to(x.dtype)"
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"

@@ -103,3 +103,10 @@ def test_buffer_declares_dtype_and_persistence():
     weights = Weights(weight=(2,), count=Buffer((), "int64", persistent=False))
     assert weights.count.dtype == torch.int64
     assert list(weights.state_dict()) == ["weight"]
+
+
+def test_modules_with_numbers_below_weights_are_items():
+    weights = Weights(original=(2,))
+    weights["0"] = Weights(u=Buffer((3,)))
+    assert weights["0"].u.shape == (3,)
+    assert list(weights.state_dict()) == ["original", "0.u"]

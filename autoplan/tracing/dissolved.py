@@ -2,6 +2,7 @@
 
 - checkpoint: `torch.utils.checkpoint.checkpoint` calls its function, and the graph holds what that one computes.
 - autocast: `torch.autocast` becomes a sub-graph without casts, which is then inlined.
+- no_grad: `torch.no_grad` becomes a sub-graph that is inlined too, with gradients; `keep_no_grad` detaches what it reads.
 - autograd.Function: the graph holds what its forward computes, and the gradient of that, not its backward.
 - gradient hook: `Tensor.register_hook` and backward hooks of modules change gradients, and the graph holds none.
 
@@ -29,6 +30,26 @@ def watch_dissolved() -> Iterator[set[str]]:
     found: set[str] = set()
     with _watch_checkpoint(found), _watch_autocast(found), _watch_functions(found), _watch_hooks(found):
         yield found
+
+
+def keep_no_grad(program: torch.export.ExportedProgram) -> None:
+    """Detach what sub-graphs without gradients read, before they are inlined, where gradients would flow into them."""
+    names = program.graph_signature.inputs_to_parameters
+    trainable = {name for name, own in names.items() if program.state_dict[own].requires_grad}
+    carrying: set[torch.fx.Node] = set()
+    for node in program.graph.nodes:
+        carries = node.name in trainable if node.op == "placeholder" else not carrying.isdisjoint(node.all_input_nodes)
+        if not carries:
+            continue
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+            carrying.update([] if node.target is torch.ops.aten.detach.default else [node])
+            continue
+        for read in [own for own in node.all_input_nodes if own in carrying]:
+            with program.graph.inserting_before(node):
+                detached = program.graph.call_function(torch.ops.aten.detach.default, (read,))
+            detached.meta = {**node.meta, "val": read.meta["val"].detach()}
+            node.replace_input_with(read, detached)
+    program.graph_module.recompile()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import OpGraph
-from autoplan.tracing.dissolved import watch_dissolved
+from autoplan.tracing.dissolved import keep_no_grad, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
@@ -195,6 +195,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             is_decomposed = _needs_functionalization(program)
             if is_decomposed:
+                keep_no_grad(program)
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error

@@ -29,6 +29,7 @@ FAMILIES = {
     "Diffusion transformer": "diffusion_transformer",
     "Two towers, two losses": "two_tower",
     "Conformer, CTC loss": "conformer",
+    "Fourier neural operator": "fourier",
     "Operator without a rule": "custom_op",
     "Shared layers": "shared_layers",
     "MLP": "mlp",
