@@ -252,7 +252,9 @@ def test_gradients_that_the_user_defines_are_stated_and_neither_split_nor_cut(in
 
 def test_random_numbers_and_written_buffers_are_stated():
     graph = graph_of(lambda: Calling(lambda layer, x: layer(x) + torch.randn_like(x)))
-    assert "Random numbers are drawn, in randn_like of inner" in only_note(graph).replace("aten.", "").replace(".default", "")
+    assert "Random numbers are drawn, in randn_like of inner" in only_note(graph).replace("aten.", "").replace(
+        ".default", ""
+    )
     graph = graph_of(Remembering)
     assert "inner.mean: each data-parallel rank changes its own, 3 times a step" in only_note(graph)
     assert "3 times a step, not once" in only_note(graph, PIPELINE)

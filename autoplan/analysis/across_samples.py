@@ -36,16 +36,82 @@ _DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
 _SCALINGS = _DIVISIONS | {"aten.mul.Tensor"}  # a product may be with one over a count
 # What keeps a sum over samples one, apart from products and divisions.
 _LINEAR = frozenset(
-    """add sub neg sum mean mul div rsub view reshape _unsafe_view flatten squeeze unsqueeze expand transpose t permute
-    select slice stack cat unbind split to _to_copy clone contiguous alias detach getitem lift_fresh_copy where
-    masked_fill index zeros_like ones_like full_like mse_loss l1_loss item""".split()
+    [
+        "add",
+        "sub",
+        "neg",
+        "sum",
+        "mean",
+        "mul",
+        "div",
+        "rsub",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "transpose",
+        "t",
+        "permute",
+        "select",
+        "slice",
+        "stack",
+        "cat",
+        "unbind",
+        "split",
+        "to",
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "alias",
+        "detach",
+        "getitem",
+        "lift_fresh_copy",
+        "where",
+        "masked_fill",
+        "index",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "mse_loss",
+        "l1_loss",
+        "item",
+    ]
 )
 _NONLINEAR_REDUCTIONS = frozenset(
-    "amax amin max min median std var var_mean prod norm linalg_vector_norm logsumexp".split()
+    [
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "median",
+        "std",
+        "var",
+        "var_mean",
+        "prod",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+    ]
 )
 _CONSTANTS = frozenset(
-    """ones zeros full arange scalar_tensor eye ones_like zeros_like full_like new_ones new_zeros new_full
-    lift_fresh_copy""".split()
+    [
+        "ones",
+        "zeros",
+        "full",
+        "arange",
+        "scalar_tensor",
+        "eye",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "lift_fresh_copy",
+    ]
 )
 _BATCH_NORM = "batch_norm"  # has a note of its own
 

@@ -28,8 +28,25 @@ _DROPOUT = {
 }
 # Operators other than dropout that draw random numbers.
 _DRAWS = frozenset(
-    """rand randn rand_like randn_like randint randint_like randperm normal normal_functional uniform bernoulli
-    multinomial exponential rrelu_with_noise rrelu_with_noise_functional poisson binomial""".split()
+    [
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "normal",
+        "normal_functional",
+        "uniform",
+        "bernoulli",
+        "multinomial",
+        "exponential",
+        "rrelu_with_noise",
+        "rrelu_with_noise_functional",
+        "poisson",
+        "binomial",
+    ]
 )
 # Where the ignored target stands among the arguments of losses that leave some targets out of their mean.
 _IGNORE_INDEX = {
@@ -269,7 +286,8 @@ def _place(op: Op) -> str:
 def _has_batch_norm(graph: OpGraph) -> bool:
     """One in training mode: by its op or, in a graph of whole modules, by its running statistics."""
     return any("batch_norm" in op.target and argument(op, 5, "training", True) for op in graph.ops) or any(
-        graph.is_module_level and parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean" for parameter in graph.parameters
+        graph.is_module_level and parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean"
+        for parameter in graph.parameters
     )
 
 

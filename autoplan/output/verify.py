@@ -127,8 +127,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
     if wrong is not None:
         raise ToleranceError(
             f"{folder}: the program does not train like one process; its output is above\n"
-            f"  found: in step {wrong['step']} it differs most in {wrong['differs_most_in']}"
-            + _noted(answer)
+            f"  found: in step {wrong['step']} it differs most in {wrong['differs_most_in']}" + _noted(answer)
         )
     if code:
         raise MeasureError(

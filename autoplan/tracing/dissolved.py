@@ -2,7 +2,7 @@
 
 - checkpoint: `torch.utils.checkpoint.checkpoint` calls its function, and the graph holds what that one computes.
 - autocast: `torch.autocast` becomes a sub-graph without casts, which is then inlined.
-- no_grad: `torch.no_grad` becomes a sub-graph that is inlined too, with gradients; `keep_no_grad` detaches what it reads.
+- no_grad: `torch.no_grad` becomes a sub-graph that is inlined; `keep_no_grad` detaches what goes in.
 - autograd.Function: the graph holds what its forward computes, and the gradient of that, not its backward.
 - gradient hook: `Tensor.register_hook` and backward hooks of modules change gradients, and the graph holds none.
 
@@ -122,7 +122,7 @@ def _watch_hooks(found: set[str]) -> Iterator[None]:
         found.add("gradient hook")
         saved_init(self, *args, **kwargs)
 
-    torch.Tensor.register_hook = noted  # type: ignore[assignment]
+    torch.Tensor.register_hook = noted  # type: ignore[method-assign]
     hooks.__init__ = noted_init
     try:
         yield
