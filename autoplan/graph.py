@@ -255,7 +255,7 @@ class OpGraph:
 
     @property
     def has_own_gradients(self) -> bool:
-        """Whether the user's code says what gradients are, which the ops do not hold: its classes cannot be replaced."""
+        """Whether the user's code defines gradients, which the ops do not hold: its classes cannot be replaced."""
         return not OWN_GRADIENTS.isdisjoint(self.dissolved)
 
     def n_parameters(self) -> int:

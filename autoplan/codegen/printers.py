@@ -188,7 +188,7 @@ def group_norm(call: Call) -> str:
 
 
 def copied(call: Call) -> str:
-    """What `x[...] = source` writes, `source` in the dtype and shape of x; torch has no gradient of its own operator."""
+    """What `x[...] = source` writes, `source` in the dtype and shape of x; torch has no gradient of `copy`."""
     x, source = call.operands[:2]
     return f"{source}.to({x}.dtype).expand_as({x})"
 
