@@ -217,7 +217,7 @@ def _written_buffers(graph: OpGraph, plan: Plan) -> str:
         return ""
     others = f" and {len(written) - 1} more" if len(written) > 1 else ""
     own = (
-        f": each data-parallel rank changes its own, {mesh.n_micro_batches} times a step, of which rank 0's are the ones"
+        f": each data-parallel rank changes its own, {mesh.n_micro_batches} times a step; rank 0's are the ones"
         " to save, and verify finds a difference."
         if mesh.dp > 1
         else f", {mesh.n_micro_batches} times a step, not once as in one process that takes the whole batch."
