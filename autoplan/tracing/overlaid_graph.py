@@ -127,11 +127,6 @@ def _value_names(trace: Trace, nodes: list[torch.fx.Node]) -> dict[torch.fx.Node
     for node in nodes:
         lifted_name = lifted.get(node.name)
         names[node] = canonical[lifted_name.removeprefix("model.")] if lifted_name else node.name
-        if node.name in signature.inputs_to_lifted_tensor_constants:
-            raise TraceError(
-                f"{signature.inputs_to_lifted_tensor_constants[node.name]}: forward uses a tensor"
-                " that is neither a parameter nor a buffer\n  fix: register it with self.register_buffer(...)"
-            )
     return names
 
 

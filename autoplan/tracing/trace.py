@@ -36,9 +36,11 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import OpGraph
 from autoplan.tracing.dissolved import keep_no_grad, watch_dissolved
+from autoplan.tracing.given_values import values_as_operators, with_values
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
+from autoplan.tracing.written_slices import without_copies
 from autoplan.user_errors import made_batch, trace_failure, user_frame
 
 
@@ -142,7 +144,7 @@ def trace_model(source: ModelSource) -> OpGraph:
 def _second_run(source: ModelSource, first: Trace) -> Run | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
-    with _quiet(), shapes_without_values():
+    with _quiet(), shapes_without_values(), values_as_operators():
         graph = record_run(_WithLoss(model, source.loss_fn), batch, like=first)
     return Run(graph, model, batch) if graph is not None else None
 
@@ -191,7 +193,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
     model, batch = _build_model(source), meta_batch(source, batch_size)
     with _quiet(), shapes_without_values():
         try:
-            with watch_dissolved() as dissolved:
+            with watch_dissolved() as dissolved, values_as_operators():
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             is_decomposed = _needs_functionalization(program)
             if is_decomposed:
@@ -199,6 +201,8 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
+    with_values(program, where=source.where)
+    without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
 
 
