@@ -238,6 +238,16 @@ _VIEW = OpRule(
     linear_in=(0,),
     finite_in=(0,),
 )
+
+
+def _as_second(op: Op, operands: Specs) -> str:
+    """x.type_as(y): y gives its dtype, whatever its shape; one of the same shape is split as x is."""
+    first, second = (spec.shape for spec in operands)
+    names = dim_names(len(first))
+    other = dim_names(len(second), "other")
+    return write_equation([names, names if first == second else marked(other, range(len(second)), "^")], names)
+
+
 _COPY = OpRule(broadcast_equation, backward_bytes_ratio=1.0, linear_in=(0,), finite_in=(0,))
 _CAST = OpRule(broadcast_equation, backward_bytes_ratio=1.0, finite_in=(0,))  # not linear: a cast may round
 
@@ -304,7 +314,7 @@ RULES = {
     "aten.to.dtype_layout": _CAST,
     "aten.to.device": _CAST,
     "aten._to_copy.default": _CAST,
-    "aten.type_as.default": OpRule(broadcast_equation),
+    "aten.type_as.default": OpRule(_as_second),
     "aten.repeat.default": _MOVE,
     "aten.tile.default": _MOVE,
     "aten.repeat_interleave.self_int": OpRule(_repeat_each, backward_bytes_ratio=1.0, linear_in=(0,)),

@@ -44,6 +44,12 @@ CONFIGS = {
     },
     "bert": {"architectures": ["BertForMaskedLM"], "vocab_size": 64, "max_position_embeddings": 16, **ENCODER},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0, **T5},
+    "bart": {
+        "architectures": ["BartForConditionalGeneration"],
+        **{"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 16},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+        **{"dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+    },
     "vit": {"architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 4, **ENCODER, **LABELS},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **DECODER},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **DECODER},
@@ -52,8 +58,10 @@ CONFIGS = {
 }
 # shape of the logits of a batch of 3
 LOGITS = {
-    "llama": (3, 16, 64), "gpt2": (3, 16, 64), "bert": (3, 16, 64), "t5": (3, 8, 64), "vit": (3, 8),
-    "mixtral": (3, 16, 64), "qwen2": (3, 16, 64), "qwen3": (3, 16, 64), "mistral": (3, 3),
+    "llama": (3, 16, 64), "gpt2": (3, 16, 64), "bert": (3, 16, 64), "t5": (3, 8, 64),
+    "bart": (3, 16, 64), "vit": (3, 8),
+    "mixtral": (3, 16, 64),
+    "qwen2": (3, 16, 64), "qwen3": (3, 16, 64), "mistral": (3, 3),
 }  # fmt: skip
 OVERRIDES = {"t5": {"context": 8}}
 
@@ -96,7 +104,7 @@ def test_a_configuration_becomes_a_model_file_that_is_traced_and_learns(tmp_path
 
     graph = api.trace_model(path, overrides=overrides)
     assert graph.n_parameters() == sum(p.numel() for p in model.parameters())
-    n_blocks = 4 if model_type == "t5" else 2
+    n_blocks = 4 if model_type in ("t5", "bart") else 2
     assert sum(segment.is_block for segment in graph.segments) == n_blocks
 
 

@@ -145,10 +145,11 @@ def infix(symbol: str) -> Printer:
 
 
 def local_shape(name: str) -> Printer:
-    """A view, by the shape one rank holds."""
+    """A view, by the shape one rank holds: `x.reshape(8, 6)`; `x.reshape(())` for one number."""
 
     def printer(call: Call) -> str:
-        return f"{call.operands[0]}.{name}({', '.join(call.text(extent) for extent in call.result.shape)})"
+        extents = ", ".join(call.text(extent) for extent in call.result.shape)
+        return f"{call.operands[0]}.{name}({extents or '()'})"
 
     return printer
 

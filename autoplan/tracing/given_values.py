@@ -7,7 +7,7 @@ that a generated forward makes it too:
     whole numbers in equal steps     arange(0, 4, 2)
     any other                        stack((scalar_tensor(1.0), scalar_tensor(2.0)))
 
-On the meta device they are made so while the model runs, `values_as_operators`. What is on the CPU may be read by the
+On the meta device they are made so while the model runs, `ValuesAsOperators`. What is on the CPU may be read by the
 model itself (`.item()`), so it is replaced in the finished export, `with_values`.
 """
 
@@ -29,7 +29,7 @@ _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _Call = Callable[..., Any]
 
 
-class values_as_operators(TorchFunctionMode):
+class ValuesAsOperators(TorchFunctionMode):
     """Inside, tensors of given numbers on the meta device are made by operators."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -337,12 +337,9 @@ def _write(folder: Path, name: str, text: str) -> Path:
 
 TASKS = (
     _Task("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _text_constants, CAUSAL),
+    # before the masked ones, among which transformers lists the same class of BART
+    _Task("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", _text_constants, SEQ_TO_SEQ),
     _Task("MODEL_FOR_MASKED_LM_MAPPING_NAMES", _text_constants, MASKED),
-    _Task(
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        _text_constants,
-        SEQ_TO_SEQ,
-    ),
     _Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_constants, IMAGE_CLASSES),
     _Task("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", _sequence_constants, SEQUENCE_CLASSES),
 )

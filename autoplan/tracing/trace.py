@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import OpGraph
 from autoplan.tracing.dissolved import keep_no_grad, watch_dissolved
-from autoplan.tracing.given_values import values_as_operators, with_values
+from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
@@ -144,7 +144,7 @@ def trace_model(source: ModelSource) -> OpGraph:
 def _second_run(source: ModelSource, first: Trace) -> Run | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
-    with _quiet(), shapes_without_values(), values_as_operators():
+    with _quiet(), shapes_without_values(), ValuesAsOperators():
         graph = record_run(_WithLoss(model, source.loss_fn), batch, like=first)
     return Run(graph, model, batch) if graph is not None else None
 
@@ -193,7 +193,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
     model, batch = _build_model(source), meta_batch(source, batch_size)
     with _quiet(), shapes_without_values():
         try:
-            with watch_dissolved() as dissolved, values_as_operators():
+            with watch_dissolved() as dissolved, ValuesAsOperators():
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             is_decomposed = _needs_functionalization(program)
             if is_decomposed:

@@ -91,7 +91,7 @@ def moves(x, w):
         y.movedim((0, 1), (1, 2)), y.moveaxis(0, -1), y[0].t(), y[0].T, y.mT, y.unsqueeze(1), y[:, 3],
         y.mT.contiguous(), y.clone(), ATEN.alias(y), ATEN.detach(y), y.diagonal(0, 1, 2),
         heads(y, 4).diagonal(0, 2, 3), y.unfold(1, 4, 2),
-        y.to(torch.float64), y.type_as(x), ATEN._to_copy(y, dtype=torch.float64),
+        y.to(torch.float64), y.type_as(x), y.sum(1).type_as(x), y.sum().type_as(x), ATEN._to_copy(y, dtype=torch.float64),
         ATEN.to.device(y, y.device, torch.float64),
         ATEN.to.dtype_layout(y, dtype=torch.float64, device=y.device), y.flip(1), y.roll(1, 1), y.roll((1, 2), (1, 2)),
         y.flip(2), y.roll(3),
