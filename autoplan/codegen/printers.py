@@ -215,7 +215,7 @@ def batch_norm(call: Call) -> str:
     """
     x, weight, bias, mean, variance, training, *rest = call.arguments()[:8]
     if call.is_16_bit and mean != "None":
-        weight, bias = (text if text == "None" else f"{text}.float()" for text in (weight, bias))
+        weight, bias = (text if text == "None" else f"{text}.to({mean}.dtype)" for text in (weight, bias))
     training = "self.training" if training == "True" else training
     return f"F.batch_norm({', '.join([x, mean, variance, weight, bias, training, *rest])})"
 
