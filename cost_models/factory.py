@@ -42,5 +42,5 @@ RULES = {
     "aten.scalar_tensor.default": _FACTORY,
     **{f"aten.{name}.default": _NEW for name in ("new_zeros", "new_ones", "new_full")},
     "aten.copy_.default": _FACTORY,  # a forward that writes a buffer, which is whole on every rank
-    **{f"aten.{name}.default": _LIKE for name in ("empty_like", "zeros_like", "ones_like", "full_like")},
+    **{f"aten.{name}.default": _LIKE for name in ("zeros_like", "ones_like", "full_like")},
 }

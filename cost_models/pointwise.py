@@ -108,7 +108,6 @@ RULES = {
     "aten.mul.Scalar": _LINEAR,
     "aten.div.Tensor": _product(0, linear_in=(0,)),
     "aten.div.Scalar": _LINEAR,
-    "aten.copy.default": OpRule(broadcast_equation),
     "aten.lerp.Scalar": OpRule(broadcast_equation),
     "aten.lerp.Tensor": OpRule(broadcast_equation, saves=(0, 1, 2), backward_bytes_ratio=2.0),
     "aten.addcmul.default": OpRule(broadcast_equation, saves=(1, 2), backward_bytes_ratio=2.0),

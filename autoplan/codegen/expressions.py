@@ -39,7 +39,7 @@ _TORCH = (
     " erfc erfinv exp exp2 expm1 eye floor frac isfinite isinf isnan lgamma linspace log log10 log1p log2 logical_and"
     " logical_not logical_or logical_xor logit matmul maximum minimum mm mv nan_to_num outer positive reciprocal round"
     " rsqrt sgn sigmoid sign sin sinc sinh sqrt square tan tanh tril triu trunc addcdiv addcmul addmm atan2 baddbmm"
-    " bilinear empty_like full_like hypot logaddexp logaddexp2 ones_like scalar_tensor zeros_like arange"
+    " bilinear full_like hypot logaddexp logaddexp2 ones_like scalar_tensor zeros_like arange"
 )
 _FUNCTIONAL = (
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d celu cosine_similarity gelu glu hardshrink hardsigmoid"
@@ -176,7 +176,6 @@ EXPRESSIONS: dict[str, Printer] = {
     "aten.chunk.default": printers.chunk,
     "aten.cat.default": function("torch.cat"),
     "aten.stack.default": function("torch.stack"),
-    "aten.copy.default": printers.copied,
     "aten.slice_scatter.default": printers.scattered("torch.slice_scatter"),
     "aten.select_scatter.default": printers.scattered("torch.select_scatter"),
     "aten.diff.default": function("torch.diff"),

@@ -187,12 +187,6 @@ def group_norm(call: Call) -> str:
     return f"F.group_norm({', '.join([x, str(call.share(call.op.args[1], dim=1)), *rest])})"
 
 
-def copied(call: Call) -> str:
-    """What `x[...] = source` writes, `source` in the dtype and shape of x; torch has no gradient of `copy`."""
-    x, source = call.operands[:2]
-    return f"{source}.to({x}.dtype).expand_as({x})"
-
-
 def scattered(name: str) -> Printer:
     """`name(x, piece, dim, ...)`; through the real view of complex numbers, for which torch has no gradient of it."""
     plain = function(name)

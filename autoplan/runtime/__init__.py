@@ -5,6 +5,7 @@ It is copied as it stands into the folder of a program.
     config, mesh           the plan, the process groups
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     buffers                the dtype of buffers where a program computes in 16 bits
+    float32_products       whether GPUs round the operands of float32 products
     collectives            tensor-parallel conversions with their gradients
     attention, experts, vocabulary, random     what else generated code calls
     seeds                  where every random number of a run begins

@@ -5,6 +5,7 @@
                --module_level (whole modules, where torch.export fails)------------------------> OpGraph
 
 constant_masks, dissolved and effects are what a trace gets wrong or leaves out; shapes_by_values has the shapes that
-torch does not tell; same_operators compares two runs; source_names finds the user's names; hugging_face writes the
+torch does not tell; given_values and written_slices are tensors that forward makes of numbers, or fills piece by piece;
+same_operators compares two runs; source_names finds the user's names; hugging_face writes the
 model file of a configuration, of hugging_face_templates; graph_cache keeps graphs on disk.
 """

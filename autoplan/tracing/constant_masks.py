@@ -29,7 +29,7 @@ _MASK, _IS_CAUSAL = 3, 5  # positions of the arguments
 _DEFAULTS = (None, 0.0, False)  # attn_mask, dropout_p, is_causal
 _MOST_ELEMENTS = 2**30  # of one value; a mask of 3 samples of 18 900 tokens
 # Results that are whatever lay in memory, and results that read nothing of their first operand but its shape.
-_UNSET = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+_UNSET = frozenset({"empty_permuted", "empty_strided", "new_empty_strided"})
 _READ_SHAPE = frozenset({"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"})
 
 
