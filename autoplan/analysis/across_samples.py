@@ -36,83 +36,25 @@ _DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
 _SCALINGS = _DIVISIONS | {"aten.mul.Tensor"}  # a product may be with one over a count
 # What keeps a sum over samples one, apart from products and divisions.
 _LINEAR = frozenset(
-    [
-        "add",
-        "sub",
-        "neg",
-        "sum",
-        "mean",
-        "mul",
-        "div",
-        "rsub",
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "transpose",
-        "t",
-        "permute",
-        "select",
-        "slice",
-        "stack",
-        "cat",
-        "unbind",
-        "split",
-        "to",
-        "_to_copy",
-        "clone",
-        "contiguous",
-        "alias",
-        "detach",
-        "getitem",
-        "lift_fresh_copy",
-        "where",
-        "masked_fill",
-        "index",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "mse_loss",
-        "l1_loss",
-        "item",
-    ]
-)
+    (
+        "add", "sub", "neg", "sum", "mean", "mul", "div", "rsub", "view", "reshape", "_unsafe_view", "flatten",
+        "squeeze", "unsqueeze", "expand", "transpose", "t", "permute", "select", "slice", "stack", "cat", "unbind",
+        "split", "to", "_to_copy", "clone", "contiguous", "alias", "detach", "getitem", "lift_fresh_copy", "where",
+        "masked_fill", "index", "zeros_like", "ones_like", "full_like", "mse_loss", "l1_loss", "item",
+    )
+)  # fmt: skip
 _NONLINEAR_REDUCTIONS = frozenset(
-    [
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "median",
-        "std",
-        "var",
-        "var_mean",
-        "prod",
-        "norm",
-        "linalg_vector_norm",
+    (
+        "amax", "amin", "max", "min", "median", "std", "var", "var_mean", "prod", "norm", "linalg_vector_norm",
         "logsumexp",
-    ]
-)
+    )
+)  # fmt: skip
 _CONSTANTS = frozenset(
-    [
-        "ones",
-        "zeros",
-        "full",
-        "arange",
-        "scalar_tensor",
-        "eye",
-        "ones_like",
-        "zeros_like",
-        "full_like",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "lift_fresh_copy",
-    ]
-)
+    (
+        "ones", "zeros", "full", "arange", "scalar_tensor", "eye", "ones_like", "zeros_like", "full_like",
+        "new_ones", "new_zeros", "new_full", "lift_fresh_copy",
+    )
+)  # fmt: skip
 _BATCH_NORM = "batch_norm"  # has a note of its own
 
 
@@ -144,7 +86,7 @@ def nonlinear_op(graph: OpGraph) -> Op | None:
             continue
         seen.add(op.name)
         read = op.input_names()
-        word = _word(op)
+        word = operator_name(op)
         if any(_n_batch_dims(specs[name]) for name in read if name not in constants):
             if word in _NONLINEAR_REDUCTIONS:
                 return op
@@ -165,7 +107,7 @@ def _constants(graph: OpGraph) -> frozenset[str]:
     found = set[str]()
     for op in graph.ops:
         read = op.input_names()
-        if _word(op) in _CONSTANTS or (read and found.issuperset(read)):
+        if operator_name(op) in _CONSTANTS or (read and found.issuperset(read)):
             found.add(op.name)
     return frozenset(found)
 
@@ -181,7 +123,7 @@ def _of_all_samples(graph: OpGraph, constants: frozenset[str]) -> frozenset[str]
     return frozenset(found)
 
 
-def _word(op: Op) -> str:
+def operator_name(op: Op) -> str:
     """`add` of `aten.add.Tensor`."""
     return op.target.removeprefix("aten.").split(".")[0]
 

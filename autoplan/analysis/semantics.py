@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
+from autoplan.analysis.across_samples import mixing_op, nonlinear_op, operator_name, sum_op
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
@@ -28,26 +28,12 @@ _DROPOUT = {
 }
 # Operators other than dropout that draw random numbers.
 _DRAWS = frozenset(
-    [
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "randperm",
-        "normal",
-        "normal_functional",
-        "uniform",
-        "bernoulli",
-        "multinomial",
-        "exponential",
-        "rrelu_with_noise",
-        "rrelu_with_noise_functional",
-        "poisson",
-        "binomial",
-    ]
-)
+    (
+        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal",
+        "normal_functional", "uniform", "bernoulli", "multinomial", "exponential", "rrelu_with_noise",
+        "rrelu_with_noise_functional", "poisson", "binomial",
+    )
+)  # fmt: skip
 # Where the ignored target stands among the arguments of losses that leave some targets out of their mean.
 _IGNORE_INDEX = {
     "aten.cross_entropy_loss.default": 4,
@@ -200,7 +186,7 @@ def _dropout(graph: OpGraph, plan: Plan) -> str:
 
 
 def _random_numbers(graph: OpGraph, plan: Plan) -> str:
-    drawing = next((op for op in graph.ops if op.target.split(".")[1:2] and op.target.split(".")[1] in _DRAWS), None)
+    drawing = next((op for op in graph.ops if operator_name(op) in _DRAWS), None)
     if plan.mesh.n_devices == 1 or drawing is None:
         return ""
     return (

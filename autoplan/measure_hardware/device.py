@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from autoplan.measure_hardware.measured_host import Rate
+from autoplan.runtime.float32_products import set_float32_products
 from autoplan.units import GiB, MiB
 
 Slowest = Callable[[float], float]
@@ -121,9 +122,9 @@ def product_call(precision: str, size: int, device: torch.device) -> Call:
 
 def _product(precision: str, size: int, device: torch.device, slowest: Slowest) -> Rate:
     """A square matrix product at a sustained rate."""
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    set_float32_products(precision)
     seconds, n_calls = sustained(product_call(precision, size, device), device=device, slowest=slowest)
-    torch.set_float32_matmul_precision("highest")
+    set_float32_products("fp32")
     return Rate(f"product {precision}", size, 2 * size**3, seconds, n_calls)
 
 

@@ -34,7 +34,6 @@ from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OPS, OWN, ResultCach
 from .stand_ins import collective_names, replace_collectives
 from .strides import StageStrides
 from .timing import Call, Clock, Round, copies_s, round_times
-from .values import DTYPES
 
 SCHEMA_VERSION = 1
 SECONDS = 1.0
@@ -239,7 +238,8 @@ def _result_cache(
 
 
 def _measuring(plan: dict[str, Any], clock: Clock, backend: str) -> Measuring:
-    dtype = DTYPES[plan["precision"]]
+    config: Any = importlib.import_module("runtime.config")
+    dtype = config.COMPUTE_DTYPES[plan["precision"]]
     importlib.import_module("runtime.float32_products").set_float32_products(plan["precision"])
     paths = {path for region in plan["regions"] if region["own"] for path, _ in region["own"]["instances"]}
     overrides = {name: _as_tuple(value) for name, value in plan["overrides"].items()}

@@ -8,13 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "tf32": torch.float32,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
 WEIGHT_STD = 0.02
 
 
