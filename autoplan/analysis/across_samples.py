@@ -60,7 +60,7 @@ _BATCH_NORM = "batch_norm"  # has a note of its own
 
 def mixing_op(graph: OpGraph) -> Op | None:
     """The first op by which a sample gets something of others; None where each is worked on by itself."""
-    specs, reduced = graph.specs(), reduced_values(graph)
+    specs, reduced = graph.specs(), _of_all_samples(graph, only_floats=True)
     for op in graph.ops:
         read = op.input_names()
         n_before = max((_n_batch_dims(specs[name]) for name in read), default=0)
@@ -78,7 +78,7 @@ def nonlinear_op(graph: OpGraph) -> Op | None:
     Counts that do not depend on values, such as the sum of ones, are numbers here.
     """
     specs, ops, constants = graph.specs(), {op.name: op for op in graph.ops}, _constants(graph)
-    reduced = _of_all_samples(graph, constants)
+    reduced = _of_all_samples(graph, without=constants)
     open_names, seen = [graph.loss], set()
     while open_names:
         op = ops.get(open_names.pop())
@@ -112,13 +112,16 @@ def _constants(graph: OpGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _of_all_samples(graph: OpGraph, constants: frozenset[str]) -> frozenset[str]:
-    """Values of any type without a batch dim that follow from values with one."""
+def _of_all_samples(
+    graph: OpGraph, *, without: frozenset[str] = frozenset(), only_floats: bool = False
+) -> frozenset[str]:
+    """Values without a batch dim that follow from values with one, but for those `without`."""
     specs, found = graph.specs(), set[str]()
     for op in graph.ops:
-        if op.name in constants or not op.outputs or _n_batch_dims(op.outputs[0]):
+        result = op.outputs[0] if op.outputs and op.name not in without else None
+        if result is None or _n_batch_dims(result) or (only_floats and not result.is_float):
             continue
-        if any(name in found or _n_batch_dims(specs[name]) for name in op.input_names() if name not in constants):
+        if any(name in found or _n_batch_dims(specs[name]) for name in op.input_names() if name not in without):
             found.add(op.name)
     return frozenset(found)
 
@@ -130,7 +133,7 @@ def operator_name(op: Op) -> str:
 
 def sum_op(graph: OpGraph) -> Op | None:
     """The op that adds up the losses of samples without a division by their number; None for a mean."""
-    specs, reduced, ops = graph.specs(), _of_all_samples(graph, frozenset()), {op.name: op for op in graph.ops}
+    specs, reduced, ops = graph.specs(), _of_all_samples(graph), {op.name: op for op in graph.ops}
     open_names, seen = [graph.loss], set()
     while open_names:
         op = ops.get(open_names.pop())
@@ -144,16 +147,6 @@ def sum_op(graph: OpGraph) -> Op | None:
         elif not _is_divided(op, reduced):
             open_names += read
     return None
-
-
-def reduced_values(graph: OpGraph) -> frozenset[str]:
-    """Decimal numbers made of all samples: values without a batch dim that follow from some with one."""
-    specs, found = graph.specs(), set[str]()
-    for op in graph.ops:
-        is_reduced = bool(op.outputs) and op.outputs[0].is_float and not _n_batch_dims(op.outputs[0])
-        if is_reduced and any(name in found or _n_batch_dims(specs[name]) for name in op.input_names()):
-            found.add(op.name)
-    return frozenset(found)
 
 
 def _n_batch_dims(spec: TensorSpec) -> int:
