@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from autoplan.answers import answer as answers
 from autoplan.answers.answer import (
-    MAX_REJECTED,
     Answer,
     Request,
     answer_from_json,
@@ -272,15 +272,19 @@ def test_what_is_fixed_to_one_mesh_is_given_and_nothing_is_said_to_be_optimal(an
     assert status_text(several).startswith("optimal: no other plan with dp=2, tp=1 is faster")
 
 
-def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(answer: Answer) -> None:
-    far = tuple(Rejection(Mesh(dp=dp), "bound", "no plan of it is faster") for dp in range(MAX_REJECTED))
+def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 100
+    monkeypatch.setattr(answers, "MAX_REJECTED", most)
+    far = tuple(Rejection(Mesh(dp=dp), "bound", "no plan of it is faster") for dp in range(most))
     near = answer.result.rejected  # one lacks memory, one is slower
     text = answer_to_json(replace(answer, result=replace(answer.result, rejected=(*far, *near))))
     again = answer_from_json(text)
     kept = again.result.rejected
-    assert kept == (*far[: MAX_REJECTED - 2], *near)
-    assert again.result.rejected_by_reason == {"bound": MAX_REJECTED, "memory": 1, "slower": 1}
-    assert f"of {MAX_REJECTED + 2} meshes" in rejections_text(again.result)
+    assert kept == (*far[: most - 2], *near)
+    assert again.result.rejected_by_reason == {"bound": most, "memory": 1, "slower": 1}
+    assert f"of {most + 2} meshes" in rejections_text(again.result)
     assert answer_from_json(answer_to_json(again)) == again
 
 
