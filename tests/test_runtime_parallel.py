@@ -1,6 +1,7 @@
-"""A model under every kind of plan trains as in one process: three AdamW steps in float64."""
+"""A model under every kind of plan trains as in one process: two AdamW steps in float64."""
 
 import dataclasses
+import functools
 import shutil
 
 import pytest
@@ -91,14 +92,14 @@ EIGHT_RANKS = {
 
 
 def largest_difference(config, max_grad_norm=None, device_type="cpu"):
-    """Train three steps beside plain training; the largest difference of losses, norms, gradients and parameters."""
+    """Train two steps beside plain training; the largest difference of losses, norms, gradients and parameters."""
     generated = parallel_model(config.tp, config.n_stages) if config.tp * config.pp > 1 else None
     mesh = build_rank_mesh(config, device_type)
     options = {"seed": 7, "learning_rate": 1e-2, "max_grad_norm": max_grad_norm}
     model = ParallelModel(config, tiny_gpt, generated, mesh=mesh, **options)
     plain = PlainTraining(config, tiny_gpt, build_device=model.full_build_device, device=mesh.device, **options)
     worst = 0.0
-    for step in range(3):
+    for step in range(2):
         batch = global_batch(tiny_gpt.make_batch, batch_size=config.global_batch_size, seed=7, step=step)
         loss = model.step(local_batch(batch, config=config, dp_rank=mesh.dp_rank)).item()
         worst = torch.inf if _keeps_graphs(model) else worst
@@ -132,10 +133,16 @@ def _train_all(configs, max_grad_norm, device_type):
     return differences
 
 
-def _assert_exact(configs, max_grad_norm=None, device_type="cpu"):
+def _train_without_kernels(configs, max_grad_norm, device_type):
+    """Likewise, compiled for the autograd engine: as any backend is, but for the kernels."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    return _train_all(configs, max_grad_norm, device_type)
+
+
+def _assert_exact(configs, max_grad_norm=None, device_type="cpu", train=_train_all):
     n_ranks = next(iter(configs.values())).n_ranks
     backend = "gloo" if device_type == "cpu" else "nccl"
-    results = run_ranks(_train_all, n_ranks, configs, max_grad_norm, device_type, backend=backend, timeout_s=240.0)
+    results = run_ranks(train, n_ranks, configs, max_grad_norm, device_type, backend=backend, timeout_s=240.0)
     first = results[0]
     assert results == [first] * len(results)
     assert {name: error for name, error in first.items() if not error <= TOLERANCE} == {}
@@ -177,11 +184,15 @@ def test_lower_precisions_train_as_one_float32_process_within_their_tolerance():
     _assert_exact(LOWER_PRECISIONS)
 
 
-@pytest.mark.slow
+def test_compiled_plans_train_as_one_process():
+    _assert_exact(COMPILED, train=_train_without_kernels)
+
+
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11 miscompiles float64 attention on CPU")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile on CPU needs a C++ compiler")
 @pytest.mark.skipif(" " in torch.__file__, reason="torch.compile on CPU cannot link from a path with a space")
-def test_compiled_plans_train_as_one_process():
+def test_plans_with_compiled_kernels_train_as_one_process():
     _assert_exact(COMPILED)
 
 
