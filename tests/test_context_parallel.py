@@ -58,7 +58,7 @@ def assert_exact(folder, features):
         assert "attention by rows of the query (context parallelism)" in splits(graph_of(model), plan)
     n_ranks = {plan.mesh.tp for plan in cases.values()}
     rows = write_programs(folder, {model: (model, plan) for model, plan in cases.items()})
-    for differences in run_ranks(check_programs, *n_ranks, str(folder), rows, 3, timeout_s=200.0):
+    for differences in run_ranks(check_programs, *n_ranks, str(folder), rows, timeout_s=200.0):
         for model, steps in differences.items():
             assert max(max(step) for step in steps) <= tolerance(model), (model, steps)
     return {model: (folder / f"parallel_{model}.py").read_text() for model in cases}

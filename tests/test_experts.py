@@ -55,7 +55,7 @@ def layouts_of(plan):
 def assert_exact(folder, plans):
     """Trains each model under its plan; all take the same number of ranks. Returns the text of each program."""
     rows = write_programs(folder, {model: (model, plan) for model, plan in plans.items()})
-    for differences in run_ranks(check_programs, *{plan.mesh.tp for plan in plans.values()}, str(folder), rows, 3):
+    for differences in run_ranks(check_programs, *{plan.mesh.tp for plan in plans.values()}, str(folder), rows):
         for model, steps in differences.items():
             assert max(max(step) for step in steps) <= 1e-9, model
     return {model: (folder / f"parallel_{model}.py").read_text() for model in plans}

@@ -18,7 +18,7 @@ from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_me
 from autoplan.runtime.batch_norm import synchronize_batch_norm
 
 FAMILIES = Path(__file__).parent / "families"
-N_STEPS = 3
+N_STEPS = 2
 BLOCKS = tuple(f"blocks.{index}" for index in range(tiny_norm.N_BLOCKS))
 RESNET_BLOCKS = ("groups.0.0", "groups.0.1", "groups.1.0", "groups.1.1", "groups.1.2")
 PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=2, blocks=BLOCKS)

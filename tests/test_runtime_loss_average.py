@@ -18,7 +18,7 @@ from autoplan.tracing.trace import load_model_file, model_source, trace_model
 
 FAMILIES = Path(__file__).parent / "families"
 IGNORED = -100
-N_STEPS = 3
+N_STEPS = 2
 PLAIN = Config(precision="fp64", micro_batch_size=2, n_micro_batches=2)
 LAYERS = tuple(f"bert.encoder.layer.{layer}" for layer in range(4))
 ZERO_3 = {"zero_stage": 3, "zero_shard_degree": 2, "blocks": LAYERS, "recompute": LAYERS}

@@ -29,7 +29,7 @@ PLANS = {
 
 def test_scalars_train_as_in_one_process_on_two_ranks(tmp_path):
     rows = write_programs(tmp_path, {name: ("scalars", make_plan("scalars", **mesh)) for name, mesh in PLANS.items()})
-    for found in run_ranks(check_programs, 2, str(tmp_path), rows, 3, timeout_s=200.0):
+    for found in run_ranks(check_programs, 2, str(tmp_path), rows, timeout_s=200.0):
         assert set(found) == set(PLANS)
         for name, steps in found.items():
             assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
@@ -40,7 +40,7 @@ def test_scalars_train_as_in_one_process_with_everything_at_once(tmp_path):
     everything = {"pp": 2, "dp": 2, "tp": 2, "sharding": "R", "zero_stage": 3, "zero_shard_degree": 2}
     plan = make_plan("scalars", **everything, n_micro_batches=2, micro_batch_size=2, recompute="full")
     rows = write_programs(tmp_path, {"all": ("scalars", plan)})
-    for found in run_ranks(check_programs, 8, str(tmp_path), rows, 3, timeout_s=200.0):
+    for found in run_ranks(check_programs, 8, str(tmp_path), rows, timeout_s=200.0):
         assert max(max(step) for step in found["all"]) <= TOLERANCE
 
 

@@ -62,6 +62,9 @@ MODULE_LEVEL = {"data_dependent"}
 PADDED_HEADS = {"gpt_padded", "llama_padded"}  # however small
 
 
+# A step from no state of the optimizer and one from some, and the parameters after it: a third is as the second.
+N_STEPS = 2
+
 Row = tuple[str, dict[str, Any], dict[str, Any], bool]  # name, overrides, fields of Config, has a parallel model
 
 
@@ -171,7 +174,7 @@ def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[Row]:
     return rows
 
 
-def check_programs(root: str, rows: list[Row], n_steps: int) -> dict[str, list[Any]]:
+def check_programs(root: str, rows: list[Row], n_steps: int = N_STEPS) -> dict[str, list[Any]]:
     """On one rank: the largest differences from one process, per program and step."""
     sys.path.insert(0, root)
     sys.modules["autoplan.tracing.trace"] = None  # type: ignore[assignment]
