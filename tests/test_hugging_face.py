@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.launch import run_folder
+from distributed.launch import run_program
 
 from autoplan import api, cli
 from autoplan.errors import InputError, TraceError
@@ -226,5 +226,4 @@ def test_an_emitted_folder_holds_the_model_and_trains_like_one_process(tmp_path)
     api.emit(problem, api.solve(problem), tmp_path / "out")
     text = (tmp_path / "out" / "model.py").read_text()
     assert '"num_hidden_layers": 1,' in text and "autoplan" not in text
-    done = run_folder(tmp_path / "out", 2, "--steps", "2", "--device", "cpu", "--dtype", "float64", "--check")
-    assert done.returncode == 0, done.stderr
+    run_program(tmp_path / "out", 2, "--steps", "2", "--device", "cpu", "--dtype", "float64", "--check")

@@ -324,16 +324,18 @@ def test_one_device_is_measured_without_torchrun_and_without_click(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(blocker)
     (tmp_path / "my_box.toml").write_text("of a former run")
     path = f"{tmp_path}:{CHECKOUT}"
-    command = ("-m", "autoplan.measure_hardware", "--device", "cpu", "--out", "my_box.toml")
-    assert run(tmp_path, *command, PYTHONPATH=path).returncode == 9  # not without --force
+    options = ("--device", "cpu", "--out", "my_box.toml")
+    done = run(tmp_path, "-m", "autoplan.measure_hardware", *options, PYTHONPATH=path)
+    assert done.returncode == 9  # not without --force
     assert (tmp_path / "my_box.toml").read_text() == "of a former run"
-    done = run(tmp_path, *command, "--force", PYTHONPATH=path)
+    (tmp_path / "run.py").write_text(QUICK + FITTING + "sys.exit(measure.main())\n")
+    done = run(tmp_path, "run.py", *options, "--force", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     hardware = load_hardware_profile(str(tmp_path / "my_box.toml"))
     assert (hardware.n_devices, hardware.links) == (1, ())
-    assert run(tmp_path, "-c", FITTING, PYTHONPATH=path).returncode == 0  # several devices need no more than one
 
 
+# What several devices need besides.
 FITTING = """
 from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
 
@@ -363,11 +365,13 @@ def test_a_rank_that_fails_ends_the_run_and_leaves_no_file(tmp_path):
     assert leftovers(tmp_path) == ["run.py"]
 
 
-def test_a_group_that_cannot_form_ends_with_7_and_leaves_no_file(tmp_path):
-    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}  # but no MASTER_ADDR
-    done = run(tmp_path, "-m", "autoplan", "hw", "measure", "--device=cpu", "--out=my_box.toml", **world)
-    assert done.returncode == 7, done.stderr
-    assert "rank 0: ValueError" in done.stderr and "MASTER_ADDR" in done.stderr
+def test_a_group_that_cannot_form_ends_with_7_and_leaves_no_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", dict(os.environ) | dict.fromkeys(("RANK", "LOCAL_RANK"), "0"))
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.pop("MASTER_ADDR", None)
+    assert cli.run(["hw", "measure", "--device=cpu", f"--out={tmp_path / 'my_box.toml'}"]) == 7
+    error = capsys.readouterr().err
+    assert "rank 0: ValueError" in error and "MASTER_ADDR" in error
     assert leftovers(tmp_path) == []
 
 

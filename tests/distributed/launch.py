@@ -5,6 +5,8 @@ Starting processes costs seconds, so one launch should carry many configurations
 
 import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,7 @@ def run_ranks(
 ) -> list[Any]:
     """`function(*args)` on `n_ranks` processes that form a process group; what each returned, by rank.
 
-    With the backend "nccl" each process has a GPU of its own.
+    With the backend "nccl" each process has a GPU of its own; with "" there is no process group yet.
 
     `function` must be importable (defined at the top of a module).
 
@@ -86,18 +88,51 @@ def _run_rank(
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(str(Path(folder, "store")), n_ranks),
-            rank=rank,
-            world_size=n_ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if backend:
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(str(Path(folder, "store")), n_ranks),
+                rank=rank,
+                world_size=n_ranks,
+                timeout=timedelta(seconds=timeout_s),
+            )
         value = function(*args)
-        dist.destroy_process_group()
+        if backend:
+            dist.destroy_process_group()
         results.put((rank, value, ""))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def run_program(folder: Path, n_ranks: int, *options: str, timeout_s: float = 120.0) -> list[str]:
+    """What each rank of `train.py *options` of an emitted folder writes to stdout, where autoplan cannot be imported.
+
+    The ranks are processes of `run_ranks`, which have imported torch already, with the variables that torchrun sets.
+
+    Raises: AssertionError as `run_ranks`, also when the program exits with another code than 0.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as written:
+        run_ranks(_run_program, n_ranks, str(folder), options, port, written, backend="", timeout_s=timeout_s)
+        return [Path(written, str(rank)).read_text() for rank in range(n_ranks)]
+
+
+def _run_program(folder: str, options: tuple[str, ...], port: int, written: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.chdir(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "autoplan"]:
+        del sys.modules[name]
+    sys.modules["autoplan"] = None  # type: ignore[assignment]
+    sys.path.insert(0, folder)
+    sys.argv = ["train.py", *options]
+    with Path(written, os.environ["RANK"]).open("w") as sys.stdout:
+        try:
+            runpy.run_path("train.py", run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, f"train.py exits with {end.code}"
+        sys.stdout.flush()
 
 
 def run_folder(
