@@ -70,9 +70,11 @@ class OpRule:
         moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
         backward_bytes: (local operands, local results, batch size, precision) -> memory traffic of backward, at the
             rate of a copy; replaces `backward_bytes_ratio`.
+        backward_fixed_s: seconds of backward besides, whatever the size.
         copied_bytes: (local operands, local results, batch size, precision) -> memory traffic of copies that come on
             top, in (forward, backward).
         n_calls: how often the op stands for its kernels; None for once.
+        reads_rows: of its first operand it reads what it returns, and no more.
         is_view: no kernel, no memory: the result shares its operand's storage.
         is_product: an operand is kept only for the gradient of the others.
         linear_in: operands in which the op is linear, so that a partial value may pass through.
@@ -95,8 +97,10 @@ class OpRule:
     flops: Callable[[Op, Specs, int], int] | None = None
     moved_bytes: Callable[[Op, int, str], int] | None = None
     backward_bytes: Callable[[Specs, Specs, int, str], float] | None = None
+    backward_fixed_s: float = 0.0
     copied_bytes: Callable[[Specs, Specs, int, str], tuple[float, float]] | None = None
     n_calls: Callable[[Op], int] | None = None
+    reads_rows: bool = False
     is_view: bool = False
     is_product: bool = False
     linear_in: tuple[int, ...] = ()

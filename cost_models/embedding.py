@@ -1,15 +1,16 @@
 """Table look-up. Splitting the vocabulary makes each rank look up its own rows, and the sum is the result."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import P, R, padded, sharded
 from autoplan.rules import OpRule, Specs, Strategy
 
-# Rows added to a table per second / rate of a copy. H200, torch 2.11, bf16, rows of 1536 to 4096: 150 GB/s against
-# 4242, by the slopes over the micro-batch in benchmarks/results/profile_h200_2026-11-21.jsonl. Sorting them first takes
-# 0.17 ms more, whatever their number; of that, only the kernels are counted.
-_SCATTER_FRACTION, SCATTER_KERNELS = 0.035, 12
+# Adding rows where they belong takes as long in 16 bits as in 32: of a table's gradient 4 bytes are counted for each
+# element that is added. Their rate / that of a copy, and what sorting the positions takes before, with the host's waits
+# in it: H200, torch 2.11, rows of 1024 to 4096 in random order (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+SCATTER_KERNELS, ADDED_BYTES = 12, 4
+_FRACTION, _SORTING_S = 0.26, 370e-6
 
 
 def _embedding(op: Op, operands: Specs) -> str:
@@ -24,10 +25,14 @@ def _split_vocabulary(op: Op, operands: Specs, result: TensorSpec, degree: int) 
             yield Strategy((rows, R), P, function="vocab_parallel_embedding")
 
 
-def scattered_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> float:
-    """The gradient of the table is zeroed, and then the gradients of the rows are added where they belong."""
-    row_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
-    return operands[0].n_bytes(batch_size, precision) + row_bytes / _SCATTER_FRACTION
+def scattered_bytes(fraction: float) -> Callable[[Specs, Specs, int, str], float]:
+    """The gradient of the table is zeroed; the gradients of the rows are added at this part of the rate of a copy."""
+
+    def backward_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> float:
+        n_added = sum(spec.n_elements(batch_size) for spec in results)
+        return operands[0].n_bytes(batch_size, precision) + ADDED_BYTES * n_added / fraction
+
+    return backward_bytes
 
 
 def _copy_flops(op: Op, operands: Specs, batch_size: int) -> int:
@@ -38,8 +43,10 @@ RULES = {
     "aten.embedding.default": OpRule(
         _embedding,
         flops=_copy_flops,
-        backward_bytes=scattered_bytes,
+        backward_bytes=scattered_bytes(_FRACTION),
+        backward_fixed_s=_SORTING_S,
         n_backward_kernels=SCATTER_KERNELS,
+        reads_rows=True,
         strategies=_split_vocabulary,
     ),
 }

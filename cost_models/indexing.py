@@ -4,11 +4,20 @@ Additions at positions (scatter_add, index_add, index_put with accumulate) may a
 its share, which leaves partial sums. This is how messages of a graph network meet at their nodes.
 """
 
-from autoplan.cost_models.embedding import SCATTER_KERNELS, scattered_bytes
+from collections.abc import Callable
+from typing import Any
+
+from autoplan.cost_models.embedding import ADDED_BYTES, SCATTER_KERNELS, scattered_bytes
 
 from autoplan.equations import Marks, added, all_whole, argument, broadcast_marks, dim_names, marked, write_equation
 from autoplan.graph import Op, Ref, TensorSpec
 from autoplan.rules import OpRule, Specs
+
+# Rate at which rows are added where they belong / that of a copy, 4 bytes for each element: positions sorted first
+# (`x[index]` backward), element by element (gather backward), row by row (index_select backward, index_add). And what
+# sorting takes. H200, torch 2.11, rows of 1024 to 4096 (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+_SORTED_FIRST, _BY_ELEMENT, _BY_ROW = 0.43, 0.25, 0.125
+_SORTING_S = 60e-6
 
 
 def _unlike(x: TensorSpec, other: TensorSpec) -> set[int]:
@@ -139,22 +148,50 @@ def _no_flops(op: Op, operands: Specs, batch_size: int) -> int:
     return 0
 
 
-_READ = {"flops": _no_flops, "backward_bytes_ratio": 3.0, "n_backward_kernels": 2}
-_ADD = {"flops": _no_flops, "backward_bytes_ratio": 1.0, "n_backward_kernels": 1}
-_READ_ANYWHERE = {"flops": _no_flops, "backward_bytes": scattered_bytes, "n_backward_kernels": SCATTER_KERNELS}
+def _additions(fraction: float) -> Callable[[Specs, Specs, int, str], tuple[float, float]]:
+    """Adding the last operand to the first, forward; the gradient of the one is rows of the gradient of the other."""
+
+    def copied_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> tuple[float, float]:
+        return ADDED_BYTES * operands[-1].n_elements(batch_size) / fraction, 0.0
+
+    return copied_bytes
+
+
+def _read_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> float:
+    return 2.0 * operands[-1].n_bytes(batch_size, precision)
+
+
+def _added(fraction: float) -> dict[str, Any]:
+    return {"flops": _no_flops, "copied_bytes": _additions(fraction), "backward_bytes": _read_bytes}
+
+
+def _read(fraction: float) -> dict[str, Any]:
+    return {
+        "flops": _no_flops,
+        "backward_bytes": scattered_bytes(fraction),
+        "n_backward_kernels": 2,
+        "linear_in": (0,),
+        "reads_rows": True,
+    }
+
+
+_SORTED = {"backward_fixed_s": _SORTING_S, "n_backward_kernels": SCATTER_KERNELS}
+_WRITE = {"flops": _no_flops, "backward_bytes_ratio": 1.0}
 
 RULES = {
-    "aten.gather.default": OpRule(_gather, saves=(1,), linear_in=(0,), **_READ),
-    "aten.take_along_dim.default": OpRule(_gather, saves=(1,), linear_in=(0,), **_READ),
-    "aten.index_select.default": OpRule(_index_select, saves=(1,), linear_in=(0,), **_READ),
-    "aten.index.Tensor": OpRule(_index, linear_in=(0,), **_READ_ANYWHERE),
-    "aten.index_put.default": OpRule(_index_put, **_ADD),
-    "aten.scatter.src": OpRule(_scatter, saves=(1,), **_ADD),
-    "aten.scatter.value": OpRule(_scatter, saves=(1,), **_ADD),
-    "aten.scatter_add.default": OpRule(_scatter_add, saves=(1,), **_ADD),
-    "aten.scatter_reduce.two": OpRule(_scatter, saves=(0, 1, 2, -1), **_READ),
-    "aten.index_add.default": OpRule(_index_add, saves=(1,), **_ADD),
-    "aten.index_copy.default": OpRule(_index_copy, saves=(1,), **_ADD),
+    "aten.gather.default": OpRule(_gather, saves=(1,), **_read(_BY_ELEMENT)),
+    "aten.take_along_dim.default": OpRule(_gather, saves=(1,), **_read(_BY_ELEMENT)),
+    "aten.index_select.default": OpRule(_index_select, saves=(1,), **_read(_BY_ROW)),
+    "aten.index.Tensor": OpRule(_index, **_read(_SORTED_FIRST) | _SORTED),
+    "aten.index_put.default": OpRule(_index_put, **_WRITE),
+    "aten.scatter.src": OpRule(_scatter, saves=(1,), **_WRITE),
+    "aten.scatter.value": OpRule(_scatter, saves=(1,), **_WRITE),
+    "aten.scatter_add.default": OpRule(_scatter_add, saves=(1,), **_added(_BY_ELEMENT)),
+    "aten.scatter_reduce.two": OpRule(
+        _scatter, saves=(0, 1, 2, -1), flops=_no_flops, backward_bytes_ratio=3.0, n_backward_kernels=2
+    ),
+    "aten.index_add.default": OpRule(_index_add, saves=(1,), **_added(_BY_ROW)),
+    "aten.index_copy.default": OpRule(_index_copy, saves=(1,), **_WRITE),
     "aten.one_hot.default": OpRule(_one_hot, n_backward_kernels=0),
     "aten.bucketize.Tensor": OpRule(_buckets, n_backward_kernels=0),
 }

@@ -62,15 +62,10 @@ def host_s(device: Device, n_launches: int) -> float:
     return MODEL_LAUNCH_RATIO * device.launch_s * n_launches
 
 
-def moved_bytes(op: Op, *, operands: Specs, results: Specs, batch_size: int, precision: str) -> int:
-    """Bytes read and written by one call: every operand once, every result once.
-
-    A look-up reads only the rows it returns.
-    """
-    read = operands[1:] if op.target == "aten.embedding.default" else operands
-    written = sum(spec.n_bytes(batch_size, precision) for spec in results)
-    again = written if op.target == "aten.embedding.default" else 0
-    return sum(spec.n_bytes(batch_size, precision) for spec in read) + written + again
+def moved_bytes(rule: OpRule, *, operands: Specs, results: Specs, batch_size: int, precision: str) -> int:
+    """Bytes read and written by one call: every operand once, every result once; of a table the rows that are read."""
+    read = (*results, *operands[1:]) if rule.reads_rows else operands
+    return sum(spec.n_bytes(batch_size, precision) for spec in (*read, *results))
 
 
 def op_time(
@@ -97,7 +92,7 @@ def op_time(
     if rule.moved_bytes is not None:
         n_bytes = rule.moved_bytes(op, batch_size, precision)
     else:
-        n_bytes = moved_bytes(op, operands=operands, results=results, batch_size=batch_size, precision=precision)
+        n_bytes = moved_bytes(rule, operands=operands, results=results, batch_size=batch_size, precision=precision)
     n_calls = 1 if rule.n_calls is None else rule.n_calls(op)
     if rule.efficiency == "matmul":
         rate = peak_flops_per_s(device, precision) * device.matmul_efficiency
@@ -124,7 +119,7 @@ def op_time(
     n_sums = _n_summed_gradients(rule, op, whole_operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
     n_kernels = rule.n_backward_kernels * n_calls + n_sums
-    backward_s = device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
+    backward_s = rule.backward_fixed_s + device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
     all_flops = flops * (1 + rule.backward_flops_ratio)
     all_bytes = n_bytes + backward_bytes + sum(copied_bytes) + n_sums * result_bytes
     return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels, all_flops, all_bytes)

@@ -1,0 +1,302 @@
+"""Forward and backward of single operators on this device: what their prices from the data sheet are compared with.
+
+    python benchmarks/op_rates.py run RESULTS.jsonl                needs torch and one GPU only
+    python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE]   computed beside measured (needs autoplan)
+
+Convolutions and what stands beside them, contiguous and in channels_last, in bf16, and some in tf32 and float32; and
+reading rows by index, whose gradient adds rows where they belong. Each row is the mean over about 0.1 s, measured by
+events, after a warm-up in which cuDNN tries its algorithms.
+
+The table has the prices of `cost.op_time` in microseconds. Times that the host sets are marked h and left out of the
+means of |log(computed / measured)|: a gradient that launches nothing (`add`) takes 55 us.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+N_WARM_UP, MEASURED_S = 3, 0.1
+
+# (images, channels in, height, channels out, kernel, stride, groups), 2 dims unless height is a pair
+CONVOLUTIONS = (
+    (64, 3, 224, 64, 7, 2, 1),
+    (64, 64, 56, 64, 1, 1, 1),
+    (64, 64, 56, 64, 3, 1, 1),
+    (64, 64, 56, 256, 1, 1, 1),
+    (64, 256, 56, 128, 1, 1, 1),
+    (64, 128, 56, 128, 3, 2, 1),
+    (64, 128, 28, 128, 3, 1, 1),
+    (64, 128, 28, 512, 1, 1, 1),
+    (64, 256, 14, 256, 3, 1, 1),
+    (64, 256, 14, 1024, 1, 1, 1),
+    (64, 1024, 14, 256, 1, 1, 1),
+    (64, 512, 7, 512, 3, 1, 1),
+    (64, 512, 7, 2048, 1, 1, 1),
+    (512, 64, 56, 64, 3, 1, 1),
+    (512, 64, 56, 256, 1, 1, 1),
+    (512, 256, 14, 256, 3, 1, 1),
+    (512, 1024, 14, 256, 1, 1, 1),
+    (512, 512, 7, 512, 3, 1, 1),
+    (8, 320, 64, 320, 3, 1, 1),
+    (8, 640, 32, 1280, 3, 1, 1),
+    (256, 3, 224, 1024, 16, 16, 1),
+    (128, 384, 14, 384, 7, 1, 384),
+    (128, 96, 56, 96, 7, 1, 96),
+    (64, 256, 56, 256, 3, 1, 32),
+)
+IN_FLOAT32 = CONVOLUTIONS[2:4] + CONVOLUTIONS[8:10]
+BESIDE = ("batch_norm", "relu", "max_pool", "add")
+IMAGES = ((64, 256, 56, 56), (512, 1024, 14, 14))
+TABLES = ((32768, 1024, 32768), (32768, 1024, 65536), (8192, 4096, 16384), (65536, 1, 65536), (50257, 1600, 16384))
+READS = ("index", "index_permuted", "index_select", "embedding", "gather", "index_add")
+PRODUCTS = ((16384, 4096, 4096), (8192, 1024, 4096))
+HOST_S = {"forward": 20e-6, "backward": 110e-6}  # what takes no longer may have waited for the host
+DIRECTIONS = tuple(HOST_S)
+
+
+def run(path: Path) -> None:
+    torch.backends.cudnn.benchmark = True
+    common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    common |= {"cudnn": torch.backends.cudnn.version(), "date": datetime.date.today().isoformat()}
+    with path.open("a") as file:
+        for described, make, dtype in cases():
+            set_float32(dtype)
+            start_s = time.perf_counter()
+            try:
+                result = measure(*make())
+            except RuntimeError as error:
+                result = {"error": str(error)[:200]}
+            row = common | {"dtype": dtype} | described | result | {"wall_s": time.perf_counter() - start_s}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(json.dumps({k: v for k, v in row.items() if k not in common}), flush=True)
+            torch.cuda.empty_cache()
+
+
+def cases() -> Iterator[tuple[dict, Callable, str]]:
+    """(what it is, a function that makes (op, inputs with gradients), dtype)."""
+    for i, shape in enumerate(CONVOLUTIONS):
+        for layout in ("contiguous", "channels_last"):
+            for dtype in ("bf16", "tf32", "fp32") if CONVOLUTIONS[i] in IN_FLOAT32 else ("bf16",):
+                described = {"op": "conv2d", "shape": shape, "layout": layout}
+                yield described, lambda s=shape, la=layout, d=dtype: convolution(s, la, d), dtype
+    for shape in IMAGES:
+        for op in BESIDE:
+            for layout in ("contiguous", "channels_last"):
+                described = {"op": op, "shape": shape, "layout": layout}
+                yield described, lambda o=op, s=shape, la=layout: beside(o, s, la), "bf16"
+    for shape in TABLES:
+        for op in READS:
+            for dtype in ("bf16", "fp32"):
+                yield {"op": op, "shape": shape}, lambda o=op, s=shape, d=dtype: reading(o, s, d), dtype
+    for shape in PRODUCTS:
+        for dtype in ("bf16", "tf32", "fp32"):
+            yield {"op": "linear", "shape": shape}, lambda s=shape, d=dtype: product(s, d), dtype
+
+
+def set_float32(dtype: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+
+
+def random(shape: tuple[int, ...], dtype: str, layout: str = "contiguous") -> torch.Tensor:
+    tensor = torch.randn(shape, device="cuda", dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    if layout == "channels_last":
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    return tensor.requires_grad_()
+
+
+def convolution(shape: tuple[int, ...], layout: str, dtype: str) -> tuple[Callable, list[torch.Tensor]]:
+    n, c_in, height, c_out, kernel, stride, groups = shape
+    x = random((n, c_in, height, height), dtype, layout)
+    if c_in == 3:  # images have no gradient
+        x.requires_grad_(False)
+    weight = random((c_out, c_in // groups, kernel, kernel), dtype, layout)
+    padding = 0 if kernel == stride else kernel // 2
+    return lambda: F.conv2d(x, weight, None, stride, padding, 1, groups), [t for t in (x, weight) if t.requires_grad]
+
+
+def beside(op: str, shape: tuple[int, ...], layout: str) -> tuple[Callable, list[torch.Tensor]]:
+    x = random(shape, "bf16", layout)
+    if op == "batch_norm":
+        scale, shift = random((shape[1],), "bf16"), random((shape[1],), "bf16")
+        mean, variance = torch.zeros_like(scale).detach(), torch.ones_like(scale).detach()
+        return lambda: F.batch_norm(x, mean, variance, scale, shift, True), [x, scale, shift]
+    if op == "max_pool":
+        return lambda: F.max_pool2d(x, 3, 2, 1), [x]
+    if op == "relu":
+        return lambda: F.relu(x), [x]
+    other = random(shape, "bf16", layout)
+    return lambda: x + other, [x, other]
+
+
+def reading(op: str, shape: tuple[int, ...], dtype: str) -> tuple[Callable, list[torch.Tensor]]:
+    """shape: rows of the table, their width, rows read."""
+    n_rows, width, n_read = shape
+    table = random((n_rows, width) if width > 1 else (n_rows,), dtype)
+    index = torch.randint(n_rows, (n_read,), device="cuda")
+    if op == "index_permuted":  # no row twice, as where tokens are sorted by expert
+        index = torch.cat([torch.randperm(n_rows, device="cuda") for _ in range(-(-n_read // n_rows))])[:n_read]
+    if op.startswith("index") and op not in ("index_select", "index_add"):
+        return lambda: table[index], [table]
+    if op == "index_select":
+        return lambda: table.index_select(0, index), [table]
+    if op == "embedding":
+        matrix = table if width > 1 else table.detach()[:, None].requires_grad_()
+        return lambda: F.embedding(index, matrix), [matrix]
+    if op == "gather":
+        wide = index[:, None].expand(-1, width) if width > 1 else index
+        return lambda: table.gather(0, wide), [table]
+    rows = random((n_read, width) if width > 1 else (n_read,), dtype)
+    return lambda: table.index_add(0, index, rows), [table, rows]
+
+
+def product(shape: tuple[int, ...], dtype: str) -> tuple[Callable, list[torch.Tensor]]:
+    rows, width, features = shape
+    x, weight = random((rows, width), dtype), random((features, width), dtype)
+    return lambda: F.linear(x, weight), [x, weight]
+
+
+def measure(op: Callable, inputs: list[torch.Tensor]) -> dict:
+    """Seconds of one forward and one backward pass."""
+    result = op()
+    gradient = torch.randn_like(result)
+    forward_s = timed(op)
+    backward_s = timed(lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True))
+    return {"forward_s": forward_s, "backward_s": backward_s}
+
+
+def timed(function: Callable) -> float:
+    """Mean seconds of one call, by events around many."""
+    for _ in range(N_WARM_UP):
+        function()
+    once = between_events(function, 2) / 2
+    n_calls = max(3, min(1000, round(MEASURED_S / once)))
+    return between_events(function, n_calls) / n_calls
+
+
+def between_events(function: Callable, n_calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(n_calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+# --------------------------------------------------------------------------------------------------- the table
+
+
+def table(path: Path, hw: str) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    titles = "".join(f"{direction:>12}{'computed':>10}{'error':>9}" for direction in DIRECTIONS)
+    print(f"{'op':16}{'shape':34}{'layout':15}{'':5}{titles}")
+    for row in (row for row in rows if "error" not in row):
+        layout, shape = row.get("layout", ""), ", ".join(map(str, row["shape"]))
+        cells = ""
+        for direction, computed_s in zip(DIRECTIONS, computed(row, hw), strict=True):
+            measured_s = row[f"{direction}_s"]
+            is_of_host = measured_s < HOST_S[direction]
+            cells += f"{measured_s * 1e6:12.1f}{computed_s * 1e6:10.1f}{computed_s / measured_s - 1:+8.0%}"
+            cells += "h" if is_of_host else " "
+            if not is_of_host:
+                key = row["op"], f"{layout} {row['dtype']}".strip(), direction
+                errors.setdefault(key, []).append(abs(math.log(computed_s / measured_s)))
+        print(f"{row['op']:16}{shape:34}{layout:15}{row['dtype']:5}{cells}".rstrip())
+    print("\nmean |log(computed / measured)| (of so many rows), h left out")
+    for op, kind in dict.fromkeys(key[:2] for key in errors):
+        found = [errors.get((op, kind, direction), []) for direction in DIRECTIONS]
+        cells = "".join(f"{statistics.mean(own):12.2f} ({len(own)})" if own else f"{'-':>16}" for own in found)
+        print(f"{op:16}{kind:22}{cells}")
+    for direction in DIRECTIONS:
+        own = [error for key, found in errors.items() if key[2] == direction for error in found]
+        print(f"{direction}: {len(own)} times, {statistics.mean(own):.3f}, worst {max(own):.2f}")
+
+
+def computed(row: dict, hw: str) -> tuple[float, float]:
+    """Seconds of a row, forward and backward, as the planner prices it without a measured profile."""
+    from autoplan.cost.op_time import op_time
+    from autoplan.hardware import load_hardware_profile
+    from autoplan.rules import load_rules
+
+    op, operands = as_graph_op(row)
+    found = op_time(
+        load_rules()[op.target],
+        op,
+        whole_operands=operands,
+        operands=operands,
+        results=op.outputs,
+        batch_size=1,
+        precision=row["dtype"],
+        device=load_hardware_profile(hw).device,
+        has_gradient=True,
+    )
+    return found.forward_s, found.backward_s
+
+
+def as_graph_op(row: dict):
+    """The op of a row and the specs of its operands, as a trace has them."""
+    from autoplan.graph import COMPUTE, Op, Ref, TensorSpec
+
+    def call(
+        target: str, result: tuple[int, ...], *operands: tuple[int, ...], then: tuple = (), index: int | None = None
+    ):
+        specs = [TensorSpec(tuple(s), "int64" if i == index else COMPUTE) for i, s in enumerate(operands)]
+        names = [Ref(f"x{i}") for i in range(len(operands))]
+        args = then(*names) if callable(then) else (*names, *then)
+        return Op("y", f"aten.{target}", args, (), (TensorSpec(tuple(result), COMPUTE),), ""), tuple(specs)
+
+    op, shape = row["op"], row["shape"]
+    if op == "conv2d":
+        n, c_in, height, c_out, kernel, stride, groups = shape
+        padding = 0 if kernel == stride else kernel // 2
+        out = (height + 2 * padding - kernel) // stride + 1
+        then = (None, (stride,) * 2, (padding,) * 2, (1, 1), groups)
+        weight = c_out, c_in // groups, kernel, kernel
+        return call("conv2d.default", (n, c_out, out, out), (n, c_in, height, height), weight, then=then)
+    if op == "batch_norm":
+        vector = (shape[1],)
+        return call("batch_norm.default", shape, shape, *[vector] * 4, then=(True, 0.1, 1e-5, True))
+    if op == "max_pool":
+        n, channels, height, width = shape
+        return call("max_pool2d.default", (n, channels, height // 2, width // 2), shape, then=((3, 3), (2, 2), (1, 1)))
+    if op in ("relu", "add"):
+        return call("relu.default" if op == "relu" else "add.Tensor", shape, *[shape] * (1 + (op == "add")))
+    if op == "linear":
+        n, width, features = shape
+        return call("linear.default", (n, features), (n, width), (features, width))
+    n_rows, width, n_read = shape
+    columns = (width,) if width > 1 or op == "embedding" else ()
+    whole, read, index = (n_rows, *columns), (n_read, *columns), (n_read,)
+    if op in ("index", "index_permuted"):
+        return call("index.Tensor", read, whole, index, then=lambda x, i: (x, (i,)), index=1)
+    if op == "index_add":
+        return call("index_add.default", whole, whole, index, read, then=lambda x, i, y: (x, 0, i, y), index=1)
+    if op == "embedding":
+        return call("embedding.default", read, whole, index, index=1)
+    places = read if op == "gather" else index
+    return call(f"{op}.default", read, whole, places, then=lambda x, i: (x, 0, i), index=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True)
+    actions.add_parser("run").add_argument("results", type=Path)
+    of_table = actions.add_parser("table")
+    of_table.add_argument("results", type=Path)
+    of_table.add_argument("hardware", nargs="?", default="h200_x4")
+    given = parser.parse_args()
+    run(given.results) if given.action == "run" else table(given.results, given.hardware)
+
+
+if __name__ == "__main__":
+    main()
