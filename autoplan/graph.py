@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 COMPUTE = "compute"
+IMAGE_DIMS = 4  # [sample, channel, height, width]
 # Ops that stand for all that a module does, in a graph of whole modules; see `tracing.module_level`.
 MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it

@@ -54,6 +54,32 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalCall:
+    """One call of an op on what a rank holds of its operands and results.
+
+    `memory_format` is the order of images in memory, as in `parallel_plan.Execution`.
+    """
+
+    op: Op
+    operands: Specs
+    results: Specs
+    batch_size: int
+    precision: str
+    memory_format: str = "contiguous"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What computes a call: matrix units, or else those for float32, and which part of a large product's rate (of the
+    peak of float32) is achieved, forward and backward.
+    """
+
+    uses_matrix_units: bool
+    fraction: float = 1.0
+    backward_fraction: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class OpRule:
     """What one operator computes, costs and allows.
 
@@ -68,11 +94,9 @@ class OpRule:
         extra_saved_bytes: what is kept besides (dropout mask, statistics), from the op and its local operand specs.
         flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
         moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
-        backward_bytes: (local operands, local results, batch size, precision) -> memory traffic of backward, at the
-            rate of a copy; replaces `backward_bytes_ratio`.
+        backward_bytes: memory traffic of backward, at the rate of a copy; replaces `backward_bytes_ratio`.
         backward_fixed_s: seconds of backward besides, whatever the size.
-        copied_bytes: (local operands, local results, batch size, precision) -> memory traffic of copies that come on
-            top, in (forward, backward).
+        copied_bytes: memory traffic of copies that come on top, in (forward, backward).
         n_calls: how often the op stands for its kernels; None for once.
         reads_rows: of its first operand it reads what it returns, and no more.
         is_view: no kernel, no memory: the result shares its operand's storage.
@@ -82,7 +106,9 @@ class OpRule:
             padded, in the equation's letters that are not contracted.
         efficiency: "matmul" (limited by matrix units) or "memory".
         is_matrix_product: the matrix units read its tensors as they are, so that odd rows slow it down.
+        arithmetic: what computes a call, where that depends on it; replaces `efficiency`.
         rate_fraction, backward_rate_fraction: achieved rate / that of a large matrix product (or copy).
+        fractions: these two of a call, where they depend on it.
         strategies: replaces the equation where an equation is not enough; yields what it allows beside all-R and all-V.
     """
 
@@ -96,9 +122,9 @@ class OpRule:
     extra_saved_bytes: Callable[[Op, Specs, int, str], int] | None = None
     flops: Callable[[Op, Specs, int], int] | None = None
     moved_bytes: Callable[[Op, int, str], int] | None = None
-    backward_bytes: Callable[[Specs, Specs, int, str], float] | None = None
+    backward_bytes: Callable[[LocalCall], float] | None = None
     backward_fixed_s: float = 0.0
-    copied_bytes: Callable[[Specs, Specs, int, str], tuple[float, float]] | None = None
+    copied_bytes: Callable[[LocalCall], tuple[float, float]] | None = None
     n_calls: Callable[[Op], int] | None = None
     reads_rows: bool = False
     is_view: bool = False
@@ -107,8 +133,10 @@ class OpRule:
     finite_in: tuple[int, ...] = ()
     efficiency: str = "memory"
     is_matrix_product: bool = False
+    arithmetic: Callable[[LocalCall], Arithmetic] | None = None
     rate_fraction: float = 1.0
     backward_rate_fraction: float = 1.0
+    fractions: Callable[[LocalCall], tuple[float, float]] | None = None
     strategies: Callable[[Op, Specs, TensorSpec, int], Iterator[Strategy]] | None = None
 
 

@@ -239,6 +239,8 @@ def computed(row: dict, hw: str) -> tuple[float, float]:
         precision=row["dtype"],
         device=load_hardware_profile(hw).device,
         has_gradient=True,
+        gradients=(row["op"] != "conv2d" or row["shape"][1] != 3, *[True] * (len(operands) - 1)),
+        memory_format=row.get("layout", "contiguous"),
     )
     return found.forward_s, found.backward_s
 

@@ -6,12 +6,24 @@ With groups only whole groups can be split; input and output channels go togethe
 output channel per group) is element-wise in its channels. Space and kernel stay whole.
 """
 
+import math
 from collections.abc import Iterator
 
 from autoplan.equations import added, argument, dim_names, marked, write_equation
-from autoplan.graph import Op, TensorSpec, extent_at
+from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op, TensorSpec, extent_at
 from autoplan.layout import sharded
-from autoplan.rules import OpRule, Specs, Strategy
+from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
+
+# How cuDNN computes: H200, torch 2.11, cuDNN 9.19 (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+# Kernels of the matrix units read pixel by pixel, all channels of one together, and those of float32 channel by
+# channel. Images that lie in the other order are copied, at this part of the rate of a copy.
+_READ_BY_CHANNEL = frozenset({"bf16", "fp16", "tf32"})
+_COPY_FRACTION = 0.5
+_ALIGNED_BYTES = 16
+# The matrix units compute so many channels at once, which are filled up to a multiple.
+_CHANNEL_TILE, _CHANNEL_MULTIPLE = 128, 8
+# Of one channel by itself: forward and backward rate / peak of float32, kernels of 7 x 7.
+_DEPTHWISE_FRACTIONS = {"contiguous": (0.042, 0.024), "channels_last": (0.18, 0.12)}
 
 
 def _is_transposed(op: Op) -> bool:
@@ -62,6 +74,52 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     return count * (extent_at(x.shape[0], batch_size) if len(x.shape) == len(weight.shape) else 1)
 
 
+def _channels_of_a_group(call: LocalCall) -> int:
+    """The fewest that a group reads or writes."""
+    x, weight = call.operands[:2]
+    n_dims = len(weight.shape) - 2
+    (first, second), ends = weight.at(1)[:2], (x, call.results[0])
+    divided = ends[1] if _is_transposed(call.op) else ends[0]
+    n_groups = max(1, extent_at(divided.shape[-n_dims - 1], 1) // second)
+    return min(first // n_groups, second)
+
+
+def _arithmetic(call: LocalCall) -> Arithmetic:
+    n_channels = _channels_of_a_group(call)
+    if n_channels == 1 and _n_groups(call.op) > 1:
+        return Arithmetic(False, *_DEPTHWISE_FRACTIONS[call.memory_format])
+    if call.precision in _READ_BY_CHANNEL:
+        fraction = min(1.0, _CHANNEL_MULTIPLE * -(-n_channels // _CHANNEL_MULTIPLE) / _CHANNEL_TILE)
+        return Arithmetic(True, fraction, fraction)
+    return Arithmetic(True)
+
+
+def _is_product_of_pixels(call: LocalCall) -> bool:
+    """A kernel of one pixel on whole contiguous images, whose channels start at multiples of 16 bytes."""
+    x, weight = call.operands[:2]
+    n_dims = len(weight.shape) - 2
+    space = math.prod(x.at(1)[-n_dims:])
+    is_point = weight.at(1)[2:] == (1,) * n_dims and space == math.prod(call.results[0].at(1)[-n_dims:])
+    item_bytes = DTYPE_BYTES[COMPUTE_DTYPES[call.precision]]
+    return is_point and _n_groups(call.op) == 1 and space * item_bytes % _ALIGNED_BYTES == 0
+
+
+def _copied_bytes(call: LocalCall) -> tuple[float, float]:
+    """From the order that images and weights lie in to that of the kernels, and back: both in forward, and in backward
+    for the gradient of each.
+    """
+    is_by_channel = call.precision in _READ_BY_CHANNEL
+    if is_by_channel == (call.memory_format == "channels_last") or (is_by_channel and _is_product_of_pixels(call)):
+        return 0.0, 0.0
+    if _n_groups(call.op) > 1 and _channels_of_a_group(call) == 1:
+        return 0.0, 0.0
+    x, weight, result = (
+        spec.n_bytes(call.batch_size, call.precision) for spec in (*call.operands[:2], call.results[0])
+    )
+    forward_bytes = 2 * (x + weight + result) / _COPY_FRACTION
+    return forward_bytes, 2 * forward_bytes
+
+
 _CONVOLUTION = OpRule(
     _convolution,
     flops=_flops,
@@ -71,6 +129,8 @@ _CONVOLUTION = OpRule(
     saves=(0, 1),
     is_product=True,
     efficiency="matmul",
+    arithmetic=_arithmetic,
+    copied_bytes=_copied_bytes,
     linear_in=(0,),
     strategies=_split_groups,
 )

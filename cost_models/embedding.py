@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import P, R, padded, sharded
-from autoplan.rules import OpRule, Specs, Strategy
+from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 
 # Adding rows where they belong takes as long in 16 bits as in 32: of a table's gradient 4 bytes are counted for each
 # element that is added. Their rate / that of a copy, and what sorting the positions takes before, with the host's waits
@@ -25,12 +25,12 @@ def _split_vocabulary(op: Op, operands: Specs, result: TensorSpec, degree: int) 
             yield Strategy((rows, R), P, function="vocab_parallel_embedding")
 
 
-def scattered_bytes(fraction: float) -> Callable[[Specs, Specs, int, str], float]:
+def scattered_bytes(fraction: float) -> Callable[[LocalCall], float]:
     """The gradient of the table is zeroed; the gradients of the rows are added at this part of the rate of a copy."""
 
-    def backward_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> float:
-        n_added = sum(spec.n_elements(batch_size) for spec in results)
-        return operands[0].n_bytes(batch_size, precision) + ADDED_BYTES * n_added / fraction
+    def backward_bytes(call: LocalCall) -> float:
+        n_added = sum(spec.n_elements(call.batch_size) for spec in call.results)
+        return call.operands[0].n_bytes(call.batch_size, call.precision) + ADDED_BYTES * n_added / fraction
 
     return backward_bytes
 

@@ -11,7 +11,7 @@ from autoplan.cost_models.embedding import ADDED_BYTES, SCATTER_KERNELS, scatter
 
 from autoplan.equations import Marks, added, all_whole, argument, broadcast_marks, dim_names, marked, write_equation
 from autoplan.graph import Op, Ref, TensorSpec
-from autoplan.rules import OpRule, Specs
+from autoplan.rules import LocalCall, OpRule, Specs
 
 # Rate at which rows are added where they belong / that of a copy, 4 bytes for each element: positions sorted first
 # (`x[index]` backward), element by element (gather backward), row by row (index_select backward, index_add). And what
@@ -148,17 +148,18 @@ def _no_flops(op: Op, operands: Specs, batch_size: int) -> int:
     return 0
 
 
-def _additions(fraction: float) -> Callable[[Specs, Specs, int, str], tuple[float, float]]:
-    """Adding the last operand to the first, forward; the gradient of the one is rows of the gradient of the other."""
+def _additions(fraction: float) -> Callable[[LocalCall], tuple[float, float]]:
+    """The last operand is added to a copy of the first."""
 
-    def copied_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> tuple[float, float]:
-        return ADDED_BYTES * operands[-1].n_elements(batch_size) / fraction, 0.0
+    def copied_bytes(call: LocalCall) -> tuple[float, float]:
+        return ADDED_BYTES * call.operands[-1].n_elements(call.batch_size) / fraction, 0.0
 
     return copied_bytes
 
 
-def _read_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> float:
-    return 2.0 * operands[-1].n_bytes(batch_size, precision)
+def _read_bytes(call: LocalCall) -> float:
+    """The gradient of what is added is read from that of the result, which is also the gradient of the copy."""
+    return 2.0 * call.operands[-1].n_bytes(call.batch_size, call.precision)
 
 
 def _added(fraction: float) -> dict[str, Any]:

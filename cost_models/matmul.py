@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from autoplan.equations import Equation, Marks, added, broadcast_marks, dim_names, write_equation
 from autoplan.graph import PADDED_LINEAR, Op
-from autoplan.rules import OpRule, Specs
+from autoplan.rules import LocalCall, OpRule, Specs
 
 _LEADING = "abcdefgh"
 
@@ -111,9 +111,10 @@ def _weight_bytes(op: Op, operands: Specs, batch_size: int, precision: str) -> i
     return operands[1].n_bytes(batch_size, precision)
 
 
-def _padding_bytes(operands: Specs, results: Specs, batch_size: int, precision: str) -> tuple[float, float]:
+def _padding_bytes(call: LocalCall) -> tuple[float, float]:
     """Of a copy of the weight with padding, and of one of the gradient of the logits."""
-    return 2.0 * operands[1].n_bytes(batch_size, precision), 2.0 * results[0].n_bytes(batch_size, precision)
+    size = call.batch_size, call.precision
+    return 2.0 * call.operands[1].n_bytes(*size), 2.0 * call.results[0].n_bytes(*size)
 
 
 _LINEAR = _product(_linear, saves=(0, 1), linear_in=(0,))

@@ -7,15 +7,23 @@ be split off with its scale, shift and running statistics.
 from collections.abc import Iterator
 
 from autoplan.equations import Equation, along, dim_names, marked, whole_dims, write_equation
-from autoplan.graph import Op, TensorSpec, extent_at
+from autoplan.graph import IMAGE_DIMS, Op, TensorSpec, extent_at
 from autoplan.layout import sharded
-from autoplan.rules import OpRule, Specs, Strategy
+from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 
 _STATISTICS_BYTES = 4
 # Achieved / rate of a copy. H200, torch 2.11, bf16, rows of 1536 to 4096: layer norm 1.7 TB/s forward and 1.05
 # backward, RMS norm 2.8 and 1.4, against 4.2 (benchmarks/results/kernels_h200_2026-11-20.jsonl).
 _LAYER_NORM_FRACTIONS = {"rate_fraction": 0.4, "backward_rate_fraction": 0.25}
 _RMS_NORM_FRACTIONS = {"rate_fraction": 0.65, "backward_rate_fraction": 0.33}
+
+
+# The same of batch norm, 256 channels and more: of images in channels_last, and else
+# (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+_BATCH_NORM_FRACTIONS = {"channels_last": (0.21, 0.39), "contiguous": (0.175, 0.19)}
+# Contiguous channels are normalized by a block of threads each: fewer leave a part of the device idle. ResNet-152 on
+# H200, segments in benchmarks/results/profile_h200_2026-11-22.jsonl.
+_FULL_CHANNELS = 256
 
 
 def _normalized_dims(op: Op, rank: int) -> range:
@@ -69,6 +77,15 @@ def _channel_statistics(op: Op, operands: Specs, batch_size: int, precision: str
     return 2 * _STATISTICS_BYTES * extent_at(operands[0].shape[1], 1)
 
 
+def _batch_norm_fractions(call: LocalCall) -> tuple[float, float]:
+    x = call.operands[0].at(1)
+    if len(x) == IMAGE_DIMS and call.memory_format == "channels_last":
+        return _BATCH_NORM_FRACTIONS["channels_last"]
+    forward, backward = _BATCH_NORM_FRACTIONS["contiguous"]
+    used = min(1.0, x[1] / _FULL_CHANNELS)
+    return forward * used, backward * used
+
+
 def _sample_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
     return extent_at(operands[0].shape[0], batch_size) * _channel_statistics(op, operands, batch_size, precision)
 
@@ -104,7 +121,10 @@ RULES = {
         _by_group, strategies=_split_groups, extra_saved_bytes=_group_statistics, **_IMAGE_NORM
     ),
     "aten.batch_norm.default": OpRule(
-        _by_channel(whole_batch=True), extra_saved_bytes=_channel_statistics, **_IMAGE_NORM
+        _by_channel(whole_batch=True),
+        extra_saved_bytes=_channel_statistics,
+        fractions=_batch_norm_fractions,
+        **_IMAGE_NORM,
     ),
     "aten.instance_norm.default": OpRule(
         _by_channel(whole_batch=False), extra_saved_bytes=_sample_statistics, **_IMAGE_NORM

@@ -1,7 +1,11 @@
 """Pooling, resizing and patches of images: each channel by itself, space whole."""
 
 from autoplan.equations import Equation, whole_dims
-from autoplan.rules import OpRule
+from autoplan.rules import LocalCall, OpRule
+
+# Achieved / rate of a copy, forward and backward: windows of 3 x 3 every 2 pixels; H200, torch 2.11
+# (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+_MAX_POOL_FRACTIONS = {"contiguous": (0.145, 0.095), "channels_last": (0.14, 0.155)}
 
 
 def _channels(n_space: int) -> Equation:
@@ -10,7 +14,13 @@ def _channels(n_space: int) -> Equation:
 
 
 def _max_pool(n_space: int) -> OpRule:
-    return OpRule(_channels(n_space), flops_per_point=4.0, saves=(0,), backward_bytes_ratio=2.0)
+    return OpRule(
+        _channels(n_space), flops_per_point=4.0, saves=(0,), backward_bytes_ratio=2.0, fractions=_max_pool_fractions
+    )
+
+
+def _max_pool_fractions(call: LocalCall) -> tuple[float, float]:
+    return _MAX_POOL_FRACTIONS[call.memory_format]
 
 
 def _average(n_space: int) -> OpRule:

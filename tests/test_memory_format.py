@@ -1,4 +1,4 @@
-"""Images in channels_last as a choice of the plan: exact, measured, and searched only where it was measured."""
+"""Images in channels_last as a choice of the plan: exact, priced, and beside measurements searched if measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoplan.cost.measured import execution_of, image_kinds
 from autoplan.errors import UsageError
 from autoplan.measure_model.run import run_measurements
 from autoplan.measured_profile.segment_times import parse_measured_profile
-from autoplan.options import Options
+from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Execution
 from autoplan.processes import start_process
 from autoplan.report.measured_profile import results_table
@@ -239,14 +239,24 @@ def test_a_search_takes_the_memory_format_that_was_measured_to_be_faster(problem
     check_plan(found.best.plan, problem.graph, problem.hardware)
 
 
-def test_without_measurements_channels_last_is_not_searched_but_named(problem):
-    unmeasured = replace(problem, measured=None)
-    answer = solved(unmeasured)
+def test_without_measurements_both_orders_are_priced_from_the_data_sheet():
+    options = Options(precision="bf16", global_batch=256, fix=(("pp", "1"), ("tp", "1"), ("micro_batch", "32")))
+    problem = api.make_problem(RESNET, hw="h200_x4", overrides=SIZES, options=options)
+    contiguous, channels_last = (solved(problem, ("memory_format", name)).best for name in MEMORY_FORMATS)
+    # kernels for 16 bits read all channels of a pixel together: contiguous images are copied
+    assert channels_last.estimate.breakdown.compute_s < contiguous.estimate.breakdown.compute_s
+    assert solved(problem).best.estimate.step_s <= min(contiguous.estimate.step_s, channels_last.estimate.step_s)
+
+
+def test_beside_contiguous_measurements_channels_last_is_not_searched_but_named(problem):
+    rows = tuple(row for row in problem.measured.segments if row.execution == Execution())
+    plain = replace(problem, measured=replace(problem.measured, segments=rows))
+    answer = solved(plain)
     assert answer.best.plan.mesh.memory_format == "contiguous"
     assert any("--memory-format both" in limit for limit in answer.workload.limits)
     assert not any("--memory-format both" in limit for limit in solved(problem).workload.limits)
     with pytest.raises(UsageError, match="memory_format=channels_last: found .*measured in channels_last"):
-        solved(unmeasured, ("memory_format", "channels_last"))
+        solved(plain, ("memory_format", "channels_last"))
 
 
 def test_a_model_without_images_has_no_memory_format_to_choose():

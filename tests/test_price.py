@@ -13,9 +13,9 @@ from autoplan.cost.price import make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.errors import InputError
-from autoplan.graph import GraphFacts, Op, Ref, TensorSpec
+from autoplan.graph import COMPUTE, GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_hardware_profile
-from autoplan.options import Options
+from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Mesh
 from autoplan.rules import load_rules
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
@@ -118,7 +118,7 @@ def cost_of(target, *operands, result, device=TOY, precision="fp32"):
     return cost_of_op(op, *operands, device=device, precision=precision)
 
 
-def cost_of_op(op, *operands, device=TOY, precision="fp32"):
+def cost_of_op(op, *operands, device=TOY, precision="fp32", **more):
     """The same of a call whose arguments are given."""
     found = op_time(
         RULES[op.target],
@@ -130,6 +130,7 @@ def cost_of_op(op, *operands, device=TOY, precision="fp32"):
         precision=precision,
         device=device,
         has_gradient=True,
+        **more,
     )
     return found.forward_s, found.backward_s
 
@@ -152,6 +153,62 @@ def test_numbers_are_added_where_they_belong_at_the_same_pace_in_16_bits_and_in_
         forward_s, backward_s = cost_of_op(op, table, ids)
         assert forward_s == pytest.approx(zeroed_s / 2, rel=0.01)
         assert backward_s == pytest.approx(60e-6 + zeroed_s + 1e-3 / 0.43)
+
+
+def convolution_s(x, weight, result, *, precision, bytes_per_s=1e9, groups=1, **more):
+    """Forward and backward of a convolution on a device with 1 (fp32) or 10 TFLOP/s (16 bits)."""
+    args = (Ref("x0"), Ref("x1"), None, (1, 1), (0, 0), (1, 1), groups)
+    op = Op("y", "aten.conv2d.default", args, (), (as_spec(result),), "")
+    device = replace(TOY, peak_flops_per_s=(("fp32", 1e12), ("bf16", 1e13)), memory_bytes_per_s=bytes_per_s)
+    return cost_of_op(op, as_spec(x), as_spec(weight), precision=precision, device=device, **more)
+
+
+def as_spec(shape):
+    return TensorSpec(shape, COMPUTE)
+
+
+def test_a_convolution_copies_images_that_lie_in_the_other_order():
+    # kernels of 16 bits read pixel by pixel, those of float32 channel by channel; copies run at half the rate of one
+    shapes = (2, 128, 5, 5), (128, 128, 3, 3), (2, 128, 3, 3)
+    n_elements = 2 * 128 * 25 + 128 * 128 * 9 + 2 * 128 * 9
+    for precision, own, other, item in (
+        ("bf16", "channels_last", "contiguous", 2),
+        ("fp32", "contiguous", "channels_last", 4),
+    ):
+        fast, slow = (convolution_s(*shapes, precision=precision, memory_format=name) for name in (own, other))
+        copy_s = 2 * item * n_elements / 1e9 / 0.5
+        assert fast == pytest.approx((item * n_elements / 1e9, 2 * item * n_elements / 1e9))
+        assert slow == pytest.approx((fast[0] + copy_s, fast[1] + 2 * copy_s))
+
+
+def test_a_convolution_of_one_pixel_reads_contiguous_images_whose_channels_are_aligned():
+    for size, copies in ((4, False), (3, True)):  # 16 and 9 numbers of 2 bytes
+        shapes = (2, 128, size, size), (128, 128, 1, 1), (2, 128, size, size)
+        found = [convolution_s(*shapes, precision="bf16", memory_format=name) for name in MEMORY_FORMATS]
+        assert (found[0] > found[1]) is copies
+
+
+def test_few_channels_fill_a_part_of_the_matrix_units_and_one_by_itself_none():
+    # 32 of 128 channels: a quarter of 10 TFLOP/s; one in a group: 18 % of the 1 TFLOP/s of float32, 12 % backward
+    x, result = (1, 32, 512, 512), (1, 32, 506, 506)
+    way = {"precision": "bf16", "bytes_per_s": 1e15, "memory_format": "channels_last"}
+    few = convolution_s(x, (32, 32, 7, 7), result, **way)
+    one = convolution_s(x, (32, 1, 7, 7), result, groups=32, **way)
+    n_flops = 2 * 32 * 506**2 * 32 * 49
+    assert few == pytest.approx((n_flops / 2.5e12, 2 * n_flops / 2.5e12))
+    assert one == pytest.approx((n_flops / 32 / 0.18e12, 2 * n_flops / 32 / 0.12e12))
+
+
+def test_data_and_frozen_weights_have_no_gradient_that_takes_time():
+    shapes = (2, 128, 5, 5), (128, 128, 3, 3), (2, 128, 3, 3)
+    both, one = (convolution_s(*shapes, precision="bf16", gradients=pair) for pair in ((True, True), (False, True)))
+    assert one == pytest.approx((both[0], both[1] / 2))
+    rows, weights, ends = TensorSpec((64, 32), COMPUTE), TensorSpec((4, 32, 16), COMPUTE), TensorSpec((4,), "int32")
+    op = Op(
+        "y", "aten._grouped_mm.default", (Ref("x0"), Ref("x1"), Ref("x2")), (), (TensorSpec((64, 16), COMPUTE),), ""
+    )
+    found = (cost_of_op(op, rows, weights, ends, gradients=given) for given in ((), (True, True, False)))
+    assert next(found) == next(found)  # integers never have one
 
 
 def test_cross_entropy_goes_over_its_logits_five_times_and_back_more_than_three_times():

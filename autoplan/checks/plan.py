@@ -61,7 +61,7 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
     if plan.mesh.memory_format not in MEMORY_FORMATS:
         _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
     if plan.mesh.execution != Execution() and plan.groups:
-        expected = "compile false and memory_format contiguous: others have a price only where they were measured"
+        expected = "compile false and memory_format contiguous on several kinds of hosts"
         _refuse("mesh", plan.mesh.execution, expected)
     if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
         _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")

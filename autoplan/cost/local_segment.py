@@ -28,6 +28,7 @@ class LocalOp:
         temporaries: what is alive around it: its results, and gradients of operands with the batch in their shape.
         precision: what it computes in.
         is_strided: it reads a tensor whose dims are permuted in memory.
+        gradients: which of its operands have one.
         all_reduce_elements: per sample; see `Strategy`.
     """
 
@@ -39,6 +40,7 @@ class LocalOp:
     temporaries: Specs
     precision: str
     has_gradient: bool
+    gradients: tuple[bool, ...]
     is_strided: bool
     all_reduce_elements: int
 
@@ -141,6 +143,7 @@ def local_op(context: WorkContext, op: Op, strategy: Strategy, *, is_strided: bo
         temporaries=() if rule is not None and rule.is_view else (*results, *of_gradients),
         precision=context.precision_of(op),
         has_gradient=op.name in facts.gradients,
+        gradients=tuple(name in facts.gradients for name in names),
         is_strided=is_strided,
         all_reduce_elements=strategy.all_reduce_elements,
     )

@@ -21,11 +21,9 @@ from statistics import median
 
 from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
-from autoplan.graph import LOSS_PATH, OpGraph
+from autoplan.graph import IMAGE_DIMS, LOSS_PATH, OpGraph
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution
-
-IMAGE_DIMS = 4
 
 Compute = Callable[[int, str, int, int], SegmentWork]  # (tp, sharding, micro-batch size, kind) -> computed work
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoplan.errors import InputError
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op
 from autoplan.hardware import Device
-from autoplan.rules import OpRule, Specs, equation_of, forward_flops, parse_equation
+from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, equation_of, forward_flops, parse_equation
 
 # Host time of one kernel of a model / of a bare `x.add_(1)`: Python, modules and autograd come on top. Median of the
 # blocks in benchmarks/results/profile_h200_*2026-11-21.jsonl, forward and backward: 33 us against 6.1 to 6.7.
@@ -79,50 +79,73 @@ def op_time(
     precision: str,
     device: Device,
     has_gradient: bool,
+    gradients: tuple[bool, ...] = (),
     is_strided: bool = False,
+    memory_format: str = "contiguous",
 ) -> OpTime:
     """Time of one call on local tensors (`operands`, `results`); an op without a rule is priced by its bytes.
 
-    `whole_operands` are the operands before they were split.
+    `whole_operands` are the operands before they were split; `gradients` says which have one (all, if it is empty).
     """
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:
         return OpTime(0.0, 0.0, 0, 0)
+    call = LocalCall(op, operands, results, batch_size, precision, memory_format)
     flops = forward_flops(rule, op, operands=operands, batch_size=batch_size, whole_operands=whole_operands)
     if rule.moved_bytes is not None:
         n_bytes = rule.moved_bytes(op, batch_size, precision)
     else:
         n_bytes = moved_bytes(rule, operands=operands, results=results, batch_size=batch_size, precision=precision)
     n_calls = 1 if rule.n_calls is None else rule.n_calls(op)
-    if rule.efficiency == "matmul":
-        rate = peak_flops_per_s(device, precision) * device.matmul_efficiency
-        if rule.is_matrix_product:
-            rate *= RATE_OF_ALIGNMENT.get(_alignment_bytes((*operands, *results), precision), 1.0)
-    else:
-        rate = peak_flops_per_s(device, "fp32")
+    forward_rate, backward_rate = _rates(rule, call, device)
     bandwidth = device.memory_bytes_per_s * device.memory_efficiency
     if is_strided and rule.efficiency == "memory":
         bandwidth *= STRIDED_FRACTION
-    copied_bytes = (0.0, 0.0)
-    if rule.copied_bytes is not None:
-        copied_bytes = rule.copied_bytes(operands, results, batch_size, precision)
-    work_s = max(flops / rate, n_bytes / bandwidth) / rule.rate_fraction + copied_bytes[0] / bandwidth
+    copied_bytes = (0.0, 0.0) if rule.copied_bytes is None else rule.copied_bytes(call)
+    fraction, backward_fraction = rule.rate_fraction, rule.backward_rate_fraction
+    if rule.fractions is not None:
+        fraction, backward_fraction = rule.fractions(call)
+    work_s = max(flops / forward_rate, n_bytes / bandwidth) / fraction + copied_bytes[0] / bandwidth
     forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
     if not has_gradient:
         return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0, flops, n_bytes + copied_bytes[0])
+    part = _part_of_backward(rule, operands, gradients)
     if rule.backward_bytes is not None:
-        backward_bytes = rule.backward_bytes(operands, results, batch_size, precision)
+        backward_bytes = rule.backward_bytes(call)
     else:
-        backward_bytes = rule.backward_bytes_ratio * n_bytes
-    work_s = max(rule.backward_flops_ratio * flops / rate, backward_bytes / bandwidth) / rule.backward_rate_fraction
-    work_s += copied_bytes[1] / bandwidth
+        backward_bytes = rule.backward_bytes_ratio * n_bytes * part
+    backward_flops, backward_copied_bytes = rule.backward_flops_ratio * flops * part, copied_bytes[1] * part
+    work_s = max(backward_flops / backward_rate, backward_bytes / bandwidth) / backward_fraction
+    work_s += rule.backward_fixed_s + backward_copied_bytes / bandwidth
     n_sums = _n_summed_gradients(rule, op, whole_operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
-    n_kernels = rule.n_backward_kernels * n_calls + n_sums
-    backward_s = rule.backward_fixed_s + device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
-    all_flops = flops * (1 + rule.backward_flops_ratio)
-    all_bytes = n_bytes + backward_bytes + sum(copied_bytes) + n_sums * result_bytes
-    return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels, all_flops, all_bytes)
+    n_kernels = math.ceil(rule.n_backward_kernels * part) * n_calls + n_sums
+    backward_s = device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
+    all_bytes = n_bytes + backward_bytes + copied_bytes[0] + backward_copied_bytes + n_sums * result_bytes
+    return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels, flops + backward_flops, all_bytes)
+
+
+def _rates(rule: OpRule, call: LocalCall, device: Device) -> tuple[float, float]:
+    """FLOP/s of a call, forward and backward."""
+    if rule.arithmetic is None:
+        used = Arithmetic(rule.efficiency == "matmul")
+    else:
+        used = rule.arithmetic(call)
+    if used.uses_matrix_units:
+        rate = peak_flops_per_s(device, call.precision) * device.matmul_efficiency
+        if rule.is_matrix_product:
+            rate *= RATE_OF_ALIGNMENT.get(_alignment_bytes((*call.operands, *call.results), call.precision), 1.0)
+    else:
+        rate = peak_flops_per_s(device, "fp32")
+    return rate * used.fraction, rate * used.backward_fraction
+
+
+def _part_of_backward(rule: OpRule, operands: Specs, gradients: tuple[bool, ...]) -> float:
+    """A product has a gradient for each of its factors; those of data and of frozen weights are not computed."""
+    if not (gradients and rule.is_product and rule.efficiency == "matmul"):
+        return 1.0
+    factors = [gradients[i] for i in rule.saves if i < len(operands) and operands[i].is_float]
+    return sum(factors) / len(factors) if any(factors) else 1.0
 
 
 def _alignment_bytes(specs: Specs, precision: str) -> int:

@@ -33,7 +33,7 @@ from autoplan.cost.boundaries import (
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
-from autoplan.cost.measured import Correction, execution_of
+from autoplan.cost.measured import Correction, execution_of, image_kinds
 from autoplan.cost.outside_allocator import outside_allocator_bytes
 from autoplan.cost.parameters import (
     ParameterContext,
@@ -45,7 +45,7 @@ from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_cost import segment_costs
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
-from autoplan.cost.work_context import WorkContext, work_contexts
+from autoplan.cost.work_context import CONTIGUOUS, ContextOf, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile.segment_key import assignment_key, content_key
@@ -169,7 +169,7 @@ class _Run(NamedTuple):
 
 def _segments_pricer(
     graph: OpGraph,
-    contexts: Callable[[int], WorkContext],
+    contexts: ContextOf,
     of_parameters: ParameterContext,
     *,
     shardings: Shardings,
@@ -190,7 +190,7 @@ def _segments_pricer(
     return segments
 
 
-def _local_pricer(contexts: Callable[[int], WorkContext], shardings: Shardings) -> LocalPricer:
+def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
     """(tp, sharding) -> each kind of segment as a rank sees it."""
 
     @cache
@@ -202,15 +202,25 @@ def _local_pricer(contexts: Callable[[int], WorkContext], shardings: Shardings) 
 
 def _works_pricer(
     graph: OpGraph,
-    contexts: Callable[[int], WorkContext],
+    contexts: ContextOf,
     shardings: Shardings,
     measured: MeasuredProfile | None,
 ) -> Callable[[_Run], Works]:
     """The work of each kind of segment, as measured where it was."""
+    images = image_kinds(graph)
 
     @cache
-    def computed(tp: int, sharding: str, micro_batch_size: int) -> Mapping[int, SegmentWork]:
-        return rank_segments(contexts(tp)).work(shardings.get((tp, sharding), ()), micro_batch_size)
+    def in_format(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
+        return rank_segments(contexts(tp, memory_format)).work(shardings.get((tp, sharding), ()), micro_batch_size)
+
+    @cache
+    def computed(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
+        """Only segments that read images read them in this format."""
+        found = in_format(tp, sharding, micro_batch_size, CONTIGUOUS)
+        if memory_format == CONTIGUOUS:
+            return found
+        of_images = in_format(tp, sharding, micro_batch_size, memory_format)
+        return {kind: of_images[kind] if kind in images else work for kind, work in found.items()}
 
     @cache
     def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
@@ -220,10 +230,10 @@ def _works_pricer(
 
     @cache
     def works(run: _Run) -> Works:
-        found = computed(run.tp, run.sharding, run.micro_batch_size)
+        found = computed(run.tp, run.sharding, run.micro_batch_size, run.execution.memory_format)
         as_measured = correction(run.execution, run.keeps_modules)
         if as_measured is None:
-            assert run.execution == Execution()  # see `space.choices.executions`
+            assert not run.execution.compile  # see `space.choices.executions`
             return tuple((work, "") for work in found.values())
         return tuple(
             as_measured.corrected(
@@ -283,7 +293,7 @@ def _correction(
     graph: OpGraph,
     shardings: Shardings,
     measured: MeasuredProfile,
-    computed: Callable[[int, str, int], Mapping[int, SegmentWork]],
+    computed: Callable[[int, str, int, str], Mapping[int, SegmentWork]],
     execution: Execution,
     *,
     keeps_modules: bool,
@@ -297,7 +307,7 @@ def _correction(
         measured,
         contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
         assignments=assignments,
-        compute=lambda tp, sharding, size, kind: computed(tp, sharding, size)[kind],
+        compute=lambda tp, sharding, size, kind: computed(tp, sharding, size, execution.memory_format)[kind],
         executions={kind: execution_of(graph, kind, execution) for kind in first},
         keeps_modules=keeps_modules,
     )

@@ -161,7 +161,9 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
         precision=local.precision,
         device=context.device,
         has_gradient=local.has_gradient,
+        gradients=local.gradients,
         is_strided=local.is_strided,
+        memory_format=context.memory_format,
     )
 
 

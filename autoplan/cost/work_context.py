@@ -10,15 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Protocol
 
 from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
 from autoplan.cost.collective_time import Route, axis_group, route_of, route_s
 from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph
 from autoplan.hardware import Device, HardwareProfile
+from autoplan.parallel_plan import Execution
 from autoplan.rules import OpRule
 
+CONTIGUOUS = Execution().memory_format
 N_GRAPHS = 4  # that a process keeps contexts of
-N_CONTEXTS = 32  # of each: degrees x devices x precisions
+N_CONTEXTS = 32  # of each: degrees x devices x precisions x memory formats
+
+
+class ContextOf(Protocol):
+    """From the tensor-parallel degree, and how images lie in memory, to what the sums depend on."""
+
+    def __call__(self, degree: int, memory_format: str = CONTIGUOUS) -> WorkContext: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +37,7 @@ class WorkContext:
     Attributes:
         tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
         head: what of the model a chunked loss computes slice by slice, if it can.
+        memory_format: of images, as in `Execution`.
     """
 
     graph: OpGraph
@@ -38,6 +48,7 @@ class WorkContext:
     degree: int
     tp_collective_s: Callable[[str, float], float]
     head: ChunkedHead | None = None
+    memory_format: str = CONTIGUOUS
 
     def precision_of(self, op: Op) -> str:
         """The precision an op computes in: float32 in the loss function when the plan has 16 bits."""
@@ -45,15 +56,13 @@ class WorkContext:
         return "fp32" if is_widened else self.precision
 
 
-def work_contexts(
-    graph: OpGraph, hardware: HardwareProfile, precision: str, rules: Mapping[str, OpRule]
-) -> Callable[[int], WorkContext]:
-    """A function from the tensor-parallel degree to what the sums depend on."""
+def work_contexts(graph: OpGraph, hardware: HardwareProfile, precision: str, rules: Mapping[str, OpRule]) -> ContextOf:
+    """What the sums depend on, by degree and memory format."""
     shared = _shared_contexts(graph, tuple(rules.items()))
 
-    def context(degree: int) -> WorkContext:
+    def context(degree: int, memory_format: str = CONTIGUOUS) -> WorkContext:
         route = route_of(axis_group(hardware, size=degree, stride=1), hardware)
-        return shared(hardware.device, precision, route)
+        return shared(hardware.device, precision, route, memory_format)
 
     return cache(context)
 
@@ -61,15 +70,16 @@ def work_contexts(
 @lru_cache(maxsize=N_GRAPHS)
 def _shared_contexts(
     graph: OpGraph, rules: tuple[tuple[str, OpRule], ...]
-) -> Callable[[Device, str, Route], WorkContext]:
+) -> Callable[[Device, str, Route, str], WorkContext]:
     """Those of one graph under these rules."""
     facts, head, table = GraphFacts.of(graph), chunked_head(graph), dict(rules)
 
     @lru_cache(maxsize=N_CONTEXTS)
-    def context(device: Device, precision: str, route: Route) -> WorkContext:
+    def context(device: Device, precision: str, route: Route, memory_format: str) -> WorkContext:
         def tp_collective_s(kind: str, n_bytes: float) -> float:
             return route_s(kind, n_bytes, route)
 
-        return WorkContext(graph, facts, table, device, precision, route.n_devices, cache(tp_collective_s), head)
+        tp = route.n_devices
+        return WorkContext(graph, facts, table, device, precision, tp, cache(tp_collective_s), head, memory_format)
 
     return context

@@ -21,10 +21,9 @@ def untried(graph: OpGraph, measured: MeasuredProfile | None, *, rules: Mapping[
 
 
 def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapping[str, OpRule]) -> str:
-    """Where most arithmetic is convolutions."""
-    is_measured = measured is not None and any(
-        way.memory_format != Execution().memory_format for way in measured.executions
-    )
+    """Where most arithmetic is convolutions, and contiguous images alone were measured."""
+    if measured is None or any(way.memory_format != Execution().memory_format for way in measured.executions):
+        return ""
     n_flops, total = 0, 0
     specs = graph.specs()
     for op in graph.ops:
@@ -33,11 +32,11 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
             flops = forward_flops(rule, op, operands=tuple(specs[name] for name in operand_names(op)), batch_size=1)
             total += flops
             n_flops += flops if is_convolution(op) else 0
-    if is_measured or 2 * n_flops <= total:
+    if 2 * n_flops <= total:
         return ""
     return (
-        "Most of the arithmetic is convolutions, which often run faster on images in channels_last: what that gains"
-        " must be measured, by autoplan profile MODEL --memory-format both on one device, and given by --profile FILE."
+        "Most of the arithmetic is convolutions, which often run faster on images in channels_last: beside contiguous"
+        " images that were measured, they must be too, by autoplan profile MODEL --memory-format both on one device."
     )
 
 

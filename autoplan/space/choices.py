@@ -30,7 +30,7 @@ def compression_choice(options: Options) -> Compression:
 
 
 def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
-    """How modules may run: as is fixed, and else in every way that was measured.
+    """How modules may run: as is fixed, and else in every way that has a price (`why_unknown`).
 
     Raises: UsageError when a way is asked for that has no price.
     """
@@ -58,13 +58,19 @@ def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) ->
 
 
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
-    """Why there is no price for modules that run so, at this degree or any; "" when there is one."""
+    """Why there is no price for modules that run so, at this degree or any; "" when there is one.
+
+    What torch.compile gains must be measured. Images in channels_last are priced from the data sheet as well, but not
+    beside contiguous ones that were measured.
+    """
     plain, kinds = Execution(), graph.first_of_kind()
     used = {execution_of(graph, kind, way) for kind in kinds}
     needed = used - {plain}
     name = "compiled" if way.compile else f"in {way.memory_format}"
     if way.memory_format not in {item.memory_format for item in used}:
         return "no segment that reads images, [sample, channel, height, width]"
+    if measured is None and not way.compile:
+        return ""
     if needed and (measured is None or not needed <= measured.executions):
         return f"no segment that was measured {name}"
     failed = () if measured is None else (item for item in measured.failed if item.execution in needed)

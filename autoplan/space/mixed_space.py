@@ -98,7 +98,7 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             raise UsageError.of(
                 f"--fix {name}={value}",
                 found=cluster.name,
-                expected="one kind of device, since this has a price only where it was measured",
+                expected="one kind of device, since programs for several run modules as they are",
                 fix=f"leave it out, {alone}",
             )
     tp, common = fixed_int(options, "tp"), _common_host_size(cluster)
