@@ -18,12 +18,15 @@ _LAYER_NORM_FRACTIONS = {"rate_fraction": 0.4, "backward_rate_fraction": 0.25}
 _RMS_NORM_FRACTIONS = {"rate_fraction": 0.65, "backward_rate_fraction": 0.33}
 
 
-# The same of batch norm, 256 channels and more: of images in channels_last, and else
-# (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+# The same of batch norm in bf16, which torch computes itself, 256 channels and more: of images in channels_last, and
+# else (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
 _BATCH_NORM_FRACTIONS = {"channels_last": (0.21, 0.39), "contiguous": (0.175, 0.19)}
 # Contiguous channels are normalized by a block of threads each: fewer leave a part of the device idle. ResNet-152 on
 # H200, segments in benchmarks/results/profile_h200_2026-11-22.jsonl.
 _FULL_CHANNELS = 256
+# In other precisions cuDNN does. Not measured: taken to read the images twice and write them once, where the price of
+# an op counts 2 times, and the images and their gradient twice in backward, where it counts 3.
+_CUDNN_FRACTIONS = 2 / 3, 3 / 5
 
 
 def _normalized_dims(op: Op, rank: int) -> range:
@@ -78,6 +81,8 @@ def _channel_statistics(op: Op, operands: Specs, batch_size: int, precision: str
 
 
 def _batch_norm_fractions(call: LocalCall) -> tuple[float, float]:
+    if call.precision != "bf16":
+        return _CUDNN_FRACTIONS
     x = call.operands[0].at(1)
     if len(x) == IMAGE_DIMS and call.memory_format == "channels_last":
         return _BATCH_NORM_FRACTIONS["channels_last"]
