@@ -18,7 +18,6 @@ These scatter: at width 2048 on 4 ranks a block takes 2.99 ms with one sample an
 Left out: that these losses were a dozen operators, and that split sequences were gathered again in backward.
 """
 
-import csv
 import json
 import math
 import statistics
@@ -28,6 +27,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+
+from published_rows import MODEL, Case, Program, Sizes, case_of, reason_against, rows
 
 from autoplan.answers.answer import step_interval_s
 from autoplan.api import trace_model
@@ -39,19 +40,14 @@ from autoplan.cost.work_context import work_contexts
 from autoplan.graph import OpGraph
 from autoplan.hardware import NO_SHARDING, HardwareProfile, load_hardware_profile
 from autoplan.options import Options
-from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.parallel_plan import Plan, StagePlan
 from autoplan.rules import load_rules
 from autoplan.search.result import Candidate
 from autoplan.simulator.simulate import simulate
 from autoplan.space.layouts import all_shardings
 from autoplan.tensor_parallel.sharding import read_sharding
 
-FOLDER = Path(__file__).parent
-FILES = ("published_steps.csv", "published_steps_one_host.csv")
-MODEL = FOLDER / "models" / "megatron.py"
 RULES = load_rules()
-HARDWARE = {"A100-SXM-80GB": "dgx_a100_x8", "A100-SXM (HBM size not stated in repo)": "dgx_a100_x8"}
-VOCABULARY_MULTIPLE = 128
 CORE = "attention.core"
 N_WORST = 10
 
@@ -61,33 +57,6 @@ FIT_HARDWARE = "dgx_a100_x8"
 FIT_EVERY = 13  # rows of one host
 FIT_LARGE = ("megatron-22B", "gpt3-175B")
 N_HALVINGS = 4
-
-Row = Mapping[str, str]
-Sizes = tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What the layouts and the operators of a row depend on, whatever its mesh."""
-
-    sizes: Sizes
-    hardware: str
-    precision: str
-    tp: int
-    sharding: str
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A row as the library sees it; `recompute` is "none", "selective" (of the core of attention) or "full"."""
-
-    name: str
-    source: str
-    model: str
-    program: Program
-    mesh: Mesh
-    recompute: str
-    measured_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,63 +77,6 @@ class Prediction:
         return self.interval_s[0] <= self.case.measured_s <= self.interval_s[1]
 
 
-# -------------------------------------------------------------------------------------------------- rows and cases
-
-
-def rows() -> list[Row]:
-    texts = ((FOLDER / "data" / name).read_text() for name in FILES)
-    return [row for text in texts for row in csv.DictReader(text.splitlines())]
-
-
-def reason_against(row: Row) -> str | None:
-    """Why a row cannot be priced; None if it can."""
-    reasons = {
-        "sizes of the model not published": not row["layers"],
-        "step time or sequence length not published": not (row["measured_step_s"] and row["seq_len"]),
-        "micro-batch, recomputation and chunks not published": not row["micro_batch"],
-        "computed in tf32, which no plan does": row["precision"] == "tf32",
-        "an encoder that gathers masked positions": row["model"].startswith("BERT"),
-        "compiled, which is not priced without a measured profile": "compile" in row["notes"],
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def case_of(row: Row) -> Case:
-    """The program and the mesh of a row that can be priced."""
-    number = {name: int(row[name]) for name in ("dp", "tp", "pp", "vpp", "micro_batch", "global_batch")}
-    multiple = VOCABULARY_MULTIPLE * number["tp"]
-    sizes = {
-        "n_layers": int(row["layers"]),
-        "n_heads": int(row["heads"]),
-        "width": int(row["hidden"]),
-        "hidden": int(row["ffn_hidden"]),
-        "vocabulary": -(-int(row["vocab"]) // multiple) * multiple,
-        "context": int(row["seq_len"]),
-    }
-    boundary = "S(1)" if row["seq_parallel"] == "1" else "R"
-    sharding = boundary if number["tp"] > 1 else ""
-    mesh = Mesh(
-        pp=number["pp"],
-        dp=number["dp"],
-        tp=number["tp"],
-        micro_batch_size=number["micro_batch"],
-        n_micro_batches=number["global_batch"] // number["dp"] // number["micro_batch"],
-        schedule="1f1b" if number["vpp"] == 1 else "interleaved",
-        n_chunks=number["vpp"],
-        sharding=sharding,
-    )
-    program = Program(tuple(sizes.items()), HARDWARE[row["gpu"]], row["precision"], number["tp"], sharding)
-    return Case(
-        name=row["id"],
-        source=row["source"],
-        model=row["model"],
-        program=program,
-        mesh=mesh,
-        recompute=row["recompute"],
-        measured_s=float(row["measured_step_s"]),
-    )
-
-
 # ------------------------------------------------------------------------------------------------------ prediction
 
 
@@ -176,8 +88,8 @@ def cluster(name: str, n_devices: int) -> HardwareProfile:
 
 
 @cache
-def graph_of(sizes: Sizes) -> OpGraph:
-    return trace_model(MODEL, overrides=dict(sizes))
+def graph_of(sizes: Sizes, file: Path = MODEL) -> OpGraph:
+    return trace_model(file, overrides=dict(sizes))
 
 
 @cache
@@ -200,7 +112,7 @@ class Predictor:
     def __call__(self, case: Case) -> Prediction:
         table = self._table(case)
         stages = even_stages(table, recomputes=case.recompute != "none")
-        estimate = simulate(_reduced_at_the_end(table, stages), stages)
+        estimate = simulate(table if case.overlaps else _reduced_at_the_end(table, stages), stages)
         plan = Plan(case.mesh, stages, precision=case.program.precision)
         interval_s = step_interval_s(Candidate(plan, estimate, bound_s=estimate.step_s))
         parts_s = {field.name: getattr(estimate.breakdown, field.name) for field in fields(estimate.breakdown)}
@@ -221,11 +133,12 @@ class Predictor:
 
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:
         return make_pricer(
-            graph_of(program.sizes),
+            graph_of(program.sizes, program.file),
             hardware=self._change(cluster(program.hardware, n_devices)),
             precision=program.precision,
             shardings=shardings_of(program.sizes, program.hardware, program.precision, program.tp),
             rules=RULES,
+            compression=program.compression,
         )
 
     def _find_core_s(self, program: Program, kind: int, micro_batch_size: int) -> float:
@@ -339,6 +252,10 @@ def _result(found: Prediction) -> dict[str, object]:
 # -------------------------------------------------------------------------------------------------------------- fit
 
 
+def is_gpt(case: Case) -> bool:
+    return case.program.file == MODEL
+
+
 def on_device(values: Mapping[str, float]) -> Predictor:
     """A predictor on devices with these figures."""
     return Predictor(lambda hardware: replace(hardware, device=replace(hardware.device, **values)))
@@ -350,7 +267,7 @@ def rms(found: Iterable[Prediction]) -> float:
 
 def fit() -> None:
     """The constants with the least rms error, the sources of the rows weighing alike; by halving steps."""
-    cases = [case_of(row) for row in rows() if reason_against(row) is None]
+    cases = [case for case in (case_of(row) for row in rows() if reason_against(row) is None) if is_gpt(case)]
     one_host = [case for case in cases if case.mesh.n_devices <= load_hardware_profile(FIT_HARDWARE).n_devices]
     large = [case for case in cases if case.model in FIT_LARGE]
     used = ([case for case in one_host if case.model not in FIT_LARGE][::FIT_EVERY], large)
