@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -195,30 +196,61 @@ def between_events(function: Callable, n_calls: int) -> float:
 # --------------------------------------------------------------------------------------------------- the table
 
 
-def table(path: Path, hw: str) -> None:
+@dataclass(frozen=True)
+class Compared:
+    """One time of a row beside its price, in seconds."""
+
+    row: dict
+    direction: str
+    computed_s: float
+
+    @property
+    def measured_s(self) -> float:
+        return self.row[f"{self.direction}_s"]
+
+    @property
+    def is_of_host(self) -> bool:
+        return self.measured_s < HOST_S[self.direction]
+
+    @property
+    def log_error(self) -> float:
+        return abs(math.log(self.computed_s / self.measured_s))
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.row["op"], f"{self.row.get('layout', '')} {self.row['dtype']}".strip()
+
+    def __str__(self) -> str:
+        error = self.computed_s / self.measured_s - 1
+        return (
+            f"{self.measured_s * 1e6:12.1f}{self.computed_s * 1e6:10.1f}{error:+8.0%}{'h' if self.is_of_host else ' '}"
+        )
+
+
+def compared(path: Path, hw: str) -> list[Compared]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    errors: dict[tuple[str, str, str], list[float]] = {}
+    pairs = [(row, computed(row, hw)) for row in rows if "error" not in row]
+    return [Compared(row, name, own_s) for row, both in pairs for name, own_s in zip(DIRECTIONS, both, strict=True)]
+
+
+def table(path: Path, hw: str) -> None:
+    found = compared(path, hw)
     titles = "".join(f"{direction:>12}{'computed':>10}{'error':>9}" for direction in DIRECTIONS)
     print(f"{'op':16}{'shape':34}{'layout':15}{'':5}{titles}")
-    for row in (row for row in rows if "error" not in row):
-        layout, shape = row.get("layout", ""), ", ".join(map(str, row["shape"]))
-        cells = ""
-        for direction, computed_s in zip(DIRECTIONS, computed(row, hw), strict=True):
-            measured_s = row[f"{direction}_s"]
-            is_of_host = measured_s < HOST_S[direction]
-            cells += f"{measured_s * 1e6:12.1f}{computed_s * 1e6:10.1f}{computed_s / measured_s - 1:+8.0%}"
-            cells += "h" if is_of_host else " "
-            if not is_of_host:
-                key = row["op"], f"{layout} {row['dtype']}".strip(), direction
-                errors.setdefault(key, []).append(abs(math.log(computed_s / measured_s)))
-        print(f"{row['op']:16}{shape:34}{layout:15}{row['dtype']:5}{cells}".rstrip())
+    for forward, backward in zip(found[::2], found[1::2], strict=True):
+        row = forward.row
+        shape = ", ".join(map(str, row["shape"]))
+        print(f"{row['op']:16}{shape:34}{row.get('layout', ''):15}{row['dtype']:5}{forward}{backward}".rstrip())
     print("\nmean |log(computed / measured)| (of so many rows), h left out")
-    for op, kind in dict.fromkeys(key[:2] for key in errors):
-        found = [errors.get((op, kind, direction), []) for direction in DIRECTIONS]
-        cells = "".join(f"{statistics.mean(own):12.2f} ({len(own)})" if own else f"{'-':>16}" for own in found)
-        print(f"{op:16}{kind:22}{cells}")
+    of_device = [item for item in found if not item.is_of_host]
+    for kind in dict.fromkeys(item.kind for item in of_device):
+        cells = ""
+        for direction in DIRECTIONS:
+            own = [item.log_error for item in of_device if (item.kind, item.direction) == (kind, direction)]
+            cells += f"{statistics.mean(own):12.2f} ({len(own)})" if own else f"{'-':>16}"
+        print(f"{kind[0]:16}{kind[1]:22}{cells}")
     for direction in DIRECTIONS:
-        own = [error for key, found in errors.items() if key[2] == direction for error in found]
+        own = [item.log_error for item in of_device if item.direction == direction]
         print(f"{direction}: {len(own)} times, {statistics.mean(own):.3f}, worst {max(own):.2f}")
 
 
