@@ -5,17 +5,21 @@ Segment + layouts of its values --> local ops, conversions, what autograd keeps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autoplan.analysis.chunked_loss import is_sliceable
 from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.cost.kept_tensors import KeptTensor, is_nothing, kept_tensors, n_kept_tensors, n_repeated_ops
 from autoplan.cost.work_context import WorkContext
+from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
+
+_PERMUTATIONS = ("aten.transpose.int", "aten.permute.default")
+_CUTS = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class LocalOp:
         temporaries: what is alive around it: its results, and gradients of operands with the batch in their shape.
         precision: what it computes in.
         is_strided: it reads a tensor whose dims are permuted in memory.
+        pieces: which of its operands are pieces of a larger tensor, whose rows lie apart, if it is not strided.
         gradients: which of its operands have one.
         all_reduce_elements: per sample; see `Strategy`.
     """
@@ -42,6 +47,7 @@ class LocalOp:
     has_gradient: bool
     gradients: tuple[bool, ...]
     is_strided: bool
+    pieces: tuple[bool, ...]
     all_reduce_elements: int
 
 
@@ -98,13 +104,20 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     """One kind of segment in these layouts; `segment` is the first of its kind."""
     graph, specs, gradients = context.graph, context.facts.specs, context.facts.gradients
     strided = strided_values(graph, segment, context.rules)
+    pieces = piece_values(graph, segment, context.rules)
     roots = storage_roots(graph, segment, context.rules)
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
     inputs = (name for name in segment.inputs if name in gradients)
     n_repeated = n_repeated_ops(context, segment, layouts)
     return LocalSegment(
         ops=tuple(
-            local_op(context, op, layouts.strategies[op.name], is_strided=not strided.isdisjoint(operand_names(op)))
+            local_op(
+                context,
+                op,
+                layouts.strategies[op.name],
+                is_strided=not strided.isdisjoint(operand_names(op)),
+                pieces=pieces,
+            )
             for op in graph.ops_of(segment)
         ),
         conversions=_conversions(context, segment, layouts),
@@ -123,8 +136,13 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     )
 
 
-def local_op(context: WorkContext, op: Op, strategy: Strategy, *, is_strided: bool = False) -> LocalOp:
-    """One op in one strategy; `is_strided` when it reads a tensor whose dims are permuted in memory."""
+def local_op(
+    context: WorkContext, op: Op, strategy: Strategy, *, is_strided: bool = False, pieces: Collection[str] = ()
+) -> LocalOp:
+    """One op in one strategy.
+
+    `is_strided` when it reads a tensor whose dims are permuted in memory; `pieces` are values of `piece_values`.
+    """
     facts, names, rule = context.facts, operand_names(op), context.rules.get(op.target)
     pairs = zip(names, strategy.operands, strict=True)
     operands = tuple(local_spec(facts.specs[name], layout, context.degree) for name, layout in pairs)
@@ -145,6 +163,7 @@ def local_op(context: WorkContext, op: Op, strategy: Strategy, *, is_strided: bo
         has_gradient=op.name in facts.gradients,
         gradients=tuple(name in facts.gradients for name in names),
         is_strided=is_strided,
+        pieces=tuple(name in pieces and not is_strided for name in names),
         all_reduce_elements=strategy.all_reduce_elements,
     )
 
@@ -158,7 +177,7 @@ def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]
     for op in graph.ops_of(segment):
         rule = rules.get(op.target, OpRule())
         is_read_strided = not strided.isdisjoint(op.input_names())
-        if op.target in ("aten.transpose.int", "aten.permute.default"):
+        if op.target in _PERMUTATIONS:
             is_strided = not is_read_strided
         elif rule.efficiency == "matmul":
             is_strided = is_read_strided and op.target == "aten.scaled_dot_product_attention.default"
@@ -167,6 +186,22 @@ def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]
         if is_strided:
             strided.add(op.name)
     return frozenset(strided)
+
+
+def piece_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> frozenset[str]:
+    """What a tensor is cut into along another dim than the first, and views of that, until its dims are permuted."""
+    cut: set[str] = set()
+    pieces: set[str] = set()
+    for op in graph.ops_of(segment):
+        rule, names = rules.get(op.target, OpRule()), operand_names(op)
+        if op.target in _CUTS:
+            dim = argument(op, 2, "dim", 0)
+            cut |= {op.name} if dim % len(op.outputs[0].shape) else set()
+        elif op.target == "getitem":
+            pieces |= {op.name} if names[0] in cut else set()
+        elif rule.is_view and op.target not in _PERMUTATIONS and not pieces.isdisjoint(names):
+            pieces.add(op.name)
+    return frozenset(pieces)
 
 
 def storage_roots(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> dict[str, str]:

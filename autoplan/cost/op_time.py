@@ -26,6 +26,10 @@ RATE_OF_ALIGNMENT = {2: 0.16, 4: 0.37}
 # Element-wise ops on a transposed tensor / on a contiguous one. H200, torch 2.11, [2, 32, 4096, 64] bf16: 1.2 to
 # 1.4 TB/s against 4.2 (rotary embedding in benchmarks/results/kernels_h200_2026-11-20.jsonl).
 STRIDED_FRACTION = 0.33
+# Reading a piece of each row of a larger tensor / reading a whole one. silu and the product of two halves [65536, 2048]
+# of a chunk, bf16, H200, torch 2.11: 0.21 and 0.27 forward, 0.22 and 0.29 backward, once each
+# (ops of the mixture in benchmarks/results/profile_h200_2026-11-22.jsonl).
+PIECE_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,13 @@ def op_time(
     has_gradient: bool,
     gradients: tuple[bool, ...] = (),
     is_strided: bool = False,
+    pieces: tuple[bool, ...] = (),
     memory_format: str = "contiguous",
 ) -> OpTime:
     """Time of one call on local tensors (`operands`, `results`); an op without a rule is priced by its bytes.
 
-    `whole_operands` are the operands before they were split; `gradients` says which have one (all, if it is empty).
+    `whole_operands` are the operands before they were split; `gradients` says which have one (all, if it is empty), and
+    `pieces` which are of a larger tensor (none).
     """
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:
@@ -106,6 +112,8 @@ def op_time(
     if rule.fractions is not None:
         fraction, backward_fraction = rule.fractions(call)
     work_s = max(flops / forward_rate, n_bytes / bandwidth) / fraction + copied_bytes[0] / bandwidth
+    slower_s, slower_backward_s = _slower_by_pieces_s(rule, call, pieces, bandwidth)
+    work_s += slower_s
     forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
     if not has_gradient:
         return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0, flops, n_bytes + copied_bytes[0])
@@ -116,7 +124,7 @@ def op_time(
         backward_bytes = rule.backward_bytes_ratio * n_bytes * part
     backward_flops, backward_copied_bytes = rule.backward_flops_ratio * flops * part, copied_bytes[1] * part
     work_s = max(backward_flops / backward_rate, backward_bytes / bandwidth) / backward_fraction
-    work_s += rule.backward_fixed_s + backward_copied_bytes / bandwidth
+    work_s += rule.backward_fixed_s + backward_copied_bytes / bandwidth + slower_backward_s
     n_sums = _n_summed_gradients(rule, op, whole_operands)
     result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
     n_kernels = math.ceil(rule.n_backward_kernels * part) * n_calls + n_sums
@@ -138,6 +146,19 @@ def _rates(rule: OpRule, call: LocalCall, device: Device) -> tuple[float, float]
     else:
         rate = peak_flops_per_s(device, "fp32")
     return rate * used.fraction, rate * used.backward_fraction
+
+
+def _slower_by_pieces_s(
+    rule: OpRule, call: LocalCall, pieces: tuple[bool, ...], bandwidth: float
+) -> tuple[float, float]:
+    """What an element-wise op takes longer to read pieces, forward, and backward those that it keeps."""
+    if rule.efficiency != "memory" or not any(pieces):
+        return 0.0, 0.0
+    found_s = [
+        spec.n_bytes(call.batch_size, call.precision) * (1 / PIECE_FRACTION - 1) / bandwidth if is_piece else 0.0
+        for spec, is_piece in zip(call.operands, pieces, strict=True)
+    ]
+    return sum(found_s), sum(found_s[position] for position in rule.saves if 0 <= position < len(found_s))
 
 
 def _part_of_backward(rule: OpRule, operands: Specs, gradients: tuple[bool, ...]) -> float:

@@ -163,6 +163,7 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
         has_gradient=local.has_gradient,
         gradients=local.gradients,
         is_strided=local.is_strided,
+        pieces=local.pieces,
         memory_format=context.memory_format,
     )
 
