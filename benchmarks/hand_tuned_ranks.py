@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -25,9 +26,10 @@ from hand_tuned_programs import Program, is_out_of_memory, map_tensors
 from hand_tuned_space import Case, Configuration, Space
 from torch import nn
 
-N_WARM_UP, N_TIMED = 3, 5
-# Where steps take long, fewer are needed: at least so many, and no more after so many seconds.
-N_WARM_UP_LEAST, N_TIMED_LEAST, ENOUGH_S = 2, 3, 12.0
+# Clocks settle under load: after the first step, which compiles, at least so many steps and seconds are not counted,
+# and then at least so many are.
+N_SETTLING, SETTLING_S = 2, 5.0
+N_TIMED, TIMED_S = 3, 3.0
 TOO_SLOW = 1.5  # times the fastest, after warm-up
 N_BATCHES = 4  # different ones
 PATIENCE_S = 240.0  # for one program
@@ -223,7 +225,8 @@ def measure(program, batches: list, best_s: float | None) -> dict:
         step_s, loss = timed_step(program, batches[len(steps_s) % len(batches)])
         steps_s.append(step_s)
         losses.append(loss)
-        if best_s is not None and n_warm_up(steps_s) == len(steps_s) and step_s > TOO_SLOW * best_s:
+        is_first_counted = n_warm_up(steps_s) == len(steps_s) - 1
+        if best_s is not None and is_first_counted and step_s > TOO_SLOW * best_s:
             status = "slow"
             break
     gc.enable()
@@ -253,14 +256,19 @@ def timed_step(program, batch) -> tuple[float, float]:
 
 
 def n_warm_up(steps_s: list[float]) -> int:
-    """How many of the first steps are not counted."""
-    later_s = sum(steps_s[1:N_WARM_UP_LEAST])
-    return N_WARM_UP_LEAST if later_s > ENOUGH_S / N_WARM_UP else N_WARM_UP
+    """How many of the first steps are not counted; all of these where clocks have not settled."""
+    return next((n for n in range(1 + N_SETTLING, len(steps_s)) if sum(steps_s[1:n]) >= SETTLING_S), len(steps_s))
 
 
 def is_enough(steps_s: list[float]) -> bool:
     timed = steps_s[n_warm_up(steps_s) :]
-    return len(timed) >= N_TIMED or (len(timed) >= N_TIMED_LEAST and sum(timed) > ENOUGH_S)
+    return len(timed) >= N_TIMED and sum(timed) >= TIMED_S
+
+
+def n_steps_of(folder: Path) -> int:
+    """How many steps of an emitted program are enough, by what is predicted; no fewer if it is a quarter faster."""
+    step_s = prediction_of(folder)["predicted_step_s"] / 1.25
+    return 1 + max(N_SETTLING, math.ceil(SETTLING_S / step_s)) + max(N_TIMED, math.ceil(TIMED_S / step_s))
 
 
 # ------------------------------------------------------------------------------------------ emitted programs
@@ -327,7 +335,7 @@ def train(folder: Path, job: Job) -> None:
     os.chdir(folder)
     sys.path[0] = str(folder)
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[job.precision]
-    options = {"steps": N_WARM_UP + N_TIMED, "repeat-batches": N_BATCHES, "out-json": "measured.json"}
+    options = {"steps": n_steps_of(folder), "repeat-batches": N_BATCHES, "out-json": "measured.json"}
     options |= {"device": job.device, "dtype": dtype}
     sys.argv = ["train.py", *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     runpy.run_path("train.py", run_name="__main__")
@@ -336,11 +344,12 @@ def train(folder: Path, job: Job) -> None:
 def measured_of(folder: Path) -> dict:
     found = json.loads((folder / "measured.json").read_text())
     steps_s = [step["step_s"] for step in found["steps"]]
+    n_first = min(n_warm_up(steps_s), len(steps_s) - N_TIMED)
     peaks, reserved = found["peak_allocated_bytes_per_rank"], found["peak_reserved_bytes_per_rank"]
     return {
         "status": "ok",
-        "steps_s": steps_s[N_WARM_UP:],
-        "warm_up_s": steps_s[:N_WARM_UP],
+        "steps_s": steps_s[n_first:],
+        "warm_up_s": steps_s[:n_first],
         "losses": [step["loss"] for step in found["steps"]],
         "peak_allocated_bytes": None if None in peaks else max(peaks),
         "peak_reserved_bytes": None if None in reserved else max(reserved),
