@@ -6,7 +6,7 @@ RESULTS is what `autoplan profile` wrote for the models of cases.csv. The time o
 and corrected by what was measured of the other kinds of segments:
 
     none        as computed
-    segments    x the median of measured / computed over the other kinds (what `cost.measured` does)
+    segments    x the median of measured / computed over the other kinds
     ops         each op x the ratio of its kind, all ratios 0 or more, fitted to the times of the other kinds at once
 
 A kind of op is the file of cost_models that has its rule. Only eager, unsplit segments of generated code are compared,

@@ -3,12 +3,14 @@
     measured      the same content, assignment and micro-batch: the measured seconds and bytes
     scaled        the same content and degree, another micro-batch or assignment: computed x measured / computed there,
                   at the nearest micro-batch, and as if an assignment that is unknown here were the one of its boundary
-    calibrated    not measured: computed x the median of measured / computed over this kind of segment, else over all
+    calibrated    not measured: computed x the median of measured / computed of the same content at other degrees; else,
+                  for the host, and for the device where the segment is compiled, of all that runs in the same way
 
-Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios. A
-kind is corrected by what was measured of it as it runs (`execution_of`). A
-program of the user's own classes is corrected by what was measured of these, where they could be measured. Bytes are
-only scaled, never calibrated: they are counted, not rated. A measured backward pass includes that of the weights, which
+Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios.
+What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is
+corrected by what was measured of it as it runs (`execution_of`). A program of the user's own classes is corrected by
+what was measured of these, where they could be measured. Bytes are only scaled, never calibrated: they are counted, not
+rated. A measured backward pass includes that of the weights, which
 is taken to be as large a part of it as computed. The chunked loss is not measured: what it takes beyond the whole one
 is scaled as that is.
 """
@@ -110,8 +112,9 @@ class Correction:
             is_exact = nearest.row.micro_batch_size == micro_batch_size and nearest.row.assignment == assignment
             return (_as_measured(work, nearest.row), MEASURED) if is_exact else (_scaled(work, nearest), SCALED)
         alike = [r for r in self.ratios if r.row.content == self.contents[kind]]
-        alike = alike or [r for r in self.ratios if r.row.execution == self.executions[kind]]
-        return _calibrated(work, alike or self.ratios), CALIBRATED
+        ways = alike or [r for r in self.ratios if r.row.execution == self.executions[kind]]
+        of_device = ways if self.executions[kind].compile else alike
+        return _calibrated(work, of_device=of_device, of_host=ways or self.ratios), CALIBRATED
 
 
 def compiled_kinds(graph: OpGraph) -> frozenset[int]:
@@ -212,14 +215,17 @@ def _chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
     )
 
 
-def _calibrated(work: SegmentWork, ratios: Sequence[_Ratio]) -> SegmentWork:
-    if not ratios:
+def _calibrated(work: SegmentWork, *, of_device: Sequence[_Ratio], of_host: Sequence[_Ratio]) -> SegmentWork:
+    """By the medians of what was measured; where nothing was, as computed."""
+    if of_device:
+        forward, backward = median(r.forward for r in of_device), median(r.backward for r in of_device)
+        work = _timed(work, forward=forward, backward=backward)
+    if not of_host:
         return work
-    found = _timed(work, forward=median(r.forward for r in ratios), backward=median(r.backward for r in ratios))
     return replace(
-        found,
-        host_forward_s=work.host_forward_s * median(r.host_forward for r in ratios),
-        host_backward_s=work.host_backward_s * median(r.host_backward for r in ratios),
+        work,
+        host_forward_s=work.host_forward_s * median(r.host_forward for r in of_host),
+        host_backward_s=work.host_backward_s * median(r.host_backward for r in of_host),
     )
 
 

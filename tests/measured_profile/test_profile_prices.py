@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 from profile_rows import (
@@ -88,21 +87,22 @@ def test_another_micro_batch_is_scaled_from_the_nearest_measured_one(problem, me
     assert set(table.sources) == {"scaled"}
 
 
-def test_what_was_not_measured_takes_the_median_correction(problem) -> None:
-    # only the block is measured: its ratio corrects the other segments
+def test_of_what_was_not_measured_the_host_takes_the_median_correction(problem) -> None:
+    # only the block is measured, eagerly: its ratio corrects the host of the other segments, and no time of the device
     facts, first = GraphFacts.of(problem.graph), problem.graph.first_of_kind()
     block = next(kind for kind, segment in first.items() if segment.is_block)
     content = content_key(problem.graph, facts, first[block])
     eager = [row for row in problem.measured.segments if not row.execution.compile]
     only = [row for row in eager if row.content == content and row.assignment == WHOLE and row.is_own]
-    problem = replace(problem, measured=replace(problem.measured, segments=tuple(only)))
-    table, computed = tables(problem)
-    computed_by_size = {size: tables(problem, size)[1] for size in BATCHES}
-    ratio = median(row.forward_s / computed_by_size[row.micro_batch_size].costs[block][0].forward_s for row in only)
+    slow = tuple(replace(row, host_forward_s=1e3 * row.host_forward_s) for row in only)
+    table, computed = tables(replace(problem, measured=replace(problem.measured, segments=tuple(only))))
+    waiting, _ = tables(replace(problem, measured=replace(problem.measured, segments=slow)))
     for kind in first:
         if kind != block:
-            assert table.costs[kind][0].forward_s == pytest.approx(computed.costs[kind][0].forward_s * ratio)
+            assert table.costs[kind][0].forward_s == waiting.costs[kind][0].forward_s
+            assert table.costs[kind][0].forward_s == computed.costs[kind][0].forward_s
             assert table.costs[kind][0].saved_bytes == computed.costs[kind][0].saved_bytes
+            assert waiting.costs[kind][0].launch_forward_s > 100 * table.costs[kind][0].forward_s
     assert sorted(table.sources) == ["calibrated", "calibrated", "measured"]
 
 
