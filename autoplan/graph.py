@@ -181,9 +181,10 @@ class Segment:
     Attributes:
         name: the module path of the block (`transformer.h.3`), or `outer.0`, `outer.1`, ... between blocks.
         kind: segments of equal kind are equal up to names.
-        inputs: names of values it reads that earlier segments (or the batch) produced.
+        inputs: names of values it reads that earlier segments (or the batch) produced; of the last segment, if that is
+            no block, also those that only leave the graph.
         outputs: names of its values that later segments read, or that leave the graph.
-        parameters: names of the parameters and buffers it reads.
+        parameters: names of the parameters and buffers it reads, or that leave the graph from it.
         class_name: the class of the block; "" between blocks.
     """
 
@@ -333,6 +334,15 @@ def gradient_values(ops: tuple[Op, ...], parameters: tuple[Parameter, ...]) -> f
     return frozenset(found)
 
 
+def values_with_loss_gradient(graph: OpGraph, gradients: frozenset[str]) -> frozenset[str]:
+    """Names of the `gradient_values` that get a gradient from the loss: not what is only returned, or detached."""
+    found = {graph.loss}
+    for op in reversed(graph.ops):
+        if op.name in found and op.name in gradients:
+            found.update(op.input_names())
+    return gradients & found
+
+
 def computes_in_float32(graph: OpGraph) -> bool:
     """Whether forward casts to float32 where gradients flow, whatever the precision of the plan."""
     gradients = gradient_values(graph.ops, graph.parameters)
@@ -356,10 +366,19 @@ def invariant_values(graph: OpGraph) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What follows from a graph and every sum needs: specs, values with gradient, invariants, parameter names."""
+    """What follows from a graph and every sum needs.
+
+    Attributes:
+        specs: of every value by name.
+        gradients: the `gradient_values`, for which the forward pass keeps what a backward pass would read.
+        from_loss: those of them that get a gradient from the loss.
+        invariant: the `invariant_values`.
+        parameters: names of parameters and buffers.
+    """
 
     specs: Mapping[str, TensorSpec]
     gradients: frozenset[str]
+    from_loss: frozenset[str]
     invariant: frozenset[str]
     parameters: frozenset[str]
 
@@ -373,4 +392,5 @@ class GraphFacts:
 def _facts(graph: OpGraph) -> GraphFacts:
     names = frozenset(parameter.name for parameter in graph.parameters)
     gradients = gradient_values(graph.ops, graph.parameters)
-    return GraphFacts(graph.specs(), gradients, invariant_values(graph), names)
+    from_loss = values_with_loss_gradient(graph, gradients)
+    return GraphFacts(graph.specs(), gradients, from_loss, invariant_values(graph), names)

@@ -6,6 +6,7 @@ import pytest
 from distributed.programs import graph_of, make_plan
 from test_equivalence import ZERO_BUBBLE_V, assert_equal_to_one_process
 
+from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.price import make_pricer
 from autoplan.hardware import load_hardware_profile
@@ -37,6 +38,25 @@ def test_wherever_a_model_is_cut_two_ranks_equal_one_process(tmp_path):
     unet = make_plan("unet", pp=2, n_micro_batches=2)
     cases |= {f"unet_{cut}": ("unet", cut_at(unet, cut)) for cut in (1, 4, 7, 11, 15)}
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
+def test_what_is_only_returned_changes_nothing_and_may_be_made_on_any_stage(tmp_path):
+    """Of the head on an early block no weight has a gradient, so that the optimizer leaves it alone."""
+    graph = graph_of("returned")
+    assert all(legal_cuts(graph))
+    cases = {}
+    for sharding in ("R", "S(1)"):
+        cases[f"tp_{sharding[0]}"] = ("returned", make_plan("returned", tp=2, sharding=sharding, micro_batch_size=2))
+    plan = make_plan("returned", pp=2, micro_batch_size=2, n_micro_batches=2)
+    cases |= {f"pp_{cut}": ("returned", cut_at(plan, cut)) for cut in range(1, len(graph.segments))}
+    zero = make_plan("returned", dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2)
+    assert_equal_to_one_process(tmp_path, cases | {"zero": ("returned", zero)}, n_ranks=2)
+
+
+@pytest.mark.nightly
+def test_what_is_only_returned_changes_nothing_with_both_axes(tmp_path):
+    plan = make_plan("returned", pp=2, tp=2, sharding="R", micro_batch_size=2, n_micro_batches=2)
+    assert_equal_to_one_process(tmp_path, {"both": ("returned", plan)}, n_ranks=4)
 
 
 def test_skips_over_stages_of_any_length_equal_one_process_under_every_schedule(tmp_path):

@@ -50,14 +50,14 @@ def _boundaries_text(writer: Writer) -> str:
 
 
 def _boundary_text(writer: Writer, name: str) -> str:
-    spec = writer.context.facts.specs[name]
-    has_gradient = name in writer.context.facts.gradients
-    if writer.plan.mesh.sharding and has_gradient:
+    facts = writer.context.facts
+    spec = facts.specs[name]
+    if writer.plan.mesh.sharding and name in facts.gradients:
         layout = parse_layout(writer.plan.mesh.sharding)
         assert can_shard(spec, layout, writer.context.degree)
         spec = local_spec(spec, layout, writer.context.degree)
     dtype = "" if spec.dtype == COMPUTE else f", {quoted(spec.dtype)}"
-    return f"Boundary({_shape_text(spec)}{dtype}{'' if has_gradient else ', requires_grad=False'})"
+    return f"Boundary({_shape_text(spec)}{dtype}{'' if name in facts.from_loss else ', requires_grad=False'})"
 
 
 def _shape_text(spec: TensorSpec) -> str:

@@ -62,11 +62,12 @@ def _crossing_specs(graph: OpGraph) -> tuple[tuple[TensorSpec, ...], ...]:
 def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
     """Per boundary between neighbouring segments, whether the pipeline may be cut there.
 
-    The model's outputs must come from the last stage, whose rank computes the loss. Whole modules are not cut: what
-    passes between them was not traced. Nor is a model with gradients of its own, which generated stages would not have.
+    The model's outputs must come from the last stage, whose rank computes the loss: it makes them, or its last segment
+    takes them. Whole modules are not cut: what passes between them was not traced. Nor is a model with gradients of its
+    own, which generated stages would not have.
     """
-    own_outputs = set(graph.model_outputs) or {graph.loss}
-    first_made = next((i for i, op in enumerate(graph.ops) if op.name in own_outputs), len(graph.ops))
+    made_by_last = (set(graph.model_outputs) or {graph.loss}).difference(graph.segments[-1].inputs)
+    first_made = next((i for i, op in enumerate(graph.ops) if op.name in made_by_last), len(graph.ops))
     is_cuttable = not graph.is_module_level and not graph.has_own_gradients
     return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
 

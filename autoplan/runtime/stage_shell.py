@@ -2,8 +2,9 @@
 
 `StageShell` stands between torch's `PipelineStage` and the stage, for four reasons:
 - Boundary tensors and their gradients are made contiguous, which sending needs.
-- torch 2.11 sends only floating-point tensors that get a gradient. A boundary tensor without one (a mask, positions)
-  travels as the float32 tensor with the same bytes, and zeros travel back.
+- torch 2.11 sends only floating-point tensors that get a gradient. A boundary tensor without one (a mask, positions,
+  an output that the loss does not read) travels as the float32 tensor with the same bytes, and zeros travel back; what
+  made it gets no gradient, not zeros, which would decay its weights.
 - The last stage returns its loss, divided by the number of micro-batches, so gradients need no scaling afterwards.
 - `PipelineStage` sees no `fully_shard`. It would switch off every reduction and every freeing of parameters until all
   backward passes are done, which keeps gradients and gathered parameters whole under every ZeRO stage, and would
@@ -85,8 +86,11 @@ class StageShell(nn.Module):
         return self._loss(outputs, targets)
 
     def _send(self, examples: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        declared = (tensor.to(example.dtype) for example, tensor in zip(examples, tensors, strict=True))
         has_gradient = tuple(example.requires_grad for example in examples)
+        declared = (
+            tensor.to(example.dtype) if example.requires_grad else tensor.detach().to(example.dtype)
+            for example, tensor in zip(examples, tensors, strict=True)
+        )
         sent: tuple[torch.Tensor, ...] = _Send.apply(  # type: ignore[no-untyped-call]
             has_gradient, self._start_backward, *declared
         )

@@ -180,11 +180,12 @@ class _Problem:
         return boundary if name in self.gradients else R
 
     def _output_layout(self, name: str, boundary: Layout, graph: OpGraph) -> Layout | None:
-        """What leaves the segment; what only leaves the graph (logits) may have any layout, the loss is whole."""
+        """What leaves the segment; what only leaves the last one (logits) may have any layout, the loss is whole."""
         if name == graph.loss:
             return R
-        is_read_later = any(name in s.inputs for s in graph.segments if s.start >= self.segment.stop)
-        return self._boundary_layout(name, boundary) if is_read_later else None
+        if any(name in s.inputs for s in graph.segments if s.start >= self.segment.stop):
+            return self._boundary_layout(name, boundary)
+        return None if self.segment.stop == len(graph.ops) else R
 
     def _op_columns(self, priced: PricedStrategies) -> None:
         for op, candidates in zip(self.ops, priced, strict=True):

@@ -28,7 +28,7 @@ from autoplan.graph import (
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
 from autoplan.tracing.same_operators import are_same, live_nodes
-from autoplan.tracing.segments import split_segments
+from autoplan.tracing.segments import leaving_from_last, split_segments
 from autoplan.tracing.source_names import with_labels
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
         ops, inputs=inputs, parameters=parameters, kept=tuple(output_names), class_names=class_names
     )
     outputs = tuple(dict.fromkeys(model_outputs))
+    segments = leaving_from_last(segments, outputs, ops=ops, parameters=parameters)
     return OpGraph(source.name, inputs, parameters, ops, segments, outputs, loss, first.dissolved)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 from autoplan.graph import Argument, Input, Op, Parameter, Ref, Segment, TensorSpec, gradient_values
@@ -83,6 +84,29 @@ def split_segments(
             )
         )
     return tuple(segments)
+
+
+def leaving_from_last(
+    segments: tuple[Segment, ...],
+    outputs: tuple[str, ...],
+    *,
+    ops: tuple[Op, ...],
+    parameters: tuple[Parameter, ...],
+) -> tuple[Segment, ...]:
+    """The segments, of which the last one takes every output of the model, though only the user may read it.
+
+    So an output that is made early crosses the boundaries like a value that the loss reads. A block takes nothing
+    that it does not read: after it, such a model is not cut (`cost.boundaries.legal_cuts`).
+    """
+    *others, last = segments
+    if last.is_block:
+        return segments
+    own = {op.name for op in ops[last.start : last.stop]}
+    weights = {parameter.name for parameter in parameters}
+    handed_on = dict.fromkeys(name for name in outputs if name not in own)
+    inputs = dict.fromkeys((*last.inputs, *(name for name in handed_on if name not in weights)))
+    read = dict.fromkeys((*last.parameters, *(name for name in handed_on if name in weights)))
+    return *others, replace(last, inputs=tuple(inputs), parameters=tuple(read))
 
 
 def _runs(ops: tuple[Op, ...]) -> Iterator[tuple[str | None, int, int]]:

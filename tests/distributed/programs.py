@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scalars": ("../tests/distributed/scalars.py", {}),
     "numbered": ("../tests/distributed/numbered.py", {}),
     "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
+    "returned": ("../tests/distributed/returned.py", {}),
     "unet": ("../tests/families/unet.py", {}),
     "bert": ("../tests/families/bert_hf.py", {}),
     "resnet": ("../tests/families/resnet.py", {"depths": (2, 2)}),
