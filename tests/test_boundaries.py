@@ -53,6 +53,12 @@ def test_what_is_only_returned_changes_nothing_and_may_be_made_on_any_stage(tmp_
     assert_equal_to_one_process(tmp_path, cases | {"zero": ("returned", zero)}, n_ranks=2)
 
 
+def test_a_loss_that_the_model_returns_among_other_things_equals_one_process(tmp_path):
+    meshes = {"tp": {"tp": 2, "sharding": "R", "micro_batch_size": 2}, "pp": {"pp": 2, "n_micro_batches": 2}}
+    cases = {name: ("picked_loss", make_plan("picked_loss", **mesh)) for name, mesh in meshes.items()}
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
 @pytest.mark.nightly
 def test_what_is_only_returned_changes_nothing_with_both_axes(tmp_path):
     plan = make_plan("returned", pp=2, tp=2, sharding="R", micro_batch_size=2, n_micro_batches=2)

@@ -22,8 +22,9 @@ def loss_function(writer: Writer) -> str:
         *bracket("def loss_fn(", arguments, ") -> torch.Tensor:", 0),
         f'{INDENT}"""The loss of one micro-batch, the same on every tensor-parallel rank."""',
     ]
-    if not outputs or not ops:
-        return "\n".join([*opening, f"{INDENT}return outputs"])
+    if not ops:
+        piece = f"[{outputs.index(graph.loss)}]" if len(outputs) > 1 else ""
+        return "\n".join([*opening, f"{INDENT}return outputs{piece}"])
     body = Body(writer.context, "tp")
     if len(outputs) > 1:
         wishes = tuple(Wish((writer.context.names.argument([name]),)) for name in outputs)

@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mlp": ("mlp.py", {"width": 32, "depth": 4}),
     "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
+    "picked_loss": ("../tests/distributed/picked_loss.py", {}),
     "scalars": ("../tests/distributed/scalars.py", {}),
     "numbered": ("../tests/distributed/numbered.py", {}),
     "crossing": ("../tests/distributed/crossing.py", {"width": 16, "depth": 6}),
