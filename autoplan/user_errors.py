@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ _DATA_DEPENDENT = (
     "unbacked",
     "aten._local_scalar_dense",
 )
+_NO_PYTREE = "in output, which is not a known type"
+_OTHER_DEVICE = re.compile(r"\bmeta\b.*\bcpu\b|\bcpu\b.*\bmeta\b", re.DOTALL)
 
 
 def user_frame(error: BaseException, path: Path) -> str:
@@ -77,6 +80,18 @@ def trace_failure(name: str, error: BaseException) -> str:
     elif is_loss:
         expected = "a loss_fn that takes what the model returns for the batch of make_batch, and its targets"
         fix = "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there"
+    elif _NO_PYTREE in str(error):
+        expected = "a model that returns tensors, alone or in tuples, lists, dicts or dataclasses that torch knows"
+        fix = (
+            "return only what the loss reads; a Hugging Face model returns no cache with use_cache=False in its config;"
+            " or register the class by torch.utils._pytree.register_pytree_node"
+        )
+    elif _OTHER_DEVICE.search(str(error)):
+        expected = "a forward that makes its tensors where its input is: models are traced on the meta device"
+        fix = (
+            "make this tensor with device=x.device, or register it in __init__ by self.register_buffer(...);"
+            " or use --module-level, which runs the model on the CPU"
+        )
     elif "BFloat16" in str(error):
         expected = "a forward that runs in bfloat16, in which models are traced whatever the precision of the plan"
         fix = "cast to float32 around this operator: operator(x.float()).to(x.dtype)"

@@ -302,6 +302,36 @@ def test_a_loss_of_a_library_that_fails_is_told_from_the_model(tmp_path):
         trace_model(model_source(path, {}))
 
 
+def model_text(forward):
+    return (
+        f"class Model(nn.Linear):\n    def forward(self, x):\n        {forward}\n"
+        "def build_model():\n    return Model(4, 4)\n" + MAKE_BATCH
+    )
+
+
+def test_a_loop_over_samples_is_named_with_its_line_and_operator(tmp_path):
+    path = write(
+        tmp_path, model_text("return torch.stack([super(Model, self).forward(y) for y in x.unbind(0)])") + LOSS
+    )
+    with pytest.raises(
+        TraceError, match=r"at batch 3 at .*\.py:5: return torch.stack(.|\n)*found: aten.unbind.int both"
+    ):
+        trace_model(model_source(path, {}))
+
+
+def test_a_tensor_made_on_another_device_is_told_where_to_be_made(tmp_path):
+    path = write(tmp_path, model_text("return super().forward(x) + torch.zeros(4, device='cpu')") + LOSS)
+    with pytest.raises(TraceError, match=r"at .*\.py:5: return (.|\n)*fix: make this tensor with device=x.device"):
+        trace_model(model_source(path, {}))
+
+
+def test_an_output_of_a_class_that_torch_does_not_know_says_to_leave_it_out(tmp_path):
+    text = "class Cache:\n    pass\n" + model_text("return super().forward(x), Cache()")
+    path = write(tmp_path, text + "def loss_fn(outputs, targets):\n    return outputs[0].mean()\n")
+    with pytest.raises(TraceError, match=r"Cache(.|\n)*fix: return only what the loss reads; .* use_cache=False"):
+        trace_model(model_source(path, {}))
+
+
 def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
     with pytest.raises(InputError, match="fix: pip install no_such_package"):
         load_model_file(write(tmp_path, "import no_such_package\n"))

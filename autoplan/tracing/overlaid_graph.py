@@ -27,9 +27,9 @@ from autoplan.graph import (
 )
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
-from autoplan.tracing.same_operators import are_same, live_nodes
+from autoplan.tracing.same_operators import first_difference, live_nodes
 from autoplan.tracing.segments import leaving_from_last, split_segments
-from autoplan.tracing.source_names import with_labels
+from autoplan.tracing.source_names import place_of, with_labels
 
 if TYPE_CHECKING:
     from autoplan.tracing.trace import ModelSource
@@ -74,12 +74,9 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     """
     where, has_loss_fn = source.where, source.loss_fn is not None
     nodes_a, nodes_b = live_nodes(first.program.graph), live_nodes(second.graph)
-    if not are_same(nodes_a, nodes_b):
-        raise TraceError(
-            f"{where}: the model runs other operators at batch {BATCH_A} than at batch {BATCH_B}\n"
-            "  expected: the same operators for every batch size\n"
-            "  fix: remove the branch on the batch size from forward"
-        )
+    differs_at = first_difference(nodes_a, nodes_b)
+    if differs_at is not None:
+        raise TraceError(_other_operators(where, nodes_a[differs_at:], nodes_b[differs_at:]))
     value_names = _value_names(first, nodes_a)
     ops = tuple(
         _overlay_op(a, b, value_names) for a, b in zip(nodes_a, nodes_b, strict=True) if a.op == "call_function"
@@ -102,6 +99,20 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     outputs = tuple(dict.fromkeys(model_outputs))
     segments = leaving_from_last(segments, outputs, ops=ops, parameters=parameters)
     return OpGraph(source.name, inputs, parameters, ops, segments, outputs, loss, first.dissolved)
+
+
+def _other_operators(where: str, rest_a: list[torch.fx.Node], rest_b: list[torch.fx.Node]) -> str:
+    """What to say of two runs whose first differing operators begin these lists."""
+    a, b = (_target_name(rest[0]) if rest else "no operator" for rest in (rest_a, rest_b))
+    found = f"{a}, then {b}" if a != b else f"{a} both times, of other arguments or with other results"
+    stack = next((rest[0].meta.get("stack_trace") for rest in (rest_a, rest_b) if rest), None)
+    return (
+        f"{where}: the model runs other operators at batch {BATCH_A} than at batch {BATCH_B}{place_of(stack or '')}\n"
+        f"  found: {found}\n"
+        "  expected: the same operators for every batch size\n"
+        "  fix: take the branch or loop over samples out of forward, such as by one operator on all of them;"
+        " or use --module-level"
+    )
 
 
 def _outputs(trace: Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], dict[str, str]]:

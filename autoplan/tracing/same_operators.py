@@ -23,10 +23,14 @@ def live_nodes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 def are_same(first: Sequence[torch.fx.Node], second: Sequence[torch.fx.Node]) -> bool:
     """Whether two lists of nodes, each with its result in meta["val"], are the same up to numbers."""
-    if len(first) != len(second):
-        return False
-    twins = dict(zip(first, second, strict=True))
-    return all(_is_same(a, b, twins) for a, b in twins.items())
+    return first_difference(first, second) is None
+
+
+def first_difference(first: Sequence[torch.fx.Node], second: Sequence[torch.fx.Node]) -> int | None:
+    """Where two such lists begin to differ, which may be the end of the shorter; None if they do not."""
+    twins = dict(zip(first, second, strict=False))
+    found = next((index for index, (a, b) in enumerate(twins.items()) if not _is_same(a, b, twins)), None)
+    return min(len(first), len(second)) if found is None and len(first) != len(second) else found
 
 
 def _is_same(a: torch.fx.Node, b: torch.fx.Node, twins: Twins) -> bool:

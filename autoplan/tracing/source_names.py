@@ -52,6 +52,16 @@ def with_labels(ops: tuple[Op, ...], stack_traces: Mapping[str, str]) -> tuple[O
     return tuple(replace(op, label=labels.get(op.name, "")) for op in ops)
 
 
+def place_of(stack_trace: str) -> str:
+    """` at FILE:LINE: TEXT`, the innermost line of a recorded stack; empty where nothing was recorded."""
+    frames = list(_FRAME.finditer(stack_trace))
+    if not frames:
+        return ""
+    file, line = frames[-1].groups()
+    text = linecache.getline(file, int(line)).strip()
+    return f" at {file}:{line}" + (f": {text}" if text else "")
+
+
 def _statement_groups(ops: tuple[Op, ...], stacks: list[Stack], depth: int) -> Iterator[tuple[_Statement, list[int]]]:
     """Statements at one depth of the stack with the ops that each execution of them made."""
     for stack, indices in groupby(range(len(ops)), key=lambda i: stacks[i][:depth]):
