@@ -10,6 +10,7 @@ from torch import nn
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
+from autoplan.tracing.second_names import SECOND_NAMES
 from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -300,6 +301,30 @@ def test_a_loss_of_a_library_that_fails_is_told_from_the_model(tmp_path):
     path = write(tmp_path, LINEAR + MAKE_BATCH + "loss_fn = nn.NLLLoss()\n")
     with pytest.raises(TraceError, match=r"loss_fn fails\n(.|\n)*fix: call loss_fn on the outputs"):
         trace_model(model_source(path, {}))
+
+
+@pytest.mark.parametrize("second", SECOND_NAMES)
+def test_a_second_name_of_an_operator_takes_the_same_arguments_as_the_first(second):
+    packet, first = getattr(torch.ops.aten, second), getattr(torch.ops.aten, SECOND_NAMES[second])
+    overloads = [
+        name for name in packet.overloads() if "out" not in name and not name.lower().startswith(("names", "dimname"))
+    ]
+    assert overloads
+    for name in overloads:
+        own, other = (getattr(op, name)._schema for op in (packet, first))
+        assert [(a.name, str(a.type), a.default_value) for a in own.arguments] == [
+            (a.name, str(a.type), a.default_value) for a in other.arguments
+        ]
+
+
+def test_second_names_are_traced_as_the_first():
+    def loss_fn(outputs, targets):
+        joined = torch.concatenate([torch.multiply(outputs, 2.0), torch.subtract(outputs, targets)], dim=1)
+        return torch.clip(torch.divide(joined, 3.0), -1.0, 1.0).mean()
+
+    x = torch.zeros(2, 4)
+    targets = [op.target for op in trace_model(module_source(nn.Linear(4, 4), (x, x), loss_fn)).ops]
+    assert [name.split(".")[1] for name in targets] == ["linear", "mul", "sub", "cat", "div", "clamp", "mean"]
 
 
 def model_text(forward):

@@ -28,6 +28,7 @@ from autoplan.graph import (
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
 from autoplan.tracing.same_operators import first_difference, live_nodes
+from autoplan.tracing.second_names import first_name
 from autoplan.tracing.segments import leaving_from_last, split_segments
 from autoplan.tracing.source_names import place_of, with_labels
 
@@ -127,7 +128,7 @@ def _outputs(trace: Trace, names: dict[torch.fx.Node, str]) -> tuple[list[str], 
 
 
 def _target_name(node: torch.fx.Node) -> str:
-    return "getitem" if node.target is operator.getitem else str(node.target)
+    return "getitem" if node.target is operator.getitem else first_name(str(node.target))
 
 
 def _value_names(trace: Trace, nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, str]:
