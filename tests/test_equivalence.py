@@ -7,13 +7,13 @@ from distributed.programs import N_STEPS, check_programs, graph_of, make_plan, s
 TOLERANCE = 1e-9
 
 
-def assert_equal_to_one_process(tmp_path, cases, *, n_ranks):
+def assert_equal_to_one_process(tmp_path, cases, *, n_ranks, tolerance=TOLERANCE):
     rows = write_programs(tmp_path, cases)
     for differences in run_ranks(check_programs, n_ranks, str(tmp_path), rows, N_STEPS, timeout_s=400.0):
         assert set(differences) == set(cases)
         for name, steps in differences.items():
             assert len(steps) == N_STEPS, name
-            assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
+            assert max(max(step) for step in steps) <= tolerance, (name, steps)
 
 
 BOUNDARIES = {"R": "whole", "S(1)": "sequence"}
@@ -101,6 +101,12 @@ def test_blocks_that_are_sequentials_equal_one_process(tmp_path):
     assert kinds["down.0"] != kinds["up.0"]  # the same ops and results, of 8 and of 48 features
     plan = make_plan("numbered", pp=2, micro_batch_size=2, n_micro_batches=2)
     assert_equal_to_one_process(tmp_path, {"pp2": ("numbered", plan)}, n_ranks=2)
+
+
+def test_a_cast_that_is_nothing_in_bfloat16_is_made_up_for_in_float64(tmp_path):
+    meshes = {"tp": {"tp": 2, "sharding": "R"}, "pp": {"pp": 2, "n_micro_batches": 2}}
+    cases = {name: ("mixed_dtypes", make_plan("mixed_dtypes", **mesh)) for name, mesh in meshes.items()}
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2, tolerance=1e-5)
 
 
 def test_a_split_backward_pass_on_two_ranks_equals_one_process(tmp_path):

@@ -9,6 +9,7 @@ from autoplan.analysis.float32_buffers import float32_values
 from autoplan.analysis.semantics import drop_probability
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
+from autoplan.codegen.float64_products import rounded_operands
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
 from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.codegen.value_names import ValueNames, operator_name
@@ -205,7 +206,11 @@ def _has_effect(op: Op) -> bool:
 
 
 def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> str:
-    operands = tuple(placeholder(index) for index in range(len(operand_names(op))))
+    rounded = rounded_operands(context.graph, op) if context.precision == "fp64" else ()
+    operands = tuple(
+        placeholder(index) + (".to(torch.float32)" if index in rounded else "")
+        for index in range(len(operand_names(op)))
+    )
     if op.target == "aten.dropout.default" and strategy.result.kind == "S":
         context.imports.add(("random", "rank_dropout"))
         return f"rank_dropout({operands[0]}, {op.args[1]!r}, self.training, {tp})"

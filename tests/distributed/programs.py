@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mlp": ("mlp.py", {"width": 32, "depth": 4}),
     "own_loss": ("../tests/distributed/own_loss.py", {"width": 16, "depth": 4}),
+    "mixed_dtypes": ("../tests/distributed/mixed_dtypes.py", {}),
     "picked_loss": ("../tests/distributed/picked_loss.py", {}),
     "scalars": ("../tests/distributed/scalars.py", {}),
     "numbered": ("../tests/distributed/numbered.py", {}),

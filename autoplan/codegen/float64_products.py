@@ -1,0 +1,53 @@
+"""Which operands of a product a float64 program must round to float32 first.
+
+A model is traced in bfloat16, where bfloat16 + float32 gives float32, and a cast of that to float32 is no operator. In
+float64 the sum stays float64, and the cast is missing: a product of it with a float32 tensor, which needs two of one
+dtype, would fail.
+
+    h = (x.float() + bias).float()      traced: h is float32        in float64: h is float64
+    y = h @ x.float()                   fits                        h.to(torch.float32) @ ...
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autoplan.codegen.value_names import operator_name
+from autoplan.graph import COMPUTE, Argument, GraphFacts, Op, OpGraph, Symbol
+from autoplan.rules import operand_names
+
+PRODUCTS = frozenset(
+    {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "dot", "einsum"}
+    | {"linear", "matmul", "mm", "mv", "scaled_dot_product_attention"}
+)
+
+
+def rounded_operands(graph: OpGraph, op: Op) -> tuple[int, ...]:
+    """Positions among the operands of those that are float64 where another one is float32."""
+    if operator_name(op) not in PRODUCTS:
+        return ()
+    specs, promoted = GraphFacts.of(graph).specs, _promoted(graph)
+    names = operand_names(op)
+    in_float32 = [index for index, name in enumerate(names) if specs[name].dtype == "float32"]
+    found = tuple(index for index in in_float32 if names[index] in promoted)
+    return found if len(found) < len(in_float32) else ()
+
+
+@lru_cache(maxsize=4)
+def _promoted(graph: OpGraph) -> frozenset[str]:
+    """Values that are float32 in the trace, and float64 where the compute dtype is."""
+    specs = GraphFacts.of(graph).specs
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.outputs[0].dtype == "float32" and not _names_dtype((op.args, op.kwargs)):
+            operands = op.input_names()
+            if any(name in found or specs[name].dtype == COMPUTE for name in operands):
+                found.add(op.name)
+    return frozenset(found)
+
+
+def _names_dtype(argument: Argument) -> bool:
+    """Whether the call says the dtype of its result."""
+    if isinstance(argument, tuple):
+        return any(map(_names_dtype, argument))
+    return isinstance(argument, Symbol) and argument.text.startswith("dtype:")
