@@ -13,6 +13,7 @@ writer has what all parts are written from: graph, plan, layouts, names. Of para
     lines, value_names, expressions   what stands on a line, what values are called, one op as an expression
     printers, call                    how operators print that no rule of `expressions` covers
     memory_order                      where values lie in channels_last
+    float64_products                  casts that a program in float64 needs and the trace in bfloat16 lacks
 
 plan_tables is the plan as the runtime reads it, train_script the text of train.py, text and layout_text are Python
 source itself: its pieces, and its layout.

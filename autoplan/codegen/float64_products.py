@@ -10,10 +10,11 @@ dtype, would fail.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from functools import lru_cache
 
 from autoplan.codegen.value_names import operator_name
-from autoplan.graph import COMPUTE, Argument, GraphFacts, Op, OpGraph, Symbol
+from autoplan.graph import COMPUTE, Argument, GraphFacts, Op, OpGraph, Symbol, TensorSpec
 from autoplan.rules import operand_names
 
 PRODUCTS = frozenset(
@@ -24,9 +25,12 @@ PRODUCTS = frozenset(
 
 def rounded_operands(graph: OpGraph, op: Op) -> tuple[int, ...]:
     """Positions among the operands of those that are float64 where another one is float32."""
+    return _rounded(op, GraphFacts.of(graph).specs, _promoted(graph))
+
+
+def _rounded(op: Op, specs: Mapping[str, TensorSpec], promoted: Set[str]) -> tuple[int, ...]:
     if operator_name(op) not in PRODUCTS:
         return ()
-    specs, promoted = GraphFacts.of(graph).specs, _promoted(graph)
     names = operand_names(op)
     in_float32 = [index for index, name in enumerate(names) if specs[name].dtype == "float32"]
     found = tuple(index for index in in_float32 if names[index] in promoted)
@@ -39,10 +43,10 @@ def _promoted(graph: OpGraph) -> frozenset[str]:
     specs = GraphFacts.of(graph).specs
     found: set[str] = set()
     for op in graph.ops:
-        if op.outputs[0].dtype == "float32" and not _names_dtype((op.args, op.kwargs)):
-            operands = op.input_names()
-            if any(name in found or specs[name].dtype == COMPUTE for name in operands):
-                found.add(op.name)
+        if op.outputs[0].dtype != "float32" or _names_dtype((op.args, op.kwargs)) or _rounded(op, specs, found):
+            continue
+        if any(name in found or specs[name].dtype == COMPUTE for name in op.input_names()):
+            found.add(op.name)
     return frozenset(found)
 
 

@@ -6,6 +6,6 @@
 
 constant_masks, dissolved and effects are what a trace gets wrong or leaves out; shapes_by_values has the shapes that
 torch does not tell; given_values and written_slices are tensors that forward makes of numbers, or fills piece by piece;
-same_operators compares two runs; source_names finds the user's names; hugging_face writes the
-model file of a configuration, of hugging_face_templates; graph_cache keeps graphs on disk.
+same_operators compares two runs; second_names has the operators with two names; source_names finds the user's names;
+hugging_face writes the model file of a configuration, of hugging_face_templates; graph_cache keeps graphs on disk.
 """

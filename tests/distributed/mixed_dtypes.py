@@ -15,7 +15,7 @@ class Block(nn.Module):
         h = self.up(x).float()
         h *= 0.5  # in place, so that the graph is made functional, which drops casts that do nothing
         weights = (h + self.bias).float()
-        mixed = weights @ h.transpose(1, 2) @ h
+        mixed = weights @ h.transpose(1, 2) @ weights
         return x + self.down(mixed.to(x.dtype).tanh())
 
 
