@@ -82,7 +82,7 @@ def load_model_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        fix = f"\n  fix: pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        fix = f"\n  fix: {_how_to_get(error.name or '', path)}" if isinstance(error, ModuleNotFoundError) else ""
         raise InputError(f"{path}: importing the model file failed: {user_frame(error, path)}{fix}") from error
     for name, signature in (
         ("build_model", "(**overrides) -> nn.Module"),
@@ -97,6 +97,14 @@ def load_model_file(path: Path) -> ModuleType:
                 fix=f"add `def {name}` to the file; examples/mlp.py is the shortest example",
             )
     return module
+
+
+def _how_to_get(module: str, path: Path) -> str:
+    """What makes a missing module importable: the folder of the model file, where it lies, is not searched."""
+    package = module.partition(".")[0]
+    if (path.parent / package).is_dir() or (path.parent / f"{package}.py").is_file():
+        return f"it lies beside the file: run PYTHONPATH={path.parent} autoplan ..., and torchrun likewise"
+    return f"pip install {package}"
 
 
 def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
