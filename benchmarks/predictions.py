@@ -93,6 +93,19 @@ def as_it_ran(asked, case: Case, plan):
     return replace(asked, graph=graph, measured=measured)
 
 
+def as_traced(plan, graph):
+    """The plan, whose last segment takes all that the model returns: of programs of before only what it reads."""
+    if plan.graph_hash == graph.content_hash():
+        return plan
+    inputs, shardings = {kind: segment.inputs for kind, segment in graph.first_of_kind().items()}, []
+    layouts = {name: layout for sharding in plan.shardings for name, layout in sharding.values}
+    for sharding in plan.shardings:
+        missing = [name for name in inputs[sharding.kind] if name not in dict(sharding.values)]
+        values = (*sharding.values, *((name, layouts[name]) for name in missing))
+        shardings.append(replace(sharding, values=values))
+    return replace(plan, graph_hash="", shardings=tuple(shardings))
+
+
 @functools.cache
 def unpadded_graph(file: Path, overrides: tuple[tuple[str, object], ...]):
     from autoplan.tracing.trace import model_source, trace_model
@@ -265,7 +278,8 @@ def predictions(results: list[Path], profile: Path | None, hardware: Path) -> It
         files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
         name = next((str(file) for file in files if file.exists()), HARDWARE)
         plan = plan_from_dict(row["plan"], where=case.name)
-        yield row, api.score(as_it_ran(problem(case, name, profile=profile), case, plan), plan).best
+        asked = as_it_ran(problem(case, name, profile=profile), case, plan)
+        yield row, api.score(asked, as_traced(plan, asked.graph)).best
 
 
 def all_predictions(given: list[str]) -> Iterator[tuple[dict, object]]:

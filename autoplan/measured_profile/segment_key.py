@@ -28,7 +28,7 @@ def content_key(graph: OpGraph, facts: GraphFacts, segment: Segment) -> str:
     trained = {parameter.name for parameter in graph.parameters if parameter.is_trainable}
     rows: list[Any] = [
         [_plain(facts.specs[name]), name in facts.gradients, name in facts.invariant, name in trained]
-        for name in (*segment.inputs, *segment.parameters)
+        for name in _read(graph, segment)
     ]
     for op in graph.ops_of(segment):
         arguments = _numbered(op.args, places), [(key, _numbered(value, places)) for key, value in op.kwargs]
@@ -41,7 +41,7 @@ def assignment_key(graph: OpGraph, segment: Segment, assignment: SegmentSharding
     if assignment is None:
         return WHOLE
     places = _places(graph, segment)
-    values = sorted((places[name], layout) for name, layout in assignment.values)
+    values = sorted((places[name], layout) for name, layout in assignment.values if name in places)
     uses = sorted((places.get(op, -1), str(places.get(where, where)), layout) for op, where, layout in assignment.uses)
     return _digest([values, uses])
 
@@ -78,8 +78,14 @@ class _Numbered(ast.NodeTransformer):
         return f"value_{self._numbers.setdefault(name, len(self._numbers))}" if name in self._local else name
 
 
+def _read(graph: OpGraph, segment: Segment) -> tuple[str, ...]:
+    """The inputs and parameters that its ops read: the last segment may only hand on some, which takes nothing."""
+    read = {name for op in graph.ops_of(segment) for name in op.input_names()}
+    return tuple(name for name in (*segment.inputs, *segment.parameters) if name in read)
+
+
 def _places(graph: OpGraph, segment: Segment) -> dict[str, int]:
-    names = (*segment.inputs, *segment.parameters, *(op.name for op in graph.ops_of(segment)))
+    names = (*_read(graph, segment), *(op.name for op in graph.ops_of(segment)))
     return {name: place for place, name in enumerate(names)}
 
 
