@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 N_WARM_UP, MEASURED_S = 3, 0.1
 
-# (images, channels in, height, channels out, kernel, stride, groups), 2 dims unless height is a pair
+# (images, channels in, height and width, channels out, kernel, stride, groups)
 CONVOLUTIONS = (
     (64, 3, 224, 64, 7, 2, 1),
     (64, 64, 56, 64, 1, 1, 1),
@@ -145,7 +145,7 @@ def reading(op: str, shape: tuple[int, ...], dtype: str) -> tuple[Callable, list
     index = torch.randint(n_rows, (n_read,), device="cuda")
     if op == "index_permuted":  # no row twice, as where tokens are sorted by expert
         index = torch.cat([torch.randperm(n_rows, device="cuda") for _ in range(-(-n_read // n_rows))])[:n_read]
-    if op.startswith("index") and op not in ("index_select", "index_add"):
+    if op in ("index", "index_permuted"):
         return lambda: table[index], [table]
     if op == "index_select":
         return lambda: table.index_select(0, index), [table]
@@ -258,22 +258,14 @@ def computed(row: dict, hw: str) -> tuple[float, float]:
     """Seconds of a row, forward and backward, as the planner prices it without a measured profile."""
     from autoplan.cost.op_time import op_time
     from autoplan.hardware import load_hardware_profile
-    from autoplan.rules import load_rules
+    from autoplan.rules import LocalCall, load_rules
 
     op, operands = as_graph_op(row)
-    found = op_time(
-        load_rules()[op.target],
-        op,
-        whole_operands=operands,
-        operands=operands,
-        results=op.outputs,
-        batch_size=1,
-        precision=row["dtype"],
-        device=load_hardware_profile(hw).device,
-        has_gradient=True,
-        gradients=(row["op"] != "conv2d" or row["shape"][1] != 3, *[True] * (len(operands) - 1)),
-        memory_format=row.get("layout", "contiguous"),
-    )
+    gradients = (row["op"] != "conv2d" or row["shape"][1] != 3, *[True] * (len(operands) - 1))
+    call = LocalCall(op, operands, op.outputs, 1, row["dtype"], row.get("layout", "contiguous"))
+    device = load_hardware_profile(hw).device
+    rule = load_rules()[op.target]
+    found = op_time(rule, call, whole_operands=operands, device=device, has_gradient=True, gradients=gradients)
     return found.forward_s, found.backward_s
 
 

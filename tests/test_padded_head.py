@@ -20,7 +20,7 @@ from autoplan.cost.price import make_pricer
 from autoplan.graph import PADDED_LINEAR, Op, Ref, TensorSpec
 from autoplan.hardware import load_hardware_profile
 from autoplan.parallel_plan import Mesh
-from autoplan.rules import load_rules
+from autoplan.rules import LocalCall, load_rules
 from autoplan.runtime.chunked_loss import defer_products
 from autoplan.runtime.padded_head import CLASSES_OF_PADDED_ROWS, pad_classes, padded_linear
 from autoplan.tracing.trace import ModelSource, trace_model
@@ -127,17 +127,8 @@ def test_what_is_padded_has_the_rates_of_a_whole_product_and_the_bytes_of_its_co
 
     def time_of(target):
         op = Op("logits", target, (Ref("x"), Ref("weight")), (), (logits,), "head")
-        return op_time(
-            RULES[target],
-            op,
-            whole_operands=(x, weight),
-            operands=(x, weight),
-            results=(logits,),
-            batch_size=1,
-            precision="bf16",
-            device=device,
-            has_gradient=True,
-        )
+        call = LocalCall(op, (x, weight), (logits,), batch_size=1, precision="bf16")
+        return op_time(RULES[target], call, whole_operands=(x, weight), device=device, has_gradient=True)
 
     plain, padded = time_of("aten.linear.default"), time_of(PADDED_LINEAR)
     rate = dict(device.peak_flops_per_s)["bf16"] * device.matmul_efficiency

@@ -17,7 +17,7 @@ from autoplan.graph import COMPUTE, GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_hardware_profile
 from autoplan.options import MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Mesh
-from autoplan.rules import load_rules
+from autoplan.rules import LocalCall, load_rules
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tracing.trace import model_source, trace_model
@@ -118,20 +118,10 @@ def cost_of(target, *operands, result, device=TOY, precision="fp32"):
     return cost_of_op(op, *operands, device=device, precision=precision)
 
 
-def cost_of_op(op, *operands, device=TOY, precision="fp32", **more):
+def cost_of_op(op, *operands, device=TOY, precision="fp32", memory_format="contiguous", **more):
     """The same of a call whose arguments are given."""
-    found = op_time(
-        RULES[op.target],
-        op,
-        whole_operands=operands,
-        operands=operands,
-        results=op.outputs,
-        batch_size=1,
-        precision=precision,
-        device=device,
-        has_gradient=True,
-        **more,
-    )
+    call = LocalCall(op, operands, op.outputs, 1, precision, memory_format)
+    found = op_time(RULES[op.target], call, whole_operands=operands, device=device, has_gradient=True, **more)
     return found.forward_s, found.backward_s
 
 

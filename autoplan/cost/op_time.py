@@ -1,8 +1,10 @@
-"""Time of one operator on one device: a roofline with a fixed cost per kernel.
+"""Time of one operator on one device: a roofline with a cost per kernel.
 
-    t = kernel_s * kernels + max(flops / (peak * matmul_efficiency), bytes / (bandwidth * memory_efficiency)) / fraction
+    t = kernel_s * kernels + max(flops / rate, bytes / copy_rate) / fraction + further_bytes / copy_rate + fixed_s
+    rate = peak * matmul_efficiency    copy_rate = bandwidth * memory_efficiency
 
-The fixed cost is the efficiency curve: a product that needs as long as `kernel_s` runs at half its rate. The host must
+Further bytes are those of copies beside the op, of sums of gradients, and what pieces of tensors take longer. The cost
+per kernel is the efficiency curve: a product that needs as long as `kernel_s` runs at half its rate. The host must
 launch every kernel too; that is added up apart (`host_s`), because it only counts where the device waits for it.
 """
 
@@ -66,29 +68,18 @@ def host_s(device: Device, n_launches: int) -> float:
     return MODEL_LAUNCH_RATIO * device.launch_s * n_launches
 
 
-def moved_bytes(rule: OpRule, *, operands: Specs, results: Specs, batch_size: int, precision: str) -> int:
-    """Bytes read and written by one call: every operand once, every result once; of a table the rows that are read."""
-    read = (*results, *operands[1:]) if rule.reads_rows else operands
-    return sum(spec.n_bytes(batch_size, precision) for spec in (*read, *results))
-
-
 def op_time(
     rule: OpRule | None,
-    op: Op,
+    call: LocalCall,
     *,
     whole_operands: Specs,
-    operands: Specs,
-    results: Specs,
-    batch_size: int,
-    precision: str,
     device: Device,
     has_gradient: bool,
     gradients: tuple[bool, ...] = (),
     is_strided: bool = False,
     pieces: tuple[bool, ...] = (),
-    memory_format: str = "contiguous",
 ) -> OpTime:
-    """Time of one call on local tensors (`operands`, `results`); an op without a rule is priced by its bytes.
+    """Time of one call; an op without a rule is priced by its bytes.
 
     `whole_operands` are the operands before they were split; `gradients` says which have one (all, if it is empty), and
     `pieces` which are of a larger tensor (none).
@@ -96,41 +87,92 @@ def op_time(
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:
         return OpTime(0.0, 0.0, 0, 0)
-    call = LocalCall(op, operands, results, batch_size, precision, memory_format)
-    flops = forward_flops(rule, op, operands=operands, batch_size=batch_size, whole_operands=whole_operands)
-    if rule.moved_bytes is not None:
-        n_bytes = rule.moved_bytes(op, batch_size, precision)
-    else:
-        n_bytes = moved_bytes(rule, operands=operands, results=results, batch_size=batch_size, precision=precision)
-    n_calls = 1 if rule.n_calls is None else rule.n_calls(op)
-    forward_rate, backward_rate = _rates(rule, call, device)
+    rates, fractions = _rates(rule, call, device), _fractions(rule, call)
     bandwidth = device.memory_bytes_per_s * device.memory_efficiency
     if is_strided and rule.efficiency == "memory":
         bandwidth *= STRIDED_FRACTION
-    copied_bytes = (0.0, 0.0) if rule.copied_bytes is None else rule.copied_bytes(call)
-    fraction, backward_fraction = rule.rate_fraction, rule.backward_rate_fraction
-    if rule.fractions is not None:
-        fraction, backward_fraction = rule.fractions(call)
-    work_s = max(flops / forward_rate, n_bytes / bandwidth) / fraction + copied_bytes[0] / bandwidth
-    slower_s, slower_backward_s = _slower_by_pieces_s(rule, call, pieces, bandwidth)
-    work_s += slower_s
-    forward_s = 0.0 if rule.is_view else device.kernel_s * rule.n_kernels * n_calls + work_s
+    slower_s = _slower_by_pieces_s(rule, call, pieces, bandwidth)
+
+    def work_s(work: _Pass, direction: int) -> float:
+        roofline_s = max(work.flops / rates[direction], work.moved_bytes / bandwidth) / fractions[direction]
+        return roofline_s + work.copied_bytes / bandwidth + slower_s[direction]
+
+    forward = _forward(rule, call, whole_operands)
+    forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0)
     if not has_gradient:
-        return OpTime(forward_s, 0.0, rule.n_kernels * n_calls, 0, flops, n_bytes + copied_bytes[0])
-    part = _part_of_backward(rule, operands, gradients)
+        return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)
+    backward = _backward(rule, call, forward, whole_operands, gradients)
+    return OpTime(
+        forward_s,
+        device.kernel_s * backward.n_kernels + work_s(backward, 1) + rule.backward_fixed_s,
+        forward.n_kernels,
+        backward.n_kernels,
+        forward.flops + backward.flops,
+        forward.all_bytes + backward.all_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass of a call: its kernels and FLOPs, what they move, and what is moved besides, at the rate of a copy."""
+
+    n_kernels: int
+    flops: float
+    moved_bytes: float
+    copied_bytes: float
+
+    @property
+    def all_bytes(self) -> float:
+        return self.moved_bytes + self.copied_bytes
+
+
+def _forward(rule: OpRule, call: LocalCall, whole_operands: Specs) -> _Pass:
+    return _Pass(
+        n_kernels=rule.n_kernels * _n_calls(rule, call),
+        flops=forward_flops(
+            rule, call.op, operands=call.operands, batch_size=call.batch_size, whole_operands=whole_operands
+        ),
+        moved_bytes=_moved_bytes(rule, call),
+        copied_bytes=_copied_bytes(rule, call)[0],
+    )
+
+
+def _backward(
+    rule: OpRule, call: LocalCall, forward: _Pass, whole_operands: Specs, gradients: tuple[bool, ...]
+) -> _Pass:
+    part = _part_of_backward(rule, call.operands, gradients)
     if rule.backward_bytes is not None:
-        backward_bytes = rule.backward_bytes(call)
+        n_bytes = rule.backward_bytes(call)
     else:
-        backward_bytes = rule.backward_bytes_ratio * n_bytes * part
-    backward_flops, backward_copied_bytes = rule.backward_flops_ratio * flops * part, copied_bytes[1] * part
-    work_s = max(backward_flops / backward_rate, backward_bytes / bandwidth) / backward_fraction
-    work_s += rule.backward_fixed_s + backward_copied_bytes / bandwidth + slower_backward_s
-    n_sums = _n_summed_gradients(rule, op, whole_operands)
-    result_bytes = sum(spec.n_bytes(batch_size, precision) for spec in results)
-    n_kernels = math.ceil(rule.n_backward_kernels * part) * n_calls + n_sums
-    backward_s = device.kernel_s * n_kernels + work_s + n_sums * result_bytes / bandwidth
-    all_bytes = n_bytes + backward_bytes + copied_bytes[0] + backward_copied_bytes + n_sums * result_bytes
-    return OpTime(forward_s, backward_s, rule.n_kernels * n_calls, n_kernels, flops + backward_flops, all_bytes)
+        n_bytes = rule.backward_bytes_ratio * forward.moved_bytes * part
+    n_sums = _n_summed_gradients(rule, call.op, whole_operands)
+    summed_bytes = n_sums * sum(spec.n_bytes(call.batch_size, call.precision) for spec in call.results)
+    return _Pass(
+        n_kernels=math.ceil(rule.n_backward_kernels * part) * _n_calls(rule, call) + n_sums,
+        flops=rule.backward_flops_ratio * forward.flops * part,
+        moved_bytes=n_bytes,
+        copied_bytes=_copied_bytes(rule, call)[1] * part + summed_bytes,
+    )
+
+
+def _moved_bytes(rule: OpRule, call: LocalCall) -> int:
+    """Bytes read and written by one call: every operand once, every result once; of a table the rows that are read."""
+    if rule.moved_bytes is not None:
+        return rule.moved_bytes(call.op, call.batch_size, call.precision)
+    read = (*call.results, *call.operands[1:]) if rule.reads_rows else call.operands
+    return sum(spec.n_bytes(call.batch_size, call.precision) for spec in (*read, *call.results))
+
+
+def _copied_bytes(rule: OpRule, call: LocalCall) -> tuple[float, float]:
+    return (0.0, 0.0) if rule.copied_bytes is None else rule.copied_bytes(call)
+
+
+def _n_calls(rule: OpRule, call: LocalCall) -> int:
+    return 1 if rule.n_calls is None else rule.n_calls(call.op)
+
+
+def _fractions(rule: OpRule, call: LocalCall) -> tuple[float, float]:
+    return (rule.rate_fraction, rule.backward_rate_fraction) if rule.fractions is None else rule.fractions(call)
 
 
 def _rates(rule: OpRule, call: LocalCall, device: Device) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import WorkContext
 from autoplan.hardware import Device
 from autoplan.layout import Conversion
-from autoplan.rules import operand_names
+from autoplan.rules import LocalCall, operand_names
 
 LOSS_STATISTIC_BYTES = 4
 
@@ -151,20 +151,18 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
     """Time of one op on one rank."""
     if is_nothing(local.op):
         return OpTime(0.0, 0.0, 0, 0)
+    call = LocalCall(
+        local.op, local.operands, local.results, batch_size, local.precision, memory_format=context.memory_format
+    )
     return op_time(
         local.rule,
-        local.op,
+        call,
         whole_operands=local.whole_operands,
-        operands=local.operands,
-        results=local.results,
-        batch_size=batch_size,
-        precision=local.precision,
         device=context.device,
         has_gradient=local.has_gradient,
         gradients=local.gradients,
         is_strided=local.is_strided,
         pieces=local.pieces,
-        memory_format=context.memory_format,
     )
 
 
