@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoplan.errors import InputError
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op
@@ -112,8 +113,7 @@ def op_time(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(NamedTuple):
     """One pass of a call: its kernels and FLOPs, what they move, and what is moved besides, at the rate of a copy."""
 
     n_kernels: int
