@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from autoplan.errors import InputError
-from autoplan.graph import Argument, Extent, Op, Ref, TensorSpec, extent_at
+from autoplan.graph import IMAGE_DIMS, Argument, Extent, Op, Ref, TensorSpec, extent_at
 from autoplan.layout import E, Layout, P, R, V, can_shard, padded, sharded
 from autoplan.registry import load_table
 
@@ -66,6 +66,11 @@ class LocalCall:
     batch_size: int
     precision: str
     memory_format: str = "contiguous"
+
+    @property
+    def operand_format(self) -> str:
+        """The order of the first operand: only images, [sample, channel, height, width], lie in another."""
+        return self.memory_format if len(self.operands[0].shape) == IMAGE_DIMS else "contiguous"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,15 @@ from autoplan.layout import sharded
 from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
 
 # How cuDNN computes: H200, torch 2.11, cuDNN 9.19 (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
-# Kernels of the matrix units read pixel by pixel, all channels of one together, and those of float32 channel by
-# channel. Images that lie in the other order are copied, at this part of the rate of a copy.
-_READ_BY_CHANNEL = frozenset({"bf16", "fp16", "tf32"})
+# Kernels of the matrix units read pixel by pixel, all channels of one together (channels_last), and those of float32
+# channel by channel. Images that lie in the other order are copied, at this part of the rate of a copy.
+_READ_CHANNELS_LAST = frozenset({"bf16", "fp16", "tf32"})
 _COPY_FRACTION = 0.5
 _ALIGNED_BYTES = 16
-# The matrix units compute so many channels at once, which are filled up to a multiple.
-_CHANNEL_TILE, _CHANNEL_MULTIPLE = 128, 8
-# Of one channel by itself: forward and backward rate / peak of float32, kernels of 7 x 7.
+# The matrix units compute so many channels at once: fewer take as long. Of fewest (images of 3), other kernels run,
+# whose rate is that of 8.
+_CHANNEL_TILE, _FEWEST_CHANNELS = 128, 8
+# Of one channel by itself: forward and backward rate / peak of float32, kernels of 7 x 7 in bf16.
 _DEPTHWISE_FRACTIONS = {"contiguous": (0.042, 0.024), "channels_last": (0.18, 0.12)}
 
 
@@ -87,9 +88,9 @@ def _channels_of_a_group(call: LocalCall) -> int:
 def _arithmetic(call: LocalCall) -> Arithmetic:
     n_channels = _channels_of_a_group(call)
     if n_channels == 1 and _n_groups(call.op) > 1:
-        return Arithmetic(False, *_DEPTHWISE_FRACTIONS[call.memory_format])
-    if call.precision in _READ_BY_CHANNEL:
-        fraction = min(1.0, _CHANNEL_MULTIPLE * -(-n_channels // _CHANNEL_MULTIPLE) / _CHANNEL_TILE)
+        return Arithmetic(False, *_DEPTHWISE_FRACTIONS[call.operand_format])
+    if call.precision in _READ_CHANNELS_LAST:
+        fraction = min(1.0, max(n_channels, _FEWEST_CHANNELS) / _CHANNEL_TILE)
         return Arithmetic(True, fraction, fraction)
     return Arithmetic(True)
 
@@ -108,8 +109,9 @@ def _copied_bytes(call: LocalCall) -> tuple[float, float]:
     """From the order that images and weights lie in to that of the kernels, and back: both in forward, and in backward
     for the gradient of each.
     """
-    is_by_channel = call.precision in _READ_BY_CHANNEL
-    if is_by_channel == (call.memory_format == "channels_last") or (is_by_channel and _is_product_of_pixels(call)):
+    needs_channels_last = call.precision in _READ_CHANNELS_LAST
+    is_channels_last = call.operand_format == "channels_last"
+    if needs_channels_last == is_channels_last or (needs_channels_last and _is_product_of_pixels(call)):
         return 0.0, 0.0
     if _n_groups(call.op) > 1 and _channels_of_a_group(call) == 1:
         return 0.0, 0.0

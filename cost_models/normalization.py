@@ -7,7 +7,7 @@ be split off with its scale, shift and running statistics.
 from collections.abc import Iterator
 
 from autoplan.equations import Equation, along, dim_names, marked, whole_dims, write_equation
-from autoplan.graph import IMAGE_DIMS, Op, TensorSpec, extent_at
+from autoplan.graph import Op, TensorSpec, extent_at
 from autoplan.layout import sharded
 from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 
@@ -16,8 +16,6 @@ _STATISTICS_BYTES = 4
 # backward, RMS norm 2.8 and 1.4, against 4.2 (benchmarks/results/kernels_h200_2026-11-20.jsonl).
 _LAYER_NORM_FRACTIONS = {"rate_fraction": 0.4, "backward_rate_fraction": 0.25}
 _RMS_NORM_FRACTIONS = {"rate_fraction": 0.65, "backward_rate_fraction": 0.33}
-
-
 # The same of batch norm in bf16, which torch computes itself, 256 channels and more: of images in channels_last, and
 # else (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
 _BATCH_NORM_FRACTIONS = {"channels_last": (0.21, 0.39), "contiguous": (0.175, 0.19)}
@@ -25,7 +23,8 @@ _BATCH_NORM_FRACTIONS = {"channels_last": (0.21, 0.39), "contiguous": (0.175, 0.
 # H200, segments in benchmarks/results/profile_h200_2026-11-22.jsonl.
 _FULL_CHANNELS = 256
 # In other precisions cuDNN does. Not measured: taken to read the images twice and write them once, where the price of
-# an op counts 2 times, and the images and their gradient twice in backward, where it counts 3.
+# an op counts 2 times, and in backward the images and the gradient of the result twice, and to write that of the
+# images once, where it counts 3.
 _CUDNN_FRACTIONS = 2 / 3, 3 / 5
 
 
@@ -83,11 +82,9 @@ def _channel_statistics(op: Op, operands: Specs, batch_size: int, precision: str
 def _batch_norm_fractions(call: LocalCall) -> tuple[float, float]:
     if call.precision != "bf16":
         return _CUDNN_FRACTIONS
-    x = call.operands[0].at(1)
-    if len(x) == IMAGE_DIMS and call.memory_format == "channels_last":
-        return _BATCH_NORM_FRACTIONS["channels_last"]
-    forward, backward = _BATCH_NORM_FRACTIONS["contiguous"]
-    used = min(1.0, x[1] / _FULL_CHANNELS)
+    forward, backward = _BATCH_NORM_FRACTIONS[call.operand_format]
+    n_channels = extent_at(call.operands[0].shape[1], 1)
+    used = 1.0 if call.operand_format == "channels_last" else min(1.0, n_channels / _FULL_CHANNELS)
     return forward * used, backward * used
 
 

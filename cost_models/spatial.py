@@ -20,7 +20,7 @@ def _max_pool(n_space: int) -> OpRule:
 
 
 def _max_pool_fractions(call: LocalCall) -> tuple[float, float]:
-    return _MAX_POOL_FRACTIONS[call.memory_format]
+    return _MAX_POOL_FRACTIONS[call.operand_format]
 
 
 def _average(n_space: int) -> OpRule:

@@ -1,6 +1,7 @@
 """The pricer: what meshes share is computed once, and sharing never changes a price."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,23 @@ def test_few_channels_fill_a_part_of_the_matrix_units_and_one_by_itself_none():
     n_flops = 2 * 32 * 506**2 * 32 * 49
     assert few == pytest.approx((n_flops / 2.5e12, 2 * n_flops / 2.5e12))
     assert one == pytest.approx((n_flops / 32 / 0.18e12, 2 * n_flops / 32 / 0.12e12))
+
+
+@pytest.mark.parametrize("other", [3, 64, 300])
+def test_a_convolution_of_more_channels_is_never_cheaper(other):
+    for memory_format in MEMORY_FORMATS:
+        way = {"precision": "bf16", "bytes_per_s": 1e12, "memory_format": memory_format}
+        of_in = [convolution_s((2, n, 9, 9), (other, n, 3, 3), (2, other, 7, 7), **way) for n in range(1, 300)]
+        of_out = [convolution_s((2, other, 9, 9), (n, other, 3, 3), (2, n, 7, 7), **way) for n in range(1, 300)]
+        for times in (*zip(*of_in, strict=True), *zip(*of_out, strict=True)):
+            assert all(fewer <= more * (1 + 1e-12) for fewer, more in pairwise(times))
+
+
+def test_only_images_lie_in_channels_last():
+    # [sample, channel, position]: copied for the kernels of 16 bits whatever the order of images
+    shapes = (2, 128, 25), (128, 128, 3), (2, 128, 23)
+    found = [convolution_s(*shapes, precision="bf16", memory_format=name) for name in MEMORY_FORMATS]
+    assert found[0] == found[1]
 
 
 def test_batch_norm_in_bf16_is_slow_where_channels_are_few_and_images_contiguous():
