@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from itertools import accumulate
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -257,7 +258,8 @@ def timed_step(program, batch) -> tuple[float, float]:
 
 def n_warm_up(steps_s: list[float]) -> int:
     """How many of the first steps are not counted; all of these where clocks have not settled."""
-    return next((n for n in range(1 + N_SETTLING, len(steps_s)) if sum(steps_s[1:n]) >= SETTLING_S), len(steps_s))
+    later_s = enumerate(accumulate(steps_s[1:-1]), start=2)
+    return next((n for n, so_far_s in later_s if n > N_SETTLING and so_far_s >= SETTLING_S), len(steps_s))
 
 
 def is_enough(steps_s: list[float]) -> bool:

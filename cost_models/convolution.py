@@ -132,7 +132,7 @@ _CONVOLUTION = OpRule(
     is_product=True,
     efficiency="matmul",
     arithmetic=_arithmetic,
-    copied_bytes=_copied_bytes,
+    further_bytes=_copied_bytes,
     linear_in=(0,),
     strategies=_split_groups,
 )

@@ -10,7 +10,7 @@ from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 # element that is added. Their rate / that of a copy, and what sorting the positions takes before, with the host's waits
 # in it: H200, torch 2.11, rows of 1024 to 4096 in random order (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
 SCATTER_KERNELS, ADDED_BYTES = 12, 4
-_FRACTION, _SORTING_S = 0.26, 370e-6
+_ADDED_FRACTION, _SORTING_S = 0.26, 370e-6
 
 
 def _embedding(op: Op, operands: Specs) -> str:
@@ -43,7 +43,7 @@ RULES = {
     "aten.embedding.default": OpRule(
         _embedding,
         flops=_copy_flops,
-        backward_bytes=scattered_bytes(_FRACTION),
+        backward_bytes=scattered_bytes(_ADDED_FRACTION),
         backward_fixed_s=_SORTING_S,
         n_backward_kernels=SCATTER_KERNELS,
         reads_rows=True,

@@ -148,13 +148,13 @@ def _no_flops(op: Op, operands: Specs, batch_size: int) -> int:
     return 0
 
 
-def _additions(fraction: float) -> Callable[[LocalCall], tuple[float, float]]:
+def _added_bytes(fraction: float) -> Callable[[LocalCall], tuple[float, float]]:
     """The last operand is added to a copy of the first."""
 
-    def copied_bytes(call: LocalCall) -> tuple[float, float]:
+    def further_bytes(call: LocalCall) -> tuple[float, float]:
         return ADDED_BYTES * call.operands[-1].n_elements(call.batch_size) / fraction, 0.0
 
-    return copied_bytes
+    return further_bytes
 
 
 def _read_bytes(call: LocalCall) -> float:
@@ -163,7 +163,7 @@ def _read_bytes(call: LocalCall) -> float:
 
 
 def _added(fraction: float) -> dict[str, Any]:
-    return {"flops": _no_flops, "copied_bytes": _additions(fraction), "backward_bytes": _read_bytes}
+    return {"flops": _no_flops, "further_bytes": _added_bytes(fraction), "backward_bytes": _read_bytes}
 
 
 def _read(fraction: float) -> dict[str, Any]:

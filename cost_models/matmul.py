@@ -126,7 +126,7 @@ RULES = {
         is_matrix_product=False,  # whatever the rows of weight and logits are, the product's are not odd
         n_kernels=3,  # the padding is filled, and the weight copied before it; in backward the same of a gradient
         n_backward_kernels=4,
-        copied_bytes=_padding_bytes,
+        further_bytes=_padding_bytes,
         extra_saved_bytes=_weight_bytes,
     ),
     "aten.addmm.default": _product(_addmm, saves=(1, 2), linear_in=(1,)),

@@ -1,7 +1,7 @@
 """The pricer: what meshes share is computed once, and sharing never changes a price."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -97,11 +97,17 @@ def test_cuts_are_priced_at_what_a_rank_sends():
     assert one_stage == tuple(0.0 if cut_s is not None else None for cut_s in whole)
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "crossing", "unet", "resnet"])
-def test_an_op_that_is_split_takes_no_longer_than_the_whole_op(model):
+@pytest.mark.parametrize(
+    ("model", "precision", "memory_format"),
+    [
+        *((model, "fp32", "contiguous") for model in ("gpt", "llama", "crossing")),  # bf16: products with odd rows may
+        *(way for way in product(("unet", "resnet"), ("bf16", "fp32"), MEMORY_FORMATS)),
+    ],
+)
+def test_an_op_that_is_split_takes_no_longer_than_the_whole_op(model, precision, memory_format):
     graph = graph_of(model)
     facts = GraphFacts.of(graph)
-    context = work_contexts(graph, PROFILE, "fp32", RULES)(2)  # in bf16 a product with odd rows may
+    context = work_contexts(graph, PROFILE, precision, RULES)(2, memory_format)
     n_split = 0
     for segment in graph.first_of_kind().values():
         legal = legal_strategies(graph.ops_of(segment), facts.specs, facts.gradients, 2, RULES)

@@ -111,13 +111,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     n_repeated = n_repeated_ops(context, segment, layouts)
     return LocalSegment(
         ops=tuple(
-            local_op(
-                context,
-                op,
-                layouts.strategies[op.name],
-                is_strided=not strided.isdisjoint(operand_names(op)),
-                pieces=pieces,
-            )
+            local_op(context, op, layouts.strategies[op.name], strided=strided, pieces=pieces)
             for op in graph.ops_of(segment)
         ),
         conversions=_conversions(context, segment, layouts),
@@ -137,15 +131,18 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
 
 
 def local_op(
-    context: WorkContext, op: Op, strategy: Strategy, *, is_strided: bool = False, pieces: Collection[str] = ()
+    context: WorkContext,
+    op: Op,
+    strategy: Strategy,
+    *,
+    strided: Collection[str] = (),
+    pieces: Collection[str] = (),
 ) -> LocalOp:
-    """One op in one strategy.
-
-    `is_strided` when it reads a tensor whose dims are permuted in memory; `pieces` are values of `piece_values`.
-    """
+    """One op in one strategy; `strided` and `pieces` are the values of `strided_values` and of `piece_values`."""
     facts, names, rule = context.facts, operand_names(op), context.rules.get(op.target)
     pairs = zip(names, strategy.operands, strict=True)
     operands = tuple(local_spec(facts.specs[name], layout, context.degree) for name, layout in pairs)
+    is_strided = any(name in strided for name in names)
     results = tuple(local_spec(spec, strategy.result, context.degree) for spec in op.outputs)
     of_gradients = (
         spec

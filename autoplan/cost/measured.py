@@ -10,9 +10,8 @@ Computed is the roofline of `segment_work`, which knows eager operators only: wh
 What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is
 corrected by what was measured of it as it runs (`execution_of`). A program of the user's own classes is corrected by
 what was measured of these, where they could be measured. Bytes are only scaled, never calibrated: they are counted, not
-rated. A measured backward pass includes that of the weights, which
-is taken to be as large a part of it as computed. The chunked loss is not measured: what it takes beyond the whole one
-is scaled as that is.
+rated. A measured backward pass includes that of the weights, which is taken to be as large a part of it as computed.
+The chunked loss is not measured: what it takes beyond the whole one is scaled as that is.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def op_time(
 
     def work_s(work: _Pass, direction: int) -> float:
         roofline_s = max(work.flops / rates[direction], work.moved_bytes / bandwidth) / fractions[direction]
-        return roofline_s + work.copied_bytes / bandwidth + slower_s[direction]
+        return roofline_s + work.further_bytes / bandwidth + slower_s[direction]
 
     forward = _forward(rule, call, whole_operands)
     forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0)
@@ -119,11 +119,11 @@ class _Pass(NamedTuple):
     n_kernels: int
     flops: float
     moved_bytes: float
-    copied_bytes: float
+    further_bytes: float
 
     @property
     def all_bytes(self) -> float:
-        return self.moved_bytes + self.copied_bytes
+        return self.moved_bytes + self.further_bytes
 
 
 def _forward(rule: OpRule, call: LocalCall, whole_operands: Specs) -> _Pass:
@@ -133,7 +133,7 @@ def _forward(rule: OpRule, call: LocalCall, whole_operands: Specs) -> _Pass:
             rule, call.op, operands=call.operands, batch_size=call.batch_size, whole_operands=whole_operands
         ),
         moved_bytes=_moved_bytes(rule, call),
-        copied_bytes=_copied_bytes(rule, call)[0],
+        further_bytes=_further_bytes(rule, call)[0],
     )
 
 
@@ -151,7 +151,7 @@ def _backward(
         n_kernels=math.ceil(rule.n_backward_kernels * part) * _n_calls(rule, call) + n_sums,
         flops=rule.backward_flops_ratio * forward.flops * part,
         moved_bytes=n_bytes,
-        copied_bytes=_copied_bytes(rule, call)[1] * part + summed_bytes,
+        further_bytes=_further_bytes(rule, call)[1] * part + summed_bytes,
     )
 
 
@@ -163,8 +163,8 @@ def _moved_bytes(rule: OpRule, call: LocalCall) -> int:
     return sum(spec.n_bytes(call.batch_size, call.precision) for spec in (*read, *call.results))
 
 
-def _copied_bytes(rule: OpRule, call: LocalCall) -> tuple[float, float]:
-    return (0.0, 0.0) if rule.copied_bytes is None else rule.copied_bytes(call)
+def _further_bytes(rule: OpRule, call: LocalCall) -> tuple[float, float]:
+    return (0.0, 0.0) if rule.further_bytes is None else rule.further_bytes(call)
 
 
 def _n_calls(rule: OpRule, call: LocalCall) -> int:
