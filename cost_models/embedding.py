@@ -1,16 +1,20 @@
 """Table look-up. Splitting the vocabulary makes each rank look up its own rows, and the sum is the result."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import P, R, padded, sharded
 from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 
-# Adding rows where they belong takes as long in 16 bits as in 32: of a table's gradient 4 bytes are counted for each
-# element that is added. Their rate / that of a copy, and what sorting the positions takes before, with the host's waits
-# in it: H200, torch 2.11, rows of 1024 to 4096 in random order (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
+# Adding rows where they belong takes as long in 16 bits as in 32: 4 bytes are counted for each element that is added.
 SCATTER_KERNELS, ADDED_BYTES = 12, 4
-_ADDED_FRACTION, _SORTING_S = 0.26, 370e-6
+# Of the gradient of a table, rows of one position are added up on the way: time goes with the positions that differ.
+# Rate of their rows / that of a copy, and what sorting 3072 positions and more takes; torch sorts no fewer, which take
+# about in proportion. H200, torch 2.11, random positions, rows of 1024 to 4096: the embeddings of
+# benchmarks/results/op_rates_h200_2026-11-23.jsonl, and the segments outer.0 of T5-large, GPT-2 XL,
+# Llama-1B and the mixture in profile_h200_*2026-11-2[12].jsonl, 1024 to 65536 positions.
+_ADDED_FRACTION, _SORTING_S, _N_SORTED = 0.057, 100e-6, 3072
 
 
 def _embedding(op: Op, operands: Specs) -> str:
@@ -25,14 +29,19 @@ def _split_vocabulary(op: Op, operands: Specs, result: TensorSpec, degree: int) 
             yield Strategy((rows, R), P, function="vocab_parallel_embedding")
 
 
-def scattered_bytes(fraction: float) -> Callable[[LocalCall], float]:
-    """The gradient of the table is zeroed; the gradients of the rows are added at this part of the rate of a copy."""
+def _distinct_bytes(call: LocalCall) -> float:
+    """The gradient of the table is zeroed, and the rows of positions that differ are added.
 
-    def backward_bytes(call: LocalCall) -> float:
-        n_added = sum(spec.n_elements(call.batch_size) for spec in call.results)
-        return call.operands[0].n_bytes(call.batch_size, call.precision) + ADDED_BYTES * n_added / fraction
+    Of n random positions in a table of m rows, m (1 - exp(-n / m)) differ; those of texts repeat more often.
+    """
+    n_rows, *width = call.operands[0].at(1)
+    n_distinct = -n_rows * math.expm1(-call.operands[1].n_elements(call.batch_size) / n_rows)
+    added_bytes = ADDED_BYTES * n_distinct * math.prod(width)
+    return call.operands[0].n_bytes(call.batch_size, call.precision) + added_bytes / _ADDED_FRACTION
 
-    return backward_bytes
+
+def _sorting_s(call: LocalCall) -> float:
+    return _SORTING_S * min(1.0, call.operands[1].n_elements(call.batch_size) / _N_SORTED)
 
 
 def _copy_flops(op: Op, operands: Specs, batch_size: int) -> int:
@@ -43,8 +52,8 @@ RULES = {
     "aten.embedding.default": OpRule(
         _embedding,
         flops=_copy_flops,
-        backward_bytes=scattered_bytes(_ADDED_FRACTION),
-        backward_fixed_s=_SORTING_S,
+        backward_bytes=_distinct_bytes,
+        backward_fixed_s=_sorting_s,
         n_backward_kernels=SCATTER_KERNELS,
         reads_rows=True,
         strategies=_split_vocabulary,

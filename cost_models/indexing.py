@@ -7,7 +7,7 @@ its share, which leaves partial sums. This is how messages of a graph network me
 from collections.abc import Callable
 from typing import Any
 
-from autoplan.cost_models.embedding import ADDED_BYTES, SCATTER_KERNELS, scattered_bytes
+from autoplan.cost_models.embedding import ADDED_BYTES, SCATTER_KERNELS
 
 from autoplan.equations import Marks, added, all_whole, argument, broadcast_marks, dim_names, marked, write_equation
 from autoplan.graph import Op, Ref, TensorSpec
@@ -166,17 +166,31 @@ def _added(fraction: float) -> dict[str, Any]:
     return {"flops": _no_flops, "further_bytes": _added_bytes(fraction), "backward_bytes": _read_bytes}
 
 
+def _scattered_bytes(fraction: float) -> Callable[[LocalCall], float]:
+    """The gradient of the table is zeroed; the gradients of the rows are added at this part of the rate of a copy."""
+
+    def backward_bytes(call: LocalCall) -> float:
+        n_added = sum(spec.n_elements(call.batch_size) for spec in call.results)
+        return call.operands[0].n_bytes(call.batch_size, call.precision) + ADDED_BYTES * n_added / fraction
+
+    return backward_bytes
+
+
 def _read(fraction: float) -> dict[str, Any]:
     return {
         "flops": _no_flops,
-        "backward_bytes": scattered_bytes(fraction),
+        "backward_bytes": _scattered_bytes(fraction),
         "n_backward_kernels": 2,
         "linear_in": (0,),
         "reads_rows": True,
     }
 
 
-_SORTED = {"backward_fixed_s": _SORTING_S, "n_backward_kernels": SCATTER_KERNELS}
+def _sorting_s(call: LocalCall) -> float:
+    return _SORTING_S
+
+
+_SORTED = {"backward_fixed_s": _sorting_s, "n_backward_kernels": SCATTER_KERNELS}
 _WRITE = {"flops": _no_flops, "backward_bytes_ratio": 1.0}
 
 RULES = {

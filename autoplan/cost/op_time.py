@@ -83,7 +83,9 @@ def op_time(
     """Time of one call; an op without a rule is priced by its bytes.
 
     `whole_operands` are the operands before they were split; `gradients` says which have one (all, if it is empty), and
-    `pieces` which are of a larger tensor (none).
+    `pieces` which are of a larger tensor (none); with `is_strided` it reads one whose dims are permuted in memory.
+
+    Raises: InputError if the device has no rate for the precision of a product.
     """
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:
@@ -103,9 +105,10 @@ def op_time(
     if not has_gradient:
         return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)
     backward = _backward(rule, call, forward, whole_operands, gradients)
+    fixed_s = 0.0 if rule.backward_fixed_s is None else rule.backward_fixed_s(call)
     return OpTime(
         forward_s,
-        device.kernel_s * backward.n_kernels + work_s(backward, 1) + rule.backward_fixed_s,
+        device.kernel_s * backward.n_kernels + work_s(backward, 1) + fixed_s,
         forward.n_kernels,
         backward.n_kernels,
         forward.flops + backward.flops,
