@@ -55,12 +55,13 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """One call of an op on what a rank holds of its operands and results.
+    """One call of an op on what a rank holds of its operands and results; `whole_operands` are those before the split.
 
     `memory_format` is the order of images in memory, as in `parallel_plan.Execution`.
     """
 
     op: Op
+    whole_operands: Specs
     operands: Specs
     results: Specs
     batch_size: int

@@ -32,12 +32,12 @@ def _split_vocabulary(op: Op, operands: Specs, result: TensorSpec, degree: int) 
 def _distinct_bytes(call: LocalCall) -> float:
     """The gradient of the table is zeroed, and the rows of positions that differ are added.
 
-    Of n random positions in a table of m rows, m (1 - exp(-n / m)) differ; those of texts repeat more often.
+    Of n random positions in a table of m rows, m (1 - exp(-n / m)) differ; those of texts repeat more often. Of a split
+    table that part of its own rows; the positions of other ranks are one more.
     """
-    n_rows, *width = call.operands[0].at(1)
-    n_distinct = -n_rows * math.expm1(-call.operands[1].n_elements(call.batch_size) / n_rows)
-    added_bytes = ADDED_BYTES * n_distinct * math.prod(width)
-    return call.operands[0].n_bytes(call.batch_size, call.precision) + added_bytes / _ADDED_FRACTION
+    table, positions = call.operands
+    part = -math.expm1(-positions.n_elements(call.batch_size) / call.whole_operands[0].at(1)[0])
+    return table.n_bytes(call.batch_size, call.precision) + ADDED_BYTES * part * table.n_elements(1) / _ADDED_FRACTION
 
 
 def _sorting_s(call: LocalCall) -> float:

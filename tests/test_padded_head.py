@@ -127,8 +127,8 @@ def test_what_is_padded_has_the_rates_of_a_whole_product_and_the_bytes_of_its_co
 
     def time_of(target):
         op = Op("logits", target, (Ref("x"), Ref("weight")), (), (logits,), "head")
-        call = LocalCall(op, (x, weight), (logits,), batch_size=1, precision="bf16")
-        return op_time(RULES[target], call, whole_operands=(x, weight), device=device, has_gradient=True)
+        call = LocalCall(op, (x, weight), (x, weight), (logits,), batch_size=1, precision="bf16")
+        return op_time(RULES[target], call, device=device, has_gradient=True)
 
     plain, padded = time_of("aten.linear.default"), time_of(PADDED_LINEAR)
     rate = dict(device.peak_flops_per_s)["bf16"] * device.matmul_efficiency

@@ -128,8 +128,8 @@ def cost_of(target, *operands, result, device=TOY, precision="fp32"):
 
 def cost_of_op(op, *operands, device=TOY, precision="fp32", memory_format="contiguous", **more):
     """The same of a call whose arguments are given."""
-    call = LocalCall(op, operands, op.outputs, 1, precision, memory_format)
-    found = op_time(RULES[op.target], call, whole_operands=operands, device=device, has_gradient=True, **more)
+    call = LocalCall(op, operands, operands, op.outputs, 1, precision, memory_format)
+    found = op_time(RULES[op.target], call, device=device, has_gradient=True, **more)
     return found.forward_s, found.backward_s
 
 

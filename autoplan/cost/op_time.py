@@ -73,7 +73,6 @@ def op_time(
     rule: OpRule | None,
     call: LocalCall,
     *,
-    whole_operands: Specs,
     device: Device,
     has_gradient: bool,
     gradients: tuple[bool, ...] = (),
@@ -82,8 +81,8 @@ def op_time(
 ) -> OpTime:
     """Time of one call; an op without a rule is priced by its bytes.
 
-    `whole_operands` are the operands before they were split; `gradients` says which have one (all, if it is empty), and
-    `pieces` which are of a larger tensor (none); with `is_strided` it reads one whose dims are permuted in memory.
+    `gradients` says which operands have one (all, if it is empty), `pieces` which are of a larger tensor (none); with
+    `is_strided` the op reads a tensor whose dims are permuted in memory.
 
     Raises: InputError if the device has no rate for the precision of a product.
     """
@@ -100,11 +99,11 @@ def op_time(
         roofline_s = max(work.flops / rates[direction], work.moved_bytes / bandwidth) / fractions[direction]
         return roofline_s + work.further_bytes / bandwidth + slower_s[direction]
 
-    forward = _forward(rule, call, whole_operands)
+    forward = _forward(rule, call)
     forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0)
     if not has_gradient:
         return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)
-    backward = _backward(rule, call, forward, whole_operands, gradients)
+    backward = _backward(rule, call, forward, gradients)
     fixed_s = 0.0 if rule.backward_fixed_s is None else rule.backward_fixed_s(call)
     return OpTime(
         forward_s,
@@ -129,26 +128,24 @@ class _Pass(NamedTuple):
         return self.moved_bytes + self.further_bytes
 
 
-def _forward(rule: OpRule, call: LocalCall, whole_operands: Specs) -> _Pass:
+def _forward(rule: OpRule, call: LocalCall) -> _Pass:
     return _Pass(
         n_kernels=rule.n_kernels * _n_calls(rule, call),
         flops=forward_flops(
-            rule, call.op, operands=call.operands, batch_size=call.batch_size, whole_operands=whole_operands
+            rule, call.op, operands=call.operands, batch_size=call.batch_size, whole_operands=call.whole_operands
         ),
         moved_bytes=_moved_bytes(rule, call),
         further_bytes=_further_bytes(rule, call)[0],
     )
 
 
-def _backward(
-    rule: OpRule, call: LocalCall, forward: _Pass, whole_operands: Specs, gradients: tuple[bool, ...]
-) -> _Pass:
+def _backward(rule: OpRule, call: LocalCall, forward: _Pass, gradients: tuple[bool, ...]) -> _Pass:
     part = _part_of_backward(rule, call.operands, gradients)
     if rule.backward_bytes is not None:
         n_bytes = rule.backward_bytes(call)
     else:
         n_bytes = rule.backward_bytes_ratio * forward.moved_bytes * part
-    n_sums = _n_summed_gradients(rule, call.op, whole_operands)
+    n_sums = _n_summed_gradients(rule, call.op, call.whole_operands)
     summed_bytes = n_sums * sum(spec.n_bytes(call.batch_size, call.precision) for spec in call.results)
     return _Pass(
         n_kernels=math.ceil(rule.n_backward_kernels * part) * _n_calls(rule, call) + n_sums,

@@ -152,12 +152,17 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
     if is_nothing(local.op):
         return OpTime(0.0, 0.0, 0, 0)
     call = LocalCall(
-        local.op, local.operands, local.results, batch_size, local.precision, memory_format=context.memory_format
+        local.op,
+        local.whole_operands,
+        local.operands,
+        local.results,
+        batch_size,
+        local.precision,
+        context.memory_format,
     )
     return op_time(
         local.rule,
         call,
-        whole_operands=local.whole_operands,
         device=context.device,
         has_gradient=local.has_gradient,
         gradients=local.gradients,
