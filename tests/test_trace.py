@@ -13,6 +13,9 @@ from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, 
 from autoplan.tracing.second_names import SECOND_NAMES
 from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
 
+
+from autoplan.tracing.trace import ModelSource, load_model_file, model_source, module_source, trace_model
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -388,3 +391,22 @@ def test_a_loss_whose_shape_depends_on_values_names_the_ways_out():
     with pytest.raises(TraceError, match="DynamicOutputShape") as error:
         trace_model(_ctc(lambda targets: ([8] * len(targets), [3] * len(targets))))
     assert "--module-level" in str(error.value)
+
+
+@pytest.mark.parametrize("n_targets", [0, 2])
+def test_what_is_no_tensor_in_a_batch_is_no_input(n_targets):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, scale):
+            return (self.linear(x) * scale).square().mean()
+
+    def make_batch(batch_size):
+        targets = tuple(torch.zeros(batch_size) for _ in range(n_targets)) or None
+        return (torch.zeros(batch_size, 4), 2.0), targets
+
+    graph = trace_model(ModelSource(name="own", where="own", build_model=Own, make_batch=make_batch, loss_fn=None))
+    assert [item.path for item in graph.inputs][0] == ("inputs", 0)
+    assert len(graph.inputs) == 1 + n_targets

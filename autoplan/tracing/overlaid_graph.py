@@ -253,12 +253,12 @@ def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
 def _graph_inputs(first: Trace, second: Run, names: dict[torch.fx.Node, str]) -> tuple[Input, ...]:
     user_inputs = set(first.program.graph_signature.user_inputs)
     nodes = [n for n in first.program.graph.nodes if n.op == "placeholder" and n.name in user_inputs]
-    leaves_a, leaves_b = pytree.tree_flatten_with_path(first.batch)[0], pytree.tree_leaves(second.batch)
-    inputs = []
-    for node, (path, a), b in zip(nodes, leaves_a, leaves_b, strict=True):
-        if isinstance(a, torch.Tensor):
-            inputs.append(Input(names[node], _overlay_specs(a, b, node.name)[0], input_path(path)))
-    return tuple(inputs)
+    leaves_a = [(path, a) for path, a in pytree.tree_flatten_with_path(first.batch)[0] if isinstance(a, torch.Tensor)]
+    leaves_b = [b for b in pytree.tree_leaves(second.batch) if isinstance(b, torch.Tensor)]
+    return tuple(
+        Input(names[node], _overlay_specs(a, b, node.name)[0], input_path(path))
+        for node, (path, a), b in zip(nodes, leaves_a, leaves_b, strict=True)
+    )
 
 
 def input_path(steps: tuple[Any, ...]) -> tuple[str | int, ...]:
