@@ -137,7 +137,7 @@ def enumerate_meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
 def _meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
     counts = device_counts(space)
     degrees = sorted({degrees for count in counts for degrees in _degrees(space, options, n_devices=count)})
-    return tuple(mesh for tp, pp, dp in degrees for mesh in _meshes_of(space, options, tp=tp, pp=pp, dp=dp))
+    return tuple(mesh for tp, pp, dp in degrees for mesh in meshes_of(space, options, tp=tp, pp=pp, dp=dp))
 
 
 def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
@@ -160,7 +160,8 @@ def legal_tensor_degrees(space: SearchSpace, options: Options) -> tuple[int, ...
     )
 
 
-def _meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> Iterator[Mesh]:
+def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> Iterator[Mesh]:
+    """The meshes of these degrees that the options allow, in a fixed order."""
     keys = dict(space.shardings)[tp]
     batches = micro_batch_sizes(space, options, dp=dp)
     zeros = zero_choices(space, options, tp=tp, dp=dp)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.options import Options
-from autoplan.search.baselines import best_of, data_parallel
+from autoplan.search.baselines import best_of
 from autoplan.search.bounds import shortfall_bytes
-from autoplan.search.meshes import Price, SearchSpace
+from autoplan.search.meshes import Price, SearchSpace, meshes_of
 from autoplan.search.result import OneDevice
 
 
 def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevice | None:
     """The same global batch on one device, at its best, with or without recomputation, whatever the user fixed.
 
+    Its modules run in all the ways that those of the plans may (`SearchSpace.executions`), else a plan with
+    channels_last would be compared with one device without.
     None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch.
     """
     if space.n_devices == 1 or space.uses_all_devices:
         return None
-    meshes = list(data_parallel(space, replace(options, fix=()), dp=1, zero_stage=0))
+    meshes = list(meshes_of(space, replace(options, fix=()), tp=1, pp=1, dp=1))
     if not meshes:
         return None
     short = {mesh: shortfall_bytes(price(mesh)) for mesh in meshes}
