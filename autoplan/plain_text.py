@@ -36,13 +36,20 @@ def text_table(
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         is_wide = width is not None and indent + widths[-1] > width
-        last = textwrap.wrap(row[-1], max((width or 0) - indent, MIN_LAST_WIDTH)) if is_wide else [first[-1]]
+        last = _wrapped(row[-1], max((width or 0) - indent, MIN_LAST_WIDTH)) if is_wide else [first[-1]]
         lines.append(COLUMN_GAP.join([*first[:-1], *last[:1]]).rstrip())
-        lines += [(" " * indent + rest).rstrip() for rest in last[1:]]
+        lines += [(" " * min(indent, (width or 0) - len(rest)) + rest).rstrip() for rest in last[1:]]
     if show_header:
         longest = max(len(line) for line in lines)
         lines.insert(1, "-" * (longest if width is None else min(longest, width)))
     return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """`text` as lines of at most `width`; a word of at most half a page stays whole, on a line below the first."""
+    keeps = max(map(len, text.split()), default=0) <= WIDTH // 2
+    lines = textwrap.wrap(text, width, break_long_words=not keeps, break_on_hyphens=not keeps)
+    return ["", *lines] if lines and len(lines[0]) > width else lines
 
 
 def page(parts: Iterable[str]) -> str:

@@ -248,6 +248,17 @@ def test_without_measurements_both_orders_are_priced_from_the_data_sheet():
     assert solved(problem).best.estimate.step_s <= min(contiguous.estimate.step_s, channels_last.estimate.step_s)
 
 
+DP_1 = (("dp", "1"), ("pp", "1"), ("tp", "1"))
+
+
+def test_one_device_that_a_plan_is_compared_with_may_have_channels_last_too():
+    options = Options(precision="bf16", global_batch=4096)
+    problem = api.make_problem(RESNET, hw="h200_x4/2", overrides=SIZES, options=options)
+    free, alone = solved(problem), solved(problem, *DP_1)
+    assert alone.best.plan.mesh.memory_format == "channels_last"
+    assert free.result.one_device.step_s == pytest.approx(alone.best.estimate.step_s, rel=1e-3)
+
+
 def test_beside_contiguous_measurements_channels_last_is_not_searched_but_named(problem):
     rows = tuple(row for row in problem.measured.segments if row.execution == Execution())
     plain = replace(problem, measured=replace(problem.measured, segments=rows))
@@ -262,7 +273,7 @@ def test_beside_contiguous_measurements_channels_last_is_not_searched_but_named(
 def test_a_model_without_images_has_no_memory_format_to_choose():
     graph = graph_of("gpt")
     assert not image_kinds(graph)
-    with pytest.raises(UsageError, match="no segment that reads images"):
+    with pytest.raises(UsageError, match="no segment that reads images(.|\\n)*fix: leave memory_format out"):
         executions(graph, Options(fix=(("memory_format", "channels_last"),)), None)
 
 

@@ -291,3 +291,10 @@ def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(
 def test_rejected_csv_reads_back_row_by_row(answer: Answer) -> None:
     rows = list(csv.DictReader(io.StringIO(rejected_csv(answer.result.rejected))))
     assert [(row["reason"], row["dp"], row["step_s"]) for row in rows] == [("memory", "4", ""), ("slower", "2", "2.0")]
+
+
+def test_a_long_word_in_the_last_column_stays_whole_on_a_line_below():
+    table = text_table(("name", "note"), [("a" * 60, "<- channels_last, generated")], width=80)
+    assert table.splitlines()[2:] == ["a" * 60 + "  <- channels_last,", " " * 62 + "generated"]
+    table = text_table(("name", "note"), [("a" * 70, "channels_last"), ("b", "")], width=80)
+    assert table.splitlines()[2:] == ["a" * 70, " " * 67 + "channels_last", "b"]

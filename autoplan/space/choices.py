@@ -12,6 +12,7 @@ from autoplan.parallel_plan import Execution
 from autoplan.search.meshes import fixed, fixed_int
 
 CHANNELS_LAST = MEMORY_FORMATS[1]
+NO_IMAGES = "no segment that reads images, [sample, channel, height, width]"
 
 
 def loss_choice(options: Options) -> str | None:
@@ -68,7 +69,7 @@ def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution
     needed = used - {plain}
     name = "compiled" if way.compile else f"in {way.memory_format}"
     if way.memory_format not in {item.memory_format for item in used}:
-        return "no segment that reads images, [sample, channel, height, width]"
+        return NO_IMAGES
     if measured is None and not way.compile:
         return ""
     if needed and (measured is None or not needed <= measured.executions):
@@ -84,6 +85,8 @@ def check_execution(
 ) -> None:
     """Return when modules that run so have a price; raises UsageError naming `where` it was asked for."""
     why = why_unknown(graph, measured, way, degree=degree)
+    if why == NO_IMAGES:
+        raise UsageError.of(where, found=why, expected="a model with convolutions", fix="leave memory_format out")
     if why:
         option, plain = ("--compile", "compile") if way.compile else ("--memory-format", "memory_format")
         raise UsageError.of(
