@@ -14,7 +14,7 @@ from autoplan.answers.comparisons import SensitivityRow, WhyNot
 from autoplan.plain_text import page, text_table
 from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.figures import figures_text
-from autoplan.report.ops import ops_text
+from autoplan.report.ops import beside_ops_text, ops_text
 from autoplan.report.plan import (
     breakdown_table,
     describe_plan,
@@ -49,10 +49,18 @@ def explain_report(answer: Answer) -> str:
         if answer.result.one_device is not None:
             recipes.append(f"  {one_device_text(answer.result.one_device, than_s=answer.best.estimate.step_s)}")
         lines += ["Plain recipes", "\n".join(recipes)]
-    lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops)]
+    lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops), _beside_ops(answer)]
     lines += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
     lines += [rejections_text(answer.result), _sources(answer)]
     return page(lines)
+
+
+def _beside_ops(answer: Answer) -> str:
+    """What computing is not in the ops, where one rank runs all of them."""
+    mesh, compute_s = answer.best.plan.mesh, answer.best.estimate.breakdown.compute_s
+    if mesh.pp > 1 or mesh.shares:
+        return ""
+    return beside_ops_text(answer.ops, n_micro_batches=mesh.n_micro_batches, compute_s=compute_s)
 
 
 def why_not_report(why: WhyNot) -> str:

@@ -17,6 +17,23 @@ def ops_text(compared: tuple[SegmentComparison, ...]) -> str:
     return "\n\n".join(_segment_text(i) for i in longest if seconds[i] > LEAST_SHARE * sum(seconds.values()))
 
 
+def beside_ops_text(compared: tuple[SegmentComparison, ...], *, n_micro_batches: int, compute_s: float) -> str:
+    """How a rank's computing follows from the ops of all segments, where those were computed and run on that rank.
+
+    What is left are the parameters: casts and copies around gathering and reducing, and adding up gradients.
+    """
+    if not compared or any(_measured_s(item) for item in compared):
+        return ""
+    pass_s = sum(item.n_segments * _sum_of(item).total_s for item in compared)
+    left_s = compute_s - n_micro_batches * pass_s
+    if left_s < LEAST_SHARE * compute_s:
+        return ""
+    return (
+        f"Compute of {format_seconds(compute_s)} is {n_micro_batches} x {format_seconds(pass_s)} for the ops of all "
+        f"segments, and {format_seconds(left_s)} to cast and copy parameters and to add up their gradients"
+    )
+
+
 def _segment_s(item: SegmentComparison) -> float:
     """The sum of its ops, forward and backward: as measured, or as computed where nothing was."""
     return _measured_s(item) or _sum_of(item).total_s
