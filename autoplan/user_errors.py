@@ -95,6 +95,9 @@ def trace_failure(name: str, error: BaseException) -> str:
     elif "BFloat16" in str(error):
         expected = "a forward that runs in bfloat16, in which models are traced whatever the precision of the plan"
         fix = "cast to float32 around this operator: operator(x.float()).to(x.dtype)"
+    elif isinstance(error, TypeError) and "forward() " in str(error) and "argument" in str(error):
+        expected = "a forward that takes the inputs of make_batch: model(**inputs) of a dict, model(*inputs) of a tuple"
+        fix = "give forward an argument for each key or item, or return the inputs from make_batch as it takes them"
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"

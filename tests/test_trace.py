@@ -267,6 +267,14 @@ def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
         trace_model(model_source(path, {}))
 
 
+def test_a_forward_that_takes_other_arguments_than_the_inputs_says_how_they_are_given(tmp_path):
+    model = "class Net(nn.Module):\n    def forward(self, batch):\n        return batch['x'].mean()\n"
+    make_batch = "def make_batch(n):\n    return {'x': torch.zeros(n, 4)}, None\n"
+    path = write(tmp_path, model + "def build_model():\n    return Net()\n" + make_batch)
+    with pytest.raises(TraceError, match=r"unexpected keyword argument 'x'(.|\n)*model\(\*\*inputs\) of a dict"):
+        trace_model(model_source(path, {}))
+
+
 def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
     code = (
         "import resource\nfrom pathlib import Path\n"
