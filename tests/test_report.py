@@ -126,6 +126,9 @@ def test_plan_report_marks_the_chosen_row_and_says_what_does_not_fit(answer: Ans
     assert "1.6 s" in chosen and "12%" in chosen and "8.0" in chosen
     assert re.search(r"too big +- +12\.5 +DDP", text)
     assert "gap 0" in text
+    plan = replace(answer.best.plan, loss="chunked")
+    chunked = replace(answer, result=replace(answer.result, best=replace(answer.best, plan=plan)))
+    assert "<- chosen, chunked" in " ".join(plan_report(chunked).split())
 
 
 def test_unproved_plan_says_how_much_slower_it_may_be_and_what_ended_the_search(answer: Answer) -> None:

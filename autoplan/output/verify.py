@@ -132,7 +132,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
     if code:
         raise MeasureError(
             f"{folder}/train.py ended with exit code {code} on {device}; its output is above\n"
-            "  fix: autoplan doctor lists the devices of this machine"
+            "  fix: mend what the first rank that failed says; autoplan doctor lists the devices of this machine"
         )
     return _compare(answer, details, n_steps=n_steps)
 

@@ -122,7 +122,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "too big",
         "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        " ".join(filter(None, (note, ", ".join(choice_words(plan))))),
+        ", ".join(filter(None, (note, *choice_words(plan)))),
     )
 
 
