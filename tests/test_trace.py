@@ -11,9 +11,6 @@ from torch import nn
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
 from autoplan.tracing.second_names import SECOND_NAMES
-from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
-
-
 from autoplan.tracing.trace import ModelSource, load_model_file, model_source, module_source, trace_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
