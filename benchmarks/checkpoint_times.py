@@ -261,7 +261,7 @@ def table_line(rows: dict[str, dict]) -> tuple[str, ...]:
         seconds_text(mean_step_s(saving)),
         seconds_text(stall and stall["stall_s"]),
         f"{stall['share']:.2%}" if stall else "-",
-        seconds_text(stall and stall["longest_s"]),
+        seconds_text(longest_s(saving)),
         seconds_text(statistics.mean(saving["write_s"]) if saving and saving["write_s"] else None),
         f"{saving['checkpoint_bytes'] / 1e9:.2f}" if saving and saving["checkpoint_bytes"] else "-",
         seconds_text(plain and plain["start_to_first_step_s"]),
@@ -281,7 +281,7 @@ def timed_steps(row: dict | None) -> list[float]:
 
 
 def stall_of(plain: dict | None, saving: dict | None) -> dict[str, float] | None:
-    """What one checkpoint adds to the steps, as a part of so many steps, and the longest step over the median.
+    """What one checkpoint adds to the steps, as a part of so many steps, and `longest_s`.
 
     Over the steps that both launches came to; None when there is no checkpoint among them.
     """
@@ -294,8 +294,14 @@ def stall_of(plain: dict | None, saving: dict | None) -> dict[str, float] | None
     return {
         "stall_s": stall_s,
         "share": stall_s / (STEPS_PER_SAVE * statistics.mean(without)),
-        "longest_s": max(with_saves) - statistics.median(without),
+        "longest_s": longest_s(saving),
     }
+
+
+def longest_s(row: dict | None) -> float | None:
+    """The longest step over the median of its launch: what a checkpoint adds where it holds up one step."""
+    steps_s = timed_steps(row)
+    return max(steps_s) - statistics.median(steps_s) if steps_s else None
 
 
 def seconds_text(value_s: float | None) -> str:
