@@ -27,6 +27,7 @@ IMAGE_DIMS = 4  # [sample, channel, height, width]
 MODULE_PRODUCTS, MODULE_OTHER = "module.products", "module.other"
 PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padded_head` computes it
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
+IN_PLACE = "in-place write"  # of `OpGraph.dissolved`: across the borders of blocks
 OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
@@ -215,8 +216,8 @@ class OpGraph:
     Attributes:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
-        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", and the words
-            of `OWN_GRADIENTS`.
+        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`, and
+            the words of `OWN_GRADIENTS`.
     """
 
     name: str
@@ -350,13 +351,18 @@ def computes_in_float32(graph: OpGraph) -> bool:
     return any(op.name in gradients and op.outputs[0].dtype in ("float32", "complex64") for op in before_loss)
 
 
+def changing_buffers(graph: OpGraph) -> frozenset[str]:
+    """Names of the buffers that forward writes: running statistics, counts."""
+    read = {name for op in graph.ops if op.target in WRITES for name in op.input_names()}
+    return frozenset(parameter.name for parameter in graph.parameters if parameter.is_buffer and parameter.name in read)
+
+
 def invariant_values(graph: OpGraph) -> frozenset[str]:
     """Names of the values that depend on no input and on nothing that training changes: rotary tables, causal masks.
 
     A pipeline stage computes them again instead of receiving them; it holds the buffers that this takes.
     """
-    changing = {name for op in graph.ops if op.target in WRITES for name in op.input_names()}
-    constant = {p.name for p in graph.parameters if p.is_buffer and p.name not in changing}
+    constant = {p.name for p in graph.parameters if p.is_buffer} - changing_buffers(graph)
     found: set[str] = set()
     for op in graph.ops:
         if all(name in found or name in constant for name in op.input_names()):

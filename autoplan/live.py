@@ -107,7 +107,7 @@ def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) 
     from autoplan.rules import load_rules
 
     config = runtime.Config(**config_values(graph, plan))
-    if plan.mesh.tp == plan.mesh.pp == 1:
+    if not plan.mesh.needs_generated_model:
         return config, None
     text = parallel_model_text(graph, plan, rules=load_rules(rule_files))
     generated = ModuleType("parallel_model")

@@ -52,6 +52,8 @@ class Mesh:
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".
         generated: whether the program is generated from the graph although the user's own classes would do, because
             it was measured faster; false with tensor or pipeline parallelism, which have no other way.
+        wraps_head: whether the head is a group of `fully_shard` by itself (`analysis.head_group`), gathered and reduced
+            beside the blocks; false where the program is generated, whose head is no module.
         shares: where data parallelism spans groups of a mixed cluster, what the ranks of each take of the batch, in
             order of rank; no shard group spans two of them. The two fields on micro-batches are then the first one's.
             Empty where all ranks take the same.
@@ -70,6 +72,7 @@ class Mesh:
     compile: bool = False
     memory_format: str = "contiguous"
     generated: bool = False
+    wraps_head: bool = False
     shares: tuple[BatchShare, ...] = ()
 
     @property

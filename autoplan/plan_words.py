@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.parallel_plan import Execution, Mesh, Plan
 from autoplan.plain_text import count
@@ -96,11 +96,28 @@ def execution_words(mesh: Mesh) -> tuple[str, ...]:
     return (*(["compiled"] * mesh.compile), *formats, *(["generated"] * mesh.generated))
 
 
+def unlike_words(mesh: Mesh, others: Sequence[Mesh]) -> tuple[str, ...]:
+    """What no column says and tells a mesh from others: how many stages a rank has, and the layout between blocks."""
+    alike = [
+        other for other in others if replace(other, n_chunks=1, sharding="") == replace(mesh, n_chunks=1, sharding="")
+    ]
+    chunks = [count(mesh.n_chunks, "stage") + " a rank"] * any(other.n_chunks != mesh.n_chunks for other in alike)
+    between = _BETWEEN.get(mesh.sharding, mesh.sharding)
+    return (*chunks, *([between] * any(other.sharding != mesh.sharding for other in alike)))
+
+
+_BETWEEN = {"R": "whole sequence", "S(0)": "split batch", "S(1)": "split sequence"}  # what lies between blocks
+
+
+def zero_text(mesh: Mesh) -> str:
+    """`ZeRO 2`, or `ZeRO 2 over 8` where shards are of some of the data-parallel ranks."""
+    is_of_all = not mesh.zero_stage or mesh.zero_shard_degree == mesh.dp
+    return f"ZeRO {mesh.zero_stage}" + ("" if is_of_all else f" over {mesh.zero_shard_degree}")
+
+
 def describe_mesh(mesh: Mesh) -> str:
     """A mesh in one line: `dp 4, tp 2, pp 1, ZeRO 1, micro-batch 2 x 8`."""
-    text = f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}"
-    if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
-        text += f" over {mesh.zero_shard_degree}"
+    text = f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, {zero_text(mesh)}"
     text += f", micro-batch {micro_batches_text(mesh, ' x ')}"
     if mesh.pp > 1:
         text += f", {mesh.schedule}"

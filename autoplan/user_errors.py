@@ -44,7 +44,12 @@ def users_place(error: BaseException) -> str:
 
     Where it came through none, as when a model is a library's, the innermost line of a library other than torch.
     """
-    frames = [own for own in traceback.extract_tb(error.__traceback__) if not own.filename.startswith("<")]
+    return users_line(traceback.extract_tb(error.__traceback__))
+
+
+def users_line(stack: traceback.StackSummary) -> str:
+    """`users_place` of a stack."""
+    frames = [own for own in stack if not own.filename.startswith("<")]
     users = [own for own in frames if not any(part in own.filename for part in _NOT_THE_USERS)]
     libraries = [own for own in frames if _LIBRARIES in own.filename and f"{_LIBRARIES}torch" not in own.filename]
     found = users or libraries
@@ -77,6 +82,15 @@ def trace_failure(name: str, error: BaseException) -> str:
             "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
             " or use --module-level, which plans without tensor and pipeline parallelism"
         )
+    elif is_loss and _OTHER_DEVICE.search(str(error)):
+        expected = "a loss_fn that makes its tensors where the outputs are: models are traced on the meta device"
+        fix = (
+            "make it in loss_fn, by torch.tensor([...], device=outputs.device); one of many numbers belongs in a buffer"
+            " of a model that returns its loss"
+        )
+    elif is_loss and "bfloat16" in str(error).lower():
+        expected = "a loss_fn that runs in bfloat16, in which models are traced whatever the precision of the plan"
+        fix = "cast to float32 in loss_fn: outputs.float(), and targets that are not integers likewise"
     elif is_loss:
         expected = "a loss_fn that takes what the model returns for the batch of make_batch, and its targets"
         fix = "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there"
@@ -92,9 +106,12 @@ def trace_failure(name: str, error: BaseException) -> str:
             "make this tensor with device=x.device, or register it in __init__ by self.register_buffer(...);"
             " or use --module-level, which runs the model on the CPU"
         )
-    elif "BFloat16" in str(error):
+    elif "bfloat16" in str(error).lower():
         expected = "a forward that runs in bfloat16, in which models are traced whatever the precision of the plan"
-        fix = "cast to float32 around this operator: operator(x.float()).to(x.dtype)"
+        fix = (
+            "cast to float32 around this operator: operator(x.float()).to(x.dtype); or where only some operands are in"
+            " float32, such as masks that forward makes, make those with dtype=x.dtype"
+        )
     elif isinstance(error, TypeError) and "forward() " in str(error) and "argument" in str(error):
         expected = "a forward that takes the inputs of make_batch: model(**inputs) of a dict, model(*inputs) of a tuple"
         fix = "give forward an argument for each key or item, or return the inputs from make_batch as it takes them"

@@ -337,18 +337,23 @@ def table(*given: str) -> None:
     print(f"{'links':12}{'case':26}{'pred. s':>9}{'meas. s':>9}{'error':>8}{'pred. GiB':>11}{'GiB':>7}{'error':>8}")
     runs = []
     for row, best in all_predictions(list(given)):
-        start = f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
-        if row["exit_code"]:
-            print(f"{start}   failed with exit code {row['exit_code']}")
-            continue
-        run = compared(row, best)
-        runs.append(run)
-        predicted, measured = run.allocated_bytes
-        cells = f"{run.step_s[1]:9.4f}{error(run.step_s):+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"
-        print(f"{start}{cells}{error(run.allocated_bytes):+8.1%}", flush=True)
+        print(line(row, best), flush=True)
+        if not row["exit_code"]:
+            runs.append(compared(row, best))
     print_step_errors(runs)
     print_memory_errors(runs)
     print_intervals(runs)
+
+
+def line(row: dict, best: object) -> str:
+    """A run beside its prediction, as the table has it."""
+    start = f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
+    if row["exit_code"]:
+        return f"{start}   failed with exit code {row['exit_code']}"
+    run = compared(row, best)
+    predicted, measured = run.allocated_bytes
+    cells = f"{run.step_s[1]:9.4f}{error(run.step_s):+8.1%}{predicted / 2**30:11.1f}{measured / 2**30:7.1f}"
+    return f"{start}{cells}{error(run.allocated_bytes):+8.1%}"
 
 
 def print_step_errors(runs: list[Compared]) -> None:

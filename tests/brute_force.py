@@ -102,6 +102,7 @@ class Toy:
             reduced_bytes=cost.gradient_bytes // tp // shard,
             reducing_bytes=cost.reducing_bytes // tp,
             late_gradient_bytes=cost.late_gradient_bytes // tp,
+            is_kept=cost.late_gradient_bytes > 0,
         )
 
 

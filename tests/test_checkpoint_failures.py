@@ -1,5 +1,6 @@
 """What ends a run, and what is left of it: killed ranks, a kill while writing, SIGTERM, hangs."""
 
+import glob
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 import weakref
 from argparse import ArgumentParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -125,7 +127,7 @@ def test_a_run_whose_ranks_are_killed_at_a_step_and_while_writing_ends_as_if_und
     assert_undisturbed(done, n_steps=6, **FSDP)
     # after each death from the last complete checkpoint, which is that of step 2
     assert re.findall(r"resumed from saved/step-(\d+)", done.stderr) == ["00000002"] * 2
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == [
         "step-00000002", "step-00000004", "step-00000006",
     ]  # fmt: skip
 
@@ -190,7 +192,7 @@ def told_to_stop(folder):
             os.kill(os.getpid(), signal.SIGTERM)
         model.step(tiny_gpt.make_batch(1))
         ends.append(run.ends_after(step))
-    return ends, run.finish(), os.listdir(folder)
+    return ends, run.finish(), glob.glob("step-*", root_dir=folder)
 
 
 def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint_and_143(tmp_path):
@@ -215,7 +217,7 @@ def test_sigterm_to_the_launcher_reaches_all_ranks_which_save_the_same_step(tmp_
     assert launcher.returncode != 0
     match = re.search(r"told to stop: saved after (\d+) steps", stderr)
     assert match is not None, stderr
-    (saved,) = (tmp_path / "saved").iterdir()
+    (saved,) = (tmp_path / "saved").glob("step-*")
     assert saved.name == f"step-{int(match[1]):08d}"
 
 
@@ -258,6 +260,27 @@ def test_the_watch_for_hangs_is_connected_before_its_thread_starts(monkeypatch):
     [watch] = [thread for thread in threading.enumerate() if thread.name == "hang watch"]
     watch.join(10.0)
     assert connected_by == [threading.get_ident()]
+
+
+@pytest.mark.parametrize(
+    ("of_file", "does"), [("train.py", "waits"), ("checkpoint_weights.py", "is busy"), ("checkpoint.py", "is busy")]
+)
+def test_a_rank_that_waits_for_files_of_others_is_given_the_time_they_take(of_file, does):
+    lock = threading.Lock()
+
+    def calls(file, function):
+        exec(compile("def call():\n    function()", file, "exec"), names := {"function": function})
+        return names["call"]
+
+    torch_wait = calls(f"{torch.__path__[0]}/distributed/distributed_c10d.py", lock.acquire)
+    runtime_wait = calls(str(Path(hang_watch.__file__).with_name(of_file)), torch_wait)
+    thread = threading.Thread(target=runtime_wait, daemon=True)
+    deadline_s, found = time.monotonic() + 5.0, None
+    with lock:
+        thread.start()
+        while (found is None or of_file not in found[1]) and time.monotonic() < deadline_s:
+            found = hang_watch.whereabouts(thread.ident)
+    assert found[0] == does and of_file in found[1]
 
 
 @pytest.mark.nightly

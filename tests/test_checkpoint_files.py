@@ -1,9 +1,14 @@
 """Checkpoints on disk: complete or passed over, old ones removed, pieces that make up the whole, and no code."""
 
+import errno
 import json
 import os
 import pickle
+import resource
 import struct
+import subprocess
+import sys
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -28,6 +33,7 @@ from autoplan.runtime.checkpoint_folder import (
 from autoplan.runtime.checkpoint_pieces import Piece, pieces_of, whole_tensors
 from autoplan.runtime.checkpoint_planner import IndexReader, read_pieces, write_pieces
 from autoplan.runtime.checkpoint_weights import export_checkpoint, new_safetensors, read_weights
+from autoplan.runtime.folder_lock import lock_folder, unlock_folder
 
 
 def write(folder, step, **state):
@@ -131,6 +137,60 @@ def test_what_a_killed_run_left_is_removed_and_complete_ones_stay(tmp_path):
     assert steps(tmp_path) == ["mine.part", "step-00000001"]
 
 
+# Another process that holds the lock until its input ends; then it is killed, as a job may be.
+HOLD = """
+import fcntl, os, signal, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write("process 7 on host")
+file.flush()
+print(flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_folder_is_of_one_job_at_a_time_and_free_once_that_is_killed(tmp_path, capsys):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".in-use")], **pipes) as other:
+        other.stdout.readline()
+        with pytest.raises(CheckpointError, match="another job saves there: process 7 on host\n  fix: choose"):
+            lock_folder(tmp_path, wait_s=0.0)
+        threading.Timer(0.2, other.stdin.close).start()
+        lock = lock_folder(tmp_path, wait_s=60.0)
+    assert "waits up to 60 s for another job" in capsys.readouterr().err
+    assert (tmp_path / ".in-use").read_text().startswith(f"process {os.getpid()} on ")
+    unlock_folder(lock)
+
+
+def test_a_file_system_without_locks_is_used_nevertheless(tmp_path, monkeypatch, capsys):
+    def lockf(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    unlock_folder(lock_folder(tmp_path))
+    assert ".in-use: cannot be locked (No locks available): start no second job" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of a thread of torch
+def test_what_has_no_room_is_removed_and_told_in_bytes(tmp_path):
+    tensor, size = torch.zeros(1000, dtype=torch.float64), resource.getrlimit(resource.RLIMIT_FSIZE)
+    piece = pieces_of("model.weight", tensor, whole_shape=(1000,))
+    part = start_writing(tmp_path, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, size[1]))  # stands for a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"it takes 8,000 bytes; [\d,]+ are free there"):
+            write_pieces(part, piece, group=None)
+        with pytest.raises(OSError, match="File too large"):
+            new_safetensors(tmp_path / "w.safetensors", {"weight": ((1000,), torch.float64)})
+        part = start_writing(tmp_path, 2)
+        with pytest.raises(OSError, match="File too large"):
+            publish(part, state={"long": "x" * 8000}, sizes={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
+    assert steps(tmp_path) == ["w.safetensors"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, 1, word="old")
     path = write(tmp_path, 1, word="new")
@@ -188,6 +248,19 @@ def test_a_damaged_index_is_refused(tmp_path, body):
     (path / ".metadata").write_bytes(body)
     with pytest.raises(CheckpointError, match="not a readable index"):
         IndexReader(path).tensors()
+
+
+def test_an_index_with_one_byte_changed_is_refused_in_words_or_read(tmp_path):
+    path = write(tmp_path, 1)
+    body = (path / ".metadata").read_bytes()
+    n_refused = 0
+    for place in range(0, len(body), 5):
+        (path / ".metadata").write_bytes(body[:place] + b"\xff" + body[place + 1 :])
+        try:
+            IndexReader(path).tensors()
+        except CheckpointError:
+            n_refused += 1
+    assert n_refused > len(body) // 20
 
 
 def test_a_tensor_file_that_would_run_code_is_refused_and_nothing_runs(tmp_path, monkeypatch):

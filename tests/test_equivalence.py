@@ -1,8 +1,12 @@
 """Generated programs against one process: loss, gradients and parameters, fp64, two AdamW steps, clipped."""
 
+from collections import defaultdict
+
 import pytest
 from distributed.launch import run_ranks
 from distributed.programs import N_STEPS, check_programs, graph_of, make_plan, shardings_of, write_programs
+
+from autoplan.cost.boundaries import legal_cuts
 
 TOLERANCE = 1e-9
 
@@ -95,6 +99,21 @@ def test_programs_on_two_ranks_equal_one_process(tmp_path, which):
     assert_equal_to_one_process(tmp_path, chosen(cases, which), n_ranks=2)
 
 
+def test_a_batch_norm_that_is_called_twice_equals_one_process(tmp_path):
+    graph, uses = graph_of("siamese"), defaultdict(list)
+    for number, segment in enumerate(graph.segments):
+        for name in segment.parameters:
+            uses[name].append(number)
+    first, last = uses["projector.1.running_mean"][0], uses["projector.1.running_mean"][-1]
+    assert first < last and not any(legal_cuts(graph)[first:last]) and any(legal_cuts(graph)[:first])
+    cases = {
+        "tp2": {"tp": 2, "sharding": "R", "micro_batch_size": 4},
+        "zero3": {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "micro_batch_size": 4},
+    }
+    plans = {name: ("siamese", make_plan("siamese", **mesh)) for name, mesh in cases.items()}
+    assert_equal_to_one_process(tmp_path, plans, n_ranks=2)
+
+
 def test_blocks_that_are_sequentials_equal_one_process(tmp_path):
     graph = graph_of("numbered")
     kinds = {segment.name: segment.kind for segment in graph.segments}
@@ -107,6 +126,16 @@ def test_a_cast_that_is_nothing_in_bfloat16_is_made_up_for_in_float64(tmp_path):
     meshes = {"tp": {"tp": 2, "sharding": "R"}, "pp": {"pp": 2, "n_micro_batches": 2}}
     cases = {name: ("mixed_dtypes", make_plan("mixed_dtypes", **mesh)) for name, mesh in meshes.items()}
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2, tolerance=1e-5)
+
+
+def test_odd_names_labels_as_many_as_samples_and_lent_weights_equal_one_process(tmp_path):
+    meshes = {"tp2": {"tp": 2, "sharding": "R"}, "pp2": {"pp": 2}}
+    cases = {
+        f"{model}_{name}": (model, make_plan(model, micro_batch_size=2, n_micro_batches=2, **mesh))
+        for model in ("odd_names", "in_batch", "lent")
+        for name, mesh in meshes.items()
+    }
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
 
 
 def test_a_split_backward_pass_on_two_ranks_equals_one_process(tmp_path):

@@ -85,6 +85,20 @@ def test_other_tensors_that_are_no_buffers_are_refused_with_what_to_do(make, mes
         targets_of(make)
 
 
+_TABLE = torch.linspace(0.0, 1.0, 64)
+
+
+def _weighed(outputs, targets):
+    return (outputs * _TABLE.to(outputs.device)[targets].to(outputs.dtype)[:, None]).sum()
+
+
+def test_a_table_that_a_loss_reads_is_refused_with_its_line_and_where_else_to_hold_it():
+    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)), _weighed)
+    line = rf"{__file__}:{_weighed.__code__.co_firstlineno + 1}: return \(outputs \* _TABLE"
+    with pytest.raises(TraceError, match=rf"(?s)loss_fn uses .* at {line}.*shape \[64\].*let the targets hold"):
+        trace_model(source)
+
+
 @pytest.mark.parametrize("fix", [(("tp", "2"),), (("pp", "2"),)])
 def test_a_program_with_numbers_and_filled_tensors_trains_like_one_process(tmp_path, fix):
     path = tmp_path / "model.py"

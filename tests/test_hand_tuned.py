@@ -49,7 +49,8 @@ def run(folder: Path, *options: str) -> list[dict]:
 ALL = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2")
 
 
-@pytest.mark.parametrize("strategies", [ALL[:1], pytest.param(ALL, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategies", [ALL[:1], ALL])
 def test_hand_written_programs_have_the_losses_of_the_emitted_one(tmp_path: Path, strategies: tuple[str, ...]) -> None:
     (tmp_path / "cases.csv").write_text(HEAD + LLAMA.format(file=CHECKOUT / "examples" / "llama.py"))
     emit(tmp_path, cases=tmp_path / "cases.csv", profile=None, devices=2, alternatives=0, only=[])
@@ -69,6 +70,7 @@ def test_a_compiled_tensor_parallel_program_trains_its_embedding(tmp_path: Path)
     assert compiled["losses"][:3] == pytest.approx(eager["losses"][:3], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_out_of_memory_neither_stops_the_others_nor_the_next_program(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(FULL_ON_RANK_1)
     (tmp_path / "cases.csv").write_text(HEAD + "small,model.py,,8,Block,\n")

@@ -53,14 +53,22 @@ def words_of_torchrun(tmp_path, script, **variables):
 
 def test_a_folder_for_checkpoints_is_one_word_whatever_its_name_and_brings_restarts(tmp_path):
     script = torchrun_script(n_hosts=1, n_devices_per_host=2)
-    words = words_of_torchrun(tmp_path, script, CHECKPOINT_DIR=HOSTILE)
+    words = words_of_torchrun(tmp_path, script, CHECKPOINT_DIR=f"/{HOSTILE}")
     restarts = ["--max-restarts", "3"]
     assert words == [
-        "--standalone", "--nproc-per-node", "2", *restarts, "train.py", "--checkpoint-dir", HOSTILE, "--steps", "7",
+        "--standalone", "--nproc-per-node", "2", *restarts, "train.py", "--checkpoint-dir", f"/{HOSTILE}",
+        "--steps", "7",
     ]  # fmt: skip
     assert not list(tmp_path.rglob("pwned"))
     words = words_of_torchrun(tmp_path, script, CHECKPOINT_DIR="ck", MAX_RESTARTS="9")
     assert words[words.index("--max-restarts") + 1] == "9"
+
+
+def test_a_relative_folder_for_checkpoints_lies_where_the_script_was_started(tmp_path, monkeypatch):
+    (tmp_path / HOSTILE).mkdir()
+    monkeypatch.chdir(tmp_path / HOSTILE)
+    words = words_of_torchrun(tmp_path, torchrun_script(n_hosts=1, n_devices_per_host=2), CHECKPOINT_DIR="my runs/1")
+    assert words[words.index("--checkpoint-dir") + 1] == f"{tmp_path / HOSTILE}/my runs/1"
 
 
 def test_without_a_folder_for_checkpoints_nothing_is_restarted(tmp_path):
@@ -74,7 +82,7 @@ def test_hosts_of_several_kinds_get_the_same_options(tmp_path):
     given = {"CHECKPOINT_DIR": HOSTILE, "MASTER_ADDR": "host", "NODE_RANK": "1"}
     words = words_of_torchrun(tmp_path, script, **given)
     assert words[words.index("--nproc-per-node") + 1] == "4"
-    assert words[-4:] == ["--checkpoint-dir", HOSTILE, "--steps", "7"]
+    assert words[-4:] == ["--checkpoint-dir", f"{Path.cwd()}/{HOSTILE}", "--steps", "7"]
 
 
 def test_slurm_tells_the_programs_to_stop_before_the_time_limit_and_queues_the_job_again(tmp_path):
@@ -100,7 +108,7 @@ def test_slurm_tells_the_programs_to_stop_before_the_time_limit_and_queues_the_j
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=20) != 0
     assert log.read_text().splitlines() == [
-        "show hostnames a,b", "started --checkpoint-dir ck --steps 9", "saved", "requeue 77",
+        "show hostnames a,b", f"started --checkpoint-dir {tmp_path}/ck --steps 9", "saved", "requeue 77",
     ]  # fmt: skip
 
 
@@ -109,6 +117,7 @@ def test_train_job_saves_to_a_volume_and_restarts():
     assert 'command: ["torchrun", "train.py", "--checkpoint-dir", "/checkpoints"]' in text
     spec = safe_load(text)["spec"]
     assert {"name": "PET_MAX_RESTARTS", "value": "3"} in spec["trainer"]["env"]
+    assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "300"} in spec["trainer"]["env"]
     (patch,) = spec["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]

@@ -10,6 +10,7 @@ from torch import nn
 from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.live import live_program, parallelize, trace
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
+from autoplan.runtime import Checkpoints
 from autoplan.tracing.trace import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -76,6 +77,77 @@ def test_any_plan_of_two_processes_trains_as_one_process_does():
         assert [degrees for _, degrees in found] == [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
         for losses, _ in found:
             assert losses == pytest.approx(plain_losses(), rel=1e-10)
+
+
+class Difference(Net):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, more, less):
+        return super().forward(self.first(more) - less)
+
+
+def swapped_losses(fixes):
+    """On one rank: under each fix the losses of a batch whose dict is in the planned order, and of one that is not."""
+    inputs, targets = batch_of(8)
+    orders = {"more": inputs, "less": targets}, {"less": targets, "more": inputs}
+    found = []
+    for fix in fixes:
+        torch.manual_seed(0)
+        options = {"global_batch": 8, "precision": "fp64", "fix": tuple(fix.items()), "device_type": "cpu"}
+        module, loss_fn = Difference().double(), nn.functional.mse_loss
+        expected = loss_fn(module(**orders[0]), targets).item()
+        model = parallelize(module, (orders[0], targets), hw=HARDWARE, loss_fn=loss_fn, **options)
+        losses = [model.evaluate((order, targets))[0].item() for order in orders]
+        if model.config.pp == 1:
+            losses += [loss_fn(model(**order), targets).item() for order in orders]
+        losses.append(model.step((orders[1], targets)).item())
+        found += [loss / expected for loss in losses]
+    return found
+
+
+def test_inputs_by_name_reach_the_model_in_any_order_under_any_plan():
+    for ratios in run_ranks(swapped_losses, 2, [{"tp": "2"}, {"pp": "2"}]):
+        assert ratios == pytest.approx([1.0] * len(ratios), rel=1e-12) and len(ratios) == 5 + 3
+
+
+def half_frozen_net():
+    net = seeded_net()
+    net.blocks[:2].requires_grad_(False)
+    return net
+
+
+def half_frozen_losses(folder):
+    """On one rank: three losses of a pipeline whose first stage is frozen, the last after a resume; its last rate."""
+    batch, losses = batch_of(8), []
+    options = {"global_batch": 8, "precision": "fp64", "fix": (("pp", "2"),), "device_type": "cpu"}
+    for n_steps in (2, 1):
+        model = parallelize(half_frozen_net(), batch_of(2), hw=HARDWARE, loss_fn=nn.functional.mse_loss, **options)
+        checkpoints = Checkpoints(model, folder)
+        if (newest := checkpoints.newest()) is not None:
+            checkpoints.load(newest)
+        losses += [model.step(batch).item() for _ in range(n_steps)]
+        model.optimizer.param_groups[0]["lr"] = 0.125
+        checkpoints.save()
+        checkpoints.close()
+    checkpoints.load(checkpoints.newest())
+    return losses, model.learning_rate
+
+
+def test_a_frozen_stage_of_a_pipeline_stays_and_the_others_train_and_go_on(tmp_path):
+    net, (inputs, targets) = half_frozen_net(), batch_of(8)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=3e-4)
+    expected = []
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 3e-4 if step < 2 else 0.125
+        loss = nn.functional.mse_loss(net(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses, rate in run_ranks(half_frozen_losses, 2, str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=1e-10) and rate == 0.125
 
 
 def test_a_plan_for_another_number_of_processes_is_refused():

@@ -7,10 +7,11 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from autoplan import api
 from autoplan.codegen.parallel_model import parallel_model_text
@@ -113,6 +114,28 @@ def differences(name, folder):
         call = own_model.builder(region["own"], BATCH, CPU, None)()
         given = [*tensors_of(call._arguments), *tensors_of(call._named)]
         yield "own", region["segment"], usual(own_found, region["own"]["instances"]), measured(call, given)
+
+
+class Turned(nn.Module):
+    """Pairs of features, turned by a table of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.polar(torch.ones(2), torch.ones(2)))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(self.linear(x).unflatten(-1, (2, 2)))
+        return torch.view_as_real(pairs * self.table).flatten(-2)
+
+
+def test_own_blocks_are_measured_with_their_complex_buffers(monkeypatch):
+    model = SimpleNamespace(build_model=lambda: nn.Sequential(Turned()), make_batch=lambda n: (torch.ones(n, 4), None))
+    monkeypatch.setitem(sys.modules, "model", model)
+    own = {"path": "0", "n_calls": 1, "instances": [("0", 0)]}
+    call = OwnModel({}, {"0"}, torch.float32).builder(own, BATCH, CPU, None)()
+    assert [output.shape for output in call.forward()] == [(BATCH, 4)]
+    assert call.module.table.dtype == torch.complex64
 
 
 def modules_of_folder():

@@ -104,6 +104,7 @@ FIXES = {
     "zero": ("2", lambda plan: plan.mesh.zero_stage == 2),
     "micro_batch": ("2", lambda plan: plan.mesh.micro_batch_size == 2),
     "schedule": ("gpipe", lambda plan: plan.mesh.pp == 1 or plan.mesh.schedule == "gpipe"),
+    "chunks": ("1", lambda plan: plan.mesh.n_chunks == 1),
     "recompute": ("none", lambda plan: not any(stage.recomputed for stage in plan.stages)),
 }
 

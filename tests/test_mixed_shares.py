@@ -109,7 +109,14 @@ def test_groups_share_the_batch_where_its_sum_is_cheap_and_the_layers_where_it_i
 
 @pytest.mark.parametrize(
     "fix",
-    [("pp", "2"), ("batch_norm", "synchronized"), ("grad_compression", "bf16"), ("zero", "1"), ("micro_batch", "3")],
+    [
+        ("pp", "2"),
+        ("chunks", "2"),
+        ("batch_norm", "synchronized"),
+        ("grad_compression", "bf16"),
+        ("zero", "1"),
+        ("micro_batch", "3"),
+    ],
 )
 def test_nothing_is_shared_where_the_options_do_not_allow_it(fix: tuple[str, str]) -> None:
     space = mixed_space((layered(4, layer_s=1.0), layered(4, layer_s=2.0)))

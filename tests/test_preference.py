@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import permutations
 
@@ -145,3 +146,28 @@ def test_a_faster_recipe_that_breaks_what_is_fixed_is_shown_as_such(answer: Answ
     ddp = replace(answer.result.alternatives[0], baseline="DDP", estimate=replace(answer.best.estimate, step_s=0.8))
     text = plan_report(replace(answer, result=replace(answer.result, baselines=(ddp,))))
     assert "\nbest plain recipe: DDP, -50.0%, but not what --fix asks for\n" in text
+
+
+def test_where_cost_is_minimized_rivals_say_what_they_cost_before_their_step(answer: Answer) -> None:
+    # twice the devices, 1.0 s against 1.6 s: 2 x 1.0 / 1.6 - 1 = 25 % dearer, and a step of 37.5 % less
+    best = answer.best
+    mesh = replace(best.plan.mesh, dp=2 * best.plan.mesh.dp)
+    plan, estimate = replace(best.plan, mesh=mesh), replace(best.estimate, step_s=1.0)
+    ddp = replace(best, baseline="DDP", plan=plan, estimate=estimate)
+    cheap = replace(answer, workload=replace(answer.workload, objective="cost"))
+
+    def text_of(step_s: float) -> str:
+        recipe = replace(ddp, estimate=replace(estimate, step_s=step_s))
+        return plan_report(replace(cheap, result=replace(answer.result, alternatives=(recipe,), baselines=(recipe,))))
+
+    assert "\nbest plain recipe: DDP, cost +25.0%, step -37.5%\n" in text_of(1.0)
+    assert re.search(r"\nnext best: .*, cost \+25\.0%, step -37\.5%\n", text_of(1.0))
+    # 2 x 0.4 / 1.6 - 1 = -50 %
+    assert "\nbest plain recipe: DDP, cost -50.0%, step -75.0%, but not what --fix asks for\n" in text_of(0.4)
+
+
+def test_a_simpler_mesh_that_the_proof_did_not_ask_for_is_tried_too() -> None:
+    toy = random_toy(12)  # a step takes as long as its batch is copied, 20 s / dp, under ZeRO 0 too
+    found = search(toy.space, price=toy.price, options=Options(global_batch=4), make_plan=make_plan)
+    assert found.best is not None and (found.best.plan.mesh.zero_stage, found.best.estimate.step_s) == (0, 10.0)
+    assert (1, 10.0) in [(item.plan.mesh.zero_stage, item.estimate.step_s) for item in found.alternatives]

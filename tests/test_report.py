@@ -30,7 +30,8 @@ from autoplan.parallel_plan import Mesh
 from autoplan.plain_text import text_table
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import hardware_sheet
-from autoplan.report.plan import plan_report, program_header, rejections_text, status_text
+from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
+from autoplan.report.rivals import rivals_text
 from autoplan.search.result import Rejection
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
@@ -169,6 +170,14 @@ def test_explain_gives_component_differences_and_baseline_shortfall(answer: Answ
     assert "2.00 x as fast as the best plain recipe that fits (FSDP)" in text
 
 
+def test_explain_says_that_a_recipe_is_faster_than_a_plan_that_was_fixed(answer: Answer) -> None:
+    # FSDP 3.2 s against 4 s: 20 % less; the plan is 3.2 / 4 = 0.80 times as fast
+    best = replace(answer.best, estimate=replace(answer.best.estimate, step_s=4.0))
+    text = explain_report(replace(answer, result=replace(answer.result, best=best)))
+    assert "FSDP: 3.2 s a step, 20% faster" in text
+    assert "0.80 x as fast as the best plain recipe that fits (FSDP)" in text
+
+
 def test_infeasible_report_names_the_shortage_and_every_remedy_in_order(infeasible: Answer) -> None:
     text = plan_report(infeasible)
     assert "every plan lacks at least 86.20 GiB" in text
@@ -250,6 +259,15 @@ def test_table_wraps_its_last_column_at_80() -> None:
     assert text.count("word") == 40
 
 
+def test_the_next_best_says_how_it_runs_where_the_chosen_plan_runs_another_way(answer: Answer) -> None:
+    other = answer.result.alternatives[0]
+    changed = replace(other, plan=replace(other.plan, mesh=replace(other.plan.mesh, memory_format="channels_last")))
+    shown = replace(answer, result=replace(answer.result, alternatives=(changed,)))
+    assert "gpipe, channels_last, +25.0%" in rivals_text(shown)[0]
+    alike = replace(shown, result=replace(shown.result, best=changed))
+    assert "channels_last" not in rivals_text(alike)[0]
+
+
 def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:
     header = program_header(answer, launch_line="torchrun --standalone --nproc-per-node 4 train.py")
     assert header.index("torchrun --standalone --nproc-per-node 4 train.py") < header.index("pipeline parallel")
@@ -267,12 +285,42 @@ def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> No
     assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rival", "words"),
+    [
+        ({"sharding": "S(1)"}, {"sharding": "R"}, ("split sequence", "whole sequence")),
+        ({"n_chunks": 4}, {"n_chunks": 2}, ("4 stages a rank", "2 stages a rank")),
+    ],
+)
+def test_plans_whose_columns_read_the_same_say_what_differs(answer: Answer, chosen, rival, words) -> None:
+    like = {"tp": 2, "pp": 2, "schedule": "interleaved", "n_chunks": 2, "sharding": "R"}
+
+    def changed(item, **changes):
+        return replace(item, plan=replace(item.plan, mesh=replace(item.plan.mesh, **{**like, **changes})))
+
+    best, other = changed(answer.best, **chosen), changed(answer.result.alternatives[0], **rival)
+    shown = replace(answer, result=replace(answer.result, best=best, alternatives=(other,)))
+    text = " ".join(plan_table(shown).split())
+    assert text.index(words[0]) < text.index(words[1])
+    assert any(line.startswith("next best") and words[1] in line for line in rivals_text(shown))
+    alone = replace(answer, result=replace(answer.result, best=best, alternatives=()))
+    assert words[0] not in plan_table(alone)
+
+
 def test_what_is_fixed_to_one_mesh_is_given_and_nothing_is_said_to_be_optimal(answer: Answer) -> None:
     options = Options(fix=(("dp", "2"), ("tp", "1")))
     request = Request("toy.py", (), "toy_x4", 1, options)
     one, several = (replace(answer, request=request, result=replace(answer.result, n_meshes=n)) for n in (1, 5))
     assert status_text(one) == "given: there is one mesh with dp=2, tp=1, and this is its fastest plan"
     assert status_text(several).startswith("optimal: no other plan with dp=2, tp=1 is faster")
+
+
+def test_a_plan_beyond_the_space_is_said_to_be(answer: Answer) -> None:
+    mesh = replace(answer.best.plan.mesh, pp=2, n_chunks=8, schedule="interleaved")
+    best = replace(answer.best, plan=replace(answer.best.plan, mesh=mesh))
+    text = status_text(replace(answer, result=replace(answer.result, best=best)))
+    assert "its 8 stages per rank are more than the space has" in text
+    assert "than the space has" not in status_text(answer)
 
 
 def test_json_keeps_the_nearest_of_very_many_rejections_and_counts_all(
@@ -301,3 +349,13 @@ def test_a_long_word_in_the_last_column_stays_whole_on_a_line_below():
     assert table.splitlines()[2:] == ["a" * 60 + "  <- channels_last,", " " * 62 + "generated"]
     table = text_table(("name", "note"), [("a" * 70, "channels_last"), ("b", "")], width=80)
     assert table.splitlines()[2:] == ["a" * 70, " " * 67 + "channels_last", "b"]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "is_said"),
+    [("hf:config.json", (), True), ("hf:config.json", ("context=100",), False), ("gpt.py", (), False)],
+)
+def test_the_length_of_samples_is_said_where_nobody_chose_it(answer, model, overrides, is_said):
+    asked = replace(answer, request=Request(model, overrides, "toy_x4", 1, Options(global_batch=8)))
+    line = f"{answer.workload.tokens_per_sample} tokens a sample, the default; see --set context=N"
+    assert (line in plan_report(asked)) == is_said

@@ -24,12 +24,17 @@ def test_fastest_is_the_smallest_of_equals_and_cheapest_has_a_price() -> None:
     assert "4 x a: dp 4; 12 of 16 devices idle; 20.0 GiB left" in whatif_table(rows)
 
 
-def test_scaling_is_speed_per_device_against_the_smallest_cluster() -> None:
+def test_scaling_is_speed_per_device_against_the_highest_of_all_clusters() -> None:
     # twice the devices are 1.6 times as fast: 80 % each
     one = toy_row(point=Point("a", 1, 8, "bf16"))
     two = replace(one, n_hosts=2, n_devices=8, tokens_per_s=1.6 * one.tokens_per_s)
     lines = whatif_table([one, two]).splitlines()
     assert "scaling" in lines[0] and "100%" in lines[2] and "80%" in lines[3]
+    # a batch that does not divide over two hosts: each device is half as fast there as on four
+    uneven = replace(two, tokens_per_s=0.8 * one.tokens_per_s)
+    four = replace(one, n_hosts=4, n_devices=16, tokens_per_s=3.2 * one.tokens_per_s)
+    lines = whatif_table([uneven, four]).splitlines()
+    assert " 50% " in lines[2] and " 100% " in lines[3]
 
 
 def test_scaling_is_not_told_of_other_batches_and_is_told_where_batches_grow() -> None:

@@ -59,6 +59,14 @@ def test_discovery_finds_the_equation(function, shapes, target, entry) -> None:
     assert found(function, shapes, target) == f'"{target}": OpRule({entry}),'
 
 
+def test_complex_results_are_compared_in_both_parts() -> None:
+    # partial real parts beside a whole imaginary part: the sum over ranks has the real part alone right
+    line = found(
+        lambda x, y: torch.view_as_real(torch.complex(x.float(), y.float())), [(X[-1],)], "aten.complex.default"
+    )
+    assert "linear_in" not in line
+
+
 def test_where_nothing_can_be_split_discovery_says_so() -> None:
     whole = found(lambda x, w: (x[0] * w).flip((0, 1)), [(12,)], "aten.flip.default")
     assert whole == "# aten.flip.default: only replication is possible: no split of any dim gives the same result"

@@ -1,17 +1,19 @@
 """Batches, recomputation and refusals that need one process only."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
 from torch import nn
 
 from autoplan.runtime.batches import (
+    batch_slice,
     flatten_tensors,
     global_batch,
     local_batch,
     map_tensors,
     micro_batches,
+    tensors_at,
 )
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import Position, synthetic_batches
@@ -25,6 +27,15 @@ CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)
 
 def make_batch(batch_size):
     return {"x": torch.randn(batch_size, 4), "ids": torch.arange(batch_size)}, torch.randint(9, (batch_size,))
+
+
+def test_a_seed_may_be_a_date_to_the_second():
+    first, again, other = (
+        global_batch(make_batch, batch_size=2, seed=seed, step=0)
+        for seed in (20261123071826, 20261123071826, 20261123071827)
+    )
+    drawn, same, different = (inputs["x"] for inputs, _ in (first, again, other))
+    assert torch.equal(drawn, same) and not torch.equal(drawn, different)
 
 
 def test_local_batches_of_all_ranks_are_the_global_batch_in_order():
@@ -65,6 +76,27 @@ def test_nested_values_keep_their_types():
     doubled = map_tensors(lambda t: 2 * t, value)
     assert isinstance(doubled["p"], pair) and doubled["p"].b == 2 and doubled["l"][1] is None
     assert [t.tolist() for t in flatten_tensors(doubled)] == [[2.0], [2.0, 2.0]]
+
+
+def test_what_a_tokenizer_returns_is_cut_as_a_dict_and_texts_are_cut_with_the_tensors():
+    tokens = UserDict(ids=torch.arange(4), words=list("abcd"), names=["x", "y"])
+    inputs, targets = batch_slice((tokens, (torch.arange(4), tuple("efgh"))), 1, 3)
+    assert type(inputs) is dict and inputs.pop("ids").tolist() == [1, 2]
+    assert inputs == {"words": ["b", "c"], "names": ["x", "y"]}  # names are not of samples
+    assert targets[1] == ("f", "g")
+    assert [tensor.tolist() for tensor in flatten_tensors(tokens)] == [[0, 1, 2, 3]]
+
+
+def test_tensors_are_found_by_their_keys_whatever_the_order_and_others_are_refused():
+    paths = (("x",), ("pair", 0), ("pair", 1))
+    x, first, second = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
+    assert tensors_at({"pair": [first, second], "scale": 3.0, "x": x}, paths) == (x, first, second)
+    assert tensors_at(x, ((0,),)) == tensors_at([x], ((),)) == (x,)
+    assert tensors_at((UserDict(y=second, x=first), x), ((0, "x"), (0, "y"), (1,))) == (first, second, x)
+    with pytest.raises(ValueError, match=r"found x, y, planned: x, pair\.0, pair\.1\n  fix: "):
+        tensors_at({"x": x, "y": x}, paths)
+    with pytest.raises(ValueError, match="found one tensor, planned: "):
+        tensors_at(x, paths)
 
 
 def test_loss_of_16_bit_outputs_is_computed_in_float32():

@@ -1,13 +1,18 @@
 """Order, parts and position of training data: what every rank gets, with and without workers, and after a restart."""
 
 import multiprocessing
+import random
+import subprocess
+import time
 from itertools import islice
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from autoplan.runtime import loading
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
 from autoplan.runtime.train import timed_step
@@ -75,6 +80,39 @@ def test_ranks_share_a_stream_of_samples_in_its_order():
     assert second == [list(range(6, 12)), list(range(18, 24)), list(range(106, 112))]
 
 
+class Augmented(Numbers):
+    """Sample i with noise of Python's generator, and NumPy's."""
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64), index
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_ranks_that_share_a_sample_draw_the_same_from_every_generator(n_workers):
+    drawn = []
+    for seed in (1, 2):  # as two processes, which began with other numbers
+        random.seed(seed)
+        numpy.random.seed(seed)
+        drawn.append(_samples(data := _data(Augmented(30), n_workers=n_workers), 3))
+        data.close()
+        assert random.random() == random.Random(seed).random()
+        assert numpy.random.rand() == numpy.random.RandomState(seed).rand()
+    assert drawn[0] == drawn[1] and len({number for step in drawn[0] for sample in step for number in sample}) == 36
+
+
+def test_random_batches_are_the_same_on_all_ranks_whatever_draws_them():
+    model_file = SimpleNamespace(make_batch=lambda n: (torch.full((n,), random.random()), torch.rand(n)))
+    first, second = (training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=3) for _ in range(2))
+    for (x, noise), (y, other) in islice(zip(first, second, strict=True), 2):
+        assert torch.equal(x, y) and torch.equal(noise, other)
+
+
+def test_no_sample_draws_in_one_epoch_what_another_draws_in_the_next():
+    config = Config(micro_batch_size=12)
+    drawn = [noise for _, step in islice(_data(Numbers(12), config=config), 3) for noise in step.tolist()]
+    assert len(set(drawn)) == 3 * 12
+
+
 @pytest.mark.parametrize("dataset", [Numbers(40), Stream(40)], ids=["map", "stream"])
 def test_workers_change_no_sample_and_no_number_that_it_draws_and_end_with_the_data(dataset):
     before = torch.random.get_rng_state()
@@ -85,6 +123,39 @@ def test_workers_change_no_sample_and_no_number_that_it_draws_and_end_with_the_d
     ahead.close()
     assert not multiprocessing.active_children()
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_workers_read_on_when_every_process_of_a_job_is_told_to_stop():
+    data = _data(Numbers(120), n_workers=2)
+    _samples(data, 2)  # one of each worker
+    workers = multiprocessing.active_children()
+    for worker in workers:  # by another process than the one that they read for
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    assert len(_samples(data, 8)) == 8 and len(workers) == 2
+    for worker in workers:
+        worker.terminate()
+        worker.join(timeout=10)
+        assert worker.exitcode == 0
+
+
+def test_a_worker_that_a_fork_server_started_ends_when_the_training_process_says(monkeypatch):
+    monkeypatch.setattr("os.getppid", lambda: 1)  # the fork server
+    context = multiprocessing.get_context("fork")
+    waits = context.Event()
+
+    def read():
+        loading._outlive_sigterm(0)
+        waits.set()
+        time.sleep(60)
+
+    worker = context.Process(target=read, daemon=True)
+    worker.start()
+    assert waits.wait(timeout=10)
+    worker.terminate()
+    worker.join(timeout=10)
+    code = worker.exitcode
+    worker.kill()
+    assert code == 0
 
 
 @pytest.mark.parametrize("dataset", [Numbers(30), Stream(30)], ids=["map", "stream"])

@@ -1,7 +1,10 @@
 """What the runtime refuses on every rank: losses not finite, small devices, wrong options, other models, full disks."""
 
+import contextlib
+import io
 import math
 import re
+import time
 from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,7 @@ from autoplan.runtime import (
     build_rank_mesh,
     load_checkpoint,
 )
+from autoplan.runtime.checkpoint_folder import newest_complete
 from autoplan.runtime.mesh import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
 
@@ -39,6 +43,8 @@ def all_of_two_ranks(folder):
         "bad_steps": [bad_step(1, value, is_fused) for is_fused in (False, True) for value in (math.nan, math.inf)],
         "device_memory_error": device_memory_error(),
         "other_model": other_model(f"{folder}/other"),
+        "error_beside_a_save": error_beside_a_save(f"{folder}/error"),
+        "save_out_of_time": save_out_of_time(f"{folder}/slow"),
         "save_without_room": save_without_room(f"{folder}/full"),
     }
 
@@ -102,8 +108,6 @@ def refusals(folder):
     """In one process: what each of some options is refused with."""
     cases = {
         ("--checkpoint-dir", f"{folder}/file/saved"): "cannot be written: Not a directory",
-        ("--checkpoint-dir", folder, "--keep", "0"): "keep: found 0, expected 1 or more",
-        ("--checkpoint-every", "0"): "--checkpoint-every: found 0, expected 1 or more",
         ("--resume", f"{folder}/nowhere"): "/nowhere: found no complete checkpoint",
         (
             "--checkpoint-dir",
@@ -123,12 +127,16 @@ def refusals(folder):
     parser = ArgumentParser()
     add_checkpoint_options(parser)
     found = {}
+    try:
+        Checkpoints(model, folder, keep=0)
+    except CheckpointError as error:
+        found["keep"] = ("keep: found 0, expected 1 or more", str(error))
     for options, expected in cases.items():
         try:
             Run(model, parser.parse_args(options))
         except CheckpointError as error:
             found[options] = (expected, str(error))
-    return found, len(cases)
+    return found, 1 + len(cases)
 
 
 def test_options_that_cannot_be_followed_are_refused_with_what_was_found_and_expected(tmp_path):
@@ -165,6 +173,55 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tw
         assert "and " in message and " more" in message
 
 
+def error_beside_a_save(folder):
+    """On one rank: the checkpoint that was complete when an error left a run on all ranks, beside a slow save."""
+    config = Config(dp=2, precision="fp64")
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    parser = ArgumentParser()
+    add_checkpoint_options(parser)
+    run = Run(model, parser.parse_args(["--checkpoint-dir", folder, "--checkpoint-every", "1"]))
+    with slow_saves(), contextlib.suppress(FloatingPointError), run:
+        model.step(tiny_gpt.make_batch(1))
+        run.ends_after(0)
+        raise FloatingPointError
+    return newest_complete(Path(folder)).path
+
+
+@contextlib.contextmanager
+def slow_saves():
+    """Inside, a save takes half a second longer."""
+    whole_finish = FileSystemWriter.finish
+
+    def finish(writer, **arguments):
+        time.sleep(0.5)
+        whole_finish(writer, **arguments)
+
+    FileSystemWriter.finish = finish
+    try:
+        yield
+    finally:
+        FileSystemWriter.finish = whole_finish
+
+
+def test_an_error_ends_a_run_once_the_save_beside_it_is_complete(two_ranks):
+    assert all(found["error_beside_a_save"].name == "step-00000001" for found in two_ranks)
+
+
+def save_out_of_time(folder):
+    """On one rank: what is said of a save that an error leaves no time."""
+    config = Config(dp=2, precision="fp64")
+    checkpoints = Checkpoints(ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu")), folder)
+    with slow_saves(), contextlib.redirect_stderr(io.StringIO()) as said:
+        checkpoints.save()
+        checkpoints.complete_within(0.0)
+        checkpoints.close()
+    return said.getvalue()
+
+
+def test_a_save_that_is_not_complete_in_time_is_told_as_lost_and_why(two_ranks):
+    assert all(found["save_out_of_time"].endswith("under way is lost: TimeoutError\n") for found in two_ranks)
+
+
 def save_without_room(folder):
     """On one rank: what is said of a save that fails on rank 1, and what is left."""
     config = Config(dp=2, precision="fp64")
@@ -179,8 +236,8 @@ def save_without_room(folder):
     try:
         checkpoints.wait()
     except CheckpointError as error:
-        return str(error), checkpoints.newest().name
-    return "", ""
+        return str(error), [path.name for path in checkpoints.folder.glob("step-*")]
+    return "", []
 
 
 def _no_room(*_):
@@ -188,7 +245,9 @@ def _no_room(*_):
 
 
 def test_a_full_disk_is_told_on_every_rank_and_the_checkpoint_before_stays(two_ranks):
-    for message, newest in [found["save_without_room"] for found in two_ranks]:
+    first, left = two_ranks[0]["save_without_room"]
+    assert left == ["step-00000000"]
+    assert re.search(r"  it takes [\d,]+ bytes; [\d,]+ are free there", first)
+    for message, _ in [found["save_without_room"] for found in two_ranks]:
         assert "a checkpoint could not be written; those before it are untouched" in message
         assert "rank 1: [Errno 28] No space left on device" in message
-        assert newest == "step-00000000"

@@ -1,6 +1,7 @@
 """When parameters are gathered and gradients reduced under each ZeRO stage: the table in `runtime.zero`, counted."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 from distributed import tiny_gpt
@@ -107,6 +108,53 @@ def _gathers_of_the_first_rank():
 def test_the_first_rank_gathers_for_its_later_stage_before_it_sends_a_second_time():
     # a block and the embedding of the first stage, then the block of the third one
     assert run_ranks(_gathers_of_the_first_rank, 4)[:2] == [[2, 3]] * 2
+
+
+HEAD_ELEMENTS = tiny_gpt.VOCABULARY * tiny_gpt.WIDTH
+
+
+class _Reductions(TorchDispatchMode):
+    """Notes how many elements each reduction takes, and which are all-gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered, self.reduced = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d" and function._opname == "_reduce_scatter_base_":
+            self.reduced.append(args[1].numel())
+        if function.namespace == "c10d" and function._opname == "_allgather_base_":
+            self.gathered.append(args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+def _untied():
+    model = tiny_gpt.build_model()
+    model.head = torch.nn.Linear(tiny_gpt.WIDTH, tiny_gpt.VOCABULARY, bias=False)
+    return model
+
+
+def _order_with_a_head_of_its_own():
+    """Sizes of the groups in the order in which they are gathered and reduced, under ZeRO 2 and 3."""
+    found = []
+    for stage in (2, 3):
+        config = Config(precision="fp64", blocks=BLOCKS, head_group="head", dp=2, zero_stage=stage, zero_shard_degree=2)
+        file = SimpleNamespace(build_model=_untied, make_batch=tiny_gpt.make_batch, loss_fn=tiny_gpt.loss_fn)
+        model = ParallelModel(config, file, mesh=build_rank_mesh(config, "cpu"))
+        batch = global_batch(tiny_gpt.make_batch, batch_size=2, seed=0, step=0)
+        with _Reductions() as noted:
+            model.step(local_batch(batch, config=config, dp_rank=model.mesh.dp_rank))
+        found.append((noted.gathered, noted.reduced))
+    return found
+
+
+def test_a_head_of_its_own_is_gathered_after_the_blocks_and_reduced_before_them():
+    block = sum(p.numel() for p in tiny_gpt.build_model().blocks[0].parameters())
+    rest = HEAD_ELEMENTS + 2 * tiny_gpt.WIDTH  # the embedding is as large as the head; the last norm
+    (kept, reduced), (freed, reduced_3) = run_ranks(_order_with_a_head_of_its_own, 2)[0]
+    assert kept == [rest, *[block] * 4, HEAD_ELEMENTS]
+    assert freed == [rest, *[block] * 4, HEAD_ELEMENTS, *[block] * 4]  # once: not between forward and backward
+    assert reduced == reduced_3 == [HEAD_ELEMENTS, *[block] * 4, rest]
 
 
 def _state_elements():

@@ -286,6 +286,32 @@ def test_what_is_not_linear_in_sums_over_samples_is_told(loss_fn):
     assert notes_of(graph_of(loss_fn=loss_fn), ONE_PROCESS) == ()
 
 
+def centred(layer, x):
+    y = layer(x)
+    return y - y.mean(0).expand(y.shape[0], -1)
+
+
+def centred_as(layer, x):
+    y = layer(x)
+    return y - y.mean(0).expand_as(y)
+
+
+@pytest.mark.parametrize("function", [centred, centred_as])
+def test_a_mean_over_samples_that_each_sample_gets_is_told(function):
+    assert "Samples of a batch are put together" in only_note(graph_of(lambda: Calling(function)))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: x.new_full((WIDTH, WIDTH), -1.0).triu(1),
+        lambda x: torch.full((WIDTH, WIDTH), -1.0, device=x.device).triu(1).type_as(x),
+    ],
+)
+def test_a_mask_that_takes_its_dtype_from_samples_mixes_none(mask):
+    assert notes_of(graph_of(lambda: Calling(lambda layer, x: layer(x) @ mask(x)))) == ()
+
+
 def test_every_statement_is_one_sentence():
     def everything():
         parts = (nn.Dropout(), Calling(in_checkpoint), Calling(in_autocast), Calling(signed), Remembering())

@@ -2,14 +2,19 @@
 
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
+from autoplan.runtime.construction import build_whole_model
+from autoplan.tracing.module_level import trace_modules
+from autoplan.tracing.overlaid_graph import input_path
 from autoplan.tracing.second_names import SECOND_NAMES
 from autoplan.tracing.trace import ModelSource, load_model_file, model_source, module_source, trace_model
 
@@ -73,6 +78,43 @@ def test_a_cast_to_the_models_own_dtype_is_compute_and_a_cast_to_float32_stays()
     assert graph.specs()["cos"].dtype == "float32"
 
 
+class Turned(nn.Module):
+    """Pairs of features, turned by a table of complex numbers."""
+
+    def __init__(self, hold):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        hold(self, torch.polar(torch.ones(2), torch.arange(2.0)))
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(self.linear(x).float().unflatten(-1, (2, 2)))
+        return torch.view_as_real(pairs * self.table).flatten(-2).type_as(x)
+
+
+def turned(hold):
+    return module_source(Turned(hold), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss)
+
+
+def test_a_complex_buffer_stays_complex():
+    def hold(model, table):
+        model.register_buffer("table", table)
+
+    assert trace_model(turned(hold)).specs()["table"] == TensorSpec((2,), "complex64")
+    for dtype in (torch.float32, torch.float64):
+        built = build_whole_model(lambda: Turned(hold), seed=0, dtype=dtype, device=torch.device("cpu"))
+        assert torch.equal(built.table, torch.polar(torch.ones(2), torch.arange(2.0)))
+        assert built.linear.weight.dtype == dtype
+
+
+def test_a_complex_parameter_is_refused_with_what_to_keep_instead():
+    def hold(model, table):
+        model.table = nn.Parameter(table)
+
+    for trace in (trace_model, trace_modules):
+        with pytest.raises(InputError, match="Turned: table"):
+            trace(turned(hold))
+
+
 def test_rotary_tables_are_invariant_and_positions_of_tokens_are_not(gpt):
     llama = trace_example("llama.py", n_layers=1, context=8)
     assert {"cos", "sin"} <= invariant_values(llama)
@@ -101,107 +143,6 @@ def test_a_live_module_gives_the_same_ops_as_its_file(gpt):
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-TOKENS = 300  # more than bfloat16 can count
-
-
-class Masked(nn.Module):
-    """Attention of x: [batch, 1, TOKENS, 4] with the mask that a function of (model, x) makes."""
-
-    def __init__(self, make_mask):
-        super().__init__()
-        self.make_mask = make_mask
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("ones", torch.ones(TOKENS, dtype=torch.bool))
-
-    def forward(self, x):
-        mask = self.make_mask(self, x)
-        return nn.functional.scaled_dot_product_attention(self.linear(x), x, x, attn_mask=mask, scale=0.5)
-
-
-def traced_attention(make_mask):
-    """The arguments behind q, k and v, and the operators of the graph."""
-    x = torch.zeros(2, 1, TOKENS, 4)
-    graph = trace_model(module_source(Masked(make_mask), (x, x), nn.functional.mse_loss))
-    (attention,) = [op for op in graph.ops if "attention" in op.target]
-    assert dict(attention.kwargs) == {"scale": 0.5}
-    return attention.args[3:], [op.target for op in graph.ops]
-
-
-def positions(x):
-    return torch.arange(TOKENS, device=x.device)
-
-
-def distance(x):
-    """Query position minus key position: [TOKENS, TOKENS]."""
-    return positions(x)[:, None] - positions(x)[None, :]
-
-
-def additive(keeps, least):
-    return torch.where(keeps, 0.0, least)
-
-
-def of_samples(model, x):
-    """Whether a sample is not the third: [batch, 1, 1, TOKENS]."""
-    return (torch.arange(x.shape[0], device=x.device) != 2)[:, None, None, None].expand(-1, 1, 1, TOKENS)
-
-
-@pytest.mark.parametrize(
-    "make_mask",
-    [
-        lambda model, x: (positions(x) >= 0).expand(x.shape[0], 1, TOKENS, TOKENS),
-        lambda model, x: torch.ones_like(x[:, :, :, :1], dtype=torch.bool),  # reads nothing of x but its shape
-        lambda model, x: torch.zeros(TOKENS, TOKENS, dtype=x.dtype, device=x.device),
-    ],
-)
-def test_a_mask_that_keeps_every_score_is_no_mask_and_nothing_makes_it(make_mask):
-    options, targets = traced_attention(make_mask)
-    assert options == ()
-    assert targets[:2] == ["aten.linear.default", "aten.scaled_dot_product_attention.default"]
-
-
-@pytest.mark.parametrize(
-    "make_mask",
-    [
-        lambda model, x: distance(x) >= 0,
-        lambda model, x: (distance(x) >= 0).expand(x.shape[0], 1, TOKENS, TOKENS),
-        lambda model, x: (distance(x) >= 0) & (distance(x) < TOKENS),  # a window as long as the text
-        lambda model, x: additive(distance(x) >= 0, float("-inf")).to(x.dtype),
-        lambda model, x: additive(distance(x) >= 0, torch.finfo(x.dtype).min).to(x.dtype),
-    ],
-)
-def test_a_mask_that_drops_what_is_to_come_is_is_causal(make_mask):
-    options, targets = traced_attention(make_mask)
-    assert options == (None, 0.0, True)
-    assert targets[:2] == ["aten.linear.default", "aten.scaled_dot_product_attention.default"]
-
-
-@pytest.mark.parametrize(
-    "make_mask",
-    [
-        pytest.param(lambda model, x: (distance(x) >= 0) & (distance(x) < 8), id="window"),
-        pytest.param(lambda model, x: distance(x) <= 0, id="upper triangle"),
-        pytest.param(lambda model, x: additive(distance(x) >= 0, -100.0).to(x.dtype), id="drops little"),
-        pytest.param(lambda model, x: (distance(x) * 0.1).to(x.dtype), id="bias by distance"),
-        # from 256 on bfloat16 has even numbers only
-        pytest.param(
-            lambda model, x: ((positions(x).to(x.dtype) % 2 == 0) | (positions(x) < 256))[None], id="true by rounding"
-        ),
-        pytest.param(of_samples, id="differs at batch 3"),
-        pytest.param(lambda model, x: x[..., 0].unsqueeze(2) >= 0, id="reads the batch"),
-        pytest.param(lambda model, x: model.ones[None], id="reads a buffer"),
-        pytest.param(lambda model, x: (model.linear.weight.sum() * 0 == 0).expand(1, TOKENS), id="reads a parameter"),
-        pytest.param(lambda model, x: torch.rand(1, TOKENS, device=x.device) >= 0, id="random"),
-        pytest.param(
-            lambda model, x: torch.empty_strided((1, TOKENS), (TOKENS, 1), device=x.device).long() * 0 == 0,
-            id="memory as it lay",
-        ),
-    ],
-)
-def test_any_other_mask_stays(make_mask):
-    (mask,), _ = traced_attention(make_mask)
-    assert isinstance(mask, Ref)
-
-
 def write(tmp_path, text):
     path = tmp_path / "model.py"
     path.write_text("import torch\nfrom torch import nn\n" + text)
@@ -210,6 +151,15 @@ def write(tmp_path, text):
 
 MAKE_BATCH = "def make_batch(n):\n    return torch.zeros(n, 4), torch.zeros(n, 4)\n"
 LOSS = "def loss_fn(outputs, targets):\n    return (outputs - targets).square().mean()\n"
+
+
+def test_a_field_of_a_named_tuple_is_found_by_its_index():
+    pair = namedtuple("pair", "ids mask")
+    batch = ({"both": pair(torch.zeros(1), torch.zeros(1))}, [torch.zeros(1)])
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    assert [input_path(path, batch) for path, _ in leaves] == [
+        ("inputs", "both", 0), ("inputs", "both", 1), ("targets", 0),
+    ]  # fmt: skip
 
 
 def test_a_branch_on_data_is_a_trace_error_with_the_users_line(tmp_path):
@@ -352,10 +302,63 @@ def test_a_loop_over_samples_is_named_with_its_line_and_operator(tmp_path):
         trace_model(model_source(path, {}))
 
 
+def _divided(outputs, n_samples):
+    return outputs.square().sum() / n_samples
+
+
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [
+        (lambda x: len(x) - 1, r"div[\w ]*\(aten.div.Tensor\): a size is 1 for batch 2 and 2 for batch 3"),
+        (lambda x: len(x) + 0.5, r"div[\w ]*\(aten.div.Tensor\): a number is 2.5 for batch 2 and 3.5 for batch 3"),
+    ],
+)
+def test_a_number_made_of_the_batch_size_is_named_with_its_line_and_how_to_count(count, found):
+    batch = torch.zeros(2, 4), torch.zeros(2, 4)
+    source = module_source(nn.Linear(4, 4), batch, lambda outputs, targets: _divided(outputs, count(outputs)))
+    line = rf"{__file__}:{_divided.__code__.co_firstlineno + 1}: return outputs.square"
+    with pytest.raises(TraceError, match=rf"(?s)depends on the batch size at {line}.*found: {found}.*x.new_ones"):
+        trace_model(source)
+
+
+def test_samples_may_be_counted_by_an_operator():
+    batch = torch.zeros(2, 4), torch.zeros(2, 4)
+    source = module_source(
+        nn.Linear(4, 4), batch, lambda y, _: _divided(y, y.new_ones(len(y), dtype=torch.float32).sum() - 1)
+    )
+    assert any((PerSample(1),) in op.args for op in trace_model(source).ops)
+
+
 def test_a_tensor_made_on_another_device_is_told_where_to_be_made(tmp_path):
     path = write(tmp_path, model_text("return super().forward(x) + torch.zeros(4, device='cpu')") + LOSS)
     with pytest.raises(TraceError, match=r"at .*\.py:5: return (.|\n)*fix: make this tensor with device=x.device"):
         trace_model(model_source(path, {}))
+
+
+def test_a_mask_in_float32_that_meets_the_models_dtype_is_told_to_be_made_in_it():
+    class Masked(nn.Module):
+        def forward(self, x):
+            return (x + torch.zeros(4, 4, device=x.device)) @ x
+
+    source = module_source(Masked(), (torch.zeros(2, 4, 4), torch.zeros(2, 4, 4)), nn.functional.mse_loss)
+    with pytest.raises(TraceError, match=r"runs in bfloat16(.|\n)*dtype=x.dtype"):
+        trace_model(source)
+
+
+def test_a_loss_that_holds_a_tensor_on_another_device_is_told_where_to_make_it():
+    loss_fn = nn.CrossEntropyLoss(weight=torch.ones(4))
+    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)), loss_fn)
+    with pytest.raises(TraceError, match=r"loss_fn fails(.|\n)*device=outputs.device"):
+        trace_model(source)
+
+
+def test_a_loss_that_has_no_bfloat16_is_told_to_cast_to_float32():
+    def loss_fn(outputs, targets):
+        return torch.fft.rfft(outputs).abs().mean()
+
+    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), torch.zeros(2, 4)), loss_fn)
+    with pytest.raises(TraceError, match=r"loss_fn fails(.|\n)*runs in bfloat16(.|\n)*outputs.float\(\)"):
+        trace_model(source)
 
 
 def test_an_output_of_a_class_that_torch_does_not_know_says_to_leave_it_out(tmp_path):
@@ -390,6 +393,19 @@ def _ctc(lengths):
 def test_ctc_is_traced_though_its_states_depend_on_the_labels():
     graph = trace_model(_ctc(lambda targets: (targets[:, 0] * 8, targets[:, 0] * 3)))
     assert [op.target for op in graph.ops][-1] == "aten.ctc_loss.Tensor"
+
+
+def test_a_loss_of_distributions_is_traced_though_they_look_at_values_when_they_run(monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch's default, whoever changed it
+
+    def negative_log_likelihood(outputs, targets):
+        return -torch.distributions.Normal(outputs, 1.0).log_prob(targets).mean()
+
+    batch = torch.zeros(2, 4), torch.zeros(2, 4)
+    graph = trace_model(module_source(nn.Linear(4, 4), batch, negative_log_likelihood))
+    assert graph.specs()[graph.loss].shape == ()
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 
 
 def test_a_loss_whose_shape_depends_on_values_names_the_ways_out():

@@ -1,6 +1,7 @@
 """Learning-rate schedules, evaluation and loss scaling: exactly one process's numbers in float64."""
 
 import dataclasses
+import json
 import math
 import weakref
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ import torch
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
+from torch.optim import lr_scheduler
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
 from autoplan.runtime.float32_products import set_float32_products
-from autoplan.runtime.learning_rate import LearningRate, build_scheduler_of
+from autoplan.runtime.learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
 from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
 from autoplan.runtime.parity import Differences
 from autoplan.runtime.zero import local_part
@@ -118,8 +120,48 @@ def test_the_model_file_may_build_its_own_scheduler():
     own = build_scheduler_of(model_file, optimizer, LearningRate("cosine", n_steps=3, warmup_steps=1))
     assert isinstance(own, torch.optim.lr_scheduler.StepLR) and own.step_size == 3
     assert build_scheduler_of(SimpleNamespace(), optimizer, LearningRate()) is None
+    optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "lr": 0.0})
+    build_scheduler_of(SimpleNamespace(), optimizer, LearningRate("linear", n_steps=3))
+    assert optimizer.param_groups[1]["lr"] == 0.0  # a group that learns nothing
     with pytest.raises(ValueError, match="--min-lr: found 2, expected at most the optimizer's own 1"):
         build_scheduler_of(SimpleNamespace(), optimizer, LearningRate("linear", n_steps=3, smallest=2.0))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 3]),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.MultiStepLR(optimizer, [1, 3])],
+            [2],
+        ),
+    ],
+    ids=["milestones", "plateau", "in turn"],
+)
+def test_a_scheduler_of_torch_goes_on_from_a_state_that_was_json(build):
+    def build_optimizer():
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+    losses = [torch.tensor(loss) for loss in (2.0, 1.0, 3.0, 3.0, 3.0, 3.0)]  # worse for two steps, then for two more
+    optimizer, rates = build_optimizer(), []
+    scheduler = build(optimizer)
+    for step, loss in enumerate(losses):
+        if step == 1:
+            saved = json.loads(json.dumps(scheduler.state_dict()))
+            resumed = build_optimizer()
+            going_on = build(resumed)
+            load_scheduler(going_on, saved)
+            resumed.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        step_scheduler(scheduler, loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+        if step >= 1:
+            resumed.step()
+            step_scheduler(going_on, loss)
+            assert resumed.param_groups[0]["lr"] == pytest.approx(rates[-1], rel=1e-12)
+    assert rates[-1] < 0.011
 
 
 def test_loss_scale_halves_doubles_and_stops_where_it_cannot_help():

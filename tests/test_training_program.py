@@ -85,6 +85,27 @@ def test_a_record_says_what_is_known_and_json_has_no_infinity(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--steps -1", "--timeout 0", "--timeout inf", "--lr -1", "--lr nan", "--warmup-steps -1", "--min-lr -1",
+        "--clip 0", "--workers -1", "--repeat-batches 0", "--eval-every -5", "--eval-batches 0",
+        "--checkpoint-every 0", "--keep 0", "--steps many",
+    ],
+)  # fmt: skip
+def test_a_number_that_means_nothing_is_a_usage_error_that_says_what_is_expected(monkeypatch, capsys, option):
+    monkeypatch.setitem(sys.modules, "runtime", autoplan.runtime)
+    monkeypatch.setitem(sys.modules, "model", types.ModuleType("model"))
+    monkeypatch.setattr(sys, "argv", ["train.py", *option.split()])
+    program = {"__name__": "train"}
+    exec(train_script(header="Train.", config={}, has_parallel_model=False), program)
+    with pytest.raises(SystemExit) as end:
+        program["parse_arguments"]()
+    assert end.value.code == 2
+    name, value = option.split()
+    assert f"argument {name}: found {value!r}, expected a" in capsys.readouterr().err
+
+
 def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with MetricLog(rank=0) as log:

@@ -33,7 +33,9 @@ def test_any_executor_finds_the_same_rows(monkeypatch: pytest.MonkeyPatch, tmp_p
         for number, executor in enumerate((None, pool)):
             folder = str(tmp_path / str(number))  # nothing is kept from the other one
             monkeypatch.setattr(user_cache, "user_cache_dir", lambda name, folder=folder: folder)
-            found.append(autoplan.whatif(MLP, hw=("dgx_a100_x8",), hosts=(1, 2), global_batch=64, executor=executor))
+            asked = {"time_limit_s": 60.0}  # the searches end by themselves, however busy the machine is
+            question = {"hw": ("dgx_a100_x8",), "hosts": (1, 2), "global_batch": 64, "asked": asked}
+            found.append(autoplan.whatif(MLP, **question, executor=executor))
     assert found[0] == found[1] and {row.n_hosts for row in found[1] if row.step_s} == {1, 2}
 
 

@@ -47,6 +47,29 @@ def test_a_second_sweep_searches_only_what_is_new() -> None:
     assert second.rows[0].cost_usd == pytest.approx(9.0 * first.rows[0].device_hours)
 
 
+@pytest.mark.parametrize("found", ["a slow plan", "nothing"])
+def test_more_hosts_are_never_slower_than_fewer(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    solve, asked = sweeping.solve_point, []
+
+    def stop_early(problem, **given):
+        asked.append(problem)
+        result = solve(problem, **given)
+        if problem.hardware.n_hosts == 1 or "dp" in dict(problem.options.fix):
+            return result
+        if found == "nothing":
+            return replace(result, status="unknown", step_s=None, gap=None)
+        return replace(result, status="feasible", step_s=1.25, gap=0.992)  # no plan takes less than 0.01 s
+
+    monkeypatch.setattr(sweeping, "solve_point", stop_early)
+    one, two = ask(_question()).rows
+    assert (two.step_s, two.n_hosts, two.status) == (one.step_s, 2, "feasible")
+    assert two.fix == one.fix and two.n_idle_devices == (one.n_idle_devices or 0) + 8
+    assert two.gap == (None if found == "nothing" else pytest.approx(max(0.0, 1.0 - 0.01 / (one.step_s or 0.0))))
+    assert [problem.hardware.n_hosts for problem in asked] == [1, 2, 2]
+    monkeypatch.setattr(sweeping, "solve_point", solve)
+    assert ask(_question()).rows == (one, two)  # all three searches are kept
+
+
 def test_a_damaged_result_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeping, "cache_entry", lambda name, key: tmp_path / f"{key}.json")
     first = ask(_question(hosts=(1,)))

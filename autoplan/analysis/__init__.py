@@ -1,6 +1,7 @@
 """What follows from an OpGraph alone, whatever the cluster.
 
     chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
+    head_group        whether the head may be gathered and reduced by itself
     padded_head       whether products with a head run faster with padded classes, and the graph that says so
     across_samples    which op mixes the samples of a batch, or adds them up
     semantics         what a plan changes in the meaning of the model, in sentences

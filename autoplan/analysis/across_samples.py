@@ -12,6 +12,8 @@ Left out: a maximum that is subtracted for stability mixes by this, though its r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoplan.equations import argument
 from autoplan.graph import Op, OpGraph, PerSample, Ref, TensorSpec
 
@@ -55,6 +57,17 @@ _CONSTANTS = frozenset(
         "new_ones", "new_zeros", "new_full", "lift_fresh_copy",
     )
 )  # fmt: skip
+# Operators that read nothing of one operand, by its position, but its shape, dtype or device.
+_READ_NO_VALUES = {
+    **dict.fromkeys(
+        (
+            "empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like",
+            "randn_like", "zeros_like",
+        ),
+        0,
+    ),
+    **dict.fromkeys(("expand_as", "reshape_as", "type_as", "view_as"), 1),
+}  # fmt: skip
 _BATCH_NORM = "batch_norm"  # has a note of its own
 
 
@@ -62,12 +75,11 @@ def mixing_op(graph: OpGraph) -> Op | None:
     """The first op by which a sample gets something of others; None where each is worked on by itself."""
     specs, reduced = graph.specs(), _of_all_samples(graph, only_floats=True)
     for op in graph.ops:
-        read = op.input_names()
-        n_before = max((_n_batch_dims(specs[name]) for name in read), default=0)
+        n_before = max((_n_batch_dims(specs[name]) for name in op.input_names()), default=0)
         n_after = _n_batch_dims(op.outputs[0]) if op.outputs else 0
-        if _BATCH_NORM in op.target or not n_after or not n_before or not op.outputs[0].is_float:
+        if _BATCH_NORM in op.target or not n_after or not op.outputs[0].is_float:
             continue
-        if n_after > 1 >= n_before or any(name in reduced for name in read):
+        if n_after > 1 == n_before or any(name in reduced for name in _read_values(op)):
             return op
     return None
 
@@ -121,9 +133,17 @@ def _of_all_samples(
         result = op.outputs[0] if op.outputs and op.name not in without else None
         if result is None or _n_batch_dims(result) or (only_floats and not result.is_float):
             continue
-        if any(name in found or _n_batch_dims(specs[name]) for name in op.input_names() if name not in without):
+        if any(name in found or _n_batch_dims(specs[name]) for name in _read_values(op) if name not in without):
             found.add(op.name)
     return frozenset(found)
+
+
+def _read_values(op: Op) -> tuple[str, ...]:
+    """The operands of which an op reads more than the shape, the dtype or the device."""
+    position = _READ_NO_VALUES.get(operator_name(op))
+    if position is None:
+        return op.input_names()
+    return replace(op, args=(*op.args[:position], *op.args[position + 1 :])).input_names()
 
 
 def operator_name(op: Op) -> str:

@@ -32,6 +32,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "shard": None,
     "micro_batch": None,
     "schedule": (),
+    "chunks": None,
     "recompute": _RECOMPUTE,
     "loss": LOSSES,
     "compile": _SWITCH,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from autoplan.analysis.chunked_loss import can_chunk, why_whole
+from autoplan.analysis.head_group import head_group
 from autoplan.analysis.semantics import check_loss_average, own_gradients
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
@@ -65,6 +66,9 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
         _refuse("mesh", plan.mesh.execution, expected)
     if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
         _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
+    if plan.mesh.wraps_head and (plan.mesh.needs_generated_model or not head_group(graph)):
+        expected = "false where the program is generated, or no module behind the blocks may be a group of its own"
+        _refuse("mesh.wraps_head", True, expected)
     if plan.mesh.needs_generated_model and graph.has_own_gradients:
         _refuse("mesh", plan.mesh, f"tp 1, pp 1 and generated false, since the model has {own_gradients(graph)}")
     _check_stages(plan.stages, plan.mesh, graph)

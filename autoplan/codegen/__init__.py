@@ -28,10 +28,11 @@ from typing import Any
 
 from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head, is_in_compiled
 from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
+from autoplan.analysis.head_group import head_group
 from autoplan.analysis.semantics import ignored_target
 from autoplan.codegen.parallel_model import parallel_model_text
 from autoplan.codegen.train_script import train_script
-from autoplan.graph import PADDED_LINEAR, OpGraph, computes_in_float32, is_convolution
+from autoplan.graph import IN_PLACE, PADDED_LINEAR, OpGraph, computes_in_float32, is_convolution
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Execution, Plan, StagePlan
 from autoplan.rules import OpRule
@@ -106,9 +107,11 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": recomputed,
         "blocks": tuple(dict.fromkeys(blocks)),
+        **({"head_group": head_group(graph)} if mesh.wraps_head else {}),
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
         **_head_values(graph, plan),
         **_compression_values(plan),
+        **({"writes_in_place": True} if IN_PLACE in graph.dissolved and not mesh.needs_generated_model else {}),
         **_buffer_values(graph, plan),
         **({"computes_in_float32": True} if computes_in_float32(graph) else {}),
         **({"is_module_level": True} if graph.is_module_level else {}),

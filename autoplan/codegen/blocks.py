@@ -36,7 +36,7 @@ def block_class(writer: Writer, segment: Segment) -> str:
             *([f"{INDENT}SHARDS = {_shards_text(shards)}", ""] if shards else []),
             f"{INDENT}def __init__(self, tp: ProcessGroup | None) -> None:",
             f"{INDENT * 2}super().__init__()",
-            f"{INDENT * 2}self.tp = tp",
+            f"{INDENT * 2}self.{writer.context.group} = tp",
             *indented(weights_tree({path: name for name, path in relative.items()}, writer, layouts), 2),
             "",
             *indented(forward_head(arguments.values(), len(segment.outputs)), 1),

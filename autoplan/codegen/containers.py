@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoplan.codegen.layout_text import statement
-from autoplan.codegen.text import access, assigned, quoted, range_text
+from autoplan.codegen.text import access, assigned, is_name, quoted, range_text
 from autoplan.codegen.writer import Writer
 from autoplan.graph import COMPUTE, Segment
 from autoplan.layout import R, local_spec
@@ -15,8 +15,8 @@ from autoplan.tensor_parallel.sharding import SegmentLayouts
 def weights_tree(names: Mapping[str, str], writer: Writer, layouts: SegmentLayouts) -> list[str]:
     """Statements that create containers and weights; `names` maps a path below `self` to the graph's name.
 
-    A module whose children have numbers is a ModuleDict, which keeps their names. A module that has both weights and
-    children is created with its weights, before its children.
+    A module whose children have numbers for names, or others that Python does not take, is a ModuleDict, which keeps
+    them. A module that has both weights and children is created with its weights, before its children.
     """
     owners: dict[str, dict[str, str]] = {}
     holders = {path.rpartition(".")[0] for path in names}
@@ -29,14 +29,21 @@ def weights_tree(names: Mapping[str, str], writer: Writer, layouts: SegmentLayou
     lines: list[str] = []
     created: set[str] = set()
     for owner, leaves in _parents_first(owners).items():
-        shapes = ", ".join(f"{leaf}={_weight_text(writer, layouts, name)}" for leaf, name in leaves.items())
+        shapes = {leaf: _weight_text(writer, layouts, name) for leaf, name in leaves.items()}
         if not owner:
             lines += [_own_tensor_text(writer, layouts, leaf, name) for leaf, name in leaves.items()]
             continue
         lines += containers(owner, created)
-        lines += statement(assigned(owner, f"Weights({shapes})"), 2)
+        lines += statement(assigned(owner, f"Weights({_keywords_text(shapes)})"), 2)
         created.add(owner)
     return lines
+
+
+def _keywords_text(values: Mapping[str, str]) -> str:
+    """`weight=(8, 4), **{"0": (8,)}`: as keywords what Python takes as names."""
+    named = [f"{name}={value}" for name, value in values.items() if is_name(name)]
+    others = ", ".join(f"{quoted(name)}: {value}" for name, value in values.items() if not is_name(name))
+    return ", ".join([*named, f"**{{{others}}}"] if others else named)
 
 
 def _parents_first(owners: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -57,8 +64,8 @@ def containers(path: str, created: set[str]) -> list[str]:
     for level in levels(path):
         if level not in created:
             created.add(level)
-            has_numbers = path.removeprefix(f"{level}.").split(".")[0].isdigit()
-            lines.append(assigned(level, "nn.ModuleDict()" if has_numbers else "nn.Module()"))
+            has_keys = not is_name(path.removeprefix(f"{level}.").split(".")[0])
+            lines.append(assigned(level, "nn.ModuleDict()" if has_keys else "nn.Module()"))
     return lines
 
 
@@ -88,6 +95,26 @@ def block_members(writer: Writer, segments: Sequence[Segment], held: Iterable[st
     return lines
 
 
+def added_weights(names: Iterable[str], existing: Iterable[str], writer: Writer, layouts: SegmentLayouts) -> list[str]:
+    """Statements that add weights to blocks that do not read them; `existing` are paths of modules and weights."""
+    created = {level for path in existing for level in (*levels(path), path)}
+    lines: list[str] = []
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        lines += containers(name, created)
+        lines += statement(f"{access(owner)}.{_registered(writer, layouts, leaf, name)}", 2)
+    return lines
+
+
+def _registered(writer: Writer, layouts: SegmentLayouts, leaf: str, name: str) -> str:
+    """The call that gives a module a parameter or buffer."""
+    shape = _local_shape(writer, layouts, name)
+    if not writer.parameters[name].is_buffer:
+        return f"register_parameter({quoted(leaf)}, nn.Parameter(torch.empty({shape})))"
+    tensor = f"torch.empty({shape}, dtype=torch.{_dtype(writer, name)})"
+    return f"register_buffer({quoted(leaf)}, {tensor}{_persistent(writer, name)})"
+
+
 def _entries_text(entries: Mapping[str, str]) -> str:
     """Numbers and the classes of the blocks of these numbers, as a dict."""
     names, numbers = set(entries.values()), [int(number) for number in entries]
@@ -106,11 +133,9 @@ def _weight_text(writer: Writer, layouts: SegmentLayouts, name: str) -> str:
 
 def _own_tensor_text(writer: Writer, layouts: SegmentLayouts, leaf: str, name: str) -> str:
     """The statement that gives a class a parameter or buffer of its own."""
-    shape = _local_shape(writer, layouts, name)
-    if not writer.parameters[name].is_buffer:
-        return f"self.{leaf} = nn.Parameter(torch.empty({shape}))"
-    tensor = f"torch.empty({shape}, dtype=torch.{_dtype(writer, name)})"
-    return f"self.register_buffer({quoted(leaf)}, {tensor}{_persistent(writer, name)})"
+    if writer.parameters[name].is_buffer or not is_name(leaf):
+        return f"self.{_registered(writer, layouts, leaf, name)}"
+    return f"self.{leaf} = nn.Parameter(torch.empty({_local_shape(writer, layouts, name)}))"
 
 
 def _local_shape(writer: Writer, layouts: SegmentLayouts, name: str) -> str:

@@ -33,6 +33,7 @@ _BACKWARD = {
 }
 _LIKE_DTYPE, _LIKE_DEVICE = "dtype_like", "device_like"  # stand-ins in a template until the line is whole
 _DRAWS = frozenset({"bernoulli", "rand_like", "randn_like", "rrelu"})  # beside dropout
+_GROUP_NAMES = "tp", "tp_group", "tensor_parallel_group"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -46,6 +47,7 @@ class ForwardContext:
         read: values that some op reads, or that leave the graph.
         scattered: values that are made dense as soon as they are there, see `memory_order`.
         deferred: (product of a chunked loss, keywords of its call), if the plan has one.
+        group: the attribute that holds the tensor-parallel group, which no module or weight of the user has for a name.
         imports: (module of the runtime, name) of what was used; grows while the functions are written.
     """
 
@@ -60,6 +62,7 @@ class ForwardContext:
     imports: set[tuple[str, str]]
     scattered: frozenset[str] = frozenset()
     deferred: tuple[str, str] | None = None
+    group: str = "tp"
 
     @classmethod
     def of(
@@ -76,7 +79,9 @@ class ForwardContext:
         buffers = frozenset(parameter.name for parameter in graph.parameters if parameter.is_buffer)
         facts, names = GraphFacts.of(graph), ValueNames.of(graph)
         scattered = scattered_outputs(graph)
-        return cls(graph, rules, degree, precision, facts, names, read, buffers, set(), scattered, deferred)
+        taken = {part for parameter in graph.parameters for part in parameter.name.split(".")}
+        group = next(name for name in _GROUP_NAMES if name not in taken)
+        return cls(graph, rules, degree, precision, facts, names, read, buffers, set(), scattered, deferred, group)
 
 
 @dataclass(slots=True)
@@ -84,24 +89,36 @@ class Body:
     """The lines of one function while it is written.
 
     Attributes:
-        tp: the expression of the tensor-parallel group.
+        tp: the expression of the tensor-parallel group; "" for the attribute that holds it.
         held: the key under which a value is known now, where that is not the one it was made with.
     """
 
     context: ForwardContext
-    tp: str = "self.tp"
+    tp: str = ""
     lines: list[Line] = field(default_factory=list)
     held: dict[str, Key] = field(default_factory=dict)
     made: set[Key] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tp = self.tp or f"self.{self.context.group}"
 
     def key(self, name: str) -> Key:
         """The key of a value as it is now."""
         return self.held.get(name, (name, ""))
 
     def text(
-        self, *, arguments: Mapping[str, str], known: Mapping[str, str], results: Sequence[str], indent: int
+        self,
+        *,
+        arguments: Mapping[str, str],
+        known: Mapping[str, str],
+        results: Sequence[str],
+        indent: int,
+        sized: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """The function's body; `arguments` names its parameters, `known` has the expressions of weights."""
+        """The function's body; `arguments` names its parameters, `known` has the expressions of weights.
+
+        `sized` are expressions of further values that may tell the batch size, before the first line.
+        """
         specs = self.context.facts.specs
         return function_lines(
             self.lines,
@@ -109,7 +126,7 @@ class Body:
             arguments={(name, ""): text for name, text in arguments.items()},
             dtypes={name: spec.dtype for name, spec in specs.items()}
             | dict.fromkeys(float32_values(self.context.graph), "float32"),
-            batch=_batch_expression({**arguments, **known}, specs),
+            batch=_batch_expression({**arguments, **known, **(sized or {})}, specs),
             results=[self.key(name) for name in results],
             indent=indent,
         )

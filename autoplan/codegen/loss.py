@@ -34,7 +34,9 @@ def loss_function(writer: Writer) -> str:
     add_ops(body, ops, layouts=layouts, leaving=leaving)
     known = {item.name: _target_text(item) for item in graph.inputs if item.path[0] == "targets"}
     whole = {outputs[0]: "outputs"} if len(outputs) == 1 else {}
-    return "\n".join([*opening, *indented(body.text(arguments=whole, known=known, results=(graph.loss,), indent=1), 1)])
+    pieces = {name: f"outputs[{index}]" for index, name in enumerate(outputs)} if len(outputs) > 1 else {}
+    lines = body.text(arguments=whole, known=known, results=(graph.loss,), indent=1, sized=pieces)
+    return "\n".join([*opening, *indented(lines, 1)])
 
 
 def _target_text(item: Input) -> str:

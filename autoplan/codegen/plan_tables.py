@@ -1,4 +1,4 @@
-"""What the runtime must know: the stages, what crosses each cut, sharded parameters, tied weights."""
+"""What the runtime must know: stages, what the first one takes, what crosses cuts, sharded parameters, tied weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoplan.layout import R, can_shard, local_spec, parse_layout
 
 
 def runtime_tables(writer: Writer) -> str:
-    """STAGES, BOUNDARIES, OUTPUTS, SHARDS and TIED."""
+    """STAGES, INPUTS, BOUNDARIES, OUTPUTS, SHARDS and TIED."""
     graph, plan = writer.graph, writer.plan
     n_stages = len(plan.program_stages)
     stages = ", ".join(f"Stage{i}" for i in range(n_stages)) + ("," if n_stages == 1 else "")
@@ -20,11 +20,20 @@ def runtime_tables(writer: Writer) -> str:
     return "\n".join(
         [
             *statement(f"STAGES = ({stages})"),
+            *statement(f"INPUTS: tuple[tuple[str | int, ...], ...] = {_inputs_text(writer)}"),
             *statement(f"BOUNDARIES: tuple[tuple[Boundary, ...], ...] = {_boundaries_text(writer)}"),
             *statement(f"OUTPUTS: tuple[Shard | str, ...] = {_outputs_text(writer)}"),
             f"SHARDS: dict[str, Shard] = {_all_shards_text(writer)}",
             *statement(f"TIED: tuple[tuple[str, ...], ...] = {tuple_text([names_text(group) for group in tied])}"),
         ]
+    )
+
+
+def _inputs_text(writer: Writer) -> str:
+    """The keys and indices that lead to each tensor that the first stage takes, within the inputs of a batch."""
+    paths = [item.path[1:] for item in writer.graph.inputs if item.path[0] == "inputs"]
+    return tuple_text(
+        [tuple_text([quoted(step) if isinstance(step, str) else str(step) for step in path]) for path in paths]
     )
 
 

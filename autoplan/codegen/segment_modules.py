@@ -111,7 +111,7 @@ def _outer_class(writer: Writer, segment: Segment, described: SegmentClass) -> s
             "",
             f"{INDENT}def __init__(self, tp: ProcessGroup | None) -> None:",
             f"{INDENT * 2}super().__init__()",
-            f"{INDENT * 2}self.tp = tp",
+            f"{INDENT * 2}self.{writer.context.group} = tp",
             *indented(weights_tree(held, writer, writer.layouts_of(segment)), 2),
             "",
             *indented(forward_head(arguments.values(), len(described.results)), 1),

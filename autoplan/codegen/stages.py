@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autoplan.codegen.containers import block_members, weights_tree
+from autoplan.codegen.containers import added_weights, block_members, weights_tree
 from autoplan.codegen.forward import Body, add_ops
 from autoplan.codegen.layout_text import statement
 from autoplan.codegen.lines import Line, Wish, placeholder
@@ -25,7 +25,10 @@ def stage_class(writer: Writer, index: int) -> str:
     read = dict.fromkeys(name for s in segments for name in (foreign_parameters(s) if s.is_block else s.parameters))
     invariants = _invariants(writer, stage)
     read.update(dict.fromkeys(name for op in invariants for name in op.input_names() if name in writer.parameters))
-    held = {name: name for name in read if not any(name.startswith(f"{path}.") for path in paths)}
+    of_blocks = [name for name in read if any(name.startswith(f"{path}.") for path in paths)]
+    held = {name: name for name in read if name not in of_blocks}
+    own = {name for s in segments if s.is_block for name in s.parameters if name.startswith(f"{s.module_path}.")}
+    layouts = _merged_layouts(writer, segments)
     received, sent = _received(writer, stage), _sent(writer, stage)
     names = different_names([writer.context.names.argument([name]) for name in received])
     arguments = dict(zip(received, names, strict=True))
@@ -45,9 +48,10 @@ def stage_class(writer: Writer, index: int) -> str:
             "",
             f"{INDENT}def __init__(self, tp: ProcessGroup | None) -> None:",
             f"{INDENT * 2}super().__init__()",
-            f"{INDENT * 2}self.tp = tp",
-            *indented(weights_tree(held, writer, _merged_layouts(writer, segments)), 2),
+            f"{INDENT * 2}self.{writer.context.group} = tp",
+            *indented(weights_tree(held, writer, layouts), 2),
             *indented(block_members(writer, segments, held), 2),
+            *indented(added_weights([name for name in of_blocks if name not in own], own | paths, writer, layouts), 2),
             "",
             *indented(forward_head(arguments.values(), len(sent)), 1),
             *indented(body.text(arguments=arguments, known=known, results=sent, indent=2), 2),

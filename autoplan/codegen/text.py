@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable, Sequence
 
 from autoplan.graph import TensorSpec
@@ -11,18 +12,23 @@ INDENT = "    "
 LINE_LENGTH = 120
 
 
+def is_name(text: str) -> bool:
+    """Whether Python takes the text as a name: not `0`, `down-1` or `in`."""
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
 def access(path: str) -> str:
-    """`self.mlp["0"].weight` for `mlp.0.weight`; a number at the root is `self.get_submodule("0")`."""
+    """`self.mlp["0"].weight` for `mlp.0.weight`; what is no name at the root is `getattr(self, "0")`."""
     first, *rest = path.split(".")
-    text = f"self.{first}" if first.isidentifier() else f"self.get_submodule({quoted(first)})"
+    text = f"self.{first}" if is_name(first) else f"getattr(self, {quoted(first)})"
     for part in rest:
-        text += f".{part}" if part.isidentifier() else f"[{quoted(part)}]"
+        text += f".{part}" if is_name(part) else f"[{quoted(part)}]"
     return text
 
 
 def assigned(path: str, value: str) -> str:
-    """The statement that makes `value` the submodule `path`; a number cannot be an attribute of `self`."""
-    if "." in path or path.isidentifier():
+    """The statement that makes `value` the submodule `path`; what is no name cannot be an attribute of `self`."""
+    if "." in path or is_name(path):
         return f"{access(path)} = {value}"
     return f"self.add_module({quoted(path)}, {value})"
 

@@ -19,6 +19,7 @@ Exit codes: 0 done; 1 failed; 8 --check found a difference; 143 stopped and save
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -39,21 +40,21 @@ PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32":
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Train under the plan in this file; start it with torchrun.")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps, with those before a resume")
+    parser.add_argument("--steps", type=whole_number(0), default=10, help="optimizer steps, with those before a resume")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(PRECISIONS), help="compute in this instead of the plan's precision")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
-    parser.add_argument("--lr", type=float, default=3e-4, help="of AdamW, unless the model file builds an optimizer")
+    parser.add_argument("--timeout", type=positive, default=600.0, help="seconds a rank waits for another")
+    parser.add_argument("--lr", type=not_negative, default=3e-4, help="of AdamW; build_optimizer has its own")
     parser.add_argument("--lr-schedule", choices=("constant", "cosine", "linear"), default="constant")
-    parser.add_argument("--warmup-steps", type=int, default=0, help="in which the learning rate rises to its value")
-    parser.add_argument("--min-lr", type=float, default=0.0, help="at the end of a cosine or linear schedule")
-    parser.add_argument("--clip", type=float, help="largest global norm of the gradients")
-    parser.add_argument("--workers", type=int, default=0, help="processes per rank that read the dataset ahead")
-    parser.add_argument("--repeat-batches", type=int, metavar="K", help="K random ones for all steps, to time them")
+    parser.add_argument("--warmup-steps", type=whole_number(0), default=0, help="in which the learning rate rises")
+    parser.add_argument("--min-lr", type=not_negative, default=0.0, help="at the end of a cosine or linear schedule")
+    parser.add_argument("--clip", type=positive, help="largest global norm of the gradients")
+    parser.add_argument("--workers", type=whole_number(0), default=0, help="processes per rank that read data ahead")
+    parser.add_argument("--repeat-batches", type=whole_number(1), metavar="K", help="K random ones for all, to time")
     parser.add_argument("--fill-last-batch", action="store_true", help="of an epoch, instead of dropping what is left")
-    parser.add_argument("--eval-every", type=int, metavar="N", help="steps between passes over build_eval_dataset()")
-    parser.add_argument("--eval-batches", type=int, metavar="K", help="of such a pass, instead of all")
+    parser.add_argument("--eval-every", type=whole_number(1), metavar="N", help="steps; a pass of build_eval_dataset()")
+    parser.add_argument("--eval-batches", type=whole_number(1), metavar="K", help="of such a pass, instead of all")
     parser.add_argument("--log-jsonl", type=Path, metavar="FILE", help="append a line per step and evaluation")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write curves (needs the package tensorboard)")
     parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures in the end")
@@ -102,9 +103,11 @@ def main():
         steps = train_steps(model, data, n_steps=arguments.steps, planned=PLANNED, trace=trace)
 
     done = []
-    with log:
+    is_kept = arguments.check or arguments.out_json is not None
+    with log, run or contextlib.nullcontext():
         for step in steps:
-            done.append(step)
+            if is_kept:
+                done.append(step)
             log.write(step)
             if evaluation and (found := evaluation.after(step.step)):
                 log.write(found)
@@ -132,8 +135,8 @@ _TRY_CONVOLUTIONS = """\
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures", "Run",
     "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
-    "parse_steps", "start_process_group", "stop_process_group", "train_steps", "training_data", "watch_for_hangs",
-    "write_records",
+    "not_negative", "parse_steps", "positive", "start_process_group", "stop_process_group", "train_steps",
+    "training_data", "watch_for_hangs", "whole_number", "write_records",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import N_GRAPHS
-from autoplan.graph import GraphFacts, OpGraph, TensorSpec, crossings
+from autoplan.graph import GraphFacts, OpGraph, TensorSpec, changing_buffers, crossings
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import Layout, can_shard, local_spec, parse_layout
 from autoplan.parallel_plan import Mesh
@@ -64,12 +64,26 @@ def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
 
     The model's outputs must come from the last stage, whose rank computes the loss: it makes them, or its last segment
     takes them. Whole modules are not cut: what passes between them was not traced. Nor is a model with gradients of its
-    own, which generated stages would not have.
+    own, which generated stages would not have. Nor is one cut between two calls of a module that writes a buffer, of
+    which each stage would have its own.
     """
     made_by_last = (set(graph.model_outputs) or {graph.loss}).difference(graph.segments[-1].inputs)
     first_made = next((i for i, op in enumerate(graph.ops) if op.name in made_by_last), len(graph.ops))
     is_cuttable = not graph.is_module_level and not graph.has_own_gradients
-    return tuple(is_cuttable and segment.stop <= first_made for segment in graph.segments[:-1])
+    inside = _between_writes(graph)
+    return tuple(
+        is_cuttable and segment.stop <= first_made and number not in inside
+        for number, segment in enumerate(graph.segments[:-1])
+    )
+
+
+def _between_writes(graph: OpGraph) -> frozenset[int]:
+    """The boundaries, by the segment before them, between segments that have the same buffer, which is written."""
+    found: set[int] = set()
+    for buffer in changing_buffers(graph):
+        readers = [number for number, segment in enumerate(graph.segments) if buffer in segment.parameters]
+        found.update(range(readers[0], readers[-1]) if readers else ())
+    return frozenset(found)
 
 
 def _boundary_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:

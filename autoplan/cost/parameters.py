@@ -9,8 +9,9 @@ Memory of one parameter element after `fully_shard`, under mixed precision with 
 
 Gradients are there from the backward pass of their segment to the end of the step: accumulated while micro-batches
 accumulate, else reduced. Their sum over ranks has an input of its own, which is kept until the next reduction begins.
-What is outside of blocks is one group of `fully_shard`: it is reduced last, at the end of a pass, and stays gathered
-for all of it under ZeRO 3. Without `fully_shard` (one data-parallel rank in full precision) gradients stay as computed.
+What is outside of blocks is one group of `fully_shard`, without a large head, which is a group of its own: the one is
+reduced last, at the end of a pass, and stays gathered for all of it under ZeRO 3. Without `fully_shard` (one
+data-parallel rank in full precision) gradients stay as computed.
 
 Gathered parameters are copied out of the communication buffer and gradients into it, on the compute stream: per
 micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer). Under 16
@@ -136,6 +137,7 @@ class ParameterCost:
     reduced_bytes: int
     reducing_bytes: int
     late_gradient_bytes: int
+    is_kept: bool
     host_forward_s: float
     host_backward_s: float
     host_first_s: float
@@ -143,15 +145,19 @@ class ParameterCost:
 
 
 def parameter_cost(
-    context: ParameterContext, matrices: Sequence[Matrix], placement: Placement, *, is_block: bool
+    context: ParameterContext, matrices: Sequence[Matrix], placement: Placement, *, is_group: bool, is_kept: bool
 ) -> ParameterCost:
-    """The cost of parameters that have these sizes on a tensor-parallel rank: (first dim, elements behind it)."""
+    """The cost of parameters that have these sizes on a tensor-parallel rank: (first dim, elements behind it).
+
+    `is_group`: gathered and reduced by themselves, as blocks are and a head may be; else with all others outside.
+    `is_kept`: gathered for a forward pass they are kept for the backward pass, as all are that are not of blocks.
+    """
     n_elements, n_tensors = sum(n * m for n, m in matrices), len(matrices)
     element, degree = element_bytes(context.precision), placement.shard.n_devices
     n_shard_elements = -(-n_elements // degree)
     is_wrapped = placement.is_divided or context.precision in ("bf16", "fp16")
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
-    is_held = placement.zero_stage == 3 and not is_block
+    is_held = placement.zero_stage == 3 and not is_group
     reduced_bytes = element.reduced * n_shard_elements
     bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
     unpack_s = 2 * gathered_bytes / bandwidth if degree > 1 else 0.0
@@ -165,9 +171,9 @@ def parameter_cost(
     once_s = (
         reduction.once_s + (0.0 if gathers_often else unpack_s) + (reduction.replicas_s if reduces_often else pack_s)
     )
-    hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_block=is_block)
+    hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_group=is_group)
     reduce_s += reduction.host_s
-    backward_gather_s = gather_s if gathers_often and is_block else 0.0
+    backward_gather_s = gather_s if gathers_often and not is_kept else 0.0
     return ParameterCost(
         accumulate_s=_accumulated_bytes(element, n_elements, placement) / bandwidth,
         unpack_s=unpack_s if gathers_often else 0.0,
@@ -182,7 +188,8 @@ def parameter_cost(
         gradient_bytes=element.reduced * n_elements if placement.accumulates else reduced_bytes,
         reduced_bytes=reduced_bytes,
         reducing_bytes=(element.reduced * n_elements if is_wrapped else 0) + reduction.reducing_bytes,
-        late_gradient_bytes=element.gathered * n_elements if is_wrapped and not is_block else 0,
+        late_gradient_bytes=element.gathered * n_elements if is_wrapped and not is_group else 0,
+        is_kept=is_kept,
         host_forward_s=hooks_s + (gather_s if gathers_often else 0.0) if is_wrapped else 0.0,
         host_backward_s=hooks_s + backward_gather_s + (reduce_s if reduces_often else 0.0) if is_wrapped else 0.0,
         host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
@@ -200,9 +207,9 @@ def _accumulated_bytes(element: ElementBytes, n_elements: int, placement: Placem
     return (element.gathered + 2 * element.reduced) * n_elements / fraction
 
 
-def _host_s(host: ShardingHost, n_tensors: int, *, is_block: bool) -> tuple[float, float, float, float]:
-    """The host's time for hooks, a gathering, a reduction, and the optimizer; only blocks are groups of their own."""
-    n_groups = int(is_block and n_tensors > 0)
+def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[float, float, float, float]:
+    """The host's time for hooks, a gathering, a reduction, and the optimizer; per group only where it is one."""
+    n_groups = int(is_group and n_tensors > 0)
     return (
         n_groups * host.hooks_s + n_tensors * host.hooks_of_parameter_s,
         n_groups * host.gather_s + n_tensors * host.gather_of_parameter_s,

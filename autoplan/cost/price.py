@@ -184,7 +184,8 @@ def _segments_pricer(
         """Those of one mesh."""
         run = _Run(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
-        found = costs(run, placement, mesh.pp > 1, splits_backward(mesh.schedule), loss_here)
+        splits = splits_backward(mesh.schedule)
+        found = costs(run, placement, mesh.pp > 1, mesh.wraps_head, splits, loss_here)
         return found, () if measured is None else tuple(source for _, source in works(run))
 
     return segments
@@ -250,26 +251,38 @@ def _costs_pricer(
     context: ParameterContext,
     local: LocalPricer,
     works: Callable[[_Run], Works],
-) -> Callable[[_Run, Placement, bool, bool, str | None], Costs]:
-    """The costs of (run, placement, whether stages are cut, whether backward is split, how the loss is computed)."""
+) -> Callable[[_Run, Placement, bool, bool, bool, str | None], Costs]:
+    """The costs of (run, placement, is_cut, wraps_head, splits, loss).
+
+    `is_cut`: whether there are stages; `splits`: whether the backward pass is split; `loss`: how it is computed.
+    """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
     equal: dict[Costs, Costs] = {}
 
     @cache
-    def parameters(tp: int, sharding: str, placement: Placement, is_cut: bool) -> tuple[ParameterCost, ...]:
+    def parameters(
+        tp: int, sharding: str, placement: Placement, is_cut: bool, wraps_head: bool
+    ) -> tuple[ParameterCost, ...]:
+        head = graph.segments[-1].kind if wraps_head else None
         return tuple(
-            parameter_cost(context, _matrices(found, owned[is_cut][kind]), placement, is_block=first[kind].is_block)
+            parameter_cost(
+                context,
+                _matrices(found, owned[is_cut][kind]),
+                placement,
+                is_group=first[kind].is_block or kind == head,
+                is_kept=not first[kind].is_block,
+            )
             for kind, found in local(tp, sharding).items()
         )
 
     @cache
-    def costs(run: _Run, placement: Placement, is_cut: bool, splits: bool, loss: str | None) -> Costs:
+    def costs(run: _Run, placement: Placement, is_cut: bool, wraps_head: bool, splits: bool, loss: str | None) -> Costs:
         pairs = zip(
             first.values(),
             local(run.tp, run.sharding).values(),
             works(run),
-            parameters(run.tp, run.sharding, placement, is_cut),
+            parameters(run.tp, run.sharding, placement, is_cut, wraps_head),
             strict=True,
         )
         found = tuple(

@@ -44,6 +44,7 @@ class SegmentCost:
         reducing_bytes: the input of the reduction of its gradients.
         lead_s: by how much the host is faster than the device, forward and backward; see `action_s` of the table.
         late_gradient_bytes: where its gradients are reduced at the end of a pass, these as they are computed; else 0.
+        is_kept: whether its parameters, once gathered for a forward pass, are still there for the backward pass.
     """
 
     forward_s: float
@@ -68,6 +69,12 @@ class SegmentCost:
     reducing_bytes: int = 0
     late_gradient_bytes: int = 0
     lead_s: float = 0.0
+    is_kept: bool = False
+
+    @property
+    def gather_back_s(self) -> float:
+        """One gathering of its parameters for a backward pass."""
+        return 0.0 if self.is_kept else self.gather_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ class CostTable:
         cut_s: per boundary i between segment i and i+1, seconds to send one micro-batch over it (one direction);
             None where the pipeline cannot be cut. Length len(kinds) - 1.
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
-            in forward and in backward; otherwise once per step.
+            in forward and, unless they are kept, in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
         keeps_gathered: whether gathered parameters stay for the whole step (ZeRO 1 and 2).
         overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.

@@ -98,7 +98,9 @@ class OwnModel:
     def _model(self) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = self._file.build_model(**self._overrides)
-        return model.to(self._dtype).train()
+        # `model.to(dtype)` would make complex buffers real.
+        model._apply(lambda t: t.to(self._dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+        return model.train()
 
     def _captured(self, batch_size: int) -> dict[str, list[Recorded]]:
         """Every call of the wanted blocks, in one pass of the whole model."""

@@ -22,14 +22,19 @@ MAX_NAME = 45  # Kubernetes makes NAME-node-0-HOST-xxxxx of it, of 63 characters
 SAVING_S = 300  # what a program that is told to stop has to finish its step and save
 # torch 2.13 gives restarted processes the store of those that died; without this, they look for the dead ones.
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # after which torchrun kills what it has told to stop; else 30 s
 _CHECKPOINTS = (
     "# With CHECKPOINT_DIR set, a folder that all hosts see, the run is saved there, goes on from there when this is\n"
     "# started again, and is restarted MAX_RESTARTS times when a process fails.\n"
     'if [ -n "${CHECKPOINT_DIR:-}" ]; then\n'
+    '    case "$CHECKPOINT_DIR" in /*) ;; *) CHECKPOINT_DIR="$PWD/$CHECKPOINT_DIR" ;; esac\n'
     '    set -- --checkpoint-dir "$CHECKPOINT_DIR" "$@"\n'
     f'    MAX_RESTARTS="${{MAX_RESTARTS:-{MAX_RESTARTS}}}"\n'
     "fi\n"
-    f"export {_OWN_STORE}=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVING_S}\n"
+    f"export {_OWN_STORE}=1 {_SHUTDOWN_TIMEOUT}={SAVING_S}\n"
+)
+_TO_PROGRAM = (
+    '# Paths among the arguments are taken from the folder of train.py.\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
 )
 _RESTARTS = '--max-restarts "${MAX_RESTARTS:-0}"'
 
@@ -99,8 +104,8 @@ def mixed_torchrun_script(groups: Sequence[LaunchGroup]) -> str:
         f"{branches}"
         f'else echo "NODE_RANK is $NODE_RANK, there are {first} hosts" >&2; exit 2\n'
         "fi\n"
-        'cd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
         f"{_CHECKPOINTS}"
+        f"{_TO_PROGRAM}"
         f'exec {_with_restarts(mixed_launch_line(groups))} "$@"\n'
     )
 
@@ -115,8 +120,8 @@ def torchrun_script(*, n_hosts: int, n_devices_per_host: int) -> str:
         f"# Run this on {'the host' if n_hosts == 1 else f'each of the {n_hosts} hosts'}.\n"
         "set -euo pipefail\n"
         f"{check}"
-        'cd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
         f"{_CHECKPOINTS}"
+        f"{_TO_PROGRAM}"
         f'exec {_with_restarts(launch_line(n_hosts=n_hosts, n_devices_per_host=n_devices_per_host))} "$@"\n'
     )
 
@@ -188,6 +193,7 @@ def train_job(job: str, *, n_hosts: int, n_devices_per_host: int) -> str:
         "    env:\n"
         f"      - {{name: PET_MAX_RESTARTS, value: {text(str(MAX_RESTARTS))}}}\n"
         f'      - {{name: {_OWN_STORE}, value: "1"}}\n'
+        f"      - {{name: {_SHUTDOWN_TIMEOUT}, value: {text(str(SAVING_S))}}}\n"
         f"    numNodes: {n_hosts}\n"
         f"    numProcPerNode: {n_devices_per_host}\n"
         "    resourcesPerNode:\n"

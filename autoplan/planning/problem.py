@@ -101,9 +101,9 @@ def default_global_batch(n_devices: int) -> int:
 
 def checked(options: Options) -> Options:
     """The options, unchanged; raises UsageError for a value that is not possible."""
-    from autoplan.registry import load_table
+    from autoplan.search.meshes import SCHEDULES
 
-    return check_options(options, schedules=(*load_table("autoplan.schedules", "SCHEDULES"), PLAIN_SCHEDULE))
+    return check_options(options, schedules=(*SCHEDULES, PLAIN_SCHEDULE))
 
 
 def _check_hardware(hardware: Hardware, options: Options) -> None:

@@ -28,12 +28,12 @@ from autoplan.report.plan import (
     status_text,
     tightest_bytes,
 )
-from autoplan.report.rivals import one_device_text
+from autoplan.report.rivals import AS_FAST, one_device_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
 
-SAME = 0.0005  # share of a step below which two plans are called as fast
+ROUNDED = 0.005  # likewise beside whole per cents
 
 
 def explain_report(answer: Answer) -> str:
@@ -79,7 +79,7 @@ def why_not_report(why: WhyNot) -> str:
 
 def _verdict(chosen: Candidate, instead: Candidate) -> str:
     ratio = instead.estimate.step_s / chosen.estimate.step_s - 1.0
-    if -GOOD_ENOUGH <= ratio < SAME:
+    if -GOOD_ENOUGH <= ratio < AS_FAST:
         return "The best plan found that has it is as fast"
     if ratio > 0:
         return f"The best plan found that has it is {ratio:.1%} slower"
@@ -111,7 +111,7 @@ def _reasons(answer: Answer) -> str:
     if fitting:
         recipe = min(fitting, key=lambda item: item.estimate.step_s)
         ratio = recipe.estimate.step_s / best.estimate.step_s
-        same = "as fast as" if ratio < 1.005 else f"{ratio:.2f} x as fast as"
+        same = "as fast as" if abs(ratio - 1.0) < ROUNDED else f"{ratio:.2f} x as fast as"
         lines.append(f"  it is {same} the best plain recipe that fits ({recipe.baseline})")
     elif answer.result.baselines:
         lines.append("  none of the plain recipes fits")
@@ -136,7 +136,8 @@ def _baseline_line(best: Candidate, item: Candidate) -> str:
     if short_bytes > 0:
         return f"  {item.baseline}: does not fit, by {short_bytes / GiB:.1f} GiB\n      {plan}"
     slower = item.estimate.step_s / best.estimate.step_s - 1
-    cost = "as fast" if slower < 0.005 else f"{slower:.0%} slower"
+    word = "slower" if slower > 0 else "faster"
+    cost = "as fast" if abs(slower) < ROUNDED else f"{abs(slower):.0%} {word}"
     return f"  {item.baseline}: {format_seconds(item.estimate.step_s)} a step, {cost}\n      {plan}"
 
 

@@ -6,7 +6,7 @@ Every function returns text of at most 80 columns, without colour codes.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autoplan.answers.answer import (
     Answer,
@@ -17,7 +17,7 @@ from autoplan.answers.answer import (
     tokens_per_s,
     trust,
 )
-from autoplan.parallel_plan import Breakdown, Estimate, Plan
+from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
@@ -30,9 +30,11 @@ from autoplan.plan_words import (
     micro_batches_text,
     plan_rows,
     recompute_text,
+    unlike_words,
 )
 from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
+from autoplan.search.meshes import is_deeper
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
@@ -99,13 +101,14 @@ def plan_table(answer: Answer) -> str:
     result = answer.result
     shown = [(answer.best, "<- chosen")]
     shown += [(item, "") for item in result.alternatives if item.plan != answer.best.plan]
-    rows = [_plan_row(answer, candidate, note) for candidate, note in shown]
-    rows += [_plan_row(answer, item, item.baseline) for item in result.baselines]
+    meshes = [item.plan.mesh for item, _ in shown]
+    rows = [_plan_row(answer, candidate, note, meshes) for candidate, note in shown]
+    rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
     return text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9}))
 
 
-def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...]:
+def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[Mesh]) -> tuple[str, ...]:
     plan, estimate, mesh = candidate.plan, candidate.estimate, candidate.plan.mesh
     share = mfu(answer.workload, candidate)
     zero = str(mesh.zero_stage)
@@ -122,7 +125,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str) -> tuple[str, ...
         format_seconds(estimate.step_s) if estimate.fits else "too big",
         "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        ", ".join(filter(None, (note, *choice_words(plan)))),
+        ", ".join(filter(None, (note, *choice_words(plan), *unlike_words(mesh, others)))),
     )
 
 
@@ -196,7 +199,16 @@ def _heading(answer: Answer) -> str:
     ]
     if answer.result.best is not None and answer.request is not None and answer.request.options.global_batch is None:
         lines.append(f"global batch {answer.best.plan.mesh.global_batch_size}, the default; see --global-batch")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_default_context(answer)])
+
+
+def _default_context(answer: Answer) -> list[str]:
+    """How long samples of a Hugging Face model are, where nobody said so."""
+    request, n_tokens = answer.request, answer.workload.tokens_per_sample
+    if request is None or n_tokens is None or not request.model.startswith("hf:"):
+        return []
+    is_given = any(text.startswith("context=") for text in request.overrides)
+    return [] if is_given else [f"{n_tokens} tokens a sample, the default; see --set context=N"]
 
 
 def status_text(answer: Answer) -> str:
@@ -210,8 +222,19 @@ def status_text(answer: Answer) -> str:
         status = _STATUS[result.status].format(better=_word(answer, "faster", "cheaper"), of_these=_of_these(answer))
     if result.status == "given" or result.n_meshes == 0:
         return status
+    if _is_beyond(answer):
+        status += (
+            f"\nits {answer.best.plan.mesh.n_chunks} stages per rank are more than the space has: "
+            f"other such plans may be {_word(answer, 'faster', 'cheaper')}"
+        )
     considered = f"{count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
     return "\n".join([*(textwrap.fill(line, WIDTH) for line in status.splitlines()), considered])
+
+
+def _is_beyond(answer: Answer) -> bool:
+    """Whether the chosen plan has more stages per rank than the space."""
+    best = answer.result.best
+    return best is not None and is_deeper(best.plan.mesh) and "chunks" not in dict(_fix(answer))
 
 
 def _worst_case(answer: Answer) -> str:
@@ -271,7 +294,8 @@ def _speed(answer: Answer) -> str:
         *rivals_text(answer),
     ]
     if n_idle:
-        is_proved = answer.result.status == "optimal" and answer.workload.objective == "time"
+        is_of_time = answer.workload.objective == "time"
+        is_proved = is_of_time and answer.result.status == "optimal" and not _is_beyond(answer)
         faster = f"faster plan {_of_these(answer)}" if _fix(answer) else "faster plan"
         lines.append(f"{count(n_idle, 'device')} left idle" + (f": no {faster} uses them" if is_proved else ""))
     return "\n".join(lines)

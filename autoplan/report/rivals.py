@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from autoplan.answers.answer import Answer
-from autoplan.plan_words import BREAKDOWN_LABELS, dp_text, micro_batches_text
+from autoplan.plan_words import BREAKDOWN_LABELS, choice_words, dp_text, micro_batches_text, unlike_words, zero_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, OneDevice
 from autoplan.units import GiB, format_seconds
 
-AS_FAST = 0.0005  # of the step: what no digit of a per cent shows
+AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 
 
 def rivals_text(answer: Answer) -> list[str]:
     """`next best: dp 2, tp 1, pp 4, ZeRO 0, 8x1, gpipe, +0.5%: launch +385 us`; likewise the best recipe that fits."""
     best, result = answer.best, answer.result
-    lines = [f"next best: {_degrees(item)}, {_loss(best, item)}" for item in result.alternatives[:1]]
+    loss, value = (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
+    lines = [f"next best: {_degrees(item, than=best)}, {loss(best, item)}" for item in result.alternatives[:1]]
     recipes = [item for item in result.baselines if item.estimate.fits and item.plan != best.plan]
     if recipes and not best.baseline:
-        recipe = min(recipes, key=lambda item: item.estimate.step_s)
-        lines.append(f"best plain recipe: {recipe.baseline}, {_loss(best, recipe)}")
+        recipe = min(recipes, key=value)
+        lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
         lines.append(one_device_text(result.one_device, than_s=best.estimate.step_s))
     return lines
@@ -32,10 +33,27 @@ def one_device_text(alone: OneDevice, *, than_s: float) -> str:
     return f"one device: {format_seconds(alone.step_s)}, {alone.step_s / than_s:.1f} times the step"
 
 
-def _degrees(item: Candidate) -> str:
+def _degrees(item: Candidate, *, than: Candidate) -> str:
     mesh = item.plan.mesh
-    parts = [f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, ZeRO {mesh.zero_stage}", micro_batches_text(mesh)]
-    return ", ".join([*parts, mesh.schedule] if mesh.pp > 1 else parts)
+    parts = [f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, {zero_text(mesh)}", micro_batches_text(mesh)]
+    schedule = [mesh.schedule] * (mesh.pp > 1)
+    choices = [word for word in choice_words(item.plan) if word not in choice_words(than.plan)]
+    return ", ".join([*parts, *schedule, *choices, *unlike_words(mesh, [than.plan.mesh])])
+
+
+def _step_s(item: Candidate) -> float:
+    return item.estimate.step_s
+
+
+def _device_s(item: Candidate) -> float:
+    return item.estimate.step_s * item.plan.mesh.n_devices
+
+
+def _loss_of_cost(best: Candidate, item: Candidate) -> str:
+    """`cost +2.8%, step -87.2%`: what was minimized, and what came of the step."""
+    dearer, slower = (value(item) / value(best) - 1.0 for value in (_device_s, _step_s))
+    text = f"cost {dearer:+.1%}, step {slower:+.1%}"
+    return f"{text}, but not what --fix asks for" if dearer < -GOOD_ENOUGH else text
 
 
 def _loss(best: Candidate, item: Candidate) -> str:

@@ -11,15 +11,16 @@ It is copied as it stands into the folder of a program.
     seeds                  where every random number of a run begins
     model_calls            the user's model and loss, whatever their inputs look like
     compiled, chunked_loss, padded_head, memory_format, recompute, scalar_parameters, zero, grad_compression, pipeline,
-    stage_shell, gradients, batch_norm, loss_average, unused
+    stage_shell, gradients, batch_norm, loss_average, unused, in_place
     stage_order            all of it, applied to a stage in order
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
-    checkpoint*, host_copies, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     batches, loading, train      batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
+    number_options               numbers on the command line
 """
 
 from .batches import global_batch, local_batch
@@ -42,6 +43,7 @@ from .mesh import (
     world_size,
 )
 from .metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
+from .number_options import not_negative, positive, whole_number
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
@@ -91,7 +93,9 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "local_batch",
+    "not_negative",
     "parse_steps",
+    "positive",
     "start_process_group",
     "stop_process_group",
     "take_shard",
@@ -99,6 +103,7 @@ __all__ = [
     "train_steps",
     "training_data",
     "watch_for_hangs",
+    "whole_number",
     "world_size",
     "write_records",
 ]

@@ -9,52 +9,99 @@ in larger micro-batches (`Config.shares`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .config import Config
-from .seeds import batch_seed
+from .seeds import batch_seed, seeding_the_host
 
 Batch = tuple[Any, Any]
+InputPath = tuple[str | int, ...]  # keys and indices that lead to a tensor of the inputs; () to inputs that are one
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor inside its tuples, lists and dicts replaced."""
+    """`value` with every tensor inside its tuples, lists and dicts replaced.
+
+    Other mappings, as what a tokenizer returns, become dicts.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, dict):
-        items = {key: map_tensors(function, item) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(**items)
+    return _with_items(value, lambda item: map_tensors(function, item))
+
+
+def _with_items(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A mapping, tuple or list with each item replaced; anything else as it is."""
+    if isinstance(value, Mapping):
+        items = {key: function(item) for key, item in value.items()}
+        return type(value)(**items) if isinstance(value, dict) and type(value) is not dict else items
     if isinstance(value, tuple | list):
-        sequence = [map_tensors(function, item) for item in value]
+        sequence = [function(item) for item in value]
         return type(value)(*sequence) if hasattr(value, "_fields") else type(value)(sequence)
     return value
 
 
 def flatten_tensors(value: Any) -> tuple[torch.Tensor, ...]:
     """The tensors inside `value`, in order."""
+    return tuple(tensor for _, tensor in _with_paths(value, ()))
+
+
+def tensors_at(value: Any, paths: Sequence[InputPath]) -> tuple[torch.Tensor, ...]:
+    """The tensors inside `value` by the keys and indices that lead to each, in whatever order its dicts have them.
+
+    Where there is one only, it does not matter what leads to it.
+
+    Raises: ValueError when it has others than these.
+    """
+    found = dict(_with_paths(value, ()))
+    if len(found) == len(paths) == 1:
+        return tuple(found.values())
+    if found.keys() != set(paths):
+        raise ValueError(
+            f"the inputs of a batch: found {_paths_text(found)}, planned: {_paths_text(paths)}\n"
+            "  fix: give the model what make_batch gives it, or plan again with a make_batch that gives the same"
+        )
+    return tuple(found[path] for path in paths)
+
+
+def _with_paths(value: Any, path: InputPath) -> Iterator[tuple[InputPath, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        return (value,)
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return tuple(tensor for item in items for tensor in flatten_tensors(item))
+        yield path, value
+        return
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
+    for key, item in items:
+        yield from _with_paths(item, (*path, key))
+
+
+def _paths_text(paths: Iterable[InputPath]) -> str:
+    """`ids, mask`; "one tensor" where nothing leads to it."""
+    return ", ".join(".".join(map(str, path)) or "one tensor" for path in paths) or "no tensor"
 
 
 def global_batch(make_batch: Callable[[int], Batch], *, batch_size: int, seed: int, step: int) -> Batch:
     """The batch of one step, equal on every rank; the random state of training is left as it was."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if on_cuda else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), seeding_the_host() as seed_all:
+        seed_all(batch_seed(seed, step=step))
         torch.manual_seed(batch_seed(seed, step=step))
         inputs, targets = make_batch(batch_size)
     return inputs, targets
 
 
 def batch_slice(batch: Batch, start: int, stop: int) -> Batch:
-    """Samples `start` to `stop` (exclusive) of a batch."""
-    inputs, targets = map_tensors(lambda tensor: tensor[start:stop], batch)
+    """Samples `start` to `stop` (exclusive) of a batch: of its tensors, and of lists of text as long as they are."""
+    n_samples = max((len(tensor) for tensor in flatten_tensors(batch) if tensor.dim()), default=None)
+    inputs, targets = map_tensors(lambda tensor: tensor[start:stop], _with_text(batch, n_samples, slice(start, stop)))
     return inputs, targets
+
+
+def _with_text(value: Any, n_samples: int | None, samples: slice) -> Any:
+    """`value` with these samples of each list of `n_samples` texts inside."""
+    if isinstance(value, tuple | list) and len(value) == n_samples and all(isinstance(item, str) for item in value):
+        return value[samples]
+    return _with_items(value, lambda item: _with_text(item, n_samples, samples))
 
 
 def local_batch(batch: Batch, *, config: Config, dp_rank: int) -> Batch:

@@ -11,8 +11,9 @@ next save. See checkpoint_folder.py for what is on disk, checkpoint_state.py for
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +55,7 @@ from .checkpoint_state import (
     restored_groups,
 )
 from .config import Config
+from .folder_lock import lock_folder, unlock_folder
 from .host_copies import HostCopies
 from .mesh import from_first_rank
 from .parallel import ParallelModel
@@ -86,7 +88,7 @@ class Checkpoints:
 
     `extra` names what else to save and load. At most one save is under way; the next waits for it.
 
-    Raises: CheckpointError when the folder cannot be written, or is not the same on every rank.
+    Raises: CheckpointError when the folder cannot be written, is another job's, or is not the same on every rank.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Checkpoints:
         self._under_way: Future[Path] | None = None
         self._prepared: Future[None] | None = None
         self._copies = HostCopies(model.mesh.device)
-        _prepare_folder(self.folder, self._group, is_first=model.mesh.rank == 0)
+        self._lock = _prepare_folder(self.folder, self._group, is_first=model.mesh.rank == 0)
 
     def prepare(self) -> None:
         """Set host memory aside for the first save, on the thread; once the optimizer has taken a step."""
@@ -141,6 +143,20 @@ class Checkpoints:
                 f"a checkpoint could not be written; those before it are untouched\n{error}"
             ) from error
 
+    def complete_within(self, limit_s: float) -> Path | None:
+        """Give the save that is under way so long to be complete; its folder, or None. For a run that ends in error."""
+        if self._under_way is None:
+            return None
+        if not self._under_way.done():
+            print(f"an error ends the run once the save under way is complete, or in {limit_s:g} s", file=sys.stderr)
+        try:
+            return self._under_way.result(timeout=limit_s)
+        except (Exception, CheckpointError) as error:
+            print(
+                f"the checkpoint under way is lost: {str(error) or type(error).__name__}", file=sys.stderr, flush=True
+            )
+            return None
+
     def newest(self) -> Path | None:
         """The newest complete checkpoint of the folder, the same on every rank."""
         found: Path | None = from_first_rank(lambda: newest_of(self.folder))
@@ -155,6 +171,8 @@ class Checkpoints:
         self.wait()
         self._thread.shutdown()
         self._copies.close()
+        unlock_folder(self._lock)
+        self._lock = None
 
     def _run_state(self) -> dict[str, Any]:
         return {
@@ -264,17 +282,15 @@ def _dropped(path: Path) -> str:
 
 def read_together(reader: IndexReader, pieces: Sequence[Piece], config: Config) -> None:
     """Fill the pieces of every rank from a checkpoint; all ranks must call it."""
-    group = host_group(config)
-    with torch.no_grad():
+    with passing_host_group(config) as group, torch.no_grad():
         read_pieces(reader, pieces, group=group)
-    if group is not None:
-        dist.destroy_process_group(group)
 
 
-def write_together(folder: Path, pieces: Sequence[Piece], config: Config) -> None:
-    """Write the pieces of every rank into a folder; all ranks must call it."""
+@contextmanager
+def passing_host_group(config: Config) -> Iterator[ProcessGroup | None]:
+    """A `host_group` that is needed once; where an error leaves, the process group ends with it."""
     group = host_group(config)
-    write_pieces(folder, pieces, group=group)
+    yield group
     if group is not None:
         dist.destroy_process_group(group)
 
@@ -310,13 +326,16 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
         raise CheckpointError(f"{where}: is of another model\n{lines}\n  fix: choose one of this model")
 
 
-def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool) -> None:
-    """Make the folder, remove what a killed run left, and see that all ranks have the same one."""
+def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool) -> int | None:
+    """Make the folder, remove what a killed run left, and see that all ranks have the same one; on rank 0 its lock."""
     mark = folder / ".ranks-meet-here"
+    lock: int | None = None
 
     def prepare() -> None:
+        nonlocal lock
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(folder)
             remove_unfinished(folder)
             mark.touch()
         except OSError as error:
@@ -331,6 +350,7 @@ def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool)
             f"{folder}: found on some hosts only, expected one folder that all ranks see\n"
             "  fix: choose one on a shared file system"
         )
+    return lock
 
 
 def _own_sizes(part: Path, rank: int) -> dict[str, int]:

@@ -1,10 +1,11 @@
 """Checkpoints in a folder: written whole or not at all, found again, and the old ones removed.
 
     DIR/step-00000200.part/   while it is being written
+    DIR/.in-use               locked by the job that saves there, see folder_lock.py
     DIR/step-00000200/        complete: MANIFEST.json, with the size of every file, was written last; then renamed
 
 All ranks must see the same folder. A `.part` folder is left behind by a program that was killed while writing; the next
-one removes it.
+one removes it. One that cannot be written whole is removed at once.
 """
 
 from __future__ import annotations
@@ -53,10 +54,17 @@ def start_writing(folder: Path, step: int) -> Path:
 
 
 def publish(part: Path, *, state: Mapping[str, Any], sizes: Mapping[str, int]) -> Path:
-    """Complete a checkpoint whose tensors are written, `sizes` being those of its files; one process calls it."""
-    _write_synced(part / STATE, state)
-    every_size = {**sizes, STATE: (part / STATE).stat().st_size}
-    _write_synced(part / MANIFEST, {"schema_version": SCHEMA_VERSION, "bytes": every_size})
+    """Complete a checkpoint whose tensors are written, `sizes` being those of its files; one process calls it.
+
+    What cannot be completed, as on a full disk, is removed.
+    """
+    try:
+        _write_synced(part / STATE, state)
+        every_size = {**sizes, STATE: (part / STATE).stat().st_size}
+        _write_synced(part / MANIFEST, {"schema_version": SCHEMA_VERSION, "bytes": every_size})
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     target = part.with_name(part.name.removesuffix(_PART))
     if target.exists():
         _remove(target)

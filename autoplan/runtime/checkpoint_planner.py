@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
+    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -40,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -67,11 +70,18 @@ class CheckpointError(SystemExit):
 def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
     """Write all ranks' pieces into `folder`; every rank of `group` must call it, with None one process alone.
 
-    Raises: CheckpointError on every rank when one fails.
+    Raises: CheckpointError on every rank when one fails; once there is a plan, the first one has removed the folder.
     """
-    writer = FileSystemWriter(folder, thread_count=N_THREADS)
-    with _failing_together(folder, group), _without_checksums():
-        save({}, storage_writer=writer, planner=_PieceWriter(pieces), process_group=group, no_dist=group is None)
+    writer, planner = _WholeWriter(folder, thread_count=N_THREADS), _PieceWriter(pieces)
+    try:
+        with _failing_together(folder, group), _without_checksums():
+            save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointError as error:
+        if planner.n_bytes is None:
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        n_free = shutil.disk_usage(folder.parent).free
+        raise CheckpointError(f"{error}\n  it takes {planner.n_bytes:,} bytes; {n_free:,} are free there") from error
 
 
 def read_pieces(reader: IndexReader, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
@@ -121,9 +131,11 @@ class IndexReader(FileSystemReader):
             try:
                 with path.open("rb") as file:
                     index = _IndexUnpickler(file).load()
-            except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+                if isinstance(index, Metadata):
+                    _check_index(index)
+            except Exception as error:  # a damaged pickle raises whatever it happens to come to
                 raise CheckpointError(
-                    f"{path}: not a readable index: {error}\n  fix: use another checkpoint"
+                    f"{path}: not a readable index: {error!r}\n  fix: use another checkpoint"
                 ) from error
             if not isinstance(index, Metadata):
                 raise CheckpointError(f"{path}: found {type(index).__name__}, expected the index of a checkpoint")
@@ -145,6 +157,13 @@ class IndexReader(FileSystemReader):
         return {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
+def _check_index(index: Metadata) -> None:
+    """Raises: AttributeError or TypeError where a field that is read is missing or of another kind."""
+    for entry in index.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            _ = math.prod(entry.size), entry.properties.dtype.itemsize, len(entry.chunks)
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch":
@@ -156,18 +175,46 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
 
 
+class _WholeWriter(FileSystemWriter):
+    """Fails where one of its threads does: torch goes on then, without the tensors of that thread."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        n_missing = len(plan.items) - len(written.wait())
+        if n_missing:
+            raise OSError(
+                f"{n_missing} of {len(plan.items)} tensors were not written: a thread failed, as printed above"
+            )
+        return written
+
+
 class _PieceWriter(DefaultSavePlanner):
-    """Offers every piece; `DefaultSavePlanner` lets one rank write what several offer, and misses none."""
+    """Offers every piece; `DefaultSavePlanner` lets one rank write what several offer, and misses none.
+
+    Attributes:
+        n_bytes: of what all ranks write; known to the rank that plans for all, None on others.
+    """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = {MetadataIndex(piece.key, piece.offsets): piece for piece in pieces}
+        self.n_bytes: int | None = None
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, index = super().create_global_plan(all_plans)
+        self.n_bytes = sum(_n_bytes(item) for plan in plans for item in plan.items)
+        return plans, index
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(index, piece) for index, piece in self._pieces.items()])
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self._pieces[write_item.index].tensor
+
+
+def _n_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:

@@ -35,7 +35,7 @@ MODEL = "model."
 OPTIMIZER = "optimizer.state."
 _COMPRESSED = "compressed."
 _COMPRESSION_FIELDS = (
-    "pp", "dp", "tp", "zero_stage", "zero_shard_degree", "n_chunks", "schedule", "precision", "blocks",
+    "pp", "dp", "tp", "zero_stage", "zero_shard_degree", "n_chunks", "schedule", "precision", "blocks", "head_group",
     "grad_compression", "powersgd_rank",
 )  # fmt: skip
 Values = dict[str, dict[str, Any]]  # entries of the optimizer's state that are not tensors, by parameter
@@ -176,11 +176,14 @@ def _other_shape(name: str, entry: str, found: tuple[int, ...], expected: tuple[
 
 
 def optimizer_options(model: ParallelModel) -> list[dict[str, Any]]:
-    """Of each group of parameters of this rank: their first names, and the options that they share."""
+    """Of each group of parameters of this rank: their first names, and the options that they share.
+
+    What stands in for the parameters of a rank that trains none has no name.
+    """
     first_names = {id(parameter): first_name for first_name, _, parameter in named_parameters(model)}
     return [
         {
-            "parameters": [first_names[id(parameter)] for parameter in group["params"]],
+            "parameters": [first_names[id(parameter)] for parameter in group["params"] if id(parameter) in first_names],
             "options": {key: _as_json(key, value) for key, value in group.items() if key not in ("params", "names")},
         }
         for group in model.optimizer.param_groups
@@ -189,10 +192,13 @@ def optimizer_options(model: ParallelModel) -> list[dict[str, Any]]:
 
 def restored_groups(model: ParallelModel, saved: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups of this rank's optimizer as `load_state_dict` takes them, with the options that were saved."""
+    saved = list(saved)
     options_of = {name: group["options"] for group in saved for name in group["parameters"]}
     groups: list[dict[str, Any]] = []
     for number, (group, own) in enumerate(zip(model.optimizer.param_groups, optimizer_options(model), strict=True)):
         found = [options_of[name] for name in own["parameters"] if name in options_of]
+        if not own["parameters"] and len(saved) == 1:
+            found = [saved[0]["options"]]
         if any(options != found[0] for options in found):
             raise CheckpointError(
                 f"the optimizer's group {number}: found parameters that were saved with different options, among them "

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from .checkpoint import check_shapes, write_together
+from .checkpoint import check_shapes, passing_host_group
 from .checkpoint_pieces import pieces_of
-from .checkpoint_planner import CheckpointError, IndexReader, read_pieces
+from .checkpoint_planner import CheckpointError, IndexReader, read_pieces, write_pieces
 from .checkpoint_state import MODEL, buffer_pieces, parameter_pieces
+from .mesh import from_first_rank
 from .parallel import ParallelModel
 
 SAFETENSORS = ".safetensors"
@@ -34,15 +35,24 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def export_model(model: ParallelModel, file: Path) -> None:
-    """Write the whole model's weights; every rank must call it, and see the folder of the file."""
+    """Write the whole model's weights; every rank must call it, and see the folder of the file.
+
+    They leave it together once the file is there: for that one process writes for long, longer than a step may take.
+    """
     check_export_name(file)
     part = file.with_name(file.name + ".part")
     pieces = parameter_pieces(model)
     if model.mesh.dp_rank == model.mesh.tp_rank == 0:
         pieces += buffer_pieces(model)
-    write_together(part, pieces, model.config)
-    if model.mesh.rank == 0:
+    with passing_host_group(model.config) as group:
+        write_pieces(part, pieces, group=group)
+        from_first_rank(lambda: _joined(part, file), group=group, failure=CheckpointError)
+
+
+def _joined(part: Path, file: Path) -> None:
+    try:
         export_checkpoint(part, file)
+    finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
@@ -120,7 +130,10 @@ def read_weights(file: Path) -> dict[str, torch.Tensor]:
 
 
 def new_safetensors(file: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
-    """Make a file of zeros for tensors of given shapes; what is written into the tensors goes into the file."""
+    """Make a file of zeros for tensors of given shapes; what is written into the tensors goes into the file.
+
+    Raises: OSError when there is no room for it.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     largest_first = sorted(shapes.items(), key=lambda item: -item[1][1].itemsize)  # so that each is aligned
@@ -131,7 +144,8 @@ def new_safetensors(file: Path, shapes: Mapping[str, tuple[tuple[int, ...], torc
     text += b" " * (-len(text) % 8)
     with file.open("wb") as new:
         new.write(len(text).to_bytes(8, "little") + text)
-        new.truncate(8 + len(text) + end)
+        new.flush()
+        os.posix_fallocate(new.fileno(), 0, 8 + len(text) + end)  # a full disk kills who writes into mapped memory
     return _mapped(file, header, 8 + len(text), is_shared=True)
 
 

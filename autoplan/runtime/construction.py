@@ -23,11 +23,19 @@ MAX_DEVICE_FRACTION = 0.45
 def build_whole_model(
     build_model: Callable[..., nn.Module], *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """The user's model under one seed, on `device`, in training mode, with floating-point values in `dtype`."""
+    """The user's model under one seed, on `device`, in training mode, with real numbers in `dtype`.
+
+    Complex buffers stay as they are; `model.to(dtype)` would make them real.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
     torch.manual_seed(seed)
     with torch.device(device):
         model = build_model()
-    return model.to(device=device, dtype=dtype).train()
+    model._apply(cast)  # type: ignore[no-untyped-call]
+    return model.train()
 
 
 def construction_device(

@@ -5,7 +5,8 @@ where its main thread is. While no step ends it tells the others through the lau
 waited for too long says what all of them do and ends the job:
 
     waits    inside torch.distributed, a backward pass, or the wait for the device
-    is busy  anywhere else: in the model, the loss, the data, a file; it is the one the others wait for
+    is busy  anywhere else: in the model, the loss, the data, a file; it is the one the others wait for. So is a rank
+             that waits for others which read or write a checkpoint or weights: that has a time-out of its own
     silent   tells nothing: its process is stopped, or holds the interpreter
 """
 
@@ -32,6 +33,7 @@ LOOKS_PER_LIMIT = 10
 MAX_INTERVAL_S = 5.0
 _RUNTIME = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
+_OF_FILES = "checkpoint*.py"
 _WAITING_IN = (_TORCH / "distributed", _TORCH / "autograd", _TORCH / "cuda")
 
 
@@ -92,6 +94,7 @@ def whereabouts(thread: int) -> tuple[str, str] | None:
     called = stack[last + 1 :]
     waits = any(_is_in(file, _WAITING_IN) for file, _, _ in called)
     waits = waits or (not called and _is_in(stack[last][0], (_RUNTIME,)))
+    waits = waits and not any(Path(file).match(_OF_FILES) and _is_in(file, (_RUNTIME,)) for file, _, _ in stack)
     return "waits" if waits else "is busy", "{}:{} in {}".format(*stack[last])
 
 

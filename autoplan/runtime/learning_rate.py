@@ -5,7 +5,8 @@ With the optimizer's own rate r, the smallest rate m, W warm-up steps and N step
     t < W    r (t + 1) / W
     else     m + (r - m) curve(p),    p = (t - W) / (N - W), at most 1
 
-A model file with `build_scheduler(optimizer, n_steps)` replaces all of it: any object of `torch.optim.lr_scheduler`.
+A model file with `build_scheduler(optimizer, n_steps)` replaces all of it: any object of `torch.optim.lr_scheduler`;
+`ReduceLROnPlateau` sees the loss of each step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 CURVES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda p: 1.0,
@@ -73,7 +74,32 @@ def build_scheduler_of(model_file: Any, optimizer: torch.optim.Optimizer, rate: 
     return LambdaLR(optimizer, [_factor(rate, float(group["lr"])) for group in optimizer.param_groups])
 
 
+def step_scheduler(scheduler: Any, loss: torch.Tensor) -> None:
+    """After an update, in a step of that loss."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(loss.item())
+    else:
+        scheduler.step()
+
+
+def load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Go on from a state that was written as JSON, whose keys are all text, as those of milestones are not."""
+    scheduler.load_state_dict(_with_keys_of(saved, scheduler.state_dict()))
+
+
+def _with_keys_of(saved: Any, current: Any) -> Any:
+    """A state read from JSON, with numbers for keys wherever the current one has them."""
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        are_numbers = bool(current) and all(isinstance(key, int) for key in current)
+        found = {int(key) if are_numbers else key: value for key, value in saved.items()}
+        found = {key: _with_keys_of(value, current.get(key)) for key, value in found.items()}
+        return type(current)(found)  # type: ignore[call-arg]
+    if isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
+        return [_with_keys_of(*pair) for pair in zip(saved, current, strict=True)]
+    return saved
+
+
 def _factor(rate: LearningRate, largest: float) -> Callable[[int], float]:
     if rate.smallest > largest:
         raise ValueError(f"--min-lr: found {rate.smallest:g}, expected at most the optimizer's own {largest:g}")
-    return lambda step: rate.at(step, largest=largest) / largest
+    return lambda step: rate.at(step, largest=largest) / largest if largest > 0.0 else 1.0

@@ -9,25 +9,29 @@ data-parallel ranks get the same sample of an epoch; tensor- and pipeline-parall
 What is left at the end of an epoch is dropped, or filled up with the first samples of the same epoch.
 
 The position is counted in samples of all ranks, so training goes on at the same sample under another plan. What
-`__getitem__` draws from torch's generator follows from (seed, epoch, sample) alone: it is the same on all ranks that
-share a sample, with any number of workers, and after a restart.
+`__getitem__` draws from the generators of torch, Python's `random` and `numpy.random` follows from (seed, epoch,
+sample) alone: it is the same on all ranks that share a sample, with any number of workers, and after a restart.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from .batches import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .config import Config
-from .seeds import mixed_seed
+from .seeds import mixed_seed, scrambled, seeding_the_host
 
 Collate = Callable[[list[Any]], Any]
 
@@ -76,8 +80,26 @@ class Reading:
             collate_fn=self.collate,
             pin_memory=self.pins,
             generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)),
+            worker_init_fn=_outlive_sigterm,
             **options,
         )
+
+
+def _outlive_sigterm(_: int) -> None:
+    """In a worker: end at a SIGTERM of the training process only.
+
+    Schedulers send it to every process of a job, and the step that is to be finished may need a batch.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_parent_says, name="sigterm", daemon=True).start()
+
+
+def _end_when_parent_says() -> None:
+    parent = multiprocessing.parent_process()  # `os.getppid()` may be a fork server
+    assert parent is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)
 
 
 class TrainingData:
@@ -224,7 +246,7 @@ def map_style_batches(dataset: Dataset[Any], reading: Reading, start: Position =
         order = torch.arange(n_samples)
         if reading.shuffles:
             order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(mixed_seed(reading.seed, epoch)))
-        samples = _SeededSamples(dataset, seed=mixed_seed(reading.seed, epoch))
+        samples = _SeededSamples(dataset, seed=scrambled(mixed_seed(reading.seed, epoch)))
         taken = start.n_samples if epoch == start.epoch else 0
         loader = reading.loader(samples, epoch, batch_sampler=_RankBatches(order, reading, taken))
         for batch in loader:
@@ -252,7 +274,7 @@ class _RankBatches:
 
 
 class _SeededSamples(Dataset[Any]):
-    """The samples of a dataset, each drawn with a seed of its own; the generator is left as it was."""
+    """The samples of a dataset, each drawn with a seed of its own; the generators are left as they were."""
 
     def __init__(self, dataset: Any, *, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -261,14 +283,15 @@ class _SeededSamples(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> Sequence[Any]:
-        with torch.random.fork_rng(devices=[]):
+        samples = []
+        with seeding_the_host() as seed_all:
             if hasattr(self._dataset, "__getitems__"):
-                return self._with_seed(indices[0], self._dataset.__getitems__, indices)
-            return [self._with_seed(index, self._dataset.__getitem__, index) for index in indices]
-
-    def _with_seed(self, index: int, function: Callable[[Any], Any], argument: Any) -> Any:
-        torch.default_generator.manual_seed(mixed_seed(self._seed, index))  # of the CPU only
-        return function(argument)
+                seed_all(mixed_seed(self._seed, indices[0]))
+                return cast(Sequence[Any], self._dataset.__getitems__(indices))
+            for index in indices:
+                seed_all(mixed_seed(self._seed, index))
+                samples.append(self._dataset[index])
+        return samples
 
 
 def iterable_batches(dataset: Any, reading: Reading, start: Position = Position()) -> Stream:

@@ -141,7 +141,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
 
     From then on an exception that nobody catches ends this process at once, see `_exit_at_once`.
     """
-    # Every model whose last op is a linear layer is warned of; nothing here changes outputs in place.
+    # Every model whose last op is a linear layer is warned of; `in_place` lets outputs be changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if device_type == "cuda":
         # Read before the first allocation. Without it gaps between large tensors took 11 GiB of Llama-1B's 128.

@@ -27,7 +27,12 @@ class _AdamW(torch.optim.AdamW):
 
 
 def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
-    """The user's optimizer, or AdamW, in one kernel on an accelerator (it would loop over sharded parameters)."""
+    """The user's optimizer, or AdamW, in one kernel on an accelerator (it would loop over sharded parameters).
+
+    No optimizer takes an empty list, so where a rank trains nothing, all its stages being frozen, a parameter that
+    never has a gradient stands in.
+    """
+    parameters = parameters or [nn.Parameter(torch.zeros(1))]
     build_optimizer = getattr(model_file, "build_optimizer", None)
     if build_optimizer is not None:
         optimizer: torch.optim.Optimizer = build_optimizer(parameters)

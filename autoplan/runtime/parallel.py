@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import Batch, flatten_tensors, map_tensors, micro_batches
+from .batches import Batch, flatten_tensors, map_tensors, micro_batches, tensors_at
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import whole_logits
 from .collectives import all_gather, all_reduce
@@ -25,7 +25,7 @@ from .finite import finite_update
 from .float32_products import set_float32_products
 from .grad_compression import PowerSGD
 from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_tied_gradients
-from .learning_rate import LearningRate, build_scheduler_of
+from .learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
 from .loss_average import total_count, weigh
 from .loss_scale import LossScale
 from .mesh import RankMesh, failing_after_others
@@ -124,7 +124,8 @@ class ParallelModel(nn.Module):
             raise RuntimeError("a pipeline has no forward pass of its own; call step(batch)")
         if self._parallel_model is None:
             return whole_logits(self.stages[0](*inputs, **named_inputs))
-        outputs = whole_logits(self.stages[0](*flatten_tensors((inputs, named_inputs))))
+        given: dict[Any, Any] = {**dict(enumerate(inputs)), **named_inputs}
+        outputs = whole_logits(self.stages[0](*tensors_at(given, self._parallel_model.INPUTS)))
         pairs = zip(flatten_tensors(outputs), self._parallel_model.OUTPUTS, strict=True)
         whole_outputs = [self._whole_output(value, layout) for value, layout in pairs]
         return whole_outputs[0] if len(whole_outputs) == 1 else tuple(whole_outputs)
@@ -142,7 +143,7 @@ class ParallelModel(nn.Module):
         `config.ignored_target`, the mean over all targets of the global batch that count. Gradients stay readable until
         the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
         """
-        batches = micro_batches(map_tensors(self._to_device, batch), self.config, dp_rank=self.mesh.dp_rank)
+        batches = self._micro_batches(batch)
         self.optimizer.zero_grad(set_to_none=True)
         self._count_targets(batches)
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
@@ -158,7 +159,7 @@ class ParallelModel(nn.Module):
                 with self._checked(sums, own):
                     self.optimizer.step()
                 if self.scheduler is not None:
-                    self.scheduler.step()
+                    step_scheduler(self.scheduler, loss)
         self.n_steps += 1
         return loss
 
@@ -194,7 +195,7 @@ class ParallelModel(nn.Module):
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
         if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            load_scheduler(self.scheduler, state["scheduler"])
 
     @property
     def learning_rate(self) -> float:
@@ -209,7 +210,7 @@ class ParallelModel(nn.Module):
         Like `step`, of which it is the forward half, it takes this data-parallel rank's samples. Batches weigh alike,
         or, with `config.ignored_target`, by how many of their targets count.
         """
-        batches = micro_batches(map_tensors(self._to_device, batch), self.config, dp_rank=self.mesh.dp_rank)
+        batches = self._micro_batches(batch)
         self._count_targets(batches)
         self.stages.eval()
         with unchanged_buffers(self.stages):  # generated code counts batches whatever the mode
@@ -284,6 +285,13 @@ class ParallelModel(nn.Module):
         dtype = self.config.parameter_dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device=self.mesh.device, dtype=dtype, non_blocking=True)
 
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """On the device; for generated stages the inputs are their arguments, in that order."""
+        inputs, targets = map_tensors(self._to_device, batch)
+        if self._parallel_model is not None:
+            inputs = tensors_at(inputs, self._parallel_model.INPUTS)
+        return micro_batches((inputs, targets), self.config, dp_rank=self.mesh.dp_rank)
+
     def _count_targets(self, batches: list[Batch]) -> None:
         """Learn how many targets count of a micro-batch as large as those of this rank, on average over all ranks."""
         if self.config.ignored_target is not None:
@@ -315,12 +323,12 @@ class ParallelModel(nn.Module):
     def _outputs(self, inputs: Any) -> Any:
         """What the only stage makes of the inputs of one micro-batch."""
         stage = self.stages[0]
-        return call_model(stage, inputs) if self._parallel_model is None else stage(*flatten_tensors(inputs))
+        return call_model(stage, inputs) if self._parallel_model is None else stage(*inputs)
 
     def _run_pipeline(self, batches: list[Batch]) -> torch.Tensor:
         """Forward and backward passes of the pipeline; the mean loss on ranks of the last stage, else zero."""
         assert self._pipeline is not None
-        inputs = zip(*(flatten_tensors(inputs) for inputs, _ in batches), strict=True)
+        inputs = zip(*(inputs for inputs, _ in batches), strict=True)
         return self._pipeline.run_step(
             tuple(torch.cat(tensors) for tensors in inputs), [targets for _, targets in batches]
         )

@@ -23,7 +23,7 @@ from torch import nn
 from .batches import Batch, batch_slice, map_tensors
 from .config import Config
 from .construction import build_whole_model
-from .learning_rate import LearningRate, build_scheduler_of
+from .learning_rate import LearningRate, build_scheduler_of, step_scheduler
 from .loss_average import total_count, weigh
 from .model_calls import call_model, loss_of
 from .optimizer import LEARNING_RATE, build_optimizer_of
@@ -90,7 +90,7 @@ class PlainTraining:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
         if self.scheduler is not None:
-            self.scheduler.step()
+            step_scheduler(self.scheduler, torch.tensor(total))
         return total
 
     @torch.no_grad()

@@ -36,7 +36,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from .batches import flatten_tensors
 from .config import Config
 from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
 from .zero import hold_gradients, start_gathers
@@ -146,8 +145,7 @@ class Pipeline:
         All ranks take (micro-batch, stage) in the same order, so each send meets its receive.
         """
         losses, config = [], self._config
-        for inputs, targets in batches:
-            tensors = flatten_tensors(inputs)
+        for tensors, targets in batches:
             for shell, index in zip(self._shells, self._indices, strict=True):
                 if index > 0 and not self._is_own(index - 1):
                     tensors = self._receive(index - 1)

@@ -15,6 +15,7 @@ import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from .checkpoint import KEEP, Checkpoints, Stateful, checkpoint_at, load_checkpoint, newest_of
@@ -22,20 +23,23 @@ from .checkpoint_planner import CheckpointError
 from .checkpoint_weights import check_export_name, export_model, load_initial_weights
 from .loading import TrainingData
 from .mesh import from_first_rank
+from .number_options import whole_number
 from .parallel import ParallelModel
 
 STEPS_PER_SAVE = 100
 EXIT_STOPPED = 143  # 128 + SIGTERM
+LAST_SAVE_S = 300.0  # what a save under way has left when an error ends the run
 
 
 def add_checkpoint_options(parser: ArgumentParser) -> None:
     """The options of `train.py` that this module reads."""
+    count = whole_number(1)
     group = parser.add_argument_group("checkpoints", f"SIGTERM: finish the step, save, exit with {EXIT_STOPPED}")
     group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save here; all hosts must see it")
     group.add_argument(
-        "--checkpoint-every", type=int, default=STEPS_PER_SAVE, metavar="N", help="steps between two checkpoints"
+        "--checkpoint-every", type=count, default=STEPS_PER_SAVE, metavar="N", help="steps between two checkpoints"
     )
-    group.add_argument("--keep", type=int, default=KEEP, metavar="K", help="remove all but the newest K checkpoints")
+    group.add_argument("--keep", type=count, default=KEEP, metavar="K", help="remove all but the newest K checkpoints")
     group.add_argument(
         "--resume", default="auto", metavar="auto|none|PATH", help="auto: the newest of --checkpoint-dir"
     )
@@ -46,12 +50,12 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
 class Run:
     """What happens around the steps of a training run; every rank makes one and calls the same methods.
 
+    An error inside its `with` is passed on as soon as the save under way is complete.
+
     Raises: CheckpointError when the options cannot be followed.
     """
 
     def __init__(self, model: ParallelModel, options: Namespace, *, data: TrainingData | None = None) -> None:
-        if options.checkpoint_every < 1:
-            raise CheckpointError(f"--checkpoint-every: found {options.checkpoint_every}, expected 1 or more steps")
         if options.export is not None:
             check_export_name(options.export)
         self._model, self._options = model, options
@@ -63,6 +67,13 @@ class Run:
             self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=options.keep, extra=self._extra)
             signal.signal(signal.SIGTERM, self._tell)
         self._start()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and self._checkpoints is not None:
+            self._checkpoints.complete_within(LAST_SAVE_S)
 
     def ends_after(self, step: int) -> bool:
         """Save after a step if it is time to; whether the run was told to stop, on any rank."""

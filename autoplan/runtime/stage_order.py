@@ -18,6 +18,7 @@ from .chunked_loss import defer_products
 from .compiled import compile_blocks
 from .config import Config
 from .grad_compression import PowerSGD
+from .in_place import allow_writes
 from .memory_format import take_images
 from .mesh import RankMesh
 from .padded_head import pad_classes
@@ -41,6 +42,8 @@ def apply_in_order(
     apply_recompute(stage, config.recompute_of(mesh.dp_rank))
     hold_as_vectors(stage)
     compressed = apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
+    if config.writes_in_place:
+        allow_writes(stage)
     stage.to(mesh.device)
     take_images(stage, config.memory_format, blocks=blocks)
     return compressed

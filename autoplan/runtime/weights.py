@@ -10,6 +10,7 @@ so a name in a checkpoint is the name in the user's model, whatever the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,8 @@ class Buffer:
 class Weights(nn.Module):
     """Uninitialised parameters and buffers of given local shapes: `Weights(weight=(768,), mean=Buffer((768,)))`.
 
-    Modules below it that have numbers for names, as parametrizations have, are its items: `weights["0"]`.
+    What has a number for its name is an item, `weights["0"]`: a module below it, as parametrizations have, or a tensor
+    of an `nn.ParameterList`.
     """
 
     def __init__(self, **shapes: tuple[int, ...] | Buffer) -> None:
@@ -55,8 +57,8 @@ class Weights(nn.Module):
     def __setitem__(self, name: str, module: nn.Module) -> None:
         self.add_module(name, module)
 
-    def __getitem__(self, name: str) -> nn.Module:
-        return self.get_submodule(name)
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 def attach(root: nn.Module, name: str, module: nn.Module) -> None:

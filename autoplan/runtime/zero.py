@@ -14,7 +14,8 @@ and freed, and when gradients are reduced. In a step of several micro-batches:
   compute) once a second micro-batch has to be added.
 - With replicas (shard degree below dp) the all-reduce over replicas happens in the last micro-batch only.
 - Parameters outside of all blocks (embedding, head) form one group, gathered from the first forward until
-  the end of the backward pass; under stage 3 it is gathered once per micro-batch.
+  the end of the backward pass; under stage 3 it is gathered once per micro-batch. A large head is a group of its own
+  (`Config.head_group`), so that it is gathered and reduced beside the blocks; nor is it freed before its backward pass.
 - The table holds for pipelines too, because a stage's `fully_shard` is hidden from the pipeline (see pipeline.py).
   There, parameters that are gathered once begin to be before their first forward pass (`start_gathers`): by itself
   `fully_shard` gathers a block when it is about to run, and nothing before the input of its stage has arrived.
@@ -57,9 +58,45 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
     for block in [root.get_submodule(name) for name in innermost_first]:
         if any(True for _ in block.parameters()) and not _shares_parameters(block, root):
             fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=config.zero_stage == 3)
+            _refuse_changed_lists(block)
+    if config.head_group:
+        fully_shard(root.get_submodule(config.head_group), mesh=axes, mp_policy=policy, reshard_after_forward=False)
     # None: free the group of the rest after backward, not between forward and backward.
     fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=None if config.zero_stage == 3 else False)
     return compress_reductions(root, mesh=mesh, config=config)
+
+
+def _refuse_changed_lists(block: nn.Module) -> None:
+    """Let the first call of a block fail if it puts something into a list or dict of its inputs.
+
+    `fully_shard` gives it copies of these, so that whoever passed them would not see what the block put in.
+    """
+    given: list[list[int]] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append(_sizes((args, kwargs)))
+
+    def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        if _sizes((args, kwargs)) != given.pop():
+            raise RuntimeError(
+                f"{type(module).__name__}: puts something into a list or dict that it is given, which is a copy under"
+                " data parallelism\n  fix: return it, or plan with --fix generated=on"
+            )
+
+    handles = (
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after, with_kwargs=True),
+    )
+
+
+def _sizes(value: Any) -> list[int]:
+    """Of all lists and dicts in it; other containers, such as caches of keys and values, are not looked into."""
+    if not isinstance(value, tuple) and type(value) not in (list, dict):
+        return []
+    items = value.values() if isinstance(value, dict) else value
+    return [len(value), *(size for item in items for size in _sizes(item))]
 
 
 def start_gathers(root: nn.Module, *, config: Config) -> None:

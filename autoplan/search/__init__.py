@@ -18,12 +18,15 @@ Of plans that are as good as each other the simplest is the answer (`preference`
 Unless `require_optimal`, meshes that cannot be faster than the best plan by more than `GOOD_ENOUGH` are left alone. The
 status is then "feasible", and the gap says how much is unproved.
 
+After arithmetic, pipelines with more stages per rank than the space has are tried too (`beyond`). If one of them is the
+answer, the proof is still of the space: no plan of it is faster.
+
 The simulator alone judges plans. Of meshes that `bounds.compute_key` takes for alike, `price` must not give a longer
 forward or backward pass to that of `bounds.computes_least` than to any other: the first bound rests on it.
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
-    the space       meshes, baselines, one_device: what is tried
+    the space       meshes, baselines, one_device: what is tried        beyond: and what else
     the answer      result, found: what is returned        preference, rejections, remedies: which, and why no other
     the queue       state, examination: where it stands, and one mesh of it examined
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
@@ -46,18 +49,23 @@ from collections.abc import Callable
 from autoplan.options import Options
 from autoplan.parallel_plan import Plan
 from autoplan.search.baselines import Baseline, plain_recipes
+from autoplan.search.beyond import look_beyond
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
-from autoplan.search.examination import consider, examine
+from autoplan.search.examination import consider, consider_cut, examine
 from autoplan.search.found import result_of
 from autoplan.search.meshes import MakePlan, Price, SearchSpace, enumerate_meshes
 from autoplan.search.one_device import one_device
 from autoplan.search.one_mesh import faster_than
 from autoplan.search.plans import obeys_recompute
+from autoplan.search.preference import mesh_complexity
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
 from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, SearchState
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
+
+N_SIMPLER = 8  # meshes tried after the proof
+KEPT_SHARE = 0.1  # of the time limit, which is left to what comes after arithmetic
 
 
 def search(
@@ -96,7 +104,8 @@ def search(
     state.answer_s = clock() - state.started_s - recipes_s
     try:
         _start(state, found, warm_start, recipes_s=recipes_s)
-        _prove(state)
+        _prove(state, space)
+        _try_simpler(state)
         _fill_alternatives(state)
         explain_memory(state)
     except KeyboardInterrupt:
@@ -129,13 +138,21 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
     state.ready_s = state.clock() - state.started_s
 
 
-def _prove(state: SearchState) -> None:
+def _prove(state: SearchState, space: SearchSpace) -> None:
     """Examine meshes in order of their bounds until none can beat the best plan.
 
-    First all are taken as far as arithmetic goes; its plans spare most meshes the solver. Those with one stage per rank
-    come first: they are quick, and their plans spare many of the others.
+    First all are taken as far as arithmetic goes; its plans spare most meshes the solver, and lead to those beyond the
+    space. Those with one stage per rank come first: they are quick, and their plans spare many of the others.
     """
-    for up_to, with_chunks in ((CUT, False), (CUT, True), (SOLVED, False), (RELAXED, True), (SOLVED, True)):
+    state.kept_share = KEPT_SHARE
+    for up_to, with_chunks in ((CUT, False), (CUT, True)):
+        _advance(state, up_to=up_to, with_chunks=with_chunks)
+    state.kept_share = 0.0
+    if state.stopped == "time limit" and not state.is_late():
+        state.stopped = ""
+    if not state.stopped:
+        look_beyond(state, space)
+    for up_to, with_chunks in ((SOLVED, False), (RELAXED, True), (SOLVED, True)):
         _advance(state, up_to=up_to, with_chunks=with_chunks)
 
 
@@ -159,6 +176,23 @@ def _advance(state: SearchState, *, up_to: int, with_chunks: bool) -> None:
 def _may_hold_better(state: SearchState) -> bool:
     """Whether the first mesh of the queue may beat the best plan."""
     return bool(state.queue) and state.queue[0][0] < faster_than(state.score_to_beat(), gap=state.gap)
+
+
+def _try_simpler(state: SearchState) -> None:
+    """Cut the simplest of the meshes that nobody has cut and that may, by their bounds, be as good as the best plan.
+
+    They cannot be better by the gap, so the proof did not ask for them; but the answer is the simplest of equals.
+    """
+    if state.stopped or not state.plans:
+        return
+    limit, best = state.score_to_beat() / (1.0 - state.gap), state.meshes[state.ranking()[0]]
+    equals = (index for score, index, examined in state.queue if score <= limit and examined < CUT)
+    simpler = (index for index in equals if mesh_complexity(state.meshes[index]) < mesh_complexity(best))
+    alike = [index for index in simpler if state.meshes[index].n_chunks == 1]
+    for index in sorted(alike, key=lambda index: mesh_complexity(state.meshes[index]))[:N_SIMPLER]:
+        if state.is_late():
+            return
+        consider_cut(state, index, limit=limit)
 
 
 def _fill_alternatives(state: SearchState) -> None:

@@ -57,6 +57,7 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
             zero_shard_degree=dp if zero_stage else 1,
             micro_batch_size=size,
             n_micro_batches=space.global_batch // dp // size,
+            wraps_head=space.wraps_head,
         )
 
 

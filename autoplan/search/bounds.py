@@ -42,7 +42,8 @@ def compute_key(mesh: Mesh) -> tuple[Hashable, ...]:
     modules run.
     """
     layout = mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage
-    return (*layout, mesh.pp > 1, mesh.n_micro_batches > 1, mesh.compile, mesh.memory_format, mesh.generated)
+    modules = mesh.compile, mesh.memory_format, mesh.generated, mesh.wraps_head
+    return (*layout, mesh.pp > 1, mesh.n_micro_batches > 1, *modules)
 
 
 def computes_least(meshes: Sequence[Mesh], keys: Sequence[Hashable]) -> dict[Hashable, Mesh]:
@@ -66,7 +67,7 @@ def least_passes_s(table: CostTable) -> tuple[float, float]:
 def least_communication_s(table: CostTable) -> tuple[float, float]:
     """Gathers and reductions of all segments: in every micro-batch, and once per step."""
     gathers_s, reduces_s = _total(table, _gather_s), _total(table, _reduce_s)
-    often_s = (2.0 * gathers_s if table.gathers_per_micro_batch else 0.0) + (
+    often_s = (gathers_s + _total(table, _gather_back_s) if table.gathers_per_micro_batch else 0.0) + (
         reduces_s if table.reduces_per_micro_batch else 0.0
     )
     once_s = (0.0 if table.gathers_per_micro_batch else gathers_s) + (
@@ -133,6 +134,10 @@ def _least_cut_s(cut_s: tuple[float | None, ...]) -> float:
 
 def _gather_s(cost: SegmentCost) -> float:
     return cost.gather_s
+
+
+def _gather_back_s(cost: SegmentCost) -> float:
+    return cost.gather_back_s
 
 
 def _input_backward_s(cost: SegmentCost) -> float:

@@ -97,6 +97,17 @@ def consider(state: SearchState, index: int, stages: tuple[StagePlan, ...]) -> N
     _keep_if_better(state, index, Judged(stages, simulate(state.table(state.meshes[index]), stages)))
 
 
+def consider_cut(state: SearchState, index: int, *, limit: float) -> None:
+    """Keep the plan of a mesh with one stage per rank that whole pieces give, if its score may be within the limit."""
+    mesh = state.meshes[index]
+    table, limit_s = state.table(mesh), limit / state.weight(mesh)
+    if shortfall_bytes(table) == 0 and step_bound_s(table) <= limit_s:
+        stages = best_partition(table, recompute=state.recompute, limit_s=limit_s).stages
+        if stages:
+            consider(state, index, stages)
+    state.tables.pop(mesh, None)
+
+
 def _keep_if_better(state: SearchState, index: int, plan: Judged) -> None:
     known = state.plans.get(index)
     if plan.estimate.fits and (known is None or plan.estimate.step_s < known.estimate.step_s):

@@ -27,7 +27,7 @@ been judged.
 
 from __future__ import annotations
 
-from autoplan.cost.table import CostTable, backward_s, forward_s
+from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.memory_rows import add_memory
@@ -122,16 +122,16 @@ def _add_totals(form: Formulation) -> None:
     if form.n_stages > 1:
         return
     n, extra = table.mesh.n_micro_batches, table.overlap_extra
-    n_gathers = 2 * n if table.gathers_per_micro_batch else 1
+    n_gathers, n_gathers_back = (n, n) if table.gathers_per_micro_batch else (1, 0)
     n_reduces = n if table.reduces_per_micro_batch else 1
+
+    def communication_s(cost: SegmentCost) -> float:
+        return n_gathers * cost.gather_s + n_gathers_back * cost.gather_back_s + n_reduces * cost.reduce_s
 
     def mixed(compute: float, communication: float) -> Values:
         return cost_values(
             form,
-            lambda cost: (
-                compute * n * (forward_s(cost) + backward_s(cost))
-                + communication * (n_gathers * cost.gather_s + n_reduces * cost.reduce_s)
-            ),
+            lambda cost: compute * n * (forward_s(cost) + backward_s(cost)) + communication * communication_s(cost),
             scale=form.unit_s,
         )
 

@@ -62,7 +62,7 @@ def _proved_score(state: SearchState) -> float:
     """The lower bound on the score over the whole space; that of the best plan when it is proved optimal."""
     scores = {index: score for score, index, _ in state.queue}
     scores |= {index: bound_s * state.weight(state.meshes[index]) for index, bound_s in state.bounds_s.items()}
-    if len(scores.keys() | state.rejections.keys()) < len(state.meshes):
+    if len(scores.keys() | state.rejections.keys()) < len(state.meshes) - len(state.beyond_s):
         return 0.0  # interrupted before every mesh had a bound
     least, best = min(scores.values(), default=INFINITY), state.score_to_beat()
     return best if least >= faster_than(best) else least
@@ -86,5 +86,6 @@ def _candidate(state: SearchState, index: int, found: tuple[Baseline, ...], *, m
     mesh, judged = state.meshes[index], state.plans[index]
     names = [b.name for b in found if b.table.mesh == mesh and b.judged.stages == judged.stages]
     queued = {number: score / state.weight(mesh) for score, number, _ in state.queue if number == index}
-    bound_s = min(state.bounds_s.get(index, queued.get(index, 0.0)), judged.estimate.step_s)
+    known = state.beyond_s | state.bounds_s
+    bound_s = min(known.get(index, queued.get(index, 0.0)), judged.estimate.step_s)
     return Candidate(make_plan(mesh, judged.stages), judged.estimate, bound_s, names[0] if names else "")

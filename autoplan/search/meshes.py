@@ -7,9 +7,12 @@ A mesh is in the space when all of this holds:
     dp * tp * pp = a device count                               see `device_counts`
     tp within one host                                          unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
+    n_chunks a power of two <= 4, pp * n_chunks <= 32           unless the user fixes chunks, or one stage per rank
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
     compressed gradients: dp above 1; shards over all of dp; PowerSGD with zero_stage 0
     zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed, nothing compiled
+
+Beyond the space, `beyond` tries pipelines with n_chunks up to 8 and pp * n_chunks up to 128; no proof is of these.
 
 Each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage 0;
 pp = 1 has schedule "1f1b" and one chunk. How many pieces each stage may have, says `plans.stage_sizes`.
@@ -37,6 +40,8 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
 MAX_SPLIT_ZERO_STAGE = 2  # of a split backward pass: its halves need the parameters that the forward pass gathered
 MAX_MICRO_BATCHES = 2**13  # of a step: nobody accumulates over so many, and a replay takes a quarter of a second
 MAX_SIGNIFICANT_BITS = 4
+MAX_CHUNKS, MAX_INTERLEAVED_STAGES = 4, 32
+DEEPER_CHUNKS, DEEPER_STAGES = 8, 128  # beyond the space
 
 Price = Callable[[Mesh], CostTable]
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
@@ -50,10 +55,11 @@ class SearchSpace:
         kinds: the kind of each segment, in order.
         cuts: per boundary between neighbouring segments, whether the pipeline may be cut there.
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
-        max_chunks: most stages per rank of an interleaved schedule; powers of two are tried.
-        max_interleaved_stages: most stages in all of a schedule with several stages per rank.
+        max_chunks: most stages per rank of an interleaved schedule, where they are not fixed; powers of two are tried.
+        max_interleaved_stages: most stages in all of a schedule with several stages per rank; likewise.
         executions: how modules may run, as far as that has a price.
         generated: whether programs without tensor and pipeline parallelism may be, or must be, generated code.
+        wraps_head: whether programs of the user's own classes have the head in a group of its own.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -65,11 +71,12 @@ class SearchSpace:
     shardings: tuple[tuple[int, tuple[str, ...]], ...] = ((1, ("",)),)
     schedules: tuple[str, ...] = SCHEDULES
     zero_stages: tuple[int, ...] = ZERO_STAGES
-    max_chunks: int = 4
-    max_interleaved_stages: int = 32
+    max_chunks: int = MAX_CHUNKS
+    max_interleaved_stages: int = MAX_INTERLEAVED_STAGES
     uses_all_devices: bool = False
     executions: tuple[Execution, ...] = (Execution(),)
     generated: tuple[bool, ...] = (False,)
+    wraps_head: bool = False
 
     @property
     def n_segments(self) -> int:
@@ -152,6 +159,31 @@ def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterato
                 yield tp, pp, dp
 
 
+def deeper_meshes(space: SearchSpace, options: Options, *, near: Mesh) -> Iterator[Mesh]:
+    """Meshes like `near`, a pipeline of the space, with more stages per rank than the space has; see `beyond`.
+
+    They have its devices, tensor parallelism, micro-batch size and ZeRO stage, and as many ranks in a pipeline or twice
+    as many. Where the number of stages per rank is fixed, there are none: the space then has them.
+    """
+    if fixed(options, "chunks") is not None:
+        return
+    wide = replace(space, max_chunks=DEEPER_CHUNKS, max_interleaved_stages=DEEPER_STAGES)
+    like = near.sharding, near.execution, near.micro_batch_size, near.zero_stage
+    for tp, pp, dp in _degrees(wide, options, n_devices=near.n_devices):
+        if tp != near.tp or pp not in (near.pp, 2 * near.pp):
+            continue
+        for mesh in meshes_of(wide, options, tp=tp, pp=pp, dp=dp):
+            is_like = (mesh.sharding, mesh.execution, mesh.micro_batch_size, mesh.zero_stage) == like
+            if is_like and mesh.schedule == "interleaved" and is_deeper(mesh, space):
+                yield mesh
+
+
+def is_deeper(mesh: Mesh, space: SearchSpace | None = None) -> bool:
+    """Whether a mesh has more stages per rank than the space has where none are fixed, or than any space by default."""
+    most = (space.max_chunks, space.max_interleaved_stages) if space else (MAX_CHUNKS, MAX_INTERLEAVED_STAGES)
+    return mesh.n_chunks > 1 and (mesh.n_chunks > most[0] or mesh.n_stages > most[1])
+
+
 def legal_tensor_degrees(space: SearchSpace, options: Options) -> tuple[int, ...]:
     """Tensor-parallel degrees that exist for the model and stay within one host (a fixed one may leave it)."""
     is_free = fixed(options, "tp") is not None
@@ -189,6 +221,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
                 compile=execution.compile,
                 memory_format=execution.memory_format,
                 generated=generated,
+                wraps_head=space.wraps_head and tp == pp == 1 and not generated,
             )
 
 
@@ -242,10 +275,10 @@ def _schedule_choices(
     space: SearchSpace, options: Options, *, pp: int, n_micro_batches: int
 ) -> tuple[tuple[str, int], ...]:
     """(schedule, n_chunks) that exist for these numbers."""
+    n_chunks = fixed_int(options, "chunks")
     if pp == 1:
-        return (("1f1b", 1),)
-    most = min(space.max_chunks, space.n_pieces // pp, space.max_interleaved_stages // pp)
-    chunks = tuple(2**k for k in range(1, most.bit_length()) if 2**k <= most)
+        return (("1f1b", 1),) if n_chunks in (None, 1) else ()
+    chunks = _numbers_of_chunks(space, n_chunks, pp=pp)
     choices: list[tuple[str, int]] = []
     if n_micro_batches >= pp:
         choices.append(("1f1b", 1))
@@ -257,7 +290,18 @@ def _schedule_choices(
     wanted = fixed(options, "schedule")
     if wanted == PLAIN_SCHEDULE:
         wanted = plain_schedule(pp=pp, n_micro_batches=n_micro_batches)
-    return tuple((name, c) for name, c in choices if name in space.schedules and wanted in (None, name))
+    return tuple(
+        (name, c) for name, c in choices if name in space.schedules and wanted in (None, name) and n_chunks in (None, c)
+    )
+
+
+def _numbers_of_chunks(space: SearchSpace, n_chunks: int | None, *, pp: int) -> tuple[int, ...]:
+    """How many stages a rank may have, where it has several; `n_chunks` is what the user fixed."""
+    most = space.n_pieces // pp
+    if n_chunks is not None:
+        return (n_chunks,) if 1 < n_chunks <= most else ()
+    most = min(most, space.max_chunks, space.max_interleaved_stages // pp)
+    return tuple(2**k for k in range(1, most.bit_length()) if 2**k <= most)
 
 
 def plain_schedule(*, pp: int, n_micro_batches: int) -> str:
@@ -287,7 +331,7 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
 # What each name of `--fix` means in a mesh. Of the others only recompute decides which meshes there are.
 MESH_FIELDS = {
     "dp": "dp", "tp": "tp", "pp": "pp", "zero": "zero_stage", "shard": "zero_shard_degree",
-    "micro_batch": "micro_batch_size", "schedule": "schedule",
+    "micro_batch": "micro_batch_size", "schedule": "schedule", "chunks": "n_chunks",
 }  # fmt: skip
 N_NEAR = 4  # legal values shown next to a fixed one
 

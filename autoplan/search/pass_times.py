@@ -57,6 +57,10 @@ class _Pass:
     gathers: bool
     reduces: bool
 
+    def gather_s(self, cost: SegmentCost) -> float:
+        """One gathering of the parameters of a segment."""
+        return cost.gather_s if self.is_forward else cost.gather_back_s
+
 
 def _passes(table: CostTable, *, is_first: bool) -> tuple[_Pass, ...]:
     """The passes of the first stage, or of any other one."""
@@ -111,7 +115,7 @@ def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
     extra = form.table.overlap_extra
 
     def per_segment(cost: SegmentCost) -> float:
-        gather_s = cost.gather_s if kind.gathers else 0.0
+        gather_s = kind.gather_s(cost) if kind.gathers else 0.0
         return kind.compute(cost) + extra * (gather_s + (cost.reduce_s if kind.reduces else 0.0))
 
     terms = negative(sum_of(form, stage, cost_values(form, per_segment, scale=form.unit_s)))
@@ -128,7 +132,7 @@ def _first_gather(form: Formulation, kind: _Pass, stage: int) -> Terms:
     """Time of the gather before the pass can start: of its first segment forward, of its last one backward."""
     if kind.is_forward:
         return at_start(form, stage, lambda cost: cost.gather_s / form.unit_s)
-    last = [least_of(form, run.piece[-1], lambda cost: cost.gather_s / form.unit_s) for run in form.runs]
+    last = [least_of(form, run.piece[-1], lambda cost: cost.gather_back_s / form.unit_s) for run in form.runs]
     if stage == form.n_stages - 1:
         return [(form.one, last[-1])]
     inner = [min(last[k], last[k - 1]) if k > 0 else last[0] for k in range(len(last))]
@@ -161,7 +165,7 @@ def _extras(form: Formulation, kind: _Pass, place: tuple[int, int, bool], *, ope
         following, previous = segment + step, segment - step
         if not 0 <= following < len(table.kinds):
             continue
-        gather_s = least_of(form, table.kinds[following], lambda cost: cost.gather_s)
+        gather_s = least_of(form, table.kinds[following], kind.gather_s)
         reduce_s = 0.0
         if kind.reduces and not opens_pass and 0 <= previous < len(table.kinds):
             reduce_s = least_of(form, table.kinds[previous], lambda cost: cost.reduce_s)
@@ -236,7 +240,8 @@ def _add_carries(form: Formulation) -> None:
 def _carried_s(table: CostTable, cost: SegmentCost) -> float:
     """The least that a reduction adds to any pass that follows on its rank."""
     everything = [cost for choices in table.costs for cost in choices]
-    if table.gathers_per_micro_batch and min(cost.gather_s for cost in everything) > 0.0:
+    back_and_forth = (min(cost.gather_s, cost.gather_back_s) for cost in everything)
+    if table.gathers_per_micro_batch and min(back_and_forth) > 0.0:
         return cost.reduce_s
     if splits_backward(table.mesh.schedule):
         return 0.0  # the pass of the first stage for inputs does nothing

@@ -38,13 +38,20 @@ def simplest(ranking: Sequence[Scored], *, bound: float, gap: float) -> int:
     return min(equals, key=lambda index: (_complexity(ranking[index]), index))
 
 
-def _complexity(item: Scored) -> tuple[int, ...]:
-    """The order of the module's docstring."""
-    mesh = item.mesh
+def mesh_complexity(mesh: Mesh) -> tuple[int, ...]:
+    """What comes first in that order, whatever is recomputed."""
     return (
         sum(degree > 1 for degree in (mesh.dp, mesh.tp, mesh.pp)),
         SCHEDULES.index(mesh.schedule) if mesh.pp > 1 else 0,
         mesh.zero_stage,
+    )
+
+
+def _complexity(item: Scored) -> tuple[int, ...]:
+    """The order of the module's docstring."""
+    mesh = item.mesh
+    return (
+        *mesh_complexity(mesh),
         sum(len(stage.recomputed) for stage in item.stages),
         mesh.n_stages,
         (mesh.execution != Execution()) + mesh.generated,

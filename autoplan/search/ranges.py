@@ -50,6 +50,7 @@ class Segments:
     backward_s: Array
     weights_s: Array
     gather_s: Array
+    gather_back_s: Array
     reduce_s: Array
     optimizer_s: Array
     forward_extra_s: Array
@@ -79,9 +80,10 @@ class Segments:
 
         forward, backward = column(forward_s), column(backward_s)
         gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
+        gather_back = column(lambda cost: cost.gather_back_s)
         slower = table.overlap_extra
         nothing = np.zeros(len(kinds))
-        before, after = np.append(nothing[:1], gather[:-1]), np.append(gather[1:], nothing[:1])
+        before, after = np.append(nothing[:1], gather_back[:-1]), np.append(gather[1:], nothing[:1])
         gathers_back = before if table.gathers_per_micro_batch else nothing
         reduced = np.append(reduce[1:], nothing[:1]) if table.reduces_per_micro_batch else nothing
 
@@ -103,6 +105,7 @@ class Segments:
             backward_s=backward,
             weights_s=column(lambda cost: cost.weight_backward_s),
             gather_s=gather,
+            gather_back_s=gather_back,
             reduce_s=reduce,
             optimizer_s=column(lambda cost: cost.optimizer_s),
             forward_extra_s=hidden_extra_s(forward, after, slower),
@@ -329,7 +332,7 @@ def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Arr
     closing = ranges.first(extra - segments.closing_extra_s)
     is_alone = ranges.first(np.arange(len(extra))) == ranges.last(np.arange(len(extra)))
     missing = np.where(is_alone, ranges.first(extra), opening + closing)
-    first_gather = ranges.last(segments.gather_s) if table.gathers_per_micro_batch else 0.0
+    first_gather = ranges.last(segments.gather_back_s) if table.gathers_per_micro_batch else 0.0
     return ranges.total(segments.backward_s + extra) - missing + first_gather
 
 
@@ -347,5 +350,9 @@ def left_s(segments: Segments, ranges: Ranges, *, compute_s: Array) -> Array:
 
 
 def carries(table: CostTable, segments: Segments) -> bool:
-    """Whether every pass waits for the reduction that the pass before it left."""
-    return table.gathers_per_micro_batch and table.reduces_per_micro_batch and min(segments.gather_s) > 0.0
+    """Whether every pass waits for the reduction that the pass before it left.
+
+    In a pipeline one backward pass may follow another; where there is one stage, a forward pass comes between.
+    """
+    gathers = segments.gather_s if table.mesh.pp == 1 else segments.gather_back_s
+    return table.gathers_per_micro_batch and table.reduces_per_micro_batch and min(gathers) > 0.0

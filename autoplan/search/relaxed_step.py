@@ -339,7 +339,8 @@ def _needs(
     """
     gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
     begins = is_edge and kind == "F" and table.gathers_at_start and not is_first
-    waits = gathers and kind in "FB" and bool(segments.gather_s.any()) and not begins
+    gathered_s = segments.gather_s if kind == "F" else segments.gather_back_s
+    waits = gathers and kind in "FB" and bool(gathered_s.any()) and not begins
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
     reduce_s = segments.reduce_s if reduces else np.zeros(len(segments.reduce_s))
     closing_s = least(ranges.first(reduce_s))

@@ -17,7 +17,7 @@ from autoplan.search.meshes import MESH_FIELDS
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
 # From the least to the most intrusive. Of what may be fixed, the rest changes neither time nor memory.
-FIXES = ("recompute", "micro_batch", "zero", "shard", "schedule", "pp", "tp", "dp")
+FIXES = ("recompute", "micro_batch", "zero", "shard", "schedule", "chunks", "pp", "tp", "dp")
 MAX_HOSTS = 64
 TIME_LIMIT_S = 10.0  # of all searches together
 SEARCH_TIME_LIMIT_S = 2.0  # of each: any plan will do

@@ -84,11 +84,13 @@ class SearchResult:
         status: "optimal" (no other plan of the space is faster), "feasible" (stopped; see `gap`),
             "infeasible" (proved), or "unknown" (stopped with nothing); of a plan that was only judged "given", of a
             question that no search could be made for "unusable".
-        best: the fastest plan, or the simplest of those that are as fast, see `preference`; None when there is none.
+        best: the fastest plan, or the simplest of those that are as fast, see `preference`; None when there is none. It
+            may have more stages per rank than the space, see `beyond`; of such plans nothing else is proved.
         alternatives: the best plan of other meshes, fastest first, without `best`.
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
             when it does not exist for this model and cluster.
-        bound_s: proved lower bound on the step time over the whole space; None when nothing is proved.
+        bound_s: proved lower bound on the step time over the whole space, or the step time of `best` where that is
+            less; None when nothing is proved.
         nearest_fix: when infeasible, the first of `remedies` in a sentence; when not one mesh divides devices and
             batch (`n_meshes` is 0), the numbers that would.
         remedies: when infeasible, the changes that were verified to make it feasible, the cheapest first.

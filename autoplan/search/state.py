@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
+from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import Price, fixed
 from autoplan.search.one_mesh import Judged, MeshProgram
 from autoplan.search.paths import shape_of
@@ -27,6 +28,7 @@ class SearchState:
     clock: Callable[[], float]
     started_s: float
     patience_s: float | None = None
+    kept_share: float = 0.0  # of the time limit, which what is done now must leave
     ready_s: float = 0.0  # when every mesh was in the queue
     meshes: tuple[Mesh, ...] = ()
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
@@ -36,6 +38,7 @@ class SearchState:
     plans: dict[int, Judged] = field(default_factory=dict)  # best plan found, per index
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
+    beyond_s: dict[int, float] = field(default_factory=dict)  # bound by arithmetic of the meshes beyond the space
     agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `_agree_on_sizes`, per index
     stopped: str = ""
     first_plan_s: float | None = None  # when the first plan that fits was known
@@ -48,6 +51,13 @@ class SearchState:
         if self.first_plan_s is None:
             self.first_plan_s = self.clock() - self.started_s
 
+    def keep_beyond(self, table: CostTable, plan: Judged) -> None:
+        """Add a mesh that is not of the space, after those that are, with a plan of it."""
+        index = len(self.meshes)
+        self.meshes = (*self.meshes, table.mesh)
+        self.beyond_s[index] = step_bound_s(table)
+        self.keep(index, plan)
+
     def index_of(self, mesh: Mesh) -> int | None:
         """Where a mesh stands in the enumeration; most others have another dp, and are not compared any further."""
         return next((i for i, other in enumerate(self.meshes) if other.dp == mesh.dp and other == mesh), None)
@@ -59,9 +69,11 @@ class SearchState:
 
     def _limit_s(self) -> float | None:
         """When the search ends; see `search.search` for patience."""
-        limit_s = self.options.time_limit_s
-        if limit_s is None or self.patience_s is None:
-            return None if limit_s is None else limit_s - self.answer_s
+        if self.options.time_limit_s is None:
+            return None
+        limit_s = self.options.time_limit_s * (1.0 - self.kept_share)
+        if self.patience_s is None:
+            return limit_s - self.answer_s
         if self.first_plan_s is None:
             return max(self.patience_s, self.ready_s + limit_s)
         return max(self.first_plan_s, self.ready_s) + limit_s

@@ -6,6 +6,7 @@ A compute stream and a communication stream, each first in, first out (`replay_p
     compute                  | segment 0 | | segment 1      |    | segment 2   |
 
 - The parameters of segment k+1 are gathered from the moment segment k starts to compute; the first gather is exposed.
+  In a backward pass those are not that were kept.
 - In pipelines, where they stay gathered, all gathers of a stage are queued long before its first pass, unless it is the
   first stage of the model (`replay_first_forward`). What is outside of blocks is gathered before the blocks of its
   stage: it is the group of the stage itself, which waits for it first.
@@ -78,8 +79,10 @@ def pass_work(
     """
 
     def work(cost: SegmentCost) -> SegmentPass:
-        busy_s = forward_s(cost) if kind == "F" else backward_part_s(cost, kind, is_first=is_first)
-        return SegmentPass(busy_s, cost.gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
+        is_forward = kind == "F"
+        busy_s = forward_s(cost) if is_forward else backward_part_s(cost, kind, is_first=is_first)
+        gather_s = cost.gather_s if is_forward else cost.gather_back_s
+        return SegmentPass(busy_s, gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
 
     is_first_forward = is_edge and kind == "F"
     gathers = table.gathers_per_micro_batch or is_first_forward

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoplan.analysis.head_group import head_group
 from autoplan.checks.fixes import check_fixed
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
@@ -65,6 +66,7 @@ def priced_space(
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
         executions=executions(graph, options, measured),
         generated=codes(graph, options, measured),
+        wraps_head=bool(head_group(graph)),
     )
     pricers = {
         size: make_pricer(

@@ -218,4 +218,5 @@ def _is_gradient(parts: Sequence[torch.Tensor | None], layout: Layout, whole: to
 def _close(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
-    return torch.allclose(left.double(), right.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    dtype = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    return torch.allclose(left.to(dtype), right.to(dtype), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)

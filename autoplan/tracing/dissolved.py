@@ -4,6 +4,7 @@
 - autocast: `torch.autocast` becomes a sub-graph without casts, which is then inlined.
 - no_grad: `torch.no_grad` becomes a sub-graph that is inlined; `keep_no_grad` detaches what goes in.
 - autograd.Function: the graph holds what its forward computes, and the gradient of that, not its backward.
+- in-place write: it becomes a new value; `in_place_writes` looks for those that cross the borders of blocks.
 - gradient hook: `Tensor.register_hook` and backward hooks of modules change gradients, and the graph holds none.
 
 All are seen where torch itself passes through, because their names are bound wherever somebody imported them.

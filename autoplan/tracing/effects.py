@@ -17,6 +17,8 @@ from autoplan.graph import Argument, Op, Ref
 COPY = "aten.copy_.default"
 _NORM_OF_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 _FUNCTIONAL_NORM = "aten._native_batch_norm_legit_functional.default"
+_ADD = "aten.add.Tensor"
+_RUNNING = (3, 4)  # mean and variance, among its operands as among its results
 
 
 def restore_effects(ops: tuple[Op, ...], *, written: Mapping[str, str]) -> tuple[Op, ...]:
@@ -26,11 +28,15 @@ def restore_effects(ops: tuple[Op, ...], *, written: Mapping[str, str]) -> tuple
     renamed = {
         op.name: op.args[0].name for op in ops if op.target == "getitem" and op.args[0].name in norms and not op.args[1]
     }
+    renamed |= _buffers_of(ops, statistics)
+    counts = _counts(ops, written)
+    written = {**written, **counts}
     found: list[Op] = []
     for op in ops:
         if op.name in renamed or op.name in statistics:
             continue
-        op = replace(op, args=_with_names(op.args, renamed), kwargs=_with_names(op.kwargs, renamed))
+        names = {**renamed, **counts} if op.name in written else renamed
+        op = replace(op, args=_with_names(op.args, names), kwargs=_with_names(op.kwargs, renamed))
         found.append(_batch_norm(op) if op.name in norms else op)
         if op.name in written:
             buffer = written[op.name]
@@ -47,6 +53,36 @@ def _computed_only_from(ops: tuple[Op, ...], norms: set[str]) -> set[str]:
         is_cast = op.target == "aten._to_copy.default" and op.args[0].name in found
         if is_statistic or is_cast:
             found.add(op.name)
+    return found
+
+
+def _buffers_of(ops: tuple[Op, ...], statistics: set[str]) -> dict[str, str]:
+    """The buffers that the statistics are written into: a batch norm that is called again reads those."""
+    table, found = {op.name: op for op in ops}, dict[str, str]()
+    for op in ops:
+        if op.name in statistics:
+            source = op.args[0].name
+            if op.target != "getitem":
+                found |= {op.name: found[source]} if source in found else {}
+            elif table[source].target == _FUNCTIONAL_NORM and op.args[1] in _RUNNING:
+                read = table[source].args[op.args[1]].name
+                found[op.name] = found.get(read, read)
+    return found
+
+
+def _counts(ops: tuple[Op, ...], written: Mapping[str, str]) -> dict[str, str]:
+    """What a buffer holds between the calls of a module that adds a number to it in each: value -> buffer."""
+    table, found = {op.name: op for op in ops}, dict[str, str]()
+    for name, buffer in written.items():
+        chain, op = list[str](), table.get(name)
+        while op is not None and op.target == _ADD and isinstance(op.args[0], Ref):
+            before = op.args[0].name
+            if before == buffer:
+                found |= dict.fromkeys(chain, buffer)
+                break
+            chain.append(before)
+            earlier = table.get(before)
+            op = earlier if earlier is not None and earlier.module_path == op.module_path else None
     return found
 
 

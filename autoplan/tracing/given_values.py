@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import TraceError
+from autoplan.tracing.places import calling_place
 
 MOST_VALUES = 32  # a longer tensor is data, which belongs in a buffer
 _MADE_IN_FORWARD = "lifted_tensor_"
@@ -44,8 +45,10 @@ class ValuesAsOperators(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def with_values(program: torch.export.ExportedProgram, *, where: str) -> None:
+def with_values(program: torch.export.ExportedProgram, *, where: str, run: Callable[[], Any]) -> None:
     """Replace the tensors that forward made of numbers by operators, in the graph of an export.
+
+    `run` runs the model again, for an error to find the line.
 
     Raises: TraceError for a tensor that is neither a parameter nor a buffer, and has no values here or too many.
     """
@@ -55,25 +58,33 @@ def with_values(program: torch.export.ExportedProgram, *, where: str) -> None:
         value, first = program.constants[name], next(iter(node.users))
         is_given = name.rpartition(".")[2].startswith(_MADE_IN_FORWARD)
         if not is_given or value.device.type != "cpu" or value.numel() > MOST_VALUES or value.is_complex():
-            raise TraceError(_refusal(where, name, value, first, is_given=is_given))
+            place = calling_place(first, run, reads=value)
+            modules = (first.meta.get("nn_module_stack") or {}).values()
+            is_loss = not any(path.startswith("model") for path, _ in modules)
+            raise TraceError(_refusal(f"{where}: {name}", place, value, is_given=is_given, is_loss=is_loss))
         with program.graph.inserting_before(first):
             made = _stacked(value.tolist(), value.dtype, "meta", _node_maker(program.graph, first))
         node.replace_all_uses_with(made)
         program.graph.erase_node(node)
 
 
-def _refusal(where: str, name: str, value: torch.Tensor, user: torch.fx.Node, *, is_given: bool) -> str:
-    frames = [line.strip() for line in (user.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    found = f"one of shape {list(value.shape)}" + (f", used in {'; '.join(frames[-2:])}" if frames else "")
-    fix = (
-        f"let forward make at most {MOST_VALUES} numbers, by torch.tensor([...], device=x.device), or register them"
-        " in __init__ by self.register_buffer(...)"
-        if is_given
-        else "register it in __init__ by self.register_buffer(...)"
-    )
+def _refusal(where: str, place: str, value: torch.Tensor, *, is_given: bool, is_loss: bool) -> str:
+    if is_loss:
+        fix = (
+            "let the targets hold what loss_fn reads of it, looked up in make_batch (`table[t]`) and wherever your own"
+            " data is read; or make it in loss_fn by operators, such as torch.linspace(..., device=outputs.device)"
+        )
+    elif is_given:
+        fix = (
+            f"let forward make at most {MOST_VALUES} numbers, by torch.tensor([...], device=x.device), or register them"
+            " in __init__ by self.register_buffer(...)"
+        )
+    else:
+        fix = "register it in __init__ by self.register_buffer(...)"
+    reader = "loss_fn" if is_loss else "forward"
     return (
-        f"{where}: {name}: forward uses a tensor that is neither a parameter nor a buffer\n"
-        f"  found: {found}\n  fix: {fix}; --module-level plans the model as it is"
+        f"{where}: {reader} uses a tensor that is neither a parameter nor a buffer{place}\n"
+        f"  found: one of shape {list(value.shape)}\n  fix: {fix}; --module-level plans the model as it is"
     )
 
 

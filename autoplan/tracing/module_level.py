@@ -47,7 +47,7 @@ from autoplan.graph import (
 )
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.segments import block_path, split_segments
-from autoplan.tracing.trace import ModelSource, call_model, meta_batch
+from autoplan.tracing.trace import ModelSource, call_model, check_parameters, in_traced_dtype, meta_batch
 from autoplan.units import GiB
 from autoplan.user_errors import first_line, users_place
 
@@ -64,7 +64,9 @@ def trace_modules(source: ModelSource) -> OpGraph:
     _check_memory(source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = source.build_model().to(DTYPE).train()
+        model = source.build_model()
+        check_parameters(model, source.where)
+        model = in_traced_dtype(model).train()
         first, second = _run(source, model, BATCH_A), _run(source, model, BATCH_B)
     order = tuple(dict.fromkeys((*first.order, *second.order)))
     return _graph(source, model, first, second, order)
@@ -328,6 +330,6 @@ def _inputs(first: _Run, second: _Run) -> tuple[Input, ...]:
     leaves = pytree.tree_flatten_with_path(first.batch)[0]
     for (path, a), b in zip(leaves, pytree.tree_leaves(second.batch), strict=True):
         if isinstance(a, torch.Tensor):
-            names = input_path(path)
+            names = input_path(path, first.batch)
             found.append(Input("_".join(map(str, names)), _spec(a, b), names))
     return tuple(found)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
+_COUNT = "use a reduction such as mean(), or count the samples by one, x.new_ones(len(x), dtype=torch.float32).sum()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,22 @@ class Run:
     batch: tuple[Any, Any]
 
 
+class NumbersDiffer(TraceError):
+    """A number or a size of an operator depends on the batch in a way that no graph holds.
+
+    Attributes:
+        node: of the trace.
+    """
+
+    def __init__(self, node: torch.fx.Node, message: str) -> None:
+        super().__init__(message)
+        self.node = node
+
+
 def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     """The graph of a model, from its trace at batch size `BATCH_A` and its run at `BATCH_B`.
 
-    Raises: TraceError when they do not fit together, or the loss is none.
+    Raises: TraceError when they do not fit together, or the loss is none; NumbersDiffer where a number does not fit.
     """
     where, has_loss_fn = source.where, source.loss_fn is not None
     nodes_a, nodes_b = live_nodes(first.program.graph), live_nodes(second.graph)
@@ -154,14 +167,17 @@ def _alias_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 def _overlay_op(a: torch.fx.Node, b: torch.fx.Node, names: dict[torch.fx.Node, str]) -> Op:
     where = f"{a.name} ({_target_name(a)})"
-    return Op(
-        name=a.name,
-        target=_target_name(a),
-        args=tuple(_overlay_argument(x, y, names, where) for x, y in zip(a.args, b.args, strict=True)),
-        kwargs=tuple((key, _overlay_argument(a.kwargs[key], b.kwargs[key], names, where)) for key in a.kwargs),
-        outputs=_overlay_specs(a.meta["val"], b.meta["val"], where),
-        module_path=_module_path(a),
-    )
+    try:
+        return Op(
+            name=a.name,
+            target=_target_name(a),
+            args=tuple(_overlay_argument(x, y, names, where) for x, y in zip(a.args, b.args, strict=True)),
+            kwargs=tuple((key, _overlay_argument(a.kwargs[key], b.kwargs[key], names, where)) for key in a.kwargs),
+            outputs=_overlay_specs(a.meta["val"], b.meta["val"], where),
+            module_path=module_path_of(a),
+        )
+    except TraceError as error:
+        raise NumbersDiffer(a, str(error)) from error
 
 
 def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: str) -> Argument:
@@ -180,7 +196,9 @@ def _overlay_argument(a: Any, b: Any, names: dict[torch.fx.Node, str], where: st
     if isinstance(a, float):
         if a != b and not (a != a and b != b):
             raise TraceError(
-                f"{where}: the number {a} depends on the batch size; use a reduction such as mean() instead"
+                f"{where}: a number is {a} for batch {BATCH_A} and {b} for batch {BATCH_B}\n"
+                "  expected: numbers that do not depend on the batch\n"
+                f"  fix: {_COUNT}; or use --module-level"
             )
         return a
     return Symbol(str(a))
@@ -198,7 +216,7 @@ def _overlay_extent(a: int, b: int, where: str) -> Extent:
     raise TraceError(
         f"{where}: a size is {a} for batch {BATCH_A} and {b} for batch {BATCH_B}\n"
         "  expected: sizes that do not depend on the batch or are a multiple of it\n"
-        "  fix: keep the batch as the first dim of its tensors"
+        f"  fix: keep the batch as the first dim of its tensors; for a number, {_COUNT}"
     )
 
 
@@ -209,7 +227,7 @@ def _overlay_specs(a: Any, b: Any, where: str) -> tuple[TensorSpec, ...]:
     return tuple(spec for x, y in zip(a, b, strict=True) for spec in _overlay_specs(x, y, where))
 
 
-def _module_path(node: torch.fx.Node) -> str:
+def module_path_of(node: torch.fx.Node) -> str:
     """The innermost module of the user's model that ran this op; LOSS_PATH for ops of the loss function."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if path == "model" or path.startswith("model.")]
@@ -256,14 +274,24 @@ def _graph_inputs(first: Trace, second: Run, names: dict[torch.fx.Node, str]) ->
     leaves_a = [(path, a) for path, a in pytree.tree_flatten_with_path(first.batch)[0] if isinstance(a, torch.Tensor)]
     leaves_b = [b for b in pytree.tree_leaves(second.batch) if isinstance(b, torch.Tensor)]
     return tuple(
-        Input(names[node], _overlay_specs(a, b, node.name)[0], input_path(path))
+        Input(names[node], _overlay_specs(a, b, node.name)[0], input_path(path, first.batch))
         for node, (path, a), b in zip(nodes, leaves_a, leaves_b, strict=True)
     )
 
 
-def input_path(steps: tuple[Any, ...]) -> tuple[str | int, ...]:
-    """`Input.path` of a tensor, from the steps that lead to it in (inputs, targets)."""
-    role, *rest = (step.idx if hasattr(step, "idx") else step.key for step in steps)
+def input_path(steps: tuple[Any, ...], batch: Any) -> tuple[str | int, ...]:
+    """`Input.path` of a tensor, from the steps that lead to it in `batch`, which is (inputs, targets).
+
+    A field of a named tuple counts by its index, as in any other tuple.
+    """
+    found: list[Any] = []
+    for step in steps:
+        if isinstance(step, pytree.GetAttrKey):
+            found.append(batch._fields.index(step.name))
+        else:
+            found.append(step.idx if isinstance(step, pytree.SequenceKey) else step.key)
+        batch = step.get(batch)
+    role, *rest = found
     return ("inputs", "targets")[role], *rest
 
 

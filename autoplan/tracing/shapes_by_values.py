@@ -1,4 +1,6 @@
-"""Operators whose results torch gives no shape without the values of tensors, though a trace only needs a bound.
+"""What torch does not trace without the values of tensors, though a trace needs none of them.
+
+Distributions look whether their parameters are legal, by the values; while traced, they take them as they are.
 
 CTC (Graves et al., ICML 2006) walks over the labels with blanks between them, 2 l + 1 states for l labels. torch
 allocates these for the longest label of the batch, which the lengths say. Here it is the most labels that fit.
@@ -14,11 +16,22 @@ import torch
 
 @contextlib.contextmanager
 def shapes_without_values() -> Iterator[None]:
-    """Inside, these operators can be traced."""
+    """Inside, these can be traced."""
     library = torch.library._scoped_library("aten", "FRAGMENT")
-    with library as aten:
+    with library as aten, _unchecked_distributions():
         torch.library.register_fake("aten::_ctc_loss.Tensor", _ctc_loss, lib=aten)
         yield
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    distribution = torch.distributions.Distribution
+    saved = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(saved)
 
 
 def _ctc_loss(

@@ -34,10 +34,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
-from autoplan.graph import OpGraph
+from autoplan.graph import IN_PLACE, OpGraph
 from autoplan.tracing.dissolved import keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
-from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, Run, Trace, overlay
+from autoplan.tracing.in_place_writes import writes_across_blocks
+from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
+from autoplan.tracing.places import calling_place
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.written_slices import without_copies
@@ -146,7 +148,12 @@ def trace_model(source: ModelSource) -> OpGraph:
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
     first = _trace(source, BATCH_A)
-    return overlay(source, first, _second_run(source, first) or _trace(source, BATCH_B).run)
+    second = _second_run(source, first) or _trace(source, BATCH_B).run
+    try:
+        return overlay(source, first, second)
+    except NumbersDiffer as error:
+        place = calling_place(error.node, lambda: _run_again(source, BATCH_A))
+        raise TraceError(f"{source.where}: an operator depends on the batch size{place}\n  found: {error}") from error
 
 
 def _second_run(source: ModelSource, first: Trace) -> Run | None:
@@ -194,7 +201,30 @@ def _build_model(source: ModelSource) -> nn.Module:
         raise InputError.of(
             f"{source.where}: build_model", found=type(model).__name__, expected="an nn.Module", fix="return the model"
         )
-    return model.to(DTYPE).train()
+    check_parameters(model, source.where)
+    return in_traced_dtype(model).train()
+
+
+def check_parameters(model: nn.Module, where: str) -> None:
+    """Return when all parameters are real.
+
+    Raises: InputError for a complex one, which no data-parallel group of `fully_shard` takes beside real ones.
+    """
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
+    if name is not None:
+        raise InputError.of(
+            f"{where}: {name}",
+            found="a parameter of complex numbers",
+            expected="parameters of real numbers",
+            fix="keep pairs, nn.Parameter(torch.view_as_real(weight)), and in forward take"
+            " torch.view_as_complex(self.weight.float())",
+        )
+
+
+def in_traced_dtype(model: nn.Module) -> nn.Module:
+    """The model with its real numbers in `DTYPE`; `model.to(DTYPE)` would make complex ones real."""
+    model._apply(lambda t: t.to(DTYPE) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+    return model
 
 
 def _trace(source: ModelSource, batch_size: int) -> Trace:
@@ -205,13 +235,21 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             is_decomposed = _needs_functionalization(program)
             if is_decomposed:
+                dissolved |= {IN_PLACE} if writes_across_blocks(program) else set()
                 keep_no_grad(program)
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
-    with_values(program, where=source.where)
+    with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
     without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
+
+
+def _run_again(source: ModelSource, batch_size: int) -> None:
+    """Run the model and its loss as a trace does."""
+    model, batch = _build_model(source), meta_batch(source, batch_size)
+    with _quiet(), shapes_without_values(), ValuesAsOperators():
+        _WithLoss(model, source.loss_fn)(*batch)
 
 
 def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from autoplan.what_if.points import Overrides, Point, combinations, points, sear
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question
 from autoplan.what_if.rows import Assumptions, WhatIfRow, row_of
+from autoplan.what_if.smaller_clusters import of_smaller_clusters, with_judged
 from autoplan.what_if.sweep import Sweep, Task, run_sweep
 
 Progress = Callable[[int, int], None]
@@ -79,6 +80,10 @@ def ask(
     ]
     graphs = {hashes[model]: graph for model, graph in traced.items()}
     sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
+    known = of_smaller_clusters(asked, tasks, sweep.results)
+    if known and not sweep.is_interrupted:
+        judged = run_sweep(list(known.values()), graphs, n_jobs=n_jobs, executor=executor)
+        sweep = with_judged(sweep, known, judged)
     rows = tuple(
         row_of(
             point, result, replace(given, condition=condition), n_samples=question.n_samples, n_tokens=question.n_tokens

@@ -126,7 +126,7 @@ def searched(options: Options, *, search: str, time_limit_s: float | None = None
     if search == "full":
         return options
     names = {name for name, _ in options.fix}
-    fix = options.fix if names & {"schedule"} else (*options.fix, QUICK_SCHEDULE)
+    fix = options.fix if names & {"schedule", "chunks"} else (*options.fix, QUICK_SCHEDULE)
     return replace(options, fix=fix, time_limit_s=QUICK_TIME_LIMIT_S if time_limit_s is None else time_limit_s)
 
 
@@ -201,4 +201,5 @@ def fix_of(best: Candidate) -> str:
     parts += [f"micro_batch={size}" for size in sizes if len(sizes) == 1]
     parts += [f"recompute={best.plan.recompute}"]
     parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
+    parts += [f"chunks={mesh.n_chunks}"] if mesh.n_chunks > 1 else []
     return ",".join(parts)

@@ -29,13 +29,13 @@ class Rows:
     Attributes:
         axes: what sets rows apart beside hardware and hosts.
         is_weak: whether the batch grows with the devices, and is no choice of its own.
-        smallest: the cluster with the fewest devices of each series, along which only the size changes.
+        highest: of each series, along which only the size changes, the highest speed of one device.
     """
 
     rows: tuple[WhatIfRow, ...]
     axes: tuple[Axis, ...]
     is_weak: bool
-    smallest: Mapping[Series, WhatIfRow]
+    highest: Mapping[Series, float]
     fastest: WhatIfRow | None
     as_fast: tuple[WhatIfRow, ...]
     cheapest_usd: float | None
@@ -46,16 +46,15 @@ class Rows:
         is_weak = _is_weak(rows)
         members: dict[Series, list[WhatIfRow]] = {}
         for row in rows:
-            if pace(row) is not None:
-                members.setdefault(_series(row, is_weak=is_weak), []).append(row)
-        smallest = {
-            series: min(found, key=lambda row: row.n_devices)
+            members.setdefault(_series(row, is_weak=is_weak), []).append(row)
+        highest = {
+            series: max(each for row in found if (each := _pace_of_one(row)) is not None)
             for series, found in members.items()
-            if len({row.n_devices for row in found}) > 1
+            if len({row.n_devices for row in found if pace(row) is not None}) > 1
         }
         cheapest = min((row.cost_usd for row in rows if row.cost_usd is not None), default=None)
         axes = tuple(axis for axis in varying(rows) if axis.field not in ("hardware", "n_hosts"))
-        return cls(tuple(rows), axes, is_weak, smallest, fastest(rows), as_fast(rows), cheapest)
+        return cls(tuple(rows), axes, is_weak, highest, fastest(rows), as_fast(rows), cheapest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,14 @@ def _mfu(row: WhatIfRow, rows: Rows) -> str:
 
 def _scaling(row: WhatIfRow, rows: Rows) -> str:
     """Only where a series has several sizes."""
-    per_s, than = pace(row), rows.smallest.get(_series(row, is_weak=rows.is_weak))
-    than_per_s = None if than is None else pace(than)
-    if per_s is None or than is None or than_per_s is None:
-        return ABSENT
-    return f"{per_s / row.n_devices / (than_per_s / than.n_devices):.0%}"
+    each, highest = _pace_of_one(row), rows.highest.get(_series(row, is_weak=rows.is_weak))
+    return ABSENT if each is None or highest is None else f"{each / highest:.0%}"
+
+
+def _pace_of_one(row: WhatIfRow) -> float | None:
+    """Speed of one device, idle ones counted."""
+    per_s = pace(row)
+    return None if per_s is None else per_s / row.n_devices
 
 
 def _series(row: WhatIfRow, *, is_weak: bool) -> Series:
@@ -206,7 +208,7 @@ SPEEDS = (
     Column(
         "scaling",
         _scaling,
-        "scaling: speed of one device, as a share of that in the smallest cluster of the same hardware",
+        "scaling: speed of one device, as a share of the highest of any shown cluster of the same hardware",
     ),
     Column("memory", _memory, "memory: of the fullest device, at the peak"),
     Column("", _marks, is_right=False),

@@ -114,6 +114,7 @@ def parallel_model(tp_degree, n_stages):
     return SimpleNamespace(
         SHARDS=shards if tp_degree > 1 else {},
         STAGES=tuple(stage_class(first) for first in range(0, N_LAYERS, per_stage)),
+        INPUTS=((),),
         BOUNDARIES=(cut,) * (n_stages - 1),
         TIED=(("tokens.weight", "head.weight"),),
         loss_fn=lambda outputs, targets, tp: vocab_parallel_cross_entropy(outputs, targets, tp),

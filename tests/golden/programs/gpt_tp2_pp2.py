@@ -151,6 +151,7 @@ def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | Non
 
 
 STAGES = (Stage0, Stage1)
+INPUTS: tuple[tuple[str | int, ...], ...] = ((),)
 BOUNDARIES: tuple[tuple[Boundary, ...], ...] = ((Boundary((PerSample(1), 16, 32)),),)
 OUTPUTS: tuple[Shard | str, ...] = (Shard(2),)
 SHARDS: dict[str, Shard] = {

@@ -127,6 +127,7 @@ def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | Non
 
 
 STAGES = (Stage0,)
+INPUTS: tuple[tuple[str | int, ...], ...] = ((),)
 BOUNDARIES: tuple[tuple[Boundary, ...], ...] = ()
 OUTPUTS: tuple[Shard | str, ...] = (Shard(2),)
 SHARDS: dict[str, Shard] = {

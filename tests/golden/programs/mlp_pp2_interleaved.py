@@ -102,6 +102,7 @@ def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | Non
 
 
 STAGES = (Stage0, Stage1, Stage2, Stage3)
+INPUTS: tuple[tuple[str | int, ...], ...] = ((),)
 BOUNDARIES: tuple[tuple[Boundary, ...], ...] = (
     (Boundary((PerSample(1), 32)),),
     (Boundary((PerSample(1), 32)),),

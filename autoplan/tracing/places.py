@@ -1,0 +1,70 @@
+"""The line of the user's code that calls an operator of a traced graph.
+
+An export records the lines of `forward` methods alone. Where an error has to name a line of `loss_fn`, or of a function
+that forward calls, the model runs once more, and the stack is read when the operator comes by.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.tracing.source_names import place_of
+from autoplan.user_errors import users_line
+
+Matches = Callable[[Any, list[Any]], bool]  # of an operator and its operands
+
+
+def calling_place(node: torch.fx.Node, run: Callable[[], Any], *, reads: torch.Tensor | None = None) -> str:
+    """` at FILE:LINE: TEXT` of the call that became `node`, found while `run` runs the model.
+
+    It is the first of the same operator with the same numbers, or the first that is given a tensor like `reads`, which
+    is told from parameters by its device. Where none comes by, it is the line that the export recorded.
+    """
+    recorded = place_of(node.meta.get("stack_trace") or "")
+    if reads is not None and reads.device.type == "meta":
+        return recorded
+    watch = _Watch(_same_numbers(node) if reads is None else _given(reads))
+    try:
+        with torch.no_grad(), watch:
+            run()
+    except Exception:  # whatever the user's code raises: the error that is being made matters more
+        return watch.place or recorded
+    return watch.place or recorded
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the user's line of the first operator that matches."""
+
+    def __init__(self, matches: Matches) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._matches = matches
+        self.place = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.place and self._matches(func, pytree.tree_leaves((args, kwargs))):
+            self.place = users_line(traceback.extract_stack())
+        return func(*args, **kwargs)
+
+
+def _same_numbers(node: torch.fx.Node) -> Matches:
+    numbers = _numbers(pytree.tree_leaves((node.args, node.kwargs)))
+    return lambda func, leaves: func is node.target and _numbers(leaves) == numbers
+
+
+def _given(reads: torch.Tensor) -> Matches:
+    def matches(func: Any, leaves: list[Any]) -> bool:
+        like = (reads.shape, reads.dtype, reads.device)
+        return any(isinstance(leaf, torch.Tensor) and (leaf.shape, leaf.dtype, leaf.device) == like for leaf in leaves)
+
+    return matches
+
+
+def _numbers(leaves: list[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if isinstance(leaf, int | float)]
