@@ -134,6 +134,11 @@ def test_lists_with_an_entry_per_layer_follow_the_number_of_layers(tmp_path):
         assert sum(segment.is_block for segment in graph.segments) == n_layers
 
 
+def test_numbers_that_are_not_finite_are_written_as_python(tmp_path):
+    _, text = model_file_text(written(tmp_path, "qwen2", initializer_range=float("inf")), {})
+    assert '"initializer_range": float("inf"),' in text
+
+
 def test_num_labels_replaces_the_labels_of_the_file(tmp_path):
     _, text = model_file_text(written(tmp_path, "vit"), {"num_labels": 5})
     assert constants(text)["N_LABELS"] == 5

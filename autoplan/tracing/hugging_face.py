@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -310,6 +311,8 @@ def _literal(value: Any, indent: str) -> str:
     """A JSON value as a Python literal, an entry a line where it is long."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     inner = indent + "    "
     if isinstance(value, dict) and value:
         lines = [f"{inner}{json.dumps(str(key))}: {_literal(item, inner)},\n" for key, item in value.items()]
