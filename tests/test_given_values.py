@@ -107,3 +107,28 @@ def test_a_program_with_numbers_and_filled_tensors_trains_like_one_process(tmp_p
     problem = api.make_problem(str(path), hw="dgx_a100_x8/2", options=options)
     api.emit(problem, api.solve(problem), tmp_path / "out")
     run_program(tmp_path / "out", 2, "--steps", "2", "--device", "cpu", "--dtype", "float64", "--check")
+
+
+def fills(*places):
+    def make(self, x):
+        filled = x.new_zeros(x.shape[0], 4)
+        for start, end in places:
+            filled[:, start:end] = x[:, start:end]
+        return filled
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("places", "are_joined"),
+    [
+        (((0, 1), (1, 4)), True),
+        (((3, 4), (0, 3)), True),
+        (((0, 2),), False),
+        (((0, 3), (2, 4)), False),
+        (((0, 2), (3, 4)), False),
+    ],
+)
+def test_pieces_that_are_all_of_a_tensor_are_joined(places, are_joined):
+    found = targets_of(fills(*places))
+    assert ("aten.cat.default" in found, "aten.slice_scatter.default" in found) == (are_joined, not are_joined)

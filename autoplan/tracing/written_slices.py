@@ -5,9 +5,15 @@ covers, and torch has no gradient for it, so it becomes what it gives: the sourc
 
     copy(slice(y, ...), a)     ->  expand(to(a, dtype of y), shape of the slice); without what changes nothing
     new_empty(x, shape)        ->  new_zeros(x, shape), so that ranks that add up their parts agree
+
+Pieces that cover the whole tensor are joined, which takes one copy instead of one for each piece:
+
+    slice_scatter(slice_scatter(y, a, -1, 0, 4), b, -1, 4, 8)     ->  cat((a, b), -1)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -29,6 +35,39 @@ def without_copies(graph: torch.fx.Graph) -> None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "memory_format"}
         elif node.target is _ATEN.copy.default and isinstance(node.args[1], torch.fx.Node):
             _replace_copy(graph, node)
+    for node in list(graph.nodes):
+        if node.target is _ATEN.slice_scatter.default:
+            _join_pieces(graph, node)
+
+
+def _join_pieces(graph: torch.fx.Graph, last: torch.fx.Node) -> None:
+    """Replace the result of writing a piece, where it and pieces before it are all of the tensor, once each."""
+    extent, dim = last.meta["val"].shape[_dim(last)], _dim(last)
+    pieces: dict[int, tuple[int, torch.fx.Node]] = {}  # start -> (end, source)
+    node: Any = last
+    while isinstance(node, torch.fx.Node) and node.target is _ATEN.slice_scatter.default and _dim(node) == dim:
+        arguments: tuple[Any, ...] = (*node.args, *(0, 0, extent, 1)[len(node.args) - 2 :])
+        base, source, _, start, end, step = arguments
+        if step != 1 or start in pieces or not isinstance(source, torch.fx.Node):
+            return
+        pieces[start] = (min(end, extent), source)
+        if sum(stop - begin for begin, (stop, _) in pieces.items()) >= extent:
+            break
+        node = base
+    places = sorted((start, end) for start, (end, _) in pieces.items())
+    if [start for start, _ in places] != [0, *(end for _, end in places[:-1])] or places[-1][1] != extent:
+        return
+    with graph.inserting_before(last):
+        joined = graph.call_function(_ATEN.cat.default, ([pieces[start][1] for start, _ in places], dim))
+    joined.meta.update(last.meta)
+    last.replace_all_uses_with(joined)
+    graph.erase_node(last)
+
+
+def _dim(node: torch.fx.Node) -> int:
+    """The dim in which a piece lies, counted from the front."""
+    dim: Any = node.args[2] if len(node.args) > 2 else 0
+    return int(dim % node.meta["val"].dim())
 
 
 def _replace_copy(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
