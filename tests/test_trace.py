@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections import namedtuple
+from collections import UserDict, namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -431,3 +432,25 @@ def test_what_is_no_tensor_in_a_batch_is_no_input(n_targets):
     graph = trace_model(ModelSource(name="own", where="own", build_model=Own, make_batch=make_batch, loss_fn=None))
     assert [item.path for item in graph.inputs][0] == ("inputs", 0)
     assert len(graph.inputs) == 1 + n_targets
+
+
+def test_a_batch_of_other_mappings_than_dicts_is_traced_as_dicts():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    def loss_fn(outputs, targets):
+        return (outputs - targets["y"]).square().mean()
+
+    batch = UserDict(x=torch.zeros(2, 4)), UserDict(y=torch.zeros(2, 4))
+    source = module_source(Own(4, 4), batch, loss_fn)
+    in_file = replace(
+        source,
+        make_batch=lambda n: tuple(UserDict({key: item[key][:1].expand(n, 4) for key in item}) for item in batch),
+    )
+    for graph in (
+        trace_model(source),
+        trace_model(in_file),
+        trace_modules(replace(in_file, build_model=lambda: Own(4, 4))),
+    ):
+        assert [item.path for item in graph.inputs] == [("inputs", "x"), ("targets", "y")]

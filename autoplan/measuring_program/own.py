@@ -11,7 +11,7 @@ import copy
 import enum
 import functools
 import importlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ class OwnModel:
         model = self._model
         batch, _ = self._file.make_batch(batch_size)
         known = KnownValues()
+        batch = dict(batch) if isinstance(batch, Mapping) else batch  # as programs give it to the model
         inputs = _mapped(batch, functools.partial(_meta, dtype=self._dtype, known=known))
         with recorded(model, self._paths) as found:
             with known:

@@ -47,7 +47,7 @@ from autoplan.graph import (
 )
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.segments import block_path, split_segments
-from autoplan.tracing.trace import ModelSource, call_model, check_parameters, in_traced_dtype, meta_batch
+from autoplan.tracing.trace import ModelSource, call_model, check_parameters, in_traced_dtype, meta_batch, with_dicts
 from autoplan.units import GiB
 from autoplan.user_errors import first_line, users_place
 
@@ -164,7 +164,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     meta_batch(source, batch_size)  # checks what make_batch returns
     batch = pytree.tree_map(
         lambda t: t.to(DTYPE) if isinstance(t, torch.Tensor) and t.is_floating_point() else t,
-        tuple(source.make_batch(batch_size)),
+        tuple(with_dicts(source.make_batch(batch_size))),
     )
     inputs, targets = batch
     held = [*model.parameters(), *model.buffers(), *(t for t in pytree.tree_leaves(batch) if hasattr(t, "shape"))]

@@ -23,7 +23,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -127,7 +127,9 @@ def module_source(
     """The source to trace for a live module; `example_batch` is (inputs, targets), first dim = batch."""
 
     def make_batch(batch_size: int) -> tuple[Any, Any]:
-        return pytree.tree_map(lambda t: torch.zeros(batch_size, *t.shape[1:], dtype=t.dtype), example_batch)
+        return pytree.tree_map(
+            lambda t: torch.zeros(batch_size, *t.shape[1:], dtype=t.dtype), with_dicts(example_batch)
+        )
 
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -256,14 +258,21 @@ def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A batch with its values, as the model file makes it once a model is built."""
     with torch.device("meta"):
         source.build_model()
-    inputs, targets = made_batch(source.make_batch, batch_size, where=source.where)
+    inputs, targets = with_dicts(made_batch(source.make_batch, batch_size, where=source.where))
     return inputs, targets
+
+
+def with_dicts(batch: Any) -> Any:
+    """A batch with dicts in place of other mappings, as what a tokenizer returns: so programs give it to the model."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        return {key: with_dicts(value) for key, value in batch.items()}
+    return type(batch)(map(with_dicts, batch)) if type(batch) in (tuple, list) else batch
 
 
 def meta_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A checked batch of the model file, on the meta device."""
     where = f"{source.where}: make_batch({batch_size})"
-    batch = made_batch(source.make_batch, batch_size, where=source.where)
+    batch = with_dicts(made_batch(source.make_batch, batch_size, where=source.where))
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise InputError.of(where, found=type(batch).__name__, expected="(inputs, targets)", fix="return a pair")
 
