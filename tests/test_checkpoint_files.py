@@ -23,6 +23,8 @@ from autoplan.runtime.checkpoint_folder import (
     SCHEMA_VERSION,
     STATE,
     check_complete,
+    check_undamaged,
+    damaged_files,
     newest_complete,
     publish,
     read_state,
@@ -40,9 +42,9 @@ def write(folder, step, **state):
     """A complete checkpoint of one tensor."""
     part = start_writing(folder, step)
     tensor = torch.arange(6.0).view(2, 3) + step
-    write_pieces(part, pieces_of("model.weight", tensor, whole_shape=(2, 3)), group=None)
+    checksums = write_pieces(part, pieces_of("model.weight", tensor, whole_shape=(2, 3)), group=None)
     sizes = {path.name: path.stat().st_size for path in part.iterdir()}
-    return publish(part, state={"schema_version": SCHEMA_VERSION, **state}, sizes=sizes)
+    return publish(part, state={"schema_version": SCHEMA_VERSION, **state}, sizes=sizes, checksums=checksums)
 
 
 def steps(folder):
@@ -185,7 +187,7 @@ def test_what_has_no_room_is_removed_and_told_in_bytes(tmp_path):
             new_safetensors(tmp_path / "w.safetensors", {"weight": ((1000,), torch.float64)})
         part = start_writing(tmp_path, 2)
         with pytest.raises(OSError, match="File too large"):
-            publish(part, state={"long": "x" * 8000}, sizes={})
+            publish(part, state={"long": "x" * 8000}, sizes={}, checksums={})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, size)
     assert steps(tmp_path) == ["w.safetensors"]
@@ -196,6 +198,28 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     path = write(tmp_path, 1, word="new")
     assert read_state(path)["word"] == "new"
     assert steps(tmp_path) == ["step-00000001"]
+
+
+def flip_a_bit(file):
+    body = bytearray(file.read_bytes())
+    body[len(body) // 2] ^= 1
+    file.write_bytes(body)
+
+
+def test_one_changed_bit_in_any_file_is_found_and_an_older_checkpoint_named_not_taken(tmp_path):
+    older, path = write(tmp_path, 1), write(tmp_path, 2)
+    assert damaged_files(path, rank=0, n_ranks=1) == []
+    names = [file.name for file in path.iterdir() if file.name != MANIFEST and file.stat().st_size]
+    assert {".metadata", STATE, "__0_0.distcp"} <= set(names)
+    for name in names:
+        flip_a_bit(path / name)
+    assert newest_complete(tmp_path).path == path
+    found = [damaged_files(path, rank=rank, n_ranks=2) for rank in range(2)]
+    assert (sorted(found[0]), found[1]) == (sorted(names), [])
+    with pytest.raises(CheckpointError, match=f"damaged: .* in .metadata, .*\n  fix: remove {path}: .* from {older}"):
+        check_undamaged(path, found[0])
+    with pytest.raises(CheckpointError, match="fix: use another checkpoint"):
+        check_undamaged(older, ["__0_0.distcp"])
 
 
 @pytest.mark.parametrize(

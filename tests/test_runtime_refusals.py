@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -43,6 +44,7 @@ def all_of_two_ranks(folder):
         "bad_steps": [bad_step(1, value, is_fused) for is_fused in (False, True) for value in (math.nan, math.inf)],
         "device_memory_error": device_memory_error(),
         "other_model": other_model(f"{folder}/other"),
+        "damaged": damaged(f"{folder}/damaged"),
         "error_beside_a_save": error_beside_a_save(f"{folder}/error"),
         "save_out_of_time": save_out_of_time(f"{folder}/slow"),
         "save_without_room": save_without_room(f"{folder}/full"),
@@ -171,6 +173,33 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tw
         assert "step-00000000: is of another model" in message
         assert "0.weight: not in it" in message
         assert "and " in message and " more" in message
+
+
+def damaged(folder):
+    """On one rank: what loading says where a bit changed on the disk, and whether the parameters stayed."""
+    config = Config(dp=2, precision="fp64")
+    model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
+    checkpoints = Checkpoints(model, folder)
+    checkpoints.save()
+    path = checkpoints.wait()
+    if model.mesh.rank == 0:
+        file = max(path.glob("__1_*"), key=lambda file: file.stat().st_size)
+        body = bytearray(file.read_bytes())
+        body[len(body) // 2] ^= 1
+        file.write_bytes(body)
+    held = [local_part(parameter.detach()).fill_(7.0) for parameter in model.parameters()]
+    dist.barrier()
+    try:
+        load_checkpoint(model, path)
+    except CheckpointError as error:
+        return str(error), all((tensor == 7.0).all() for tensor in held)
+    return "", False
+
+
+def test_a_checkpoint_that_changed_on_the_disk_is_refused_on_every_rank_and_changes_nothing(two_ranks):
+    for message, is_unchanged in [found["damaged"] for found in two_ranks]:
+        assert is_unchanged
+        assert re.search(r"step-00000000: damaged: other bytes than were written are in __1_\d.distcp\n", message)
 
 
 def error_beside_a_save(folder):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .checkpoint import checkpoint_at
-from .checkpoint_folder import check_complete
+from .checkpoint_folder import check_complete, check_undamaged, damaged_files
 from .checkpoint_weights import export_checkpoint
 
 
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     path = checkpoint_at(given.folder)
     check_complete(path)
+    check_undamaged(path, damaged_files(path, rank=0, n_ranks=1))
     export_checkpoint(path, given.file)
     print(f"{given.file}: the weights of {path}", file=sys.stderr)
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ from .checkpoint_folder import (
     MANIFEST,
     SCHEMA_VERSION,
     check_complete,
+    check_undamaged,
+    damaged_files,
     newest_complete,
     publish,
     read_state,
@@ -197,14 +200,14 @@ class Checkpoints:
         self._copies.wait()
         step = run_state["run"]["n_steps"]
         part: Path = self._from_first(lambda: start_writing(self.folder, step))
-        write_pieces(part, pieces, group=self._group)
+        checksums = merged(gathered(write_pieces(part, pieces, group=self._group), self._group))
         ranks = gathered(own, self._group)
         sizes = merged(gathered(_own_sizes(part, self._model.mesh.rank), self._group))
 
         def complete() -> Path:
             optimizer = {"groups": _all_groups(ranks), "values": merged(rank.values for rank in ranks)}
             state = {"schema_version": SCHEMA_VERSION, **run_state, "optimizer": optimizer}
-            target = publish(part, state=state, sizes=sizes)
+            target = publish(part, state=state, sizes=sizes, checksums=checksums)
             remove_old(self.folder, keep=self._keep)
             return target
 
@@ -237,11 +240,14 @@ def checkpoint_at(path: Path) -> Path:
 def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[str, Stateful] | None = None) -> None:
     """Go on from a checkpoint, of any plan for the same model; every rank must call it.
 
-    Raises: CheckpointError when it is incomplete or of another model, and then nothing was changed; or when a file of
-        it cannot be read.
+    Raises: CheckpointError when it is incomplete, damaged or of another model, and then nothing was changed; or when a
+        file of it cannot be read.
     """
     path = Path(path)
     check_complete(path)
+    with passing_host_group(model.config) as group:
+        own_damaged = damaged_files(path, rank=model.mesh.rank, n_ranks=model.config.n_ranks)
+        check_undamaged(path, chain.from_iterable(gathered(own_damaged, group)))
     state, reader = read_state(path), IndexReader(path)
     saved = reader.tensors()
     check_shapes(model.whole.shapes, saved_shapes(saved), where=str(path))

@@ -2,10 +2,14 @@
 
     DIR/step-00000200.part/   while it is being written
     DIR/.in-use               locked by the job that saves there, see folder_lock.py
-    DIR/step-00000200/        complete: MANIFEST.json, with the size of every file, was written last; then renamed
+    DIR/step-00000200/        complete: MANIFEST.json, with size and CRC-32 of each file, was written last; then renamed
 
 All ranks must see the same folder. A `.part` folder is left behind by a program that was killed while writing; the next
 one removes it. One that cannot be written whole is removed at once.
+
+Sizes are compared where a checkpoint is looked for, checksums before it is read. They are taken of what is written, by
+the threads that write it beside the training: 4.2 GB/s a core; four threads on two busy cores then write 0.75 GB/s to
+memory instead of 1.1, and 1.2 GB/s to a disk instead of 1.5 (2026-11-23).
 """
 
 from __future__ import annotations
@@ -14,17 +18,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_planner import CheckpointError
+from .checkpoint_planner import N_THREADS, CheckpointError
 
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 SCHEMA_VERSION = 2
 MAX_JSON_BYTES = 2**30
+MAX_NAMED = 5
+_BLOCK_BYTES = 2**24
 _PART = ".part"
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _DOOMED = ".old.part"
@@ -53,15 +61,17 @@ def start_writing(folder: Path, step: int) -> Path:
     return part
 
 
-def publish(part: Path, *, state: Mapping[str, Any], sizes: Mapping[str, int]) -> Path:
-    """Complete a checkpoint whose tensors are written, `sizes` being those of its files; one process calls it.
+def publish(part: Path, *, state: Mapping[str, Any], sizes: Mapping[str, int], checksums: Mapping[str, int]) -> Path:
+    """Complete a checkpoint whose tensors are written, with size and CRC-32 of its files; one process calls it.
 
     What cannot be completed, as on a full disk, is removed.
     """
     try:
         _write_synced(part / STATE, state)
         every_size = {**sizes, STATE: (part / STATE).stat().st_size}
-        _write_synced(part / MANIFEST, {"schema_version": SCHEMA_VERSION, "bytes": every_size})
+        every_checksum = {**checksums, STATE: _checksum(part / STATE)}
+        manifest = {"schema_version": SCHEMA_VERSION, "bytes": every_size, "crc32": every_checksum}
+        _write_synced(part / MANIFEST, manifest)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -117,6 +127,33 @@ def check_complete(path: Path) -> None:
             raise CheckpointError(f"{file}: found {what}, expected {expected} bytes\n  fix: choose another checkpoint")
 
 
+def damaged_files(path: Path, *, rank: int, n_ranks: int) -> list[str]:
+    """Names of the files of a complete checkpoint that hold other bytes than were written, of this rank's part of them.
+
+    A rank takes the files of the same rank, which it is likely to read next. Checkpoints of earlier versions have no
+    checksums.
+    """
+    manifest = read_json(path / MANIFEST)
+    checksums = manifest.get("crc32") or {}
+    own = [name for name in manifest["bytes"] if name in checksums and _written_by(name) % n_ranks == rank]
+    with ThreadPoolExecutor(N_THREADS) as threads:
+        found = threads.map(_checksum, [path / name for name in own])
+        return [name for name, checksum in zip(own, found, strict=True) if checksum != checksums[name]]
+
+
+def check_undamaged(path: Path, damaged: Iterable[str]) -> None:
+    """Raises: CheckpointError that names the damaged files of a checkpoint, and an older one to go on from."""
+    names = sorted(damaged)
+    if names:
+        before = _complete(path.parent)
+        older = [other for other in before[before.index(path) + 1 :] if _is_complete(other)] if path in before else []
+        fix = f"remove {path}: the same command then goes on from {older[0]}" if older else "use another checkpoint"
+        raise CheckpointError(
+            f"{path}: damaged: other bytes than were written are in {', '.join(names[:MAX_NAMED])}"
+            f"{f' and {len(names) - MAX_NAMED} more files' if len(names) > MAX_NAMED else ''}\n  fix: {fix}"
+        )
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """What a checkpoint holds beside tensors.
 
@@ -140,6 +177,32 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: found a {type(value).__name__}, expected a JSON object")
     return value
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        check_complete(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _written_by(name: str) -> int:
+    """The rank that wrote a file."""
+    match = re.match(r"__(\d+)_", name)
+    return int(match[1]) if match else 0
+
+
+def _checksum(path: Path) -> int | None:
+    """The CRC-32 of a file; None where it cannot be read."""
+    checksum = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                checksum = zlib.crc32(block, checksum)
+    except OSError:
+        return None
+    return checksum
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -7,10 +7,13 @@ everything else is JSON.
 
 from __future__ import annotations
 
+import io
 import math
+import os
 import pickle
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +24,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -67,12 +70,14 @@ class CheckpointError(SystemExit):
     """A checkpoint cannot be written, or is not what this program can load; ends it with the message and code 1."""
 
 
-def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
+def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> dict[str, int]:
     """Write all ranks' pieces into `folder`; every rank of `group` must call it, with None one process alone.
+
+    Returns: the CRC-32 of what this rank wrote to each file, by name.
 
     Raises: CheckpointError on every rank when one fails; once there is a plan, the first one has removed the folder.
     """
-    writer, planner = _WholeWriter(folder, thread_count=N_THREADS), _PieceWriter(pieces)
+    writer, planner = _WholeWriter(folder), _PieceWriter(pieces)
     try:
         with _failing_together(folder, group), _without_checksums():
             save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
@@ -82,6 +87,7 @@ def write_pieces(folder: Path, pieces: Sequence[Piece], *, group: ProcessGroup |
         shutil.rmtree(folder, ignore_errors=True)
         n_free = shutil.disk_usage(folder.parent).free
         raise CheckpointError(f"{error}\n  it takes {planner.n_bytes:,} bytes; {n_free:,} are free there") from error
+    return writer.files.checksums()
 
 
 def read_pieces(reader: IndexReader, pieces: Sequence[Piece], *, group: ProcessGroup | None) -> None:
@@ -95,7 +101,7 @@ def read_pieces(reader: IndexReader, pieces: Sequence[Piece], *, group: ProcessG
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Inside, torch writes none: it reads none either, and they took nine tenths of the time (0.28 against 3 GB/s)."""
+    """Inside, torch writes none of its own: it reads none either, and they took nine tenths of the time."""
     had_checksums = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -175,8 +181,46 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
 
 
+class _SummedFile(io.BufferedWriter):
+    """A new file, and the CRC-32 of what is written to it from its beginning to its end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return super().write(data)
+
+
+class _SummedFiles(FileSystem):
+    """Files as torch writes them, with checksums of those that were written."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, _SummedFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb"
+        with _SummedFile(Path(path)) as file:
+            self._written[Path(path).name] = file
+            yield file
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self._written[Path(new_path).name] = self._written.pop(Path(path).name)
+
+    def checksums(self) -> dict[str, int]:
+        """CRC-32 by the name of the file."""
+        return {name: file.checksum for name, file in self._written.items()}
+
+
 class _WholeWriter(FileSystemWriter):
     """Fails where one of its threads does: torch goes on then, without the tensors of that thread."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, thread_count=N_THREADS)
+        self.fs = self.files = _SummedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner)
