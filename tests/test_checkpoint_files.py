@@ -151,6 +151,14 @@ sys.stdin.read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+TAKE = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(1)
+"""
+
 
 def test_a_folder_is_of_one_job_at_a_time_and_free_once_that_is_killed(tmp_path, capsys):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -161,8 +169,14 @@ def test_a_folder_is_of_one_job_at_a_time_and_free_once_that_is_killed(tmp_path,
         threading.Timer(0.2, other.stdin.close).start()
         lock = lock_folder(tmp_path, wait_s=60.0)
     assert "waits up to 60 s for another job" in capsys.readouterr().err
-    assert (tmp_path / ".in-use").read_text().startswith(f"process {os.getpid()} on ")
+    with pytest.raises(CheckpointError, match="this process saves there already\n  fix: close"):
+        lock_folder(tmp_path, wait_s=0.0)
+    take = [sys.executable, "-c", TAKE, str(tmp_path / ".in-use")]
+    assert subprocess.run(take).returncode == 1  # which that did not end
     unlock_folder(lock)
+    assert subprocess.run(take).returncode == 0
+    assert (tmp_path / ".in-use").read_text().startswith(f"process {os.getpid()} on ")
+    unlock_folder(lock_folder(tmp_path))
 
 
 def test_a_file_system_without_locks_is_used_nevertheless(tmp_path, monkeypatch, capsys):

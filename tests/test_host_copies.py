@@ -1,6 +1,7 @@
 """Copies for a checkpoint: whole, in memory that is kept, and taken before the next update."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,3 +130,14 @@ def test_the_next_step_begins_while_copies_are_made_and_updates_after_them(tmp_p
     assert save_s < 0.3
     assert not all(map(torch.equal, before, after))
     assert all(map(torch.equal, before, saved))
+
+
+def test_the_next_update_waits_for_the_copies_of_all_saves_before_it(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=waited.append))
+    model = SimpleNamespace(_copied=[], mesh=SimpleNamespace(device=None))
+    for copied in ("of one folder", "of another", None):
+        ParallelModel.hold_update(model, copied)
+    for _ in range(2):
+        ParallelModel.wait_for_copies(model)
+    assert waited == ["of one folder", "of another"]

@@ -91,7 +91,8 @@ class Checkpoints:
 
     `extra` names what else to save and load. At most one save is under way; the next waits for it.
 
-    Raises: CheckpointError when the folder cannot be written, is another job's, or is not the same on every rank.
+    Raises: CheckpointError when the folder cannot be written, is another job's or of another one of these objects that
+        is not closed, or is not the same on every rank.
     """
 
     def __init__(
@@ -352,6 +353,7 @@ def _prepare_folder(folder: Path, group: ProcessGroup | None, *, is_first: bool)
     if is_first:
         mark.unlink(missing_ok=True)
     if not is_seen:
+        unlock_folder(lock)
         raise CheckpointError(
             f"{folder}: found on some hosts only, expected one folder that all ranks see\n"
             "  fix: choose one on a shared file system"

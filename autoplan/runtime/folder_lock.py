@@ -1,12 +1,15 @@
 """One job at a time in a folder of checkpoints: a file that its first rank holds locked.
 
 The lock is of the process (POSIX): it ends with the process, however that ends, and workers that read data do not
-inherit it. A job that was restarted on another host may meet it until the file system has noticed that the old one is
-gone, so it waits a while. File systems without locks exist; there a job goes on, and says so.
+inherit it. It does not keep the same process out, and would end as soon as that closed the file once; so one that has
+the file open is refused before it opens it again. A job that was restarted on another host may meet the lock until the
+file system has noticed that the old one is gone, so it waits a while. File systems without locks exist; there a job
+goes on, and says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -26,9 +29,15 @@ _TAKEN = (errno.EACCES, errno.EAGAIN)
 def lock_folder(folder: Path, *, wait_s: float = WAIT_S) -> int | None:
     """Lock a folder for this process; what `unlock_folder` takes, or None where its file system has no locks.
 
-    Raises: CheckpointError when another job still holds it after `wait_s`; OSError when the folder cannot be written.
+    Raises: CheckpointError when this process holds it, or another job still does after `wait_s`; OSError when the
+        folder cannot be written.
     """
     path = folder / NAME
+    if _is_open_here(path):
+        raise CheckpointError(
+            f"{folder}: this process saves there already\n"
+            "  fix: close() the Checkpoints that does, or choose another folder"
+        )
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError as error:
@@ -61,6 +70,17 @@ def lock_folder(folder: Path, *, wait_s: float = WAIT_S) -> int | None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return descriptor
+
+
+def _is_open_here(path: Path) -> bool:
+    """Whether a descriptor of this process is that file."""
+    if path.exists():
+        found = path.stat()
+        for descriptor in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the one that listed them
+                if os.path.samestat(os.fstat(int(descriptor)), found):
+                    return True
+    return False
 
 
 def _say_without(path: Path, error: OSError) -> None:

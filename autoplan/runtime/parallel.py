@@ -91,7 +91,7 @@ class ParallelModel(nn.Module):
         self.whole, self.compressed = WholeTensors({}, {}), list[PowerSGD | None]()
         self.n_steps = 0
         self.is_told_to_stop, self._n_told = False, torch.zeros(())
-        self._copied: torch.cuda.Event | None = None
+        self._copied = list[torch.cuda.Event]()
         self._max_grad_norm = max_grad_norm
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
         build_model = functools.partial(model_file.build_model, **(overrides or {}))
@@ -169,14 +169,15 @@ class ParallelModel(nn.Module):
         return bool(self._n_told.item())
 
     def hold_update(self, copied: torch.cuda.Event | None) -> None:
-        """Let the next update wait for `copied`: until then parameters and optimizer state are being read."""
-        self._copied = copied
+        """Let the next update wait for `copied` too: until then parameters and optimizer state are being read."""
+        if copied is not None:
+            self._copied.append(copied)
 
     def wait_for_copies(self) -> None:
         """Let the device wait until nothing reads what an update changes."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self.mesh.device).wait_event(self._copied)
-            self._copied = None
+        for copied in self._copied:
+            torch.cuda.current_stream(self.mesh.device).wait_event(copied)
+        self._copied.clear()
 
     def run_state(self) -> dict[str, Any]:
         """Numbers of the run that a checkpoint holds; they must be JSON, those of a user's scheduler too."""
