@@ -2,6 +2,7 @@
 
 import multiprocessing
 import random
+import signal
 import subprocess
 import time
 from itertools import islice
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from autoplan.runtime import loading
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import TrainingData, evaluation_data, training_data
 from autoplan.runtime.train import timed_step
@@ -125,37 +125,46 @@ def test_workers_change_no_sample_and_no_number_that_it_draws_and_end_with_the_d
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_workers_read_on_when_every_process_of_a_job_is_told_to_stop():
+@pytest.mark.parametrize("number", ["TERM", "INT"])
+def test_workers_read_on_when_every_process_of_a_job_is_told_to_stop(number):
     data = _data(Numbers(120), n_workers=2)
     _samples(data, 2)  # one of each worker
     workers = multiprocessing.active_children()
     for worker in workers:  # by another process than the one that they read for
-        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
     assert len(_samples(data, 8)) == 8 and len(workers) == 2
-    for worker in workers:
-        worker.terminate()
-        worker.join(timeout=10)
-        assert worker.exitcode == 0
+    data.close()
+    assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_a_fork_server_started_ends_when_the_training_process_says(monkeypatch):
-    monkeypatch.setattr("os.getppid", lambda: 1)  # the fork server
-    context = multiprocessing.get_context("fork")
-    waits = context.Event()
+class Stuck(Stream):
+    """One step, and then nothing."""
 
-    def read():
-        loading._outlive_sigterm(0)
-        waits.set()
+    def __iter__(self):
+        yield from super().__iter__()
         time.sleep(60)
 
-    worker = context.Process(target=read, daemon=True)
-    worker.start()
-    assert waits.wait(timeout=10)
-    worker.terminate()
+
+def test_a_worker_that_never_gives_a_batch_ends_with_the_training(monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # seconds that it is given
+    data = _data(Stuck(12), n_workers=1)
+    _samples(data, 1)
+    [worker] = multiprocessing.active_children()
+    data.close()
     worker.join(timeout=10)
-    code = worker.exitcode
-    worker.kill()
-    assert code == 0
+    assert worker.exitcode == -signal.SIGKILL
+
+
+class Programs(Numbers):
+    """Sample i is how a program ended that a signal was sent to, -15 or -2."""
+
+    def __getitem__(self, index):
+        return subprocess.run(["sh", "-c", f"kill -{('TERM', 'INT')[index % 2]} $$"]).returncode, 0
+
+
+def test_programs_that_a_worker_starts_are_ended_by_signals_as_any_other():
+    (codes,) = _samples(_data(Programs(12), config=Config(micro_batch_size=12), n_workers=1), 1)
+    assert set(codes) == {-signal.SIGTERM, -signal.SIGINT}
 
 
 @pytest.mark.parametrize("dataset", [Numbers(30), Stream(30)], ids=["map", "stream"])

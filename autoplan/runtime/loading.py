@@ -15,15 +15,15 @@ sample) alone: it is the same on all ranks that share a sample, with any number 
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, islice
+from multiprocessing.context import BaseContext
 from typing import Any, cast
 
 import torch
@@ -80,26 +80,33 @@ class Reading:
             collate_fn=self.collate,
             pin_memory=self.pins,
             generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)),
-            worker_init_fn=_outlive_sigterm,
+            worker_init_fn=_outlive_signals,
+            multiprocessing_context=_context() if self.n_workers else None,
             **options,
         )
 
 
-def _outlive_sigterm(_: int) -> None:
-    """In a worker: end at a SIGTERM of the training process only.
+class _Worker(multiprocessing.Process):
+    """A process that the training process ends all the same, where it gives no batch and does not end by itself."""
 
-    Schedulers send it to every process of a job, and the step that is to be finished may need a batch.
+    def terminate(self) -> None:
+        self.kill()
+
+
+def _context() -> BaseContext:
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Process = _Worker
+    return cast(BaseContext, context)
+
+
+def _outlive_signals(_: int) -> None:
+    """In a worker: read on when told to stop.
+
+    Schedulers and terminals tell every process of a job, and the step that is to be finished may need a batch. With a
+    handler: programs that a worker starts would inherit signals that it ignores or blocks.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_parent_says, name="sigterm", daemon=True).start()
-
-
-def _end_when_parent_says() -> None:
-    parent = multiprocessing.parent_process()  # `os.getppid()` may be a fork server
-    assert parent is not None
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
-        pass
-    os._exit(0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
 
 
 class TrainingData:
