@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from argparse import ArgumentParser
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,8 @@ from autoplan.runtime import (
     build_rank_mesh,
     global_batch,
     hang_watch,
+    join_process_group,
+    resume,
 )
 from autoplan.runtime.hang_watch import watch_for_hangs
 
@@ -179,8 +182,8 @@ def test_sigterm_finishes_the_step_saves_and_ends_with_143_and_the_same_command_
     assert (tmp_path / "weights.safetensors").stat().st_size > 8 * 16 * 24
 
 
-def told_to_stop(folder):
-    """In one process that is sent SIGTERM in its second step: whether it ends after each, its code, what it saved."""
+def told_to_stop(folder, number, is_told_twice=False):
+    """In one process that is told so in its second step: whether it ends after each, its code, what it saved."""
     config = Config(precision="fp64")
     model = ParallelModel(config, tiny_gpt, mesh=build_rank_mesh(config, "cpu"))
     parser = ArgumentParser()
@@ -189,14 +192,32 @@ def told_to_stop(folder):
     ends = []
     for step in range(2):
         if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # by a scheduler, and by torchrun
+            if is_told_twice:
+                resume.SAME_SIGNAL_S = 0.0
+                os.kill(os.getpid(), signal.SIGTERM)
         model.step(tiny_gpt.make_batch(1))
         ends.append(run.ends_after(step))
     return ends, run.finish(), glob.glob("step-*", root_dir=folder)
 
 
-def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint_and_143(tmp_path):
-    assert run_ranks(told_to_stop, 1, str(tmp_path)) == [([False, True], 143, ["step-00000002"])]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_or_a_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint_and_its_code(tmp_path, number):
+    assert run_ranks(told_to_stop, 1, str(tmp_path), number) == [([False, True], 128 + number, ["step-00000002"])]
+
+
+def test_a_second_ctrl_c_which_torchrun_passes_on_as_sigterm_ends_the_run_at_once(tmp_path):
+    process = get_context("fork").Process(target=told_alone, args=(str(tmp_path),))
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == -signal.SIGTERM
+    assert not list(tmp_path.glob("step-*"))
+
+
+def told_alone(folder):
+    join_process_group("cpu")
+    told_to_stop(folder, signal.SIGINT, is_told_twice=True)
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
     start     load the newest complete checkpoint, or the given one, or initial weights
     steps     save every N of them, beside the training
     SIGTERM   finish the step, save, exit with 143: the same command goes on from there
+    SIGINT    the same with 130; what comes after it ends the process
     end       save, export the weights
 
 After an elastic restart the newest checkpoint of this run comes first, whatever it had started from.
@@ -10,9 +11,11 @@ After an elastic restart the newest checkpoint of this run comes first, whatever
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import TracebackType
@@ -27,14 +30,22 @@ from .number_options import whole_number
 from .parallel import ParallelModel
 
 STEPS_PER_SAVE = 100
-EXIT_STOPPED = 143  # 128 + SIGTERM
+EXIT_STOPPED = 128 + signal.SIGTERM
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+# Within it a second signal is the first once more: a scheduler sends it to every process, and torchrun passes it on.
+SAME_SIGNAL_S = 1.0
 LAST_SAVE_S = 300.0  # what a save under way has left when an error ends the run
 
 
 def add_checkpoint_options(parser: ArgumentParser) -> None:
     """The options of `train.py` that this module reads."""
     count = whole_number(1)
-    group = parser.add_argument_group("checkpoints", f"SIGTERM: finish the step, save, exit with {EXIT_STOPPED}")
+    group = parser.add_argument_group(
+        "checkpoints",
+        f"with --checkpoint-dir SIGTERM, or one Ctrl-C: finish the step, save, exit with {EXIT_STOPPED} or "
+        f"{EXIT_INTERRUPTED}; torchrun gives that 30 s, or those of TORCH_ELASTIC_SHUTDOWN_TIMEOUT. "
+        "Ctrl-C again: end at once",
+    )
     group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save here; all hosts must see it")
     group.add_argument(
         "--checkpoint-every", type=count, default=STEPS_PER_SAVE, metavar="N", help="steps between two checkpoints"
@@ -62,10 +73,12 @@ class Run:
         self._extra: dict[str, Stateful] = {} if data is None else {"data": data}
         self._saved_step = -1
         self.was_stopped = False
+        self._exit_stopped, self._interrupted_s = EXIT_STOPPED, math.inf
         self._checkpoints: Checkpoints | None = None
         if options.checkpoint_dir is not None:
             self._checkpoints = Checkpoints(model, options.checkpoint_dir, keep=options.keep, extra=self._extra)
             signal.signal(signal.SIGTERM, self._tell)
+            signal.signal(signal.SIGINT, self._tell)
         self._start()
 
     def __enter__(self) -> Run:
@@ -94,7 +107,7 @@ class Run:
                 self._say(f"told to stop: saved after {self._model.n_steps} steps; the same command goes on from there")
         if self._options.export is not None and not self.was_stopped:
             export_model(self._model, self._options.export)
-        return EXIT_STOPPED if self.was_stopped else 0
+        return self._exit_stopped if self.was_stopped else 0
 
     def _start(self) -> None:
         path = from_first_rank(self._checkpoint_to_load)
@@ -128,7 +141,15 @@ class Run:
             self._checkpoints.save()
             self._saved_step = self._model.n_steps
 
-    def _tell(self, *_: Any) -> None:
+    def _tell(self, number: int, _: Any) -> None:
+        """Of a second Ctrl-C torchrun makes a SIGTERM."""
+        if time.monotonic() > self._interrupted_s + SAME_SIGNAL_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if number == signal.SIGINT and self._interrupted_s == math.inf:
+            self._exit_stopped, self._interrupted_s = EXIT_INTERRUPTED, time.monotonic()
+            if self._model.mesh.rank == 0:  # print() may be what is interrupted
+                os.write(2, b"Ctrl-C: finishes the step, saves and ends; Ctrl-C again ends at once\n")
         self._model.is_told_to_stop = True
 
     def _say(self, text: str) -> None:
