@@ -40,10 +40,10 @@ def emit(folder, *, config, has_parallel_model):
 def test_program_with_tensor_and_pipeline_parallelism_equals_one_process_and_reports_every_step(tmp_path):
     config = {"tp": 2, "pp": 2, "micro_batch_size": 2, "n_micro_batches": 2, "precision": "bf16"}
     emit(tmp_path, config=config, has_parallel_model=True)
-    first, *others = run_program(tmp_path, 4, *CHECK, "--out-json", "result.json")
+    first, *others = run_program(tmp_path, 4, *CHECK, "--out-json", "new/result.json")
     assert [line.split()[1] for line in first.splitlines()] == ["0", "1", "2"]
     assert others == ["", "", ""]
-    report = json.loads((tmp_path / "result.json").read_text())
+    report = json.loads((tmp_path / "new" / "result.json").read_text())
     assert report["config"]["precision"] == "fp64"
     assert len(report["steps"]) == 3
     for step in report["steps"]:

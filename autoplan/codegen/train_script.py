@@ -116,9 +116,9 @@ def main():
                 break
         if trace and trace.found:
             log.say(str(trace.found))
+    code = run.finish() if run else exit_code(done)
     if arguments.out_json:
         write_records(arguments.out_json, model, done, trace and trace.found)
-    code = run.finish() if run else exit_code(done)
     stop_process_group()
     return code
 

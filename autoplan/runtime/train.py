@@ -160,6 +160,7 @@ def write_records(
         "outside_allocator_bytes_per_rank": [outside for _, _, outside in sizes],
         "profiled_step_per_rank": None if profile is None else profiles,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
