@@ -103,6 +103,7 @@ class Toy:
             reducing_bytes=cost.reducing_bytes // tp,
             late_gradient_bytes=cost.late_gradient_bytes // tp,
             is_kept=cost.late_gradient_bytes > 0,
+            replicas_s=0.6 * comm * cost.reduce_s * (shard < mesh.dp and self._reduces_often(mesh)) / tp,
         )
 
 

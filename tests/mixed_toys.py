@@ -32,8 +32,8 @@ def table_between(toys: tuple[Toy, ...], between_s: float, mesh: Mesh, groups: G
 
 
 def summed_between(table: CostTable, between_s: float) -> CostTable:
-    """Every segment's gradients are summed over groups: once per step, in the background where all of it is then."""
-    name = "optimizer_s" if table.reduces_per_micro_batch else "reduce_s"
+    """Every segment's gradients are summed over groups: once per step, in the background."""
+    name = "replicas_s" if table.reduces_per_micro_batch else "reduce_s"
     costs = [[replace(cost, **{name: getattr(cost, name) + between_s}) for cost in kind] for kind in table.costs]
     return replace(table, costs=tuple(map(tuple, costs)))
 

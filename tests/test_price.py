@@ -90,6 +90,18 @@ def test_a_batch_is_copied_in_the_precision_of_the_dataset_and_held_twice_and_as
     assert table.batch_copy_s == copied / PROFILE.device.host_copy_bytes_per_s
 
 
+def test_summing_gradients_over_hosts_is_in_the_last_reduction_and_not_in_the_optimizer():
+    price, _ = pricer_of("gpt", degrees=())
+    within, across = (
+        price(Mesh(dp=dp, zero_stage=3, zero_shard_degree=8, micro_batch_size=1, n_micro_batches=2)) for dp in (8, 16)
+    )
+    once = price(Mesh(dp=16, zero_stage=1, zero_shard_degree=8, micro_batch_size=1, n_micro_batches=2))
+    for (alone, *_), (cost, *_), (late, *_) in zip(within.costs, across.costs, once.costs, strict=True):
+        assert (cost.reduce_s, cost.optimizer_s) == (alone.reduce_s, pytest.approx(alone.optimizer_s))
+        assert alone.replicas_s == 0.0 < cost.replicas_s
+        assert late.reduce_s == pytest.approx(cost.last_reduce_s)
+
+
 def test_cuts_are_priced_at_what_a_rank_sends():
     price, _ = pricer_of("llama")
     whole, split = (price(Mesh(tp=2, pp=2, n_micro_batches=4, sharding=key)).cut_s for key in ("R", "S(1)"))

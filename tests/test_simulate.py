@@ -130,6 +130,16 @@ def test_reduction_once_per_step_comes_in_the_last_micro_batch():
     assert simulate(table, whole(2)).breakdown.exposed_dp_s == 0.5 * 2 + 2
 
 
+def test_replicas_sum_their_gradients_beside_the_last_backward_pass():
+    # 2 micro-batches of 2 segments; in the second backward pass 3 s of replicas behind 2 s of each reduction: segment
+    # 1's 5 s are hidden beside the 8 s of segment 0, whose own are exposed; in the first one they are 2 s each
+    cost = dataclasses.replace(sharded(reduce_s=2), replicas_s=3)
+    table = table_of([cost] * 2, mesh=pipeline(1, 2), reduces=True)
+    estimate = simulate(table, whole(2))
+    assert (estimate.breakdown.exposed_dp_s, estimate.breakdown.optimizer_s) == (5, 0)
+    assert estimate.step_s == 2 * 2 * (4 + 8) + 5
+
+
 def test_backward_pass_takes_the_segments_from_last_to_first():
     # segment 0 comes last in backward, so its reduction of 5 s is the exposed one
     assert simulate(table_of([sharded(reduce_s=5), sharded(reduce_s=1)]), whole(2)).breakdown.exposed_dp_s == 5

@@ -13,6 +13,9 @@ What is outside of blocks is one group of `fully_shard`, without a large head, w
 reduced last, at the end of a pass, and stays gathered for all of it under ZeRO 3. Without `fully_shard` (one
 data-parallel rank in full precision) gradients stay as computed.
 
+Where gradients are reduced in every micro-batch, replicas of the shards sum them in the last one only: each group when
+its own reduction is done, beside the backward pass of the segments before it.
+
 Gathered parameters are copied out of the communication buffer and gradients into it, on the compute stream: per
 micro-batch where the stage gathers or reduces that often, else once per step (counted with the optimizer). Under 16
 bits the master copy is cast before it is gathered. Gradients of several micro-batches are added up. What all this takes
@@ -142,6 +145,7 @@ class ParameterCost:
     host_backward_s: float
     host_first_s: float
     host_last_s: float
+    replicas_s: float
 
 
 def parameter_cost(
@@ -168,9 +172,7 @@ def parameter_cost(
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
     reduction = _reduction(context, matrices, placement)
-    once_s = (
-        reduction.once_s + (0.0 if gathers_often else unpack_s) + (reduction.replicas_s if reduces_often else pack_s)
-    )
+    once_s = reduction.once_s + (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
     hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_group=is_group)
     reduce_s += reduction.host_s
     backward_gather_s = gather_s if gathers_often and not is_kept else 0.0
@@ -194,6 +196,7 @@ def parameter_cost(
         host_backward_s=hooks_s + backward_gather_s + (reduce_s if reduces_often else 0.0) if is_wrapped else 0.0,
         host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
         host_last_s=(0.0 if reduces_often else reduce_s) + step_s if is_wrapped else 0.0,
+        replicas_s=reduction.replicas_s if reduces_often else 0.0,
     )
 
 

@@ -101,4 +101,5 @@ def _plain_cost(
         late_gradient_bytes=parameters.late_gradient_bytes,
         lead_s=lead_s(host.forward_s, device.forward_s) + lead_s(host.backward_s, device.backward_s),
         is_kept=parameters.is_kept,
+        replicas_s=parameters.replicas_s,
     )

@@ -71,7 +71,7 @@ def least_communication_s(table: CostTable) -> tuple[float, float]:
         reduces_s if table.reduces_per_micro_batch else 0.0
     )
     once_s = (0.0 if table.gathers_per_micro_batch else gathers_s) + (
-        0.0 if table.reduces_per_micro_batch else reduces_s
+        _total(table, _replicas_s) if table.reduces_per_micro_batch else reduces_s
     )
     return often_s, once_s
 
@@ -146,6 +146,10 @@ def _input_backward_s(cost: SegmentCost) -> float:
 
 def _reduce_s(cost: SegmentCost) -> float:
     return cost.reduce_s
+
+
+def _replicas_s(cost: SegmentCost) -> float:
+    return cost.replicas_s
 
 
 def _optimizer_s(cost: SegmentCost) -> float:

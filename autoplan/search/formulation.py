@@ -126,7 +126,8 @@ def _add_totals(form: Formulation) -> None:
     n_reduces = n if table.reduces_per_micro_batch else 1
 
     def communication_s(cost: SegmentCost) -> float:
-        return n_gathers * cost.gather_s + n_gathers_back * cost.gather_back_s + n_reduces * cost.reduce_s
+        gathers_s = n_gathers * cost.gather_s + n_gathers_back * cost.gather_back_s
+        return gathers_s + n_reduces * cost.reduce_s + cost.replicas_s
 
     def mixed(compute: float, communication: float) -> Values:
         return cost_values(

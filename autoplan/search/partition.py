@@ -277,11 +277,11 @@ def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
     left >= all reductions - compute after the first of them;   slowed >= (slowdown - 1) (reductions - left)
     """
     table, segments = first.table, first.segments
-    optimizer_s, last_s = ranges.total(segments.optimizer_s), ranges.first(segments.reduce_s)
+    optimizer_s, last_s = ranges.total(segments.optimizer_s), ranges.first(segments.last_reduce_s)
     if table.gathers_per_micro_batch:
         return optimizer_s + last_s
     slower = table.overlap_extra
-    all_s = ranges.total(segments.reduce_s)
+    all_s = ranges.total(segments.last_reduce_s)
     left_s = np.maximum(last_s, all_s - backward_s + ranges.last(segments.backward_s))
     counted_s = last_s if table.reduces_per_micro_batch else all_s  # the rest is in every backward pass
     return optimizer_s + slower * counted_s + (1.0 - slower) * left_s

@@ -61,6 +61,10 @@ class _Pass:
         """One gathering of the parameters of a segment."""
         return cost.gather_s if self.is_forward else cost.gather_back_s
 
+    def reduce_s(self, cost: SegmentCost) -> float:
+        """One reduction of the gradients of a segment."""
+        return cost.last_reduce_s if self.symbol in (LAST_BACKWARD, LAST_WEIGHTS) else cost.reduce_s
+
 
 def _passes(table: CostTable, *, is_first: bool) -> tuple[_Pass, ...]:
     """The passes of the first stage, or of any other one."""
@@ -116,7 +120,7 @@ def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
 
     def per_segment(cost: SegmentCost) -> float:
         gather_s = kind.gather_s(cost) if kind.gathers else 0.0
-        return kind.compute(cost) + extra * (gather_s + (cost.reduce_s if kind.reduces else 0.0))
+        return kind.compute(cost) + extra * (gather_s + (kind.reduce_s(cost) if kind.reduces else 0.0))
 
     terms = negative(sum_of(form, stage, cost_values(form, per_segment, scale=form.unit_s)))
     terms.append((time_of(form, kind.symbol, stage), 1.0))
@@ -168,7 +172,7 @@ def _extras(form: Formulation, kind: _Pass, place: tuple[int, int, bool], *, ope
         gather_s = least_of(form, table.kinds[following], kind.gather_s)
         reduce_s = 0.0
         if kind.reduces and not opens_pass and 0 <= previous < len(table.kinds):
-            reduce_s = least_of(form, table.kinds[previous], lambda cost: cost.reduce_s)
+            reduce_s = least_of(form, table.kinds[previous], kind.reduce_s)
         compute_s = kind.compute(cost_of_kind(form, run.piece[slot], is_recomputed))
         slowdown = min(table.overlap_slowdown, 2.0)
         if kind.gathers and gather_s > 0.0:
@@ -215,13 +219,16 @@ def add_leftovers(form: Formulation) -> None:
     for stage, kind in pairs:
         if kind.reduces:
             column = time_of(form, left_symbol(kind.symbol), stage)
-            first = at_start(form, stage, lambda cost: cost.reduce_s / form.unit_s)
-            form.model.add_row(
-                f"first {left_symbol(kind.symbol)} {stage}", [(column, 1.0), *negative(first)], lower=0.0
-            )
+            _add_first_row(form, kind, stage, column)
             if not kind.gathers:
                 _add_queue_rows(form, kind, stage, column)
     _add_carries(form)
+
+
+def _add_first_row(form: Formulation, kind: _Pass, stage: int, column: int) -> None:
+    """The reduction of the segment that closes the pass is left."""
+    first = at_start(form, stage, lambda cost: kind.reduce_s(cost) / form.unit_s)
+    form.model.add_row(f"first {left_symbol(kind.symbol)} {stage}", [(column, 1.0), *negative(first)], lower=0.0)
 
 
 def _add_carries(form: Formulation) -> None:
@@ -254,7 +261,7 @@ def _add_queue_rows(form: Formulation, kind: _Pass, stage: int, column: int) -> 
 
     left >= sum (reduction - compute) over the first runs of the stage (+ the compute before the stretch begins)
     """
-    values = cost_values(form, lambda cost: cost.reduce_s - kind.compute(cost), scale=form.unit_s)
+    values = cost_values(form, lambda cost: kind.reduce_s(cost) - kind.compute(cost), scale=form.unit_s)
     least_s = min(kind.compute(cost) for choices in form.table.costs for cost in choices) / form.unit_s
     for n_runs in range(1, len(form.runs) + 1):
         is_whole = n_runs == len(form.runs)

@@ -159,8 +159,11 @@ def _passes_s(shares: Shares) -> Array:
     opening_s = per_stage(ranges, sizes, ranges.last(shares.segments.backward_s))
     beside_s = np.where(needs.possible, np.minimum(opening_s, needs.forward_s), INFINITY).min(axis=1)
     for own in map(list, shares.shape.stages_of):
-        carried_s = table.overlap_extra * np.minimum(needs.last_reduce_s[own], beside_s[own].min())
-        passes_s[SYMBOLS.index(LAST_CARRY), own] = carried_s
+        shortest_s = beside_s[own].min()
+        passes_s[SYMBOLS.index(LAST_CARRY), own] = table.overlap_extra * np.minimum(
+            needs.last_reduce_s[own], shortest_s
+        )
+        carried_s = table.overlap_extra * np.minimum(needs.first_reduce_s[own], shortest_s)
         passes_s[SYMBOLS.index(CARRY), own] = carried_s * table.reduces_per_micro_batch
     return passes_s
 

@@ -52,6 +52,7 @@ class Segments:
     gather_s: Array
     gather_back_s: Array
     reduce_s: Array
+    last_reduce_s: Array
     optimizer_s: Array
     forward_extra_s: Array
     backward_extra_s: Array
@@ -107,6 +108,7 @@ class Segments:
             gather_s=gather,
             gather_back_s=gather_back,
             reduce_s=reduce,
+            last_reduce_s=column(lambda cost: cost.last_reduce_s),
             optimizer_s=column(lambda cost: cost.optimizer_s),
             forward_extra_s=hidden_extra_s(forward, after, slower),
             backward_extra_s=extra,
@@ -336,17 +338,17 @@ def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Arr
     return ranges.total(segments.backward_s + extra) - missing + first_gather
 
 
-def reducing_pass_s(table: CostTable, segments: Segments, ranges: Ranges, *, compute_s: Array) -> Array:
-    """Time of a pass that computes so long per segment, from the last one on, and reduces; nothing is gathered."""
+def reducing_pass_s(table: CostTable, ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
+    """Time of a pass that computes and reduces so long per segment, from the last one on; nothing is gathered."""
     slower = table.overlap_extra
-    extra = slower * np.minimum(compute_s, np.append(segments.reduce_s[1:], 0.0))
+    extra = slower * np.minimum(compute_s, np.append(reduce_s[1:], 0.0))
     return ranges.total(compute_s + extra) - ranges.last(extra)
 
 
-def left_s(segments: Segments, ranges: Ranges, *, compute_s: Array) -> Array:
+def left_s(ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
     """The least that such a pass leaves to be reduced: what its compute after the first reduction cannot hide."""
-    queued_s = ranges.total(segments.reduce_s) - ranges.total(compute_s) + ranges.last(compute_s)
-    return np.maximum(ranges.first(segments.reduce_s), queued_s)
+    queued_s = ranges.total(reduce_s) - ranges.total(compute_s) + ranges.last(compute_s)
+    return np.maximum(ranges.first(reduce_s), queued_s)
 
 
 def carries(table: CostTable, segments: Segments) -> bool:

@@ -279,7 +279,8 @@ class Shares:
             return np.zeros((len(has_all), 1))
         values = np.einsum("pys,ysw->psw", paths.counts[:, :, own], needs.plain_s[:, own])
         n_reduces = n if self.table.reduces_per_micro_batch else 1
-        values += needs.optimizer_s[own] + self.slower * n_reduces * needs.reduce_s[own]
+        reduce_s = n_reduces * needs.reduce_s[own] + needs.replicas_s[own]
+        values += needs.optimizer_s[own] + self.slower * reduce_s
         found = values[:, np.arange(len(own)), self.ways[rank]].sum(axis=2)
         return np.where(has_all[:, None], found, 0.0)
 

@@ -342,7 +342,8 @@ def _needs(
     gathered_s = segments.gather_s if kind == "F" else segments.gather_back_s
     waits = gathers and kind in "FB" and bool(gathered_s.any()) and not begins
     reduces = (table.reduces_per_micro_batch or is_edge) and kind in GRADIENT_KINDS
-    reduce_s = segments.reduce_s if reduces else np.zeros(len(segments.reduce_s))
+    own_s = segments.last_reduce_s if is_edge else segments.reduce_s
+    reduce_s = own_s if reduces else np.zeros(len(own_s))
     closing_s = least(ranges.first(reduce_s))
     if waits:
         back_s = backward_pass_s(table, segments, ranges) if kind == "B" else None

@@ -48,8 +48,9 @@ class Needs:
     Attributes:
         passes_s: (symbol, stage, pieces), in the order of `rank_paths.SYMBOLS`.
         plain_s: likewise, without what reductions add.
-        reduce_s: all reductions of one micro-batch.
-        left_s: what a backward pass leaves to be reduced; last_left_s: the last one of the step.
+        reduce_s: all reductions of one micro-batch; replicas_s: by how much those of the last one take longer.
+        left_s: what a backward pass leaves to be reduced, first_reduce_s: of that, what its last segment does. Likewise
+            last_left_s and last_reduce_s: of the last pass of the step.
         alone_bytes: by the last segment while it runs; ending_bytes: by it or the one before, the larger of both, in a
             pass that makes gradients.
         n_spared: segments that spare memory when they are recomputed, and easy_bytes (see `Segments`), at the most.
@@ -59,8 +60,10 @@ class Needs:
     passes_s: Array
     plain_s: Array
     reduce_s: Array
+    replicas_s: Array
     forward_s: Array
     left_s: Array
+    first_reduce_s: Array
     last_left_s: Array
     last_reduce_s: Array
     optimizer_s: Array
@@ -100,16 +103,16 @@ class Needs:
                 whole_s = plain_s[SYMBOLS.index(BACKWARD), 0]
                 found[SYMBOLS.index(WEIGHTS), 0] = found[SYMBOLS.index(LAST_WEIGHTS), 0] = whole_s
                 found[SYMBOLS.index(INPUTS), 0] = 0.0
-            fields["last_left_s"][0] = fields["last_reduce_s"][0]
+            fields["left_s"][0], fields["last_left_s"][0] = fields["first_reduce_s"][0], fields["last_reduce_s"][0]
         if table.gathers_per_micro_batch:
-            fields["last_left_s"] = fields["last_reduce_s"]
-        last_left_s = fields["last_left_s"]
+            fields |= {"left_s": fields["first_reduce_s"], "last_left_s": fields["last_reduce_s"]}
+        if not table.reduces_per_micro_batch:
+            fields["left_s"] = np.zeros(fields["left_s"].shape)
         n_spared, easy_bytes = ranges.total(1.0 * (segments.spared_bytes > 0.0)), ranges.total(segments.easy_bytes)
         return cls(
             possible=possible,
             passes_s=passes_s,
             plain_s=plain_s,
-            left_s=last_left_s if table.reduces_per_micro_batch else np.zeros(last_left_s.shape),
             n_spared=per_stage(ranges, sizes, n_spared, largest=True),
             easy_bytes=per_stage(ranges, sizes, easy_bytes, largest=True),
             **fields,
@@ -142,11 +145,15 @@ def _fields(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, A
         "pending_bytes",
     )
     found = {name: ranges.total(getattr(segments, name)) for name in totals}
+    compute_s = segments.weights_s if splits else segments.backward_s
     alone_bytes = ranges.last(segments.least_alone_bytes)
     has_several = ranges.edges[ranges.stop] - ranges.edges[ranges.start] > 1
     return found | {
-        "last_left_s": left_s(segments, ranges, compute_s=segments.weights_s if splits else segments.backward_s),
-        "last_reduce_s": ranges.first(segments.reduce_s),
+        "left_s": left_s(ranges, compute_s=compute_s, reduce_s=segments.reduce_s),
+        "replicas_s": ranges.total(segments.last_reduce_s - segments.reduce_s),
+        "first_reduce_s": ranges.first(segments.reduce_s),
+        "last_left_s": left_s(ranges, compute_s=compute_s, reduce_s=segments.last_reduce_s),
+        "last_reduce_s": ranges.first(segments.last_reduce_s),
         "alone_bytes": alone_bytes,
         "ending_bytes": np.where(has_several, ranges.last(segments.ending_bytes), alone_bytes),
     }
@@ -168,22 +175,25 @@ def per_stage(ranges: Ranges, sizes: tuple[range, ...], values: Array, *, larges
 
 def _passes_s(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, Array]:
     """Per symbol of a path, its time for each range as a stage (of the first one: at the least)."""
-    carried = ranges.first(segments.reduce_s) * carries(table, segments)
+    is_carried = carries(table, segments)
     cut_s = np.full(ranges.start.shape, min((s for s in table.cut_s if s is not None), default=0.0))
     found = {
         FIRST_FORWARD: first_forward_s(table, segments, ranges, is_first=False),
         FORWARD: forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch),
-        CARRY: carried,
-        LAST_CARRY: carried,
+        CARRY: ranges.first(segments.reduce_s) * is_carried,
+        LAST_CARRY: ranges.first(segments.last_reduce_s) * is_carried,
         CUT: cut_s,
     }
     if not splits_backward(table.mesh.schedule):
         backward = backward_pass_s(table, segments, ranges)
-        reducing = partial(reducing_pass_s, table, segments, ranges)
-        last = backward if table.gathers_per_micro_batch else reducing(compute_s=segments.backward_s)
+        last = backward
+        if not table.gathers_per_micro_batch:
+            last = reducing_pass_s(table, ranges, compute_s=segments.backward_s, reduce_s=segments.last_reduce_s)
         return found | {BACKWARD: backward, LAST_BACKWARD: last}
-    last = reducing_pass_s(table, segments, ranges, compute_s=segments.weights_s)
-    weights = last if table.reduces_per_micro_batch else ranges.total(segments.weights_s)
+    reducing = partial(reducing_pass_s, table, ranges, compute_s=segments.weights_s)
+    last = reducing(reduce_s=segments.last_reduce_s)
+    every = table.reduces_per_micro_batch
+    weights = reducing(reduce_s=segments.reduce_s) if every else ranges.total(segments.weights_s)
     inputs = ranges.total(segments.backward_s - segments.weights_s)
     return found | {INPUTS: inputs, WEIGHTS: weights, LAST_WEIGHTS: last}
 

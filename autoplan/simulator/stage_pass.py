@@ -10,8 +10,8 @@ A compute stream and a communication stream, each first in, first out (`replay_p
 - In pipelines, where they stay gathered, all gathers of a stage are queued long before its first pass, unless it is the
   first stage of the model (`replay_first_forward`). What is outside of blocks is gathered before the blocks of its
   stage: it is the group of the stage itself, which waits for it first.
-- The gradients of segment k are reduced after its backward pass. What is left when the pass ends goes on beside what
-  the rank does next; the optimizer waits for it.
+- The gradients of segment k are reduced after its backward pass, in the last one of a step over replicas, too. What is
+  left when the pass ends goes on beside what the rank does next; the optimizer waits for it.
 - While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
 - Tensor-parallel communication, recomputation and what launch adds to every pass are serial with compute; what it adds
   once is part of `optimizer_s`.
@@ -82,7 +82,8 @@ def pass_work(
         is_forward = kind == "F"
         busy_s = forward_s(cost) if is_forward else backward_part_s(cost, kind, is_first=is_first)
         gather_s = cost.gather_s if is_forward else cost.gather_back_s
-        return SegmentPass(busy_s, gather_s if gathers else 0.0, cost.reduce_s if reduces else 0.0)
+        reduce_s = cost.last_reduce_s if is_edge else cost.reduce_s
+        return SegmentPass(busy_s, gather_s if gathers else 0.0, reduce_s if reduces else 0.0)
 
     is_first_forward = is_edge and kind == "F"
     gathers = table.gathers_per_micro_batch or is_first_forward
