@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import published
+import published_rows
 
 from autoplan import api
 from autoplan.hardware import load_hardware_profile
@@ -24,7 +25,7 @@ HARDWARE = {"H100-SXM-80GB": "dgx_h100_x8"}
 REASON = "micro-batch, recomputation and chunks not published"
 
 
-def rows() -> list[published.Row]:
+def rows() -> list[published_rows.Row]:
     return [
         row
         for row in published.rows()
@@ -32,7 +33,7 @@ def rows() -> list[published.Row]:
     ]
 
 
-def predictions_s(row: published.Row) -> Iterator[tuple[int, float, float]]:
+def predictions_s(row: published_rows.Row) -> Iterator[tuple[int, float, float]]:
     """(micro-batch, step with tensor-parallel communication hidden, step with it exposed) of each that fits."""
     dp, global_batch = int(row["dp"]), int(row["global_batch"])
     names = (("n_layers", "layers"), ("n_heads", "heads"), ("width", "hidden"))
@@ -51,7 +52,7 @@ def predictions_s(row: published.Row) -> Iterator[tuple[int, float, float]]:
             yield micro_batch, step_s - best.estimate.breakdown.exposed_tp_s, step_s
 
 
-def result(row: published.Row) -> dict[str, object]:
+def result(row: published_rows.Row) -> dict[str, object]:
     found = list(predictions_s(row))
     measured_s, least_s, most_s = float(row["measured_step_s"]), min(f[1] for f in found), max(f[2] for f in found)
     return {
