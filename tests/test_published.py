@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import published
+import published_terms
 
 ROWS = {row["id"]: row for row in published.rows()}
 PREDICT = published.Predictor()
@@ -44,6 +45,14 @@ def test_recomputing_the_core_of_attention_takes_a_part_of_the_forward_pass():
     # which also moves 7 x 32 MiB of scores
     assert none == 0
     assert full / 7 < selective < full * 0.7
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", published_terms.rows(), ids=lambda row: f"{row['model']}, {row['gpu']}")
+def test_an_eager_run_of_llama_2_under_fsdp_is_predicted(row):
+    found = published_terms.llama(row)
+    assert abs(found.estimate.step_s / found.measured_s - 1.0) < 0.10
+    assert sum(found.terms_s().values()) == pytest.approx(found.estimate.step_s)
 
 
 def test_a_row_that_says_too_little_is_refused_with_the_reason():
