@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -88,8 +89,14 @@ class ValueNames:
             op = self.makers.get(name)
         if op is None:
             found = self.inputs.get(name, name)
-            return found if found.isidentifier() else name
+            return found if found.isidentifier() else _as_identifier(name)
         return self.wish(op).names[0]
+
+
+def _as_identifier(name: str) -> str:
+    """A weight that goes from one function to another is called after its path: `heads_0_weight`."""
+    text = re.sub(r"\W", "_", name)
+    return text if text.isidentifier() else f"value_{text}"
 
 
 def operator_name(op: Op) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,11 +98,13 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     )
     output_names, written = _outputs(first, value_names)
     ops = restore_effects(ops, written=written)
-    ops = fold_masks(ops, constant_masks(nodes_a, nodes_b, traced_dtype=DTYPE))
+    own_names = {node.name: name for node, name in value_names.items()}
+    masks = constant_masks(nodes_a, nodes_b, traced_dtype=DTYPE)
+    ops = fold_masks(ops, {own_names[name]: mask for name, mask in masks.items()})
     loss, *model_outputs = output_names
     output_names = output_names if has_loss_fn else [loss]
     ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
-    ops = with_labels(ops, {node.name: node.meta.get("stack_trace") or "" for node in nodes_a})
+    ops = with_labels(ops, {value_names[node]: node.meta.get("stack_trace") or "" for node in nodes_a})
     _check_loss(where, loss, ops)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)
@@ -145,14 +148,22 @@ def _target_name(node: torch.fx.Node) -> str:
 
 
 def _value_names(trace: Trace, nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, str]:
-    """Graph names: parameters by their first name in the model, everything else by its node name."""
+    """Graph names: parameters by their first name in the model, everything else by its node name.
+
+    A node that is called like a parameter, as `x.t()` beside `self.t`, gets a number.
+    """
     signature = trace.program.graph_signature
     canonical = {alias: group[0] for group in _alias_groups(trace.model) for alias in group}
     lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    taken = {*canonical, *(node.name for node in nodes)}
     names = {}
     for node in nodes:
         lifted_name = lifted.get(node.name)
-        names[node] = canonical[lifted_name.removeprefix("model.")] if lifted_name else node.name
+        name = canonical[lifted_name.removeprefix("model.")] if lifted_name else node.name
+        if not lifted_name and name in canonical:
+            name = next(text for n in count(2) if (text := f"{node.name}_{n}") not in taken)
+            taken.add(name)
+        names[node] = name
     return names
 
 
@@ -169,7 +180,7 @@ def _overlay_op(a: torch.fx.Node, b: torch.fx.Node, names: dict[torch.fx.Node, s
     where = f"{a.name} ({_target_name(a)})"
     try:
         return Op(
-            name=a.name,
+            name=names[a],
             target=_target_name(a),
             args=tuple(_overlay_argument(x, y, names, where) for x, y in zip(a.args, b.args, strict=True)),
             kwargs=tuple((key, _overlay_argument(a.kwargs[key], b.kwargs[key], names, where)) for key in a.kwargs),
