@@ -128,11 +128,11 @@ def test_a_cast_that_is_nothing_in_bfloat16_is_made_up_for_in_float64(tmp_path):
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2, tolerance=1e-5)
 
 
-def test_odd_names_labels_as_many_as_samples_and_lent_weights_equal_one_process(tmp_path):
+def test_odd_names_labels_as_many_as_samples_lent_weights_and_two_ways_to_run_equal_one_process(tmp_path):
     meshes = {"tp2": {"tp": 2, "sharding": "R"}, "pp2": {"pp": 2}}
     cases = {
         f"{model}_{name}": (model, make_plan(model, micro_batch_size=2, n_micro_batches=2, **mesh))
-        for model in ("odd_names", "in_batch", "lent")
+        for model in ("odd_names", "in_batch", "lent", "two_ways")
         for name, mesh in meshes.items()
     }
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from autoplan.codegen.layout_text import statement
 from autoplan.codegen.text import access, assigned, is_name, quoted, range_text
@@ -58,14 +58,14 @@ def _parents_first(owners: Mapping[str, dict[str, str]]) -> dict[str, dict[str, 
     return found
 
 
-def containers(path: str, created: set[str]) -> list[str]:
-    """Plain modules for the levels above `path` that do not exist yet."""
+def containers(path: str, created: set[str], classes: Container[str] = ()) -> list[str]:
+    """Plain modules for the levels above `path` that do not exist yet; `classes` are the paths of generated classes."""
     lines = []
     for level in levels(path):
         if level not in created:
             created.add(level)
             has_keys = not is_name(path.removeprefix(f"{level}.").split(".")[0])
-            lines.append(assigned(level, "nn.ModuleDict()" if has_keys else "nn.Module()"))
+            lines.append(assigned(level, "nn.ModuleDict()" if has_keys else "nn.Module()", classes))
     return lines
 
 
@@ -95,14 +95,16 @@ def block_members(writer: Writer, segments: Sequence[Segment], held: Iterable[st
     return lines
 
 
-def added_weights(names: Iterable[str], existing: Iterable[str], writer: Writer, layouts: SegmentLayouts) -> list[str]:
+def added_weights(
+    names: Iterable[str], existing: Collection[str], writer: Writer, layouts: SegmentLayouts
+) -> list[str]:
     """Statements that add weights to blocks that do not read them; `existing` are paths of modules and weights."""
     created = {level for path in existing for level in (*levels(path), path)}
     lines: list[str] = []
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        lines += containers(name, created)
-        lines += statement(f"{access(owner)}.{_registered(writer, layouts, leaf, name)}", 2)
+        lines += containers(name, created, existing)
+        lines += statement(f"{access(owner, existing)}.{_registered(writer, layouts, leaf, name)}", 2)
     return lines
 
 

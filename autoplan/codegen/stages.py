@@ -36,7 +36,7 @@ def stage_class(writer: Writer, index: int) -> str:
     _add_invariants(invariants, body)
     for run in _runs(segments, graph):
         _add_run(writer, run, body, members=_members(run[0], segments, held))
-    known = {name: access(name) for name in read}
+    known = {name: access(name, paths) for name in read}
     apart = [s.module_path for s in segments if s.is_block and not _lends(s.module_path, read)]
     blocks = statement(f"BLOCKS: tuple[str, ...] = {names_text(apart)}", 1)
     return "\n".join(

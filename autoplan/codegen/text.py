@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from autoplan.graph import TensorSpec
 from autoplan.layout import Layout
@@ -17,20 +17,28 @@ def is_name(text: str) -> bool:
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
-def access(path: str) -> str:
-    """`self.mlp["0"].weight` for `mlp.0.weight`; what is no name at the root is `getattr(self, "0")`."""
-    first, *rest = path.split(".")
-    text = f"self.{first}" if is_name(first) else f"getattr(self, {quoted(first)})"
-    for part in rest:
-        text += f".{part}" if is_name(part) else f"[{quoted(part)}]"
+def access(path: str, classes: Container[str] = ()) -> str:
+    """`self.mlp["0"].weight` for `mlp.0.weight`; what is no name is `getattr(self, "0")` in a generated class.
+
+    `classes` are the paths of such below `self`, which is one itself.
+    """
+    text, parts = "self", path.split(".")
+    for index, part in enumerate(parts):
+        if is_name(part):
+            text += f".{part}"
+        elif index == 0 or ".".join(parts[:index]) in classes:
+            text = f"getattr({text}, {quoted(part)})"
+        else:
+            text += f"[{quoted(part)}]"
     return text
 
 
-def assigned(path: str, value: str) -> str:
-    """The statement that makes `value` the submodule `path`; what is no name cannot be an attribute of `self`."""
-    if "." in path or is_name(path):
-        return f"{access(path)} = {value}"
-    return f"self.add_module({quoted(path)}, {value})"
+def assigned(path: str, value: str, classes: Container[str] = ()) -> str:
+    """The statement that makes `value` the submodule `path`; what is no name cannot be an attribute of a class."""
+    parent, _, last = path.rpartition(".")
+    if is_name(last) or (parent and parent not in classes):
+        return f"{access(path, classes)} = {value}"
+    return f"{access(parent, classes) if parent else 'self'}.add_module({quoted(last)}, {value})"
 
 
 def range_text(start: int, stop: int) -> str:

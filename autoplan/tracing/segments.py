@@ -3,17 +3,20 @@
 A block is an element of a container: the part of the module path up to its first number (`transformer.h.3`), and on to
 the next one where elements are containers themselves (`groups.0.2`). Ops outside any block form segments of their own.
 Two segments are of one kind when their ops are equal after names are replaced by positions, parameter names by their
-names inside the block, what they read has the same shapes, and gradients flow through the same values.
+names inside the block, what they read has the same shapes, and gradients flow through the same values. A block that is
+called in several ways is one in those calls that are of the kind of the first; what the others run stands outside.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 
 from autoplan.graph import Argument, Input, Op, Parameter, Ref, Segment, TensorSpec, gradient_values
+
+_Run = tuple[str | None, int, int]  # the path of a block, None outside of blocks, and which ops run one after the other
 
 
 def block_path(module_path: str, nested: frozenset[str] = frozenset()) -> str | None:
@@ -63,14 +66,19 @@ def split_segments(
     kinds: dict[object, int] = {}
     n_calls: dict[str, int] = defaultdict(int)
     segments = []
-    for path, start, stop in _runs(ops):
+
+    def signature_of(path: str | None, start: int, stop: int) -> object:
+        written = tuple(op.name for op in ops[start:stop] if last_use[op.name] >= stop)
+        return _signature(
+            ops[start:stop], path, specs=specs, parameters=parameter_names, gradients=gradients, outputs=written
+        )
+
+    for path, start, stop in _of_one_kind(_runs(ops), signature_of):
         produced = {op.name for op in ops[start:stop]}
         reads = dict.fromkeys(name for op in ops[start:stop] for name in op.input_names() if name not in produced)
         read_values = tuple(name for name in reads if name not in parameter_names)
         written = tuple(op.name for op in ops[start:stop] if last_use[op.name] >= stop)
-        signature = _signature(
-            ops[start:stop], path, specs=specs, parameters=parameter_names, gradients=gradients, outputs=written
-        )
+        signature = signature_of(path, start, stop)
         segments.append(
             Segment(
                 name=_segment_name(path, n_calls),
@@ -109,13 +117,30 @@ def leaving_from_last(
     return *others, replace(last, inputs=tuple(inputs), parameters=tuple(read))
 
 
-def _runs(ops: tuple[Op, ...]) -> Iterator[tuple[str | None, int, int]]:
+def _runs(ops: tuple[Op, ...]) -> Iterator[_Run]:
     start = 0
     nested = nested_containers(op.module_path for op in ops)
     for path, group in groupby(ops, key=lambda op: block_path(op.module_path, nested)):
         stop = start + sum(1 for _ in group)
         yield path, start, stop
         start = stop
+
+
+def _of_one_kind(runs: Iterable[_Run], signature_of: Callable[[str | None, int, int], object]) -> Iterator[_Run]:
+    """The runs, of which those of a block that compute something else than its first one belong to no block.
+
+    One generated class stands for a block, whose forward is that of its first run.
+    """
+    first: dict[str, object] = {}
+    inside = [
+        (path, start, stop)
+        if path is not None and first.setdefault(path, made := signature_of(path, start, stop)) == made
+        else (None, start, stop)
+        for path, start, stop in runs
+    ]
+    for is_outside, group in groupby(inside, key=lambda run: run[0] is None):
+        members = list(group)
+        yield from [(None, members[0][1], members[-1][2])] if is_outside else members
 
 
 def _segment_name(path: str | None, n_calls: dict[str, int]) -> str:

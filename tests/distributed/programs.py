@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd_names": ("../tests/distributed/odd_names.py", {}),
     "in_batch": ("../tests/distributed/in_batch.py", {}),
     "lent": ("../tests/distributed/lent.py", {}),
+    "two_ways": ("../tests/distributed/two_ways.py", {}),
     "unet": ("../tests/families/unet.py", {}),
     "bert": ("../tests/families/bert_hf.py", {}),
     "resnet": ("../tests/families/resnet.py", {"depths": (2, 2)}),
