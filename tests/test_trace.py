@@ -293,6 +293,15 @@ def model_text(forward):
     )
 
 
+@pytest.mark.parametrize(
+    "freeze", ["self.requires_grad_(False)", "self.weight.requires_grad_(False)", "self.weight.requires_grad = False"]
+)
+def test_a_parameter_that_is_frozen_within_forward_is_refused_with_what_to_do(tmp_path, freeze):
+    path = write(tmp_path, model_text(f"{freeze}; return super().forward(x.requires_grad_())") + LOSS)
+    with pytest.raises(TraceError, match="changes requires_grad of parameters(.|\n)*freeze in build_model"):
+        trace_model(model_source(path, {}))
+
+
 def test_a_loop_over_samples_is_named_with_its_line_and_operator(tmp_path):
     path = write(
         tmp_path, model_text("return torch.stack([super(Model, self).forward(y) for y in x.unbind(0)])") + LOSS

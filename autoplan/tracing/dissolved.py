@@ -6,6 +6,7 @@
 - autograd.Function: the graph holds what its forward computes, and the gradient of that, not its backward.
 - in-place write: it becomes a new value; `in_place_writes` looks for those that cross the borders of blocks.
 - gradient hook: `Tensor.register_hook` and backward hooks of modules change gradients, and the graph holds none.
+- freezing: `requires_grad` of a parameter may change within forward, and the graph has one for all of it.
 
 All are seen where torch itself passes through, because their names are bound wherever somebody imported them.
 """
@@ -13,6 +14,7 @@ All are seen where torch itself passes through, because their names are bound wh
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +23,23 @@ import torch
 import torch.utils.checkpoint
 import torch.utils.hooks
 
+FREEZING = "freezing"
+
 
 @contextlib.contextmanager
 def watch_dissolved() -> Iterator[set[str]]:
-    """A set that learns what the code inside uses: "checkpoint", "autocast", and the words of `graph.OWN_GRADIENTS`.
+    """A set that learns what the code inside uses: "checkpoint", "autocast", `FREEZING`, the words of `OWN_GRADIENTS`.
 
     autocast counts when it is on, and a `torch.autograd.Function` or a hook when torch itself does not define it.
     """
     found: set[str] = set()
-    with _watch_checkpoint(found), _watch_autocast(found), _watch_functions(found), _watch_hooks(found):
+    with (
+        _watch_checkpoint(found),
+        _watch_autocast(found),
+        _watch_functions(found),
+        _watch_hooks(found),
+        _watch_freezing(found),
+    ):
         yield found
 
 
@@ -129,3 +139,36 @@ def _watch_hooks(found: set[str]) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.register_hook, hooks.__init__ = saved, saved_init  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _watch_freezing(found: set[str]) -> Iterator[None]:
+    """Where code that is not torch's own says whether a parameter gets a gradient; a module says so of all of its."""
+    tensor: Any = torch.Tensor
+    of_tensor, of_module = tensor.requires_grad_, torch.nn.Module.requires_grad_
+    own: Any = torch._C.TensorBase.requires_grad
+
+    def note(target: Any) -> None:
+        is_users = not str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.")
+        found.update([FREEZING] if is_users and isinstance(target, torch.nn.Module | torch.nn.Parameter) else [])
+
+    def noted(self: Any, requires_grad: bool = True) -> Any:
+        note(self)
+        return of_tensor(self, requires_grad)
+
+    def noted_module(self: Any, requires_grad: bool = True) -> Any:
+        note(self)
+        return of_module(self, requires_grad)
+
+    def assigned(self: Any, value: bool) -> None:
+        note(self)
+        own.__set__(self, value)
+
+    tensor.requires_grad_, tensor.requires_grad = noted, property(own.__get__, assigned)
+    torch.nn.Module.requires_grad_ = noted_module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del tensor.requires_grad
+        tensor.requires_grad_ = of_tensor
+        torch.nn.Module.requires_grad_ = of_module  # type: ignore[method-assign]

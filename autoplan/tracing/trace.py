@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import IN_PLACE, OpGraph
-from autoplan.tracing.dissolved import keep_no_grad, watch_dissolved
+from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
@@ -242,9 +242,21 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
+    _refuse_freezing(source.where, dissolved)
     with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
     without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
+
+
+def _refuse_freezing(where: str, dissolved: set[str]) -> None:
+    """Raises TraceError for a forward that freezes or unfreezes parameters: the graph has one answer for all of it."""
+    if FREEZING in dissolved:
+        raise TraceError(
+            f"{where}: forward changes requires_grad of parameters\n"
+            "  expected: the same parameters to get gradients in all of forward and in every step\n"
+            "  fix: freeze in build_model; or use --module-level, which runs forward as it is, without tensor and"
+            " pipeline parallelism"
+        )
 
 
 def _run_again(source: ModelSource, batch_size: int) -> None:
