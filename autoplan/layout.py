@@ -6,7 +6,9 @@
     S(d/k)      sharded in k blocks: dim d consists of k equal blocks, each sharded (fused QKV: k = 3)
     S(d+)       sharded and padded: dim d does not divide, each rank holds ceil(extent / ranks) of it, and what lies
                 beyond the end (on the last ranks) is padding
-    E           expert rows: each rank holds all rows (dim 0), of which only those of its own experts mean something
+    E           expert rows: each rank holds the rows (dim 0) of its own experts, wherever the data says they end
+    D           displaced: each rank holds the rows of its own experts, in the order of E, of a value that has them in
+                another order; only the sum of every n of them reads it
     P           partial: the values sum to the whole; every rank will hold the whole gradient
 
 Each conversion is one autograd function of `runtime.collectives`, so one table prices forward and backward together.
@@ -15,8 +17,10 @@ A value without gradient never is V: its R serves for both.
 Padding never reaches a result. It holds finite numbers that mean nothing (zeros in a parameter), and its gradient is
 exactly zero: conversions cut it off, and give it zeros on the way back. So an op may run on padded shards if it
 neither contracts nor reduces the padded dim and is finite for finite operands (`OpRule.finite_in`). Norms of
-gradients, weight decay and optimizers see only zeros there. Rows of other experts are the same: they hold finite
-numbers that nobody reads, with zero gradient. Which rows are whose depends on the data, so E has no conversions.
+gradients, weight decay and optimizers see only zeros there.
+
+How many rows a rank has under E is known only when the model runs; prices take them for shared out evenly. Only a value
+without gradient is converted to E: rows are picked by their numbers, which then lie so (see `cost_models/experts.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from autoplan.graph import PerSample, TensorSpec
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """One of R, V, S, E, P; `dim`, `blocks` and `is_padded` only mean something for S."""
+    """One of R, V, S, E, D, P; `dim`, `blocks` and `is_padded` only mean something for S."""
 
     kind: str
     dim: int = 0
@@ -43,7 +47,7 @@ class Layout:
         return f"S({self.dim}{'+' if self.is_padded else ''}{blocks})"
 
 
-R, V, E, P = Layout("R"), Layout("V"), Layout("E"), Layout("P")
+R, V, E, D, P = Layout("R"), Layout("V"), Layout("E"), Layout("D"), Layout("P")
 
 
 def sharded(dim: int, blocks: int = 1) -> Layout:
@@ -58,13 +62,15 @@ def padded(dim: int) -> Layout:
 
 def parse_layout(text: str) -> Layout:
     """The layout that prints as `text`."""
-    match = re.fullmatch(r"([RVEP])|S\((\d+)(?:(\+)|/(\d+))?\)", text)
+    match = re.fullmatch(r"([RVEDP])|S\((\d+)(?:(\+)|/(\d+))?\)", text)
     assert match is not None, f"not a layout: {text}"
     return Layout(match[1]) if match[1] else Layout("S", int(match[2]), int(match[4] or 1), bool(match[3]))
 
 
 def can_shard(spec: TensorSpec, layout: Layout, degree: int) -> bool:
     """Whether the tensor has that dim and it divides evenly; the batch belongs to data parallelism and does not.
+
+    Expert rows need not divide.
 
     Padded, it must not divide, so that a tensor has one way only to be split along a dim, and give each rank more
     than one.
@@ -82,10 +88,15 @@ def can_shard(spec: TensorSpec, layout: Layout, degree: int) -> bool:
 
 
 def local_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
-    """What one rank holds of a tensor."""
-    if layout.kind != "S":
+    """What one rank holds of a tensor; of expert rows its even share."""
+    if layout.kind not in "SED":
         return spec
     shape = list(spec.shape)
+    if layout.kind != "S":
+        rows = shape[0]
+        is_per_sample = isinstance(rows, PerSample)
+        share = -(-(rows.count if isinstance(rows, PerSample) else rows) // degree)
+        return TensorSpec((PerSample(share) if is_per_sample else share, *shape[1:]), spec.dtype)
     extent = shape[layout.dim]
     assert isinstance(extent, int) and (layout.is_padded or extent % (degree * layout.blocks) == 0), (spec, layout)
     shape[layout.dim] = -(-extent // degree)
@@ -120,6 +131,7 @@ _CONVERSIONS = {
     ("V", "S"): Conversion("shard_partial_grad", "", ""),
     ("P", "S"): Conversion("reduce_scatter", "reduce_scatter", "all_gather"),
     ("S", "S"): Conversion("all_to_all", "all_to_all", "all_to_all"),
+    ("R", "E"): Conversion("own_rows", "", ""),
 }
 NOTHING = Conversion("", "", "")
 EXCHANGE = Conversion("", "all_to_all", "all_to_all")  # inside of an op; see `rules.Strategy.exchanged`
@@ -133,6 +145,8 @@ def conversion(source: Layout, target: Layout, *, has_gradient: bool) -> Convers
     if source == target:
         return NOTHING
     if source.kind == target.kind == "S" and not _can_exchange(source, target):
+        return None
+    if target.kind == "E" and has_gradient:
         return None
     found = _CONVERSIONS.get((source.kind, target.kind))
     if found is None:

@@ -20,7 +20,7 @@ Operands that lack the split letter are V, not R: each rank computes only part o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -211,28 +211,39 @@ def all_strategies(
     degree: int,
     blocks: tuple[int, ...] = (1,),
     padded_extents: frozenset[Extent] = frozenset(),
-    has_expert_rows: bool = False,
+    expert_rows: Collection[Extent] = (),
 ) -> tuple[Strategy, ...]:
     """Every legal strategy of an op on an axis of `degree` ranks; an op without a rule is replicated.
 
     `blocks` are the block counts in which dims may be split, `padded_extents` the extents that may be padded
-    (`op_strategies.block_counts`, `.padded_extents`); `has_expert_rows` asks for layout E.
+    (`op_strategies.block_counts`, `.padded_extents`), `expert_rows` the numbers of rows that may be in layout E.
     """
     n = len(operands)
     found = [Strategy((R,) * n, R), Strategy((V,) * n, V)]
     if rule is not None:
         found += _equation_strategies(rule, op, operands, blocks)
-        found += _expert_row_strategies(rule, op, operands) if has_expert_rows else []
+        found += _expert_row_strategies(rule, op, operands) if expert_rows else []
         if rule.strategies is not None:
             found += rule.strategies(op, operands, op.outputs[0], degree)
     legal = (s for s in dict.fromkeys(found) if _is_legal(s, operands, op.outputs[0], degree))
-    return tuple(s for s in legal if padded_dims(s, operands, op.outputs[0]) <= padded_extents)
+    return tuple(
+        strategy
+        for strategy in legal
+        if padded_dims(strategy, operands, op.outputs[0]) <= padded_extents
+        and _row_counts(strategy, operands, op.outputs[0]) <= {*expert_rows}
+    )
 
 
 def padded_dims(strategy: Strategy, operands: Specs, result: TensorSpec) -> frozenset[Extent]:
     """The extents of the dims that a strategy pads."""
     pairs = zip((*operands, result), (*strategy.operands, strategy.result), strict=True)
     return frozenset(spec.shape[layout.dim] for spec, layout in pairs if layout.is_padded)
+
+
+def _row_counts(strategy: Strategy, operands: Specs, result: TensorSpec) -> set[Extent]:
+    """How many rows there are of what a strategy has in layout E."""
+    pairs = zip((*operands, result), (*strategy.operands, strategy.result), strict=True)
+    return {spec.shape[0] if spec.shape else 1 for spec, layout in pairs if layout == E}
 
 
 def _is_legal(strategy: Strategy, operands: Specs, result: TensorSpec, degree: int) -> bool:
@@ -259,19 +270,16 @@ def _equation_strategies(rule: OpRule, op: Op, operands: Specs, blocks: tuple[in
 
 
 def _expert_row_strategies(rule: OpRule, op: Op, operands: Specs) -> list[Strategy]:
-    """Rows of other experts pass through as padding does, where every operand that has the rows has them as dim 0."""
+    """Each letter that is dim 0 of every tensor that has it, split by expert: as S(0), in parts that are not equal."""
     equation = equation_of(rule, op, operands)
     if equation is None:
         return []
     terms, result = parse_equation(equation)
-    row = result.letters[0] if result.letters else ""
-    having = [term for term in terms if row in term.letters]
-    if not having or any(term.letters[0] != row or row in term.whole for term in (*having, result)):
-        return []
-    n_rows = {spec.shape[0] for term, spec in zip(terms, operands, strict=True) if row in term.letters}
-    if n_rows != {op.outputs[0].shape[0]} or not _may_be_padded(rule, terms, row):
-        return []
-    return [Strategy(tuple(E if row in term.letters else V for term in terms), E)]
+    whole = frozenset().union(*(term.whole for term in (*terms, result)))
+    firsts = dict.fromkeys(term.letters[0] for term in terms if term.letters and term.letters[0] not in whole)
+    is_first = [letter for letter in firsts if all(letter not in term.letters[1:] for term in (*terms, result))]
+    found = (_split(terms, result, letter, lambda dim: E) for letter in is_first)
+    return [strategy for strategy in found if strategy is not None]
 
 
 def _may_be_padded(rule: OpRule, terms: tuple[Term, ...], letter: str) -> bool:

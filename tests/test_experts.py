@@ -1,6 +1,7 @@
 """Mixtures of experts: whole experts on each rank, found by the program that picks layouts and exact in float64."""
 
 import dataclasses
+import types
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from autoplan.layout import parse_layout, sharded
 from autoplan.rules import load_rules
-from autoplan.runtime.experts import use_float64_grouped_products
+from autoplan.runtime.experts import own_experts_mm, own_rows, own_rows_sum, use_float64_grouped_products
 from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.sharding import shard_graph
 from autoplan.tensor_parallel.split_names import splits
@@ -53,18 +54,24 @@ def layouts_of(plan):
 
 
 def assert_exact(folder, plans):
-    """Trains each model under its plan; all take the same number of ranks. Returns the text of each program."""
+    """Trains each model under its plan; all take the same number of ranks. Returns the text of each program.
+
+    Models of Hugging Face compute their routing in float32.
+    """
     rows = write_programs(folder, {model: (model, plan) for model, plan in plans.items()})
     for differences in run_ranks(check_programs, *{plan.mesh.tp for plan in plans.values()}, str(folder), rows):
         for model, steps in differences.items():
-            assert max(max(step) for step in steps) <= 1e-9, model
+            assert max(max(step) for step in steps) <= (1e-5 if model.endswith("_hf") else 1e-9), model
     return {model: (folder / f"parallel_{model}.py").read_text() for model in plans}
 
 
 def test_expert_parallelism_equals_one_process_on_four_ranks(tmp_path):
-    plan = expert_parallel_plan("mixture", "TP 4")
-    assert layouts_of(plan)["blocks.0.experts.up"] == layouts_of(plan)["blocks.0.experts.down"] == sharded(0)
-    assert "own_experts_mm(" in assert_exact(tmp_path, {"mixture": plan})["mixture"]
+    """Each rank picks the rows of its experts from all tokens, whether the model counts them first or afterwards."""
+    plans = {model: expert_parallel_plan(model, "TP 4") for model in ("mixture", "mixtral_hf")}
+    layouts = layouts_of(plans["mixture"])
+    assert layouts["blocks.0.experts.up"] == layouts["blocks.0.experts.down"] == sharded(0)
+    for text in assert_exact(tmp_path, plans).values():
+        assert "own_rows(" in text and "own_experts_mm(" in text and "own_rows_sum(" in text
 
 
 def test_experts_and_sequence_split_over_the_same_ranks_equal_one_process(tmp_path):
@@ -78,13 +85,31 @@ def test_experts_and_sequence_split_over_the_same_ranks_equal_one_process(tmp_pa
         assert layouts["blocks.0.experts.up"] == layouts["blocks.0.experts.down"] == sharded(0)
         assert layouts["scaled_dot_product_attention"] == sharded(2)
     said = {model: splits(graph_of(model), plan) for model, plan in plans.items()}
-    assert "whole experts (expert parallelism)" in said["mixture"]
+    assert "whole experts (expert parallelism, priced as equally busy)" in said["mixture"]
     assert "stacks of weights matrix by matrix (of experts: expert parallelism)" in said["capacity_mixture"]
     texts = assert_exact(tmp_path, plans)
     # sorted by expert, tokens are gathered; with slots for them they are sent: [experts, batch, groups, slots, width]
     assert "own_experts_mm(" in texts["mixture"]
     assert "all_to_all(rows, 2, 0, self.tp)" in texts["capacity_mixture"]
     assert "all_to_all(rows, 0, 2, self.tp)" in texts["capacity_mixture"]
+
+
+def test_a_rank_to_whose_experts_no_token_goes_takes_part_all_the_same():
+    use_float64_grouped_products()
+    torch.manual_seed(0)
+    tokens, weight = torch.randn(6, 4, dtype=torch.float64), torch.randn(4, 4, 3, dtype=torch.float64)
+    ends = torch.tensor([4, 12, 12, 12], dtype=torch.int32)  # two experts a rank, two rows a token
+    order = torch.randperm(12)
+    whole = F.grouped_mm(tokens[order // 2], weight, offs=ends)[order.argsort()].reshape(6, 2, 3).sum(1)
+    found = []
+    for rank in range(2):
+        tp = types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
+        own = weight[2 * rank : 2 * rank + 2].clone().requires_grad_()
+        rows = own_experts_mm(tokens[own_rows(order, ends, tp) // 2], own, ends, tp)
+        found.append(own_rows_sum(rows, order.argsort(), 2, ends, tp))
+        found[-1].sum().backward()
+        assert own.grad.any() == (rank == 0)
+    torch.testing.assert_close(found[0] + found[1], whole, rtol=0, atol=1e-12)
 
 
 def test_grouped_products_in_float64_are_products_group_by_group():

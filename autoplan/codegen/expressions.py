@@ -208,6 +208,7 @@ FUNCTION_MODULES = {
     "vocab_parallel_embedding": "vocabulary",
     "vocab_parallel_cross_entropy": "vocabulary",
     "own_experts_mm": "experts",
+    "own_rows": "experts",
     "grouped_attention_of_rank": "attention",
     "causal_attention_of_rows": "attention",
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autoplan.analysis.float32_buffers import float32_values
 from autoplan.analysis.semantics import drop_probability
@@ -13,12 +14,24 @@ from autoplan.codegen.float64_products import rounded_operands
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
 from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.codegen.value_names import ValueNames, operator_name
-from autoplan.graph import COMPUTE, PADDED_LINEAR, WRITES, GraphFacts, Op, OpGraph, PerSample, TensorSpec
-from autoplan.layout import Conversion, Layout, R, conversion, local_spec
+from autoplan.graph import (
+    COMPUTE,
+    PADDED_LINEAR,
+    WRITES,
+    Extent,
+    GraphFacts,
+    Op,
+    OpGraph,
+    PerSample,
+    Symbol,
+    TensorSpec,
+)
+from autoplan.layout import Conversion, D, E, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Strategy, exchanged_specs, operand_names
+from autoplan.tensor_parallel.expert_rows import OWN_ROWS_SUM, ends_of_rows, rows_put_back
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
-_SUFFIX = {"R": "whole", "V": "copied", "S": "part", "P": "partial"}
+_SUFFIX = {"R": "whole", "V": "copied", "S": "part", "E": "own", "P": "partial"}
 _FORWARD = {
     "all_reduce": "all-reduce of the partial sums of {what}",
     "all_gather": "all-gather of the parts of {what}",
@@ -91,6 +104,7 @@ class Body:
     Attributes:
         tp: the expression of the tensor-parallel group; "" for the attribute that holds it.
         held: the key under which a value is known now, where that is not the one it was made with.
+        ends: number of rows -> the value that says where those of each expert end; see `expert_rows`.
     """
 
     context: ForwardContext
@@ -98,6 +112,7 @@ class Body:
     lines: list[Line] = field(default_factory=list)
     held: dict[str, Key] = field(default_factory=dict)
     made: set[Key] = field(default_factory=set)
+    ends: dict[Extent, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tp = self.tp or f"self.{self.context.group}"
@@ -135,6 +150,9 @@ class Body:
 def add_ops(body: Body, ops: tuple[Op, ...], *, layouts: SegmentLayouts, leaving: Mapping[str, Layout]) -> None:
     """Append the lines that compute `ops`; `leaving` maps values to the layout they have from there on."""
     pieces = _pieces(ops)
+    specs = body.context.facts.specs
+    body.ends = ends_of_rows(ops, specs)
+    put_back = {rows.sum.name: rows for rows in rows_put_back(ops, specs)}
     for op in ops:
         if op.target == "getitem" and op.args[0].name in pieces:
             continue
@@ -143,7 +161,10 @@ def add_ops(body: Body, ops: tuple[Op, ...], *, layouts: SegmentLayouts, leaving
             _as_layout(body, name, layout, layouts=layouts)
             for name, layout in zip(operand_names(op), strategy.operands, strict=True)
         )
-        if _is_nothing(body.context, op):
+        if strategy.function == OWN_ROWS_SUM:
+            _, index = operand_names(put_back[op.name].index)
+            operands = (*operands, _as_layout(body, index, R, layouts=layouts), _ends(body, index, layouts))
+        if _is_nothing(body.context, op) or strategy.result == D:
             body.held[op.name] = operands[0]
             continue
         results = pieces.get(op.name, [op])
@@ -228,13 +249,17 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         placeholder(index) + (".to(torch.float32)" if index in rounded else "")
         for index in range(len(operand_names(op)))
     )
+    if strategy.function == OWN_ROWS_SUM:
+        context.imports.add(("experts", OWN_ROWS_SUM))
+        n = context.facts.specs[op.args[0].name].shape[1]
+        return f"{OWN_ROWS_SUM}({placeholder(0)}, {placeholder(1)}, {n}, {placeholder(2)}, {tp})"
     if op.target == "aten.dropout.default" and strategy.result.kind == "S":
         context.imports.add(("random", "rank_dropout"))
         return f"rank_dropout({operands[0]}, {op.args[1]!r}, self.training, {tp})"
     call = Call(
         op=op,
         operands=operands,
-        result=local_spec(op.outputs[0], strategy.result, context.degree),
+        result=printed_spec(op.outputs[0], strategy.result, context.degree),
         dtype_like=_LIKE_DTYPE,
         device_like=_LIKE_DEVICE,
         tp=tp,
@@ -254,6 +279,14 @@ def _template(context: ForwardContext, op: Op, strategy: Strategy, tp: str) -> s
         context.imports.add(("attention", "rank_attention"))
         text = text.replace("F.scaled_dot_product_attention(", "rank_attention(").removesuffix(")") + f", tp={tp})"
     return text
+
+
+def printed_spec(spec: TensorSpec, layout: Layout, degree: int) -> TensorSpec:
+    """What one rank holds; -1 stands for a number of rows that only the running program knows."""
+    if layout != E:
+        return local_spec(spec, layout, degree)
+    shape: tuple[Any, ...] = (Symbol("-1"), *spec.shape[1:])
+    return replace(spec, shape=shape)
 
 
 def _n_unpadded(context: ForwardContext, op: Op, strategy: Strategy) -> int | None:
@@ -312,20 +345,32 @@ def _as_layout(body: Body, name: str, layout: Layout, *, layouts: SegmentLayouts
     key = (name, str(layout))
     if key not in body.made:
         body.made.add(key)
-        body.lines.append(_conversion_line(body, name, source, layout, step))
+        further = (_ends(body, name, layouts),) if layout == E else ()
+        body.lines.append(_conversion_line(body, name, source, layout, step, further))
     return key
 
 
-def _conversion_line(body: Body, name: str, source: Layout, target: Layout, step: Conversion) -> Line:
+def _ends(body: Body, name: str, layouts: SegmentLayouts) -> Key:
+    """The key of the value that says where, of the rows of `name`, those of each expert end."""
     context = body.context
-    context.imports.add(("collectives", step.function))
-    arguments = [placeholder(0), *_dims(source, target), body.tp, *_blocks(source, target)]
+    ends = body.ends[context.facts.specs[name].shape[0]]
+    return _as_layout(body, ends, R, layouts=layouts)
+
+
+def _conversion_line(
+    body: Body, name: str, source: Layout, target: Layout, step: Conversion, further: tuple[Key, ...]
+) -> Line:
+    """`further` are operands of the function besides the value itself."""
+    context = body.context
+    context.imports.add((FUNCTION_MODULES.get(step.function, "collectives"), step.function))
+    operands = [placeholder(index) for index in range(1 + len(further))]
+    arguments = [*operands, *_dims(source, target), body.tp, *_blocks(source, target)]
     for side in (source, target):
         arguments += _true_extent("size", context.facts.specs[name], side)
     is_communication = step.forward or step.backward
     return Line(
         template=f"{step.function}({', '.join(arguments)})",
-        reads=(body.key(name),),
+        reads=(body.key(name), *further),
         makes=((name, str(target)),),
         wishes=(Wish(suffix=_SUFFIX[target.kind]),),
         comment=_comment(context, name, step) if is_communication else "",

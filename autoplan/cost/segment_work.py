@@ -23,12 +23,14 @@ from autoplan.rules import LocalCall, operand_names
 
 LOSS_STATISTIC_BYTES = 4
 
-# Kernels that a conversion runs besides its collective, forward and backward together.
+# Kernels that a conversion runs besides its collective, forward and backward together. `own_rows` also waits for the
+# device, which is not priced.
 CONVERSION_KERNELS = {
     "copy_to_tp": 0,
     "keep_first_rank_grad": 1,
     "first_rank_only": 1,
     "first_rank_only_both": 2,
+    "own_rows": 4,
     "shard": 1,
     "shard_partial_grad": 2,
     "pad_to_partial": 2,

@@ -1,4 +1,4 @@
-"""Mixtures of experts: grouped products of one rank's experts, and in float64 on CPU, where torch has none.
+"""Mixtures of experts: rows and products of one rank's experts; in float64 on CPU, for which torch has none, of all.
 
 grouped product    out[i] = x[i] @ weight[expert of row i]
 x: [rows, in], sorted by expert; weight: [experts, in, out]; ends: [experts], where the rows of each expert end
@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.nn import functional as F
 
 
 @cache  # a registration lasts as long as the object that is returned
@@ -49,19 +50,40 @@ def _grouped_mm(
     return result if bias is None else result + bias
 
 
-def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
-    """The grouped product of the rows that belong to this rank's experts; other rows are zero.
+def own_rows(values: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
+    """The rows of this rank's experts; waits for the device, which alone knows where they end.
 
-    x: [rows, in], all rows; weight: [experts / ranks, in, out], this rank's experts; ends: [experts], of all experts.
-    The gradient of other rows is zero, so that the gradients of `x` over the ranks sum to the whole one.
+    values: [rows, ...], sorted by expert; ends: [experts], of all experts.
     """
-    n_own, n_rows = weight.shape[0], x.shape[0]
+    start, stop = _own_bounds(ends, tp).tolist()
+    return values[start:stop]
+
+
+def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
+    """The grouped product of the rows of this rank's experts.
+
+    x: [own rows, in]; weight: [experts / ranks, in, out], this rank's experts; ends: [experts], of all experts.
+    """
+    n_own = weight.shape[0]
     first = tp.rank() * n_own
-    start = ends[first - 1] if first else torch.zeros_like(ends[0])
-    own_ends = ends[first : first + n_own] - start
-    # Own rows go to the front, so that the groups start at row 0. What the kernel leaves behind them is undefined.
-    order = (torch.arange(n_rows, device=x.device) + start) % n_rows
-    is_own = (torch.arange(n_rows, device=x.device) < own_ends[-1])[:, None]
-    own_rows = torch.where(is_own, x[order], 0)
-    products = torch.nn.functional.grouped_mm(own_rows, weight, offs=own_ends)
-    return torch.zeros_like(products).index_copy(0, order, torch.where(is_own, products, 0))
+    if not x.shape[0]:  # no token came; the weights take part all the same
+        return x @ weight[0]
+    return F.grouped_mm(x, weight, offs=ends[first : first + n_own] - _own_bounds(ends, tp)[0])
+
+
+def own_rows_sum(x: torch.Tensor, index: torch.Tensor, n: int, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
+    """What this rank adds to `rows[index].reshape(-1, n, ...).sum(1)` of all rows, of which it has its own.
+
+    x: [own rows, ...]; index: [tokens * n], numbers among all rows; ends: [experts], of all experts.
+    """
+    place = index - _own_bounds(ends, tp)[0]
+    own = ((place >= 0) & (place < x.shape[0])).nonzero()[:, 0]
+    found = x.new_zeros((len(index) // n, *x.shape[1:]), dtype=torch.promote_types(x.dtype, torch.float32))
+    return found.index_add_(0, own // n, x.index_select(0, place[own]).to(found.dtype)).to(x.dtype)
+
+
+def _own_bounds(ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
+    """[2]: the first row of this rank's experts, and the one behind their last."""
+    n_own = ends.shape[0] // tp.size()
+    first = tp.rank() * n_own
+    return F.pad(ends, (1, 0))[first : first + n_own + 1 : n_own]

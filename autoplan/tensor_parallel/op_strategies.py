@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoplan.graph import Extent, Op, TensorSpec
-from autoplan.layout import E
 from autoplan.rules import OpRule, Strategy, all_strategies, normalize, operand_names, padded_dims
+from autoplan.tensor_parallel.expert_rows import ends_of_rows, may_be_divided, rows_put_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,16 @@ def legal_strategies(
     degree: int,
     rules: Mapping[str, OpRule],
 ) -> dict[Op, tuple[Strategy, ...]]:
-    """The strategies of each op of a segment, with V only where there is a gradient that could vary."""
+    """The strategies of each op of a segment, with V only where there is a gradient that could vary.
+
+    Rows are divided by expert only behind the op that says where these end.
+    """
     calls = op_calls(ops, specs, degree, rules)
     blocks, extents = block_counts(calls), padded_extents(calls)
-    has_expert_rows = any(strategy.result == E for call in calls for strategy in call.own)
+    ends, known = ends_of_rows(ops, specs), specs.keys() - {op.name for op in ops}
     found = {}
     for call in calls:
+        known |= {call.op.name}
         flags = tuple(name in gradients for name in call.names)
         candidates = all_strategies(
             call.rule,
@@ -57,10 +61,13 @@ def legal_strategies(
             degree=degree,
             blocks=blocks[call.op.name],
             padded_extents=extents,
-            has_expert_rows=has_expert_rows,
+            expert_rows={n for n, name in ends.items() if name in known and may_be_divided(call.op)},
         )
         normal = (normalize(s, flags, result_has_gradient=call.op.name in gradients) for s in candidates)
         found[call.op] = tuple(dict.fromkeys(normal))
+    for rows in rows_put_back(ops, specs):
+        for op, strategy in rows.strategies().items():
+            found[op] = (*found[op], strategy)
     return found
 
 

@@ -110,7 +110,7 @@ def _grouped_product(layouts: _Layouts, op: Op) -> str:
     weight = layouts.operand(op, 1)
     if weight.kind != "S":
         return ""
-    return "whole experts (expert parallelism)" if weight.dim == 0 else "every expert inside"
+    return "whole experts (expert parallelism, priced as equally busy)" if weight.dim == 0 else "every expert inside"
 
 
 def _vocabulary(layouts: _Layouts, op: Op) -> str:

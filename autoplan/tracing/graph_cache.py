@@ -19,7 +19,11 @@ from autoplan.graph import OpGraph, graph_from_json, graph_to_json
 from autoplan.user_cache import cache_entry, file_sha256, package_version, read_checked, user_files, write_checked
 
 _HERE = Path(__file__).parent
-TRACERS = (*sorted(_HERE.glob("*.py")), _HERE.parent / "graph.py")
+TRACERS = (
+    *sorted(_HERE.glob("*.py")),
+    _HERE.parent / "graph.py",
+    _HERE.parent / "tensor_parallel" / "expert_rows.py",
+)
 
 
 def cached_graph(path: Path, overrides: Mapping[str, Any], trace: Callable[[], OpGraph], *, way: str = "") -> OpGraph:

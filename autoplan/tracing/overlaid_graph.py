@@ -26,6 +26,7 @@ from autoplan.graph import (
     Symbol,
     TensorSpec,
 )
+from autoplan.tensor_parallel.expert_rows import with_ends_first
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
 from autoplan.tracing.same_operators import first_difference, live_nodes
@@ -105,6 +106,7 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     output_names = output_names if has_loss_fn else [loss]
     ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
     ops = with_labels(ops, {value_names[node]: node.meta.get("stack_trace") or "" for node in nodes_a})
+    ops = with_ends_first(ops)
     _check_loss(where, loss, ops)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)
