@@ -255,6 +255,7 @@ class Estimate:
 
     Attributes:
         step_s: seconds of one optimizer step.
+        breakdown: of `slowest_rank`, a pipeline rank; None in plans written before it was told which.
         allocated_bytes: per pipeline rank, the most bytes the training itself has allocated at once.
         needed_bytes: per pipeline rank, `allocator_bytes` and what lies outside of the allocator: the device context
             and communication buffers. This is what must not exceed `memory_limit_bytes`, and what JSON, rows and
@@ -274,6 +275,7 @@ class Estimate:
     memory_limit_bytes: int
     segment_sources: tuple[str, ...] = ()
     rank_limits_bytes: tuple[int, ...] = ()
+    slowest_rank: int | None = None
     timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
 
     @property
@@ -285,6 +287,11 @@ class Estimate:
     def limit_bytes(self, rank: int) -> int:
         """What the devices of a pipeline rank offer."""
         return self.rank_limits_bytes[rank] if self.rank_limits_bytes else self.memory_limit_bytes
+
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether times and memory may differ from one rank to another."""
+        return len(self.needed_bytes) > 1
 
     @property
     def tightest_rank(self) -> int:

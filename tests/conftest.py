@@ -62,6 +62,7 @@ def make_estimate(*, breakdown: Breakdown = BREAKDOWN, peaks_gib: tuple[float, f
         needed_bytes=needed,
         memory_parts_bytes=tuple((("state", size - GiB), (OUTSIDE_ALLOCATOR, GiB)) for size in needed),
         memory_limit_bytes=10 * GiB,
+        slowest_rank=1,
         timeline=TIMELINE,
     )
 

@@ -152,6 +152,7 @@ def test_a_share_costs_what_its_group_alone_does_and_the_exchange(tmp_path: Path
     parts = [simulate(own, (stage,)) for own, stage in zip(table.rank_tables, stages, strict=True)]
     estimate = simulate(table, stages)
     assert estimate.step_s == max(part.step_s for part in parts)
+    assert parts[estimate.slowest_rank].breakdown == estimate.breakdown
     assert estimate.needed_bytes == tuple(part.needed_bytes[0] for part in parts)
     assert (estimate.limit_bytes(0), estimate.limit_bytes(1)) == tuple(part.memory_limit_bytes for part in parts)
     assert len(memory_over_time(table, stages)) == 2
@@ -201,7 +202,7 @@ def test_a_shared_plan_is_written_read_scored_and_reported(answers: dict[str, tu
         assert "29.8 GiB" in text
         assert "80.0 GiB" in text
     assert "group 1 (2 data-parallel ranks on v100_x8/2)" in plan_page(answer)
-    assert "pipeline rank" not in plan_page(answer) and "\ngroup  allocated" in plan_report(answer)
+    assert "pipeline rank" not in plan_page(answer) and "\ngroup  state  allocated" in plan_report(answer)
     trace = report_files(answer, memory=api.memory_curves(problem, plan))["trace.json.gz"]
     assert b"group 0 (2 data-parallel ranks on dgx_a100_x8/2)" in gzip.decompress(trace)
     shared = [item for item in answer.result.rejected if item.mesh.shares]

@@ -33,6 +33,7 @@ from autoplan.report.hardware import hardware_sheet
 from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
 from autoplan.report.rivals import rivals_text
 from autoplan.search.result import Rejection
+from autoplan.units import GiB
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
 
@@ -168,6 +169,19 @@ def test_explain_gives_component_differences_and_baseline_shortfall(answer: Answ
     # FSDP 3.2 s against 1.6 s
     assert "FSDP: 3.2 s a step, 100% slower" in text
     assert "2.00 x as fast as the best plain recipe that fits (FSDP)" in text
+
+
+def test_reports_say_of_which_rank_the_times_are_and_what_state_each_has(answer: Answer) -> None:
+    for text in (plan_report(answer), explain_report(answer)):
+        assert "where the time goes, rank 1\n" in text
+        # 8 GiB needed, 7 of them state
+        assert re.search(r"rank +state +allocated.*\n-+\n +0 +4\.00 .*\n +1 +7\.00 +7\.00 +7\.00 +8\.00 ", text)
+    assert re.search(r"slowest +rank 1 +rank 1\n", text)
+    assert answer_to_dict(answer)["breakdown_of_rank"] == 1
+    one_rank = {"allocated_bytes": (GiB,), "needed_bytes": (GiB,), "memory_parts_bytes": ((("state", GiB),),)}
+    for change in ({"slowest_rank": None}, {"slowest_rank": 0, **one_rank}):
+        best = replace(answer.best, estimate=replace(answer.best.estimate, **change))
+        assert "where the time goes\n" in plan_report(replace(answer, result=replace(answer.result, best=best)))
 
 
 def test_explain_says_that_a_recipe_is_faster_than_a_plan_that_was_fixed(answer: Answer) -> None:

@@ -51,6 +51,10 @@ def test_every_headline_and_every_chart_says_what_its_numbers_rest_on(answer: An
     assert '<h2 id="time">Where the step goes <span class="kind measured"' in page
 
 
+def test_page_says_of_which_rank_its_times_are(answer: Answer) -> None:
+    assert "The chosen plan; pipeline rank 1, the slowest." in plan_page(answer)
+
+
 def test_page_without_a_plan_gives_the_shortage_and_the_remedies(infeasible: Answer) -> None:
     text = Page(plan_page(infeasible)).text
     assert "86.20 GiB short" in text

@@ -62,7 +62,8 @@ def test_the_slowest_copy_of_any_rank_counts():
     mesh = pipeline(2, 1)
     ranks = tuple(table_of([FREE, FREE], mesh=mesh, batch_copy_s=copy_s) for copy_s in (1.0, 4.0))
     table = dataclasses.replace(ranks[0], rank_tables=ranks)
-    assert simulate(table, one_each(2)).step_s == 4.0
+    estimate = simulate(table, one_each(2))
+    assert (estimate.step_s, estimate.slowest_rank, estimate.breakdown.exposed_batch_copy_s) == (4.0, 1, 4.0)
 
 
 def test_batches_on_the_device_are_held_all_step():

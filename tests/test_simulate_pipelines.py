@@ -93,6 +93,15 @@ def test_slowest_stage_sets_the_pace():
     assert (estimate.breakdown.compute_s, estimate.breakdown.bubble_s) == (4 * 3, 27)  # of rank 0, which ends last
 
 
+def test_the_breakdown_is_that_of_the_rank_it_names():
+    # 0F0 [0, 1], 1F0 [1, 2], 1B0 [2, 4], 0B0 [4, 6]; rank 1 then has 5 s of optimizer, until 9, rank 0 none, until 6
+    costs = [segment(forward_s=1, backward_s=2), segment(forward_s=1, backward_s=2, optimizer_s=5)]
+    estimate = simulate(table_of(costs, mesh=pipeline(2, 1)), one_each(2))
+    assert (estimate.slowest_rank, estimate.step_s) == (1, 9)
+    parts = estimate.breakdown
+    assert (parts.compute_s, parts.bubble_s, parts.optimizer_s) == (3, 1, 5)
+
+
 def test_transfer_under_way_is_told_from_the_bubble():
     # 0F0 [0, 1], sent [1, 1.5], 1F0 [1.5, 2.5], 1B0 [2.5, 4.5], sent [4.5, 5], 0B0 [5, 7]
     table = table_of([segment(forward_s=1, backward_s=2)] * 2, mesh=pipeline(2, 1), cut_s=0.5)

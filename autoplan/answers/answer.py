@@ -280,6 +280,7 @@ _SUMMARY: dict[str, Callable[[Workload, Candidate], Any]] = {
     "memory_limit_bytes": lambda workload, best: best.estimate.memory_limit_bytes,
     "memory_limit_bytes_per_stage": lambda workload, best: _limit_bytes_per_stage(best),
     "breakdown_s": lambda workload, best: breakdown_by_axis_s(best.estimate.breakdown),
+    "breakdown_of_rank": lambda workload, best: best.estimate.slowest_rank,
     "segment_sources": _segment_sources,
 }
 

@@ -63,6 +63,7 @@ def plan_page(answer: Answer, *, memory: Sequence[MemoryCurve] = (), sensitivity
         breakdown=breakdown_table(answer) if has_plan else None,
         memory=memory_table(answer) if has_plan else None,
         lane_name=lanes_of(answer.best.plan).name if has_plan else "",
+        slowest=_slowest(answer.best) if has_plan else "",
         stages=stages_table(answer) if has_plan else None,
         sensitivity=sensitivity_table(sensitivity) if has_plan and sensitivity else None,
         rejections=rejections_table(answer),
@@ -115,6 +116,12 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
         price = f"{format_usd(workload.price_usd_per_device_hour or 0.0)} per device-hour{paid_text(answer, best)}"
         cards.append(Card(format_usd(cost[0]), cost[1], provenance_kind(price_source(answer)), price))
     return tuple(cards)
+
+
+def _slowest(best: Candidate) -> str:
+    """The rank whose times are shown; nothing where all are alike, or where it is not known."""
+    rank = best.estimate.slowest_rank
+    return "" if rank is None or not best.estimate.has_several_ranks else lanes_of(best.plan).of(rank)
 
 
 def _basis(best: Candidate) -> str:

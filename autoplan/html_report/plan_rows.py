@@ -210,6 +210,7 @@ def _candidate_record(answer: Answer, name: str, item: Candidate) -> Record:
         "cost_usd": None if cost is None else cost[0],
         "cost_of": None if cost is None else cost[1],
         **{field: getattr(estimate.breakdown, field) for field, _ in BREAKDOWN_LABELS},
+        "slowest_rank": estimate.slowest_rank,
     }
 
 

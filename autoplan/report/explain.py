@@ -25,6 +25,7 @@ from autoplan.report.plan import (
     plan_report,
     rejections_text,
     shortage_text,
+    slowest_text,
     status_text,
     tightest_bytes,
 )
@@ -49,8 +50,9 @@ def explain_report(answer: Answer) -> str:
         if answer.result.one_device is not None:
             recipes.append(f"  {one_device_text(answer.result.one_device, than_s=answer.best.estimate.step_s)}")
         lines += ["Plain recipes", "\n".join(recipes)]
-    lines += [breakdown_table(answer.best.estimate.breakdown), ops_text(answer.ops), _beside_ops(answer)]
-    lines += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
+    word = lanes_of(answer.best.plan).word
+    lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops), _beside_ops(answer)]
+    lines += [memory_table(answer.best.estimate, word=word), notes_text(answer)]
     lines += [rejections_text(answer.result), _sources(answer)]
     return page(lines)
 
@@ -124,6 +126,8 @@ def _difference(best: Candidate, other: Candidate, *, other_name: str) -> str:
     parts = [(label, *(getattr(item.breakdown, name) for item in estimates)) for name, label in BREAKDOWN_LABELS]
     parts = [part for part in parts if part[1] or part[2]] + [("step", *(item.step_s for item in estimates))]
     rows = [(label, format_seconds(a), format_seconds(b), _signed(b - a, format_seconds)) for label, a, b in parts]
+    one, two = (slowest_text(item.estimate, word=lanes_of(item.plan).word) for item in (best, other))
+    rows += [("slowest", one or "-", two or "-", "")] if one or two else []
     a, b = (max(item.needed_bytes) for item in estimates)
     rows.append(("peak memory", format_bytes(a), format_bytes(b), _signed(b - a, format_bytes)))
     return text_table(("", "chosen", other_name, "difference"), rows, right=frozenset({1, 2, 3}))

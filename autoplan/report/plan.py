@@ -17,7 +17,7 @@ from autoplan.answers.answer import (
     tokens_per_s,
     trust,
 )
-from autoplan.parallel_plan import Breakdown, Estimate, Mesh, Plan
+from autoplan.parallel_plan import Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
@@ -66,8 +66,9 @@ def plan_report(answer: Answer) -> str:
     if answer.result.best is None:
         parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result)]
     else:
-        parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate.breakdown)]
-        parts += [memory_table(answer.best.estimate, word=lanes_of(answer.best.plan).word), notes_text(answer)]
+        word = lanes_of(answer.best.plan).word
+        parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate, word=word)]
+        parts += [memory_table(answer.best.estimate, word=word), notes_text(answer)]
     return page(parts)
 
 
@@ -129,22 +130,33 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[
     )
 
 
-def breakdown_table(breakdown: Breakdown) -> str:
+def slowest_text(estimate: Estimate, *, word: str = "rank") -> str:
+    """Of which rank the times are: `rank 3`; nothing where all are alike, or where it is not known."""
+    is_told = estimate.has_several_ranks and estimate.slowest_rank is not None
+    return f"{word} {estimate.slowest_rank}" if is_told else ""
+
+
+def breakdown_table(estimate: Estimate, *, word: str = "rank") -> str:
     """Where the step time of the slowest rank goes, with a bar for each part that is not zero."""
+    breakdown, rows = estimate.breakdown, []
     total_s = breakdown.total_s
-    rows = []
     for name, label in BREAKDOWN_LABELS:
         part_s = getattr(breakdown, name)
         if part_s > 0:
             share = part_s / total_s
             rows.append((label, format_seconds(part_s), f"{share:.1%}", "#" * round(share * BAR_WIDTH)))
     rows.append(("step", format_seconds(total_s), "100.0%", ""))
-    return text_table(("where the time goes", "", "", ""), rows, right=frozenset({1, 2}))
+    title = ", ".join(filter(None, ("where the time goes", slowest_text(estimate, word=word))))
+    return text_table((title, "", "", ""), rows, right=frozenset({1, 2}))
 
 
 def memory_table(estimate: Estimate, *, word: str = "rank") -> str:
-    """Peak memory of each rank of the pipeline: allocated, reserved by torch's allocator, and needed, of the limit."""
-    bar_width = BAR_WIDTH + len("rank") - len(word)
+    """Peak memory of each rank of the pipeline: allocated, reserved by torch's allocator, and needed, of the limit.
+
+    Of several ranks also what is `state` of it: parameters and optimizer state.
+    """
+    states = [dict(parts)["state"] for parts in estimate.memory_parts_bytes] if estimate.has_several_ranks else []
+    bar_width = BAR_WIDTH + len("rank") - len(word) - (len("  state  ") if states else 0)
     rows = []
     sizes = zip(estimate.allocated_bytes, estimate.allocator_bytes, estimate.needed_bytes, strict=True)
     for rank, (allocated, reserved, needed) in enumerate(sizes):
@@ -155,14 +167,14 @@ def memory_table(estimate: Estimate, *, word: str = "rank") -> str:
         rows.append(
             (
                 str(rank),
-                *(f"{n_bytes / GiB:.2f}" for n_bytes in (allocated, reserved, needed)),
+                *(f"{n_bytes / GiB:.2f}" for n_bytes in (*states[rank : rank + 1], allocated, reserved, needed)),
                 f"{share:.0%}",
                 f"[{bar:<{bar_width}}]{of_limit(limit_bytes) if estimate.rank_limits_bytes else ''}{note}",
             )
         )
     of_all = "its device" if estimate.rank_limits_bytes else f"{estimate.memory_limit_bytes / GiB:.1f}"
-    header = (word, "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
-    return text_table(header, rows, right=frozenset({0, 1, 2, 3, 4}))
+    header = (word, *["state"] * bool(states), "allocated", "reserved", "needed", "share", f"GiB, of {of_all}")
+    return text_table(header, rows, right=frozenset(range(len(header) - 1)))
 
 
 def of_limit(limit_bytes: int) -> str:

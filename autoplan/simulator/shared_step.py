@@ -16,10 +16,11 @@ from autoplan.parallel_plan import Estimate
 
 def slowest_of(estimates: Sequence[Estimate]) -> Estimate:
     """One estimate of these kinds of rank, numbered in this order, each of which has one rank so far."""
-    slowest = max(estimates, key=lambda estimate: estimate.step_s)
+    slowest_rank = max(range(len(estimates)), key=lambda rank: estimates[rank].step_s)
     limits_bytes = tuple(estimate.memory_limit_bytes for estimate in estimates)
     return replace(
-        slowest,
+        estimates[slowest_rank],
+        slowest_rank=slowest_rank,
         allocated_bytes=tuple(chain.from_iterable(estimate.allocated_bytes for estimate in estimates)),
         needed_bytes=tuple(chain.from_iterable(estimate.needed_bytes for estimate in estimates)),
         memory_parts_bytes=tuple(chain.from_iterable(estimate.memory_parts_bytes for estimate in estimates)),

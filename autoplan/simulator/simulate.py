@@ -46,12 +46,14 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     replay = replay_plan(table, stages)
     own_tables = tuple(map(table.at_rank, range(table.mesh.pp)))
     breakdowns = tuple(
-        _breakdown(table, replay.stages_of(rank), clock, actions_s=len(actions) * table.at_rank(rank).action_s)
-        for rank, (clock, actions) in enumerate(zip(replay.clocks, replay.script.ordered.schedule, strict=True))
+        _with_copy(
+            _breakdown(table, replay.stages_of(rank), replay.clocks[rank], actions_s=len(actions) * own.action_s),
+            own.batch_copy_s,
+        )
+        for rank, (own, actions) in enumerate(zip(own_tables, replay.script.ordered.schedule, strict=True))
     )
-    slowest = max(breakdowns, key=lambda breakdown: breakdown.total_s)
-    copy_s = max(own.batch_copy_s for own in own_tables)
-    slowest = replace(slowest, exposed_batch_copy_s=max(0.0, copy_s - slowest.total_s))
+    slowest_rank = max(range(table.mesh.pp), key=lambda rank: breakdowns[rank].total_s)
+    slowest = breakdowns[slowest_rank]
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
     )
@@ -60,6 +62,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     return Estimate(
         step_s=slowest.total_s,
         breakdown=slowest,
+        slowest_rank=slowest_rank,
         allocated_bytes=tuple(peak.total_bytes for peak in peaks),
         needed_bytes=tuple(sum(n_bytes for _, n_bytes in rank_parts) for rank_parts in parts),
         memory_parts_bytes=parts,
@@ -86,6 +89,11 @@ def _breakdown(table: CostTable, stages: tuple[Stage, ...], clock: RankClock, *,
         + actions_s
         + sum(cost.launch_once_s for cost in costs),
     )
+
+
+def _with_copy(breakdown: Breakdown, copy_s: float) -> Breakdown:
+    """With what copying the next batch to that rank, which takes `copy_s`, outlasts all else."""
+    return replace(breakdown, exposed_batch_copy_s=max(0.0, copy_s - breakdown.total_s))
 
 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
