@@ -15,7 +15,13 @@ from torch.optim import lr_scheduler
 
 from autoplan.runtime import Config, ParallelModel, PlainTraining, build_rank_mesh, compare, global_batch, local_batch
 from autoplan.runtime.float32_products import set_float32_products
-from autoplan.runtime.learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
+from autoplan.runtime.learning_rate import (
+    LearningRate,
+    LearningRateError,
+    build_scheduler_of,
+    load_scheduler,
+    step_scheduler,
+)
 from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
 from autoplan.runtime.parity import Differences
 from autoplan.runtime.zero import local_part
@@ -125,7 +131,7 @@ def test_the_model_file_may_build_its_own_scheduler():
     optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "lr": 0.0})
     build_scheduler_of(SimpleNamespace(), optimizer, LearningRate("linear", n_steps=3))
     assert optimizer.param_groups[1]["lr"] == 0.0  # a group that learns nothing
-    with pytest.raises(ValueError, match="--min-lr: found 2, expected at most the optimizer's own 1"):
+    with pytest.raises(LearningRateError, match="--min-lr: found 2, expected at most the optimizer's own 1"):
         build_scheduler_of(SimpleNamespace(), optimizer, LearningRate("linear", n_steps=3, smallest=2.0))
 
 

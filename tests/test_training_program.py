@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 import types
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from distributed.launch import run_folder
 
 import autoplan.runtime
 from autoplan.codegen.train_script import train_script
+from autoplan.runtime import resume
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 
@@ -85,6 +87,23 @@ def test_a_record_says_what_is_known_and_json_has_no_infinity(tmp_path, capsys):
     ]
 
 
+@pytest.fixture
+def parse(monkeypatch):
+    """What a program makes of its command line; `parse.model` is its model file."""
+    model = types.ModuleType("model")
+    monkeypatch.setitem(sys.modules, "runtime", autoplan.runtime)
+    monkeypatch.setitem(sys.modules, "model", model)
+    program = {"__name__": "train"}
+    exec(train_script(header="Train.", config={}, has_parallel_model=False), program)
+
+    def parsed(*options):
+        monkeypatch.setattr(sys, "argv", ["train.py", *options])
+        return program["parse_arguments"]()
+
+    parsed.model = model
+    return parsed
+
+
 @pytest.mark.parametrize(
     "option",
     [
@@ -93,17 +112,52 @@ def test_a_record_says_what_is_known_and_json_has_no_infinity(tmp_path, capsys):
         "--checkpoint-every 0", "--keep 0", "--steps many",
     ],
 )  # fmt: skip
-def test_a_number_that_means_nothing_is_a_usage_error_that_says_what_is_expected(monkeypatch, capsys, option):
-    monkeypatch.setitem(sys.modules, "runtime", autoplan.runtime)
-    monkeypatch.setitem(sys.modules, "model", types.ModuleType("model"))
-    monkeypatch.setattr(sys, "argv", ["train.py", *option.split()])
-    program = {"__name__": "train"}
-    exec(train_script(header="Train.", config={}, has_parallel_model=False), program)
+def test_a_number_that_means_nothing_is_a_usage_error_that_says_what_is_expected(parse, capsys, option):
     with pytest.raises(SystemExit) as end:
-        program["parse_arguments"]()
+        parse(*option.split())
     assert end.value.code == 2
     name, value = option.split()
     assert f"argument {name}: found {value!r}, expected a" in capsys.readouterr().err
+
+
+def test_a_smallest_rate_above_the_largest_is_a_usage_error(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--lr-schedule", "cosine", "--min-lr", "1")
+    assert "argument --min-lr: found 1, expected at most --lr 0.0003" in capsys.readouterr().err
+    assert parse("--min-lr", "1").min_lr == 1.0  # without effect on a rate that stays
+    parse.model.build_optimizer = lambda parameters: None  # whose rate is not known yet
+    assert parse("--lr-schedule", "cosine", "--min-lr", "1").min_lr == 1.0
+
+
+@pytest.mark.parametrize("name", ["--log-jsonl", "--out-json", "--tensorboard"])
+def test_what_cannot_be_written_is_a_usage_error_of_the_rank_that_writes(parse, capsys, monkeypatch, tmp_path, name):
+    (tmp_path / "file").touch()
+    kind = "folder" if name == "--tensorboard" else "file"
+    wrong = {tmp_path / "file" / "x": f"expected a {kind} that can be written: {tmp_path / 'file'} cannot"}
+    wrong[tmp_path / ("file" if kind == "folder" else "")] = f"expected a {kind}\n"
+    for path, expected in wrong.items():
+        with pytest.raises(SystemExit):
+            parse(name, str(path))
+        assert f"argument {name}: found {str(path)!r}, {expected}" in capsys.readouterr().err
+    new = str(tmp_path / "new" / "x")
+    assert getattr(parse(name, new), name.strip("-").replace("-", "_")) == Path(new)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(tmp_path))  # read-only
+    with pytest.raises(SystemExit):
+        parse(name, new)
+    monkeypatch.setenv("RANK", "1")
+    parse(name, new)
+
+
+def test_a_run_that_has_its_steps_says_that_nothing_is_left_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(resume, "from_first_rank", lambda find: Path("saved/step-00000012"))
+    monkeypatch.setattr(resume, "load_checkpoint", lambda model, path, extra: None)
+    model = types.SimpleNamespace(n_steps=12, mesh=types.SimpleNamespace(rank=0))
+    for n_steps, says in ((6, True), (12, True), (13, False)):
+        resume.Run(model, Namespace(export=None, checkpoint_dir=None, steps=n_steps))
+        text = capsys.readouterr().err
+        assert "12 steps were done\n" in text
+        assert ("nothing is left to do\n  fix: --steps 13 or more" in text) == says
 
 
 def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):

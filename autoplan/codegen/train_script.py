@@ -56,14 +56,15 @@ def parse_arguments():
     parser.add_argument("--fill-last-batch", action="store_true", help="of an epoch, instead of dropping what is left")
     parser.add_argument("--eval-every", type=whole_number(1), metavar="N", help="steps; a pass of build_eval_dataset()")
     parser.add_argument("--eval-batches", type=whole_number(1), metavar="K", help="of such a pass, instead of all")
-    parser.add_argument("--log-jsonl", type=Path, metavar="FILE", help="append a line per step and evaluation")
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write curves (needs the package tensorboard)")
-    parser.add_argument("--out-json", type=Path, metavar="FILE", help="write every step's figures in the end")
+    parser.add_argument("--log-jsonl", type=written_file, metavar="FILE", help="append a line per step and evaluation")
+    parser.add_argument("--tensorboard", type=written_folder, metavar="DIR", help="curves (needs tensorboard)")
+    parser.add_argument("--out-json", type=written_file, metavar="FILE", help="write every step's figures in the end")
     parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="trace these, B exclusive")
     parser.add_argument("--profile-dir", type=Path, default=Path("profile"), help="for the traces, one per rank")
     parser.add_argument("--check", action="store_true", help="compare with training in one process; 8 if it differs")
     add_checkpoint_options(parser)
     arguments = parser.parse_args()
+    check_rate(parser, arguments, model_file)
     if arguments.check and arguments.checkpoint_dir:
         parser.error("--check compares a run with one process from its start: leave out --checkpoint-dir")
     return arguments
@@ -135,9 +136,9 @@ _TRY_CONVOLUTIONS = """\
 """
 _RUNTIME_NAMES = (
     "Config", "Evaluation", "LearningRate", "MetricLog", "ParallelModel", "PlainTraining", "PlannedFigures", "Run",
-    "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_steps", "evaluation_data", "exit_code",
-    "not_negative", "parse_steps", "positive", "start_process_group", "stop_process_group", "train_steps",
-    "training_data", "watch_for_hangs", "whole_number", "write_records",
+    "StepTrace", "add_checkpoint_options", "build_rank_mesh", "check_rate", "check_steps", "evaluation_data",
+    "exit_code", "not_negative", "parse_steps", "positive", "start_process_group", "stop_process_group", "train_steps",
+    "training_data", "watch_for_hangs", "whole_number", "write_records", "written_file", "written_folder",
 )  # fmt: skip
 
 

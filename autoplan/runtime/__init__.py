@@ -20,7 +20,7 @@ It is copied as it stands into the folder of a program.
     batches, loading, train      batches, their order and position, the loop
     metrics, parity              what is measured and written of a step, the comparison with one process
     step_trace, step_profile     traces of some steps, where the time of one goes
-    number_options               numbers on the command line
+    number_options, written_paths    numbers and paths on the command line
 """
 
 from .batches import global_batch, local_batch
@@ -28,7 +28,7 @@ from .checkpoint import Checkpoints, load_checkpoint
 from .checkpoint_planner import CheckpointError
 from .config import Config
 from .hang_watch import watch_for_hangs
-from .learning_rate import LearningRate
+from .learning_rate import LearningRate, check_rate
 from .loading import TrainingData, evaluation_data, training_data
 from .mesh import (
     RankMesh,
@@ -52,6 +52,7 @@ from .step_profile import StepProfile
 from .step_trace import StepTrace, parse_steps
 from .train import Evaluation, check_steps, exit_code, timed_step, train_steps, write_records
 from .weights import Buffer, Shard, Weights, attach, load_weights, take_shard
+from .written_paths import written_file, written_folder
 
 __all__ = [
     "TOLERANCES",
@@ -81,6 +82,7 @@ __all__ = [
     "add_checkpoint_options",
     "attach",
     "build_rank_mesh",
+    "check_rate",
     "check_steps",
     "check_world_size",
     "default_device_type",
@@ -106,4 +108,6 @@ __all__ = [
     "whole_number",
     "world_size",
     "write_records",
+    "written_file",
+    "written_folder",
 ]

@@ -14,6 +14,7 @@ A model file with `build_scheduler(optimizer, n_steps)` replaces all of it: any 
 from __future__ import annotations
 
 import math
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ CURVES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
     "linear": lambda p: 1.0 - p,
 }
+
+
+class LearningRateError(SystemExit):
+    """A rate does not suit the optimizer; ends the program with the message and a non-zero exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,17 @@ class LearningRate:
         return self.smallest + (largest - self.smallest) * CURVES[self.curve](part)
 
 
+def check_rate(parser: ArgumentParser, options: Namespace, model_file: Any) -> None:
+    """A usage error for rates of `train.py` that do not go together; those of a model file are not known yet."""
+    has_own = hasattr(model_file, "build_optimizer") or hasattr(model_file, "build_scheduler")
+    if not has_own and options.lr_schedule != "constant" and options.min_lr > options.lr:
+        parser.error(f"argument --min-lr: found {options.min_lr:g}, expected at most --lr {options.lr:g}")
+
+
 def build_scheduler_of(model_file: Any, optimizer: torch.optim.Optimizer, rate: LearningRate | None) -> Any | None:
     """The scheduler of the model file, or of `rate`; None where the rate never changes.
 
-    Raises: ValueError when the smallest rate is above the optimizer's own.
+    Raises: LearningRateError when the smallest rate is above the optimizer's own.
     """
     if rate is None:
         return None
@@ -102,6 +114,6 @@ def _with_keys_of(saved: Any, current: Any) -> Any:
 
 
 def _factor(rate: LearningRate, largest: float) -> Callable[[int], float]:
-    if rate.smallest > largest:
-        raise ValueError(f"--min-lr: found {rate.smallest:g}, expected at most the optimizer's own {largest:g}")
+    if rate.curve != "constant" and rate.smallest > largest:
+        raise LearningRateError(f"--min-lr: found {rate.smallest:g}, expected at most the optimizer's own {largest:g}")
     return lambda step: rate.at(step, largest=largest) / largest if largest > 0.0 else 1.0

@@ -1,0 +1,42 @@
+"""Where a program writes, tried on its command line rather than when there is something to write.
+
+Only rank 0 writes, so only its host must be able to.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+
+
+def written_file(text: str) -> Path:
+    """The type of an option for a file to write; its folders are made where there are none.
+
+    Raises: ArgumentTypeError on rank 0 when it cannot be written.
+    """
+    _check(text, is_right=_is_no_folder, kind="file")
+    return Path(text)
+
+
+def written_folder(text: str) -> Path:
+    """The same for a folder."""
+    _check(text, is_right=os.path.isdir, kind="folder")
+    return Path(text)
+
+
+def _is_no_folder(path: str) -> bool:
+    return not os.path.isdir(path)  # a pipe and /dev/null can be written too
+
+
+def _check(text: str, *, is_right: Callable[[str], bool], kind: str) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        return
+    there = os.path.abspath(text)
+    if os.path.exists(there) and not is_right(there):
+        raise ArgumentTypeError(f"found {text!r}, expected a {kind}")
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.access(there, os.W_OK) or not (os.path.isdir(there) or there == os.path.abspath(text)):
+        raise ArgumentTypeError(f"found {text!r}, expected a {kind} that can be written: {there} cannot")
