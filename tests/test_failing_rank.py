@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,7 @@ def assert_ends_soon(run):
     return done
 
 
+@pytest.mark.nightly
 def test_a_data_parallel_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     emit(tmp_path, config={"dp": 2, "n_micro_batches": 2}, has_parallel_model=False)
     break_rank(tmp_path / "model.py", rank=1, failure=RAISE)
@@ -79,27 +81,37 @@ def test_a_pipeline_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     assert not re.search(r"\[rank[012]\]: \w*Error", done.stderr)  # only the rank whose fault it is
 
 
-@pytest.mark.parametrize(("failure", "code"), [(KILL, -9), pytest.param(LEAVE, 3, marks=pytest.mark.nightly)])
-def test_a_pipeline_rank_that_dies_without_a_word_ends_the_job_and_is_named(tmp_path, failure, code):
-    emit(tmp_path, config=PIPELINE, has_parallel_model=True)
-    break_rank(tmp_path / "tiny_parallel.py", rank=2, failure=failure)
-    done = assert_ends_soon(lambda: run_folder(tmp_path, 4, *RUN, timeout_s=2 * MOST_S))
+@pytest.mark.parametrize(
+    ("tp", "failure", "code"),
+    [(1, KILL, -9), *(pytest.param(2, *how, marks=pytest.mark.nightly) for how in ((KILL, -9), (LEAVE, 3)))],
+)
+def test_a_pipeline_rank_that_dies_without_a_word_ends_the_job_and_is_named(tmp_path, tp, failure, code):
+    emit(tmp_path, config={**PIPELINE, "tp": tp}, has_parallel_model=True)
+    generated = tmp_path / "parallel_model.py"
+    generated.write_text(generated.read_text().replace("tp_degree=2", f"tp_degree={tp}"))
+    rank = tp  # the first of the second stage
+    break_rank(tmp_path / "tiny_parallel.py", rank=rank, failure=failure)
+    done = assert_ends_soon(lambda: run_folder(tmp_path, 2 * tp, *RUN, timeout_s=2 * MOST_S))
     cause = done.stderr[done.stderr.index("Root Cause") :]
-    assert re.search(rf"rank      : 2 \(local_rank: 2\)\n\s*exitcode  : {code} ", cause)
+    assert re.search(rf"rank      : {rank} \(local_rank: {rank}\)\n\s*exitcode  : {code} ", cause)
 
 
 def test_verify_of_a_program_whose_rank_raises_ends_with_the_traceback(tmp_path, answer, capfd):
     scratch, folder = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()
-    emit(scratch, config={**PIPELINE, "precision": "fp64"}, has_parallel_model=True)
-    break_rank(scratch / "tiny_parallel.py", rank=2, failure=RAISE)
+    emit(scratch, config={"dp": 2, "n_micro_batches": 2, "precision": "fp64"}, has_parallel_model=False)
+    break_rank(scratch / "model.py", rank=1, failure=RAISE)
     program = {str(path.relative_to(scratch)): path.read_text() for path in scratch.rglob("*.py")}
+    mesh = replace(answer.best.plan.mesh, dp=1, zero_stage=0, zero_shard_degree=1)  # of two processes, as the program
+    best = replace(answer.best, plan=replace(answer.best.plan, mesh=mesh))
+    answer = replace(answer, result=replace(answer.result, best=best))
     write_folder(folder, {**program, **report_files(answer)})
     started_s = time.monotonic()
     with pytest.raises(MeasureError, match="ended with exit code 1"):
         verify_folder(folder, n_steps=4, device="cpu")
     assert time.monotonic() - started_s < MOST_S
-    assert "[rank2]: ValueError: the 5th micro-batch is bad" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "[rank1]: ValueError: the 5th micro-batch is bad" in error and "in breaking" in error
 
 
 SCRIPT = """

@@ -325,12 +325,10 @@ def test_one_device_is_measured_without_torchrun_and_without_click(tmp_path):
     (tmp_path / "my_box.toml").write_text("of a former run")
     path = f"{tmp_path}:{CHECKOUT}"
     options = ("--device", "cpu", "--out", "my_box.toml")
-    done = run(tmp_path, "-m", "autoplan.measure_hardware", *options, PYTHONPATH=path)
-    assert done.returncode == 9  # not without --force
-    assert (tmp_path / "my_box.toml").read_text() == "of a former run"
-    (tmp_path / "run.py").write_text(QUICK + FITTING + "sys.exit(measure.main())\n")
-    done = run(tmp_path, "run.py", *options, "--force", PYTHONPATH=path)
+    (tmp_path / "run.py").write_text(QUICK + FITTING + TWICE)
+    done = run(tmp_path, "run.py", *options, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
+    assert "exit code 9, and there is: of a former run\n" in done.stdout
     hardware = load_hardware_profile(str(tmp_path / "my_box.toml"))
     assert (hardware.n_devices, hardware.links) == (1, ())
 
@@ -340,6 +338,19 @@ FITTING = """
 from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
 
 fit_links([CollectiveTime(kind, 2, 2**20, 1e-3, 1) for kind in ("all_reduce", "all_gather")], n_devices=2)
+"""
+
+# As `python -m autoplan.measure_hardware` runs, without and with --force.
+TWICE = """
+import runpy
+from pathlib import Path
+
+try:
+    runpy.run_module("autoplan.measure_hardware", run_name="__main__")
+except SystemExit as end:
+    print(f"exit code {end.code}, and there is: {Path('my_box.toml').read_text()}")
+sys.argv.append("--force")
+runpy.run_module("autoplan.measure_hardware", run_name="__main__")
 """
 
 FAILING = """

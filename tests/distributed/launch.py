@@ -131,7 +131,9 @@ def _run_program(folder: str, options: tuple[str, ...], port: int, written: str)
         try:
             runpy.run_path("train.py", run_name="__main__")
         except SystemExit as end:
-            assert not end.code, f"train.py exits with {end.code}"
+            sys.stdout.flush()
+            printed = Path(written, os.environ["RANK"]).read_text()
+            assert not end.code, f"train.py exits with {end.code}, after it printed {printed!r}"
         sys.stdout.flush()
 
 
