@@ -86,13 +86,15 @@ def model_file_text(path: Path, overrides: Mapping[str, Any]) -> tuple[str, str]
     path = path / "config.json" if path.is_dir() else path
     values = _read(path)
     transformers = _transformers(path)
+    model_type = values["model_type"]
     config_class = _config_class(transformers, path, values)
+    class_name, task = _class_and_task(path, values)
+    config_class, values = _part(transformers, config_class, class_name, values)
     values, context = _with_overrides(config_class, path, values, overrides)
     config = _configuration(config_class, path, values)
-    class_name, task = _class_and_task(path, values)
     source = _Source(path, _kept(config, values), context)
     constants = task.constants(source, config)
-    return f"{values['model_type'].replace('-', '_')}.py", _text(source, config_class, class_name, task, constants)
+    return f"{model_type.replace('-', '_')}.py", _text(source, config_class, class_name, task, constants)
 
 
 # ---------------------------------------------------------------- the configuration
@@ -152,6 +154,18 @@ def _config_class(transformers: Any, path: Path, values: dict[str, Any]) -> Any:
     return found
 
 
+def _part(
+    transformers: Any, config_class: Any, class_name: str, values: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The configuration that the model's class takes: this one, or the part of it for text, as transformers does."""
+    parts = {name: part for name, part in config_class.sub_configs.items() if name in ("text_config", "decoder")}
+    wanted = getattr(getattr(transformers, class_name), "config_class", None) if parts else config_class
+    for name, part in parts.items():
+        if part is wanted:
+            return part, values.get(name) or {}
+    return config_class, values
+
+
 def _with_overrides(
     config_class: Any, path: Path, values: dict[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
@@ -174,21 +188,27 @@ def _with_overrides(
             found.pop("label2id", None)
         found[config_class.attribute_map.get(name, name)] = value
     layers = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return _with_layer_types(found, layers, n_layers=getattr(known, layers, None)), context
+    return _with_layers(found, layers, n_layers=getattr(known, layers, None)), context
 
 
-def _with_layer_types(values: dict[str, Any], layers: str, *, n_layers: Any) -> dict[str, Any]:
-    """Lists with an entry per layer, cut to a changed number of layers; left to the class when there are more."""
+def _with_layers(values: dict[str, Any], layers: str, *, n_layers: Any) -> dict[str, Any]:
+    """What has an entry per layer, cut to a changed number of layers.
+
+    Of more layers, kinds are left to the class, and anything else as it is: the class then says what is missing.
+    """
     changed = values.get(layers, n_layers)
     if not isinstance(changed, int) or changed == n_layers:
         return values
     kept = {}
     for name, value in values.items():
-        is_per_layer = name.endswith("layer_types") and isinstance(value, list) and len(value) == n_layers
-        if not is_per_layer:
+        if name.startswith("per_layer") and isinstance(value, dict):  # by the layer's number
+            kept[name] = {key: item for key, item in value.items() if not str(key).isdigit() or int(key) < changed}
+        elif not isinstance(value, list) or len(value) != n_layers or name.endswith("token_id"):
             kept[name] = value
         elif changed < len(value):
             kept[name] = value[:changed]
+        elif not name.endswith(("layer_types", "block_type", "_types")):
+            kept[name] = value
     return kept
 
 
