@@ -132,3 +132,17 @@ def fills(*places):
 def test_pieces_that_are_all_of_a_tensor_are_joined(places, are_joined):
     found = targets_of(fills(*places))
     assert ("aten.cat.default" in found, "aten.slice_scatter.default" in found) == (are_joined, not are_joined)
+
+
+def begins_with_nothing(self, x):
+    made = torch.tensor([], device=x.device)
+    for column in x.split(1, -1):
+        made = torch.cat([made, column], -1)
+    return made
+
+
+def test_a_tensor_that_begins_with_nothing_is_its_pieces():
+    batch = torch.zeros(2, 4), torch.zeros(2, 4)
+    ops = trace_model(module_source(Given(begins_with_nothing), batch, F.mse_loss)).ops
+    joined = [len(op.args[0]) for op in ops if op.target == "aten.cat.default"]
+    assert joined == [1, 2, 2, 2]

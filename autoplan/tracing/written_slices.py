@@ -9,6 +9,10 @@ covers, and torch has no gradient for it, so it becomes what it gives: the sourc
 Pieces that cover the whole tensor are joined, which takes one copy instead of one for each piece:
 
     slice_scatter(slice_scatter(y, a, -1, 0, 4), b, -1, 4, 8)     ->  cat((a, b), -1)
+
+Or it begins with nothing, `y = torch.tensor([])`, which `cat` passes over whatever the dims of the pieces are:
+
+    cat((y, a), -1)     ->  cat((a,), -1), in the dtype that both have together
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ def without_copies(graph: torch.fx.Graph) -> None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "memory_format"}
         elif node.target is _ATEN.copy.default and isinstance(node.args[1], torch.fx.Node):
             _replace_copy(graph, node)
+        elif node.target is _ATEN.cat.default:
+            _pass_over_nothing(graph, node)
     for node in list(graph.nodes):
         if node.target is _ATEN.slice_scatter.default:
             _join_pieces(graph, node)
@@ -62,6 +68,17 @@ def _join_pieces(graph: torch.fx.Graph, last: torch.fx.Node) -> None:
     joined.meta.update(last.meta)
     last.replace_all_uses_with(joined)
     graph.erase_node(last)
+
+
+def _pass_over_nothing(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    result, (pieces, *rest) = node.meta["val"], node.args
+    assert isinstance(pieces, list | tuple)
+    kept: list[Any] = [piece for piece in pieces if piece.meta["val"].dim() == result.dim()]  # type: ignore[union-attr]
+    if len(kept) < len(pieces):
+        with graph.inserting_before(node):
+            is_same = {piece: piece.meta["val"].dtype == result.dtype for piece in kept}
+            cast = [p if is_same[p] else _call(graph, node, _ATEN.to.dtype, p, result.dtype) for p in kept]
+        node.args = (cast, *rest)
 
 
 def _dim(node: torch.fx.Node) -> int:
