@@ -134,6 +134,34 @@ def test_lists_with_an_entry_per_layer_follow_the_number_of_layers(tmp_path):
         assert sum(segment.is_block for segment in graph.segments) == n_layers
 
 
+def read_config(text: str) -> dict[str, object]:
+    """CONFIG of a model file's text."""
+    return eval(text.split("CONFIG = ", 1)[1].split("\nVOCABULARY", 1)[0])
+
+
+def test_what_has_an_entry_per_layer_is_cut_whatever_its_name(tmp_path):
+    listed = {"no_rope_layers": [1, 0], "pad_token_id": 1, "eos_token_id": [1, 2]}
+    cut = read_config(model_file_text(written(tmp_path, "smollm3", **DECODER, **listed), {"num_hidden_layers": 1})[1])
+    assert (cut["no_rope_layers"], cut["eos_token_id"]) == ([1], [1, 2])
+    by_number = {"per_layer_config": {"0": {"head_dim": 8}, "1": {"head_dim": 16}}}
+    path = written(tmp_path, "gemma4_text", **DECODER, **by_number)
+    cut = read_config(model_file_text(path, {"num_hidden_layers": 1})[1])
+    assert cut["per_layer_config"] == {"0": {"head_dim": 8}}
+
+
+def test_a_class_for_text_is_built_from_the_text_part_of_a_configuration(tmp_path):
+    path = written(tmp_path, "llama4", architectures=["Llama4ForCausalLM"], text_config={"head_dim": 8, **DECODER})
+    name, text = model_file_text(path, {"num_hidden_layers": 1})
+    assert name == "llama4.py" and "Llama4TextConfig.from_dict" in text
+    assert read_config(text) == {"head_dim": 8, **DECODER, "num_hidden_layers": 1, "use_cache": False}
+
+
+def test_no_part_of_a_configuration_keeps_a_cache(tmp_path):
+    architectures = ["Gemma3ForConditionalGeneration"]
+    path = written(tmp_path, "gemma3", architectures=architectures, text_config={"head_dim": 8, **DECODER})
+    assert read_config(model_file_text(path, {})[1])["text_config"]["use_cache"] is False
+
+
 def test_numbers_that_are_not_finite_are_written_as_python(tmp_path):
     _, text = model_file_text(written(tmp_path, "qwen2", initializer_range=float("inf")), {})
     assert '"initializer_range": float("inf"),' in text

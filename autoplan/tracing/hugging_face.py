@@ -154,9 +154,7 @@ def _config_class(transformers: Any, path: Path, values: dict[str, Any]) -> Any:
     return found
 
 
-def _part(
-    transformers: Any, config_class: Any, class_name: str, values: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def _part(transformers: Any, config_class: Any, class_name: str, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The configuration that the model's class takes: this one, or the part of it for text, as transformers does."""
     parts = {name: part for name, part in config_class.sub_configs.items() if name in ("text_config", "decoder")}
     wanted = getattr(getattr(transformers, class_name), "config_class", None) if parts else config_class
@@ -231,6 +229,9 @@ def _kept(config: Any, values: dict[str, Any]) -> dict[str, Any]:
     if "id2label" in kept:
         kept["num_labels"] = len(kept.pop("id2label"))
         kept.pop("label2id", None)
+    for name in config.sub_configs:
+        if isinstance(kept.get(name), dict) and hasattr(getattr(config, name), "use_cache"):
+            kept[name] = {**kept[name], "use_cache": False}
     if hasattr(config, "use_cache"):
         kept["use_cache"] = False
     return kept
