@@ -197,7 +197,7 @@ def _with_layers(values: dict[str, Any], layers: str, *, n_layers: Any) -> dict[
     changed = values.get(layers, n_layers)
     if not isinstance(changed, int) or changed == n_layers:
         return values
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith("per_layer") and isinstance(value, dict):  # by the layer's number
             kept[name] = {key: item for key, item in value.items() if not str(key).isdigit() or int(key) < changed}
