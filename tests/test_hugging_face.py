@@ -156,6 +156,13 @@ def test_a_class_for_text_is_built_from_the_text_part_of_a_configuration(tmp_pat
     assert read_config(text) == {"head_dim": 8, **DECODER, "num_hidden_layers": 1, "use_cache": False}
 
 
+def test_images_have_the_size_that_the_part_for_them_names(tmp_path):
+    architectures = ["SiglipForImageClassification"]
+    path = written(tmp_path, "siglip", architectures=architectures, vision_config={"image_size": 48, "num_channels": 1})
+    found = constants(model_file_text(path, {})[1])
+    assert (found["N_CHANNELS"], found["HEIGHT"], found["WIDTH"]) == (1, 48, 48)
+
+
 def test_no_part_of_a_configuration_keeps_a_cache(tmp_path):
     architectures = ["Gemma3ForConditionalGeneration"]
     path = written(tmp_path, "gemma3", architectures=architectures, text_config={"head_dim": 8, **DECODER})

@@ -295,9 +295,10 @@ def _sequence_constants(source: _Source, config: Any) -> dict[str, int]:
 
 
 def _image_constants(source: _Source, config: Any) -> dict[str, int]:
-    size = getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
+    seen = config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
+    size = getattr(seen, "image_size", None) or DEFAULT_IMAGE_SIZE
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    n_channels = getattr(config, "num_channels", 3)
+    n_channels = getattr(seen, "num_channels", 3)
     if source.context is not None:
         _refuse(source.path, "--set context", source.context, "no context: this model reads images", "leave it out")
     return {"N_CHANNELS": n_channels, "HEIGHT": height, "WIDTH": width, **_label_constants(source, config)}
