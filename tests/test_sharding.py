@@ -14,9 +14,10 @@ from autoplan.hardware import load_hardware_profile
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
 from autoplan.options import Options
 from autoplan.rules import all_strategies, load_rules, operand_names, parse_equation
+from autoplan.solver.solve import minimize
 from autoplan.space.layouts import all_shardings
 from autoplan.tensor_parallel.op_strategies import block_counts, op_calls
-from autoplan.tensor_parallel.sharding import read_sharding
+from autoplan.tensor_parallel.sharding import read_sharding, shard_graph
 
 RULES = load_rules()
 
@@ -150,3 +151,21 @@ def test_a_degree_that_is_asked_for_is_split_where_that_does_not_pay():
     assert found[0] == {} and {degree for degree, _ in found[1]} == {2}
     split = [layout for kinds in found[1].values() for kind in kinds for _, layout in kind.values if layout[0] == "S"]
     assert split
+
+
+def test_kinds_that_read_the_same_weights_are_solved_as_one_program():
+    graph, solved = graph_of("two_ways"), []
+
+    def solve(model):
+        solved.append(model)
+        return minimize(model, time_limit_s=None)
+
+    found = shard_graph(graph, degree=2, rules=RULES, prices=prices(graph, 2, seed=3), solve=solve)
+    assert len(solved) <= 2 * len(found) * len(graph.first_of_kind())  # a relaxation, and the program where it must be
+    for assignments in found.values():
+        layouts = {}
+        for assignment in assignments:
+            produced, first = dict(assignment.values), graph.first_of_kind()[assignment.kind]
+            for segment in (own for own in graph.segments if own.kind == assignment.kind):
+                for name, of_first in zip(segment.parameters, first.parameters, strict=True):
+                    assert layouts.setdefault(name, produced[of_first]) == produced[of_first]

@@ -14,7 +14,8 @@ For one segment and one degree, with
 
 Time is forward plus backward: every conversion is one autograd function, so y prices both directions. The relaxation
 is solved first; it was integral in all 216 programs of the examples at degrees 2, 4 and 8 (2026-11-20), and only
-otherwise the integer program is solved.
+otherwise the integer program is solved. Kinds that read the same parameters are solved as one program, in which each
+has the weight of its segments and s[p,t] is the same in all (`_Problem.tie`).
 
 What lies between segments has a fixed layout, the **boundary**: R, or split along dim 1 (for a language model the
 sequence, which is sequence parallelism). Both are offered to the search, with everything else following from the
@@ -24,12 +25,13 @@ cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from typing import TypeVar
 
 from autoplan.graph import GraphFacts, Op, OpGraph, Segment, TensorSpec
-from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, padded, parse_layout, sharded
+from autoplan.layout import NOTHING, Conversion, Layout, R, can_shard, conversion, parse_layout, sharded
 from autoplan.parallel_plan import SegmentSharding
 from autoplan.rules import OpRule, Strategy, operand_names
 from autoplan.solver.linear_model import LinearModel, Solution
@@ -41,6 +43,8 @@ OpPrice = Callable[[Op, Strategy], float]
 ConversionPrice = Callable[[TensorSpec, Conversion], float]
 Solver = Callable[[LinearModel], Solution]
 PricedStrategies = tuple[dict[Strategy, float], ...]  # per op of a segment, seconds of each of its strategies
+_Place = tuple[int, int]  # kind of a segment, position among its parameters
+Item = TypeVar("Item", int, _Place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,48 +106,82 @@ def _shard_kinds(
     prices: ShardingPrices,
     solve: Solver,
 ) -> tuple[SegmentSharding, ...] | None:
-    """Solve every kind; a parameter that several kinds read gets one layout for all of them, the cheapest in sum."""
-    shared = _shared_parameters(graph)
-    counts: dict[int, int] = {}
+    """Solve every kind; None when the boundary cannot be met. Kinds that read the same parameters are one program."""
+    firsts, counts = graph.first_of_kind(), Counter(segment.kind for segment in graph.segments)
+    tied = _tied_places(graph)
+    wanted = {kind: _wanted_layouts(graph, segment, priced[kind]) for kind, segment in firsts.items()}
+    for places in tied:
+        layouts = tuple(dict.fromkeys(layout for kind, position in places for layout in wanted[kind][position]))
+        for kind, position in places:
+            wanted[kind][position] = layouts
+    found: dict[int, SegmentSharding] = {}
+    for kinds in _programs(tied, tuple(firsts)):
+        model, fewest = LinearModel(), min(counts[kind] for kind in kinds)
+        problems = {
+            kind: _Problem(
+                graph, facts, firsts[kind], boundary, wanted[kind], priced[kind], prices, model, counts[kind] / fewest
+            )
+            for kind in kinds
+        }
+        for (kind, position), *others in (places for places in tied if places[0][0] in problems):
+            for other, place in others:
+                problems[kind].tie(position, problems[other], place)
+        solution = _solved(model, solve)
+        if solution.objective is None:
+            return None
+        found |= {kind: problem.assignment(solution) for kind, problem in problems.items()}
+    return tuple(found[kind] for kind in firsts)
+
+
+def _solved(model: LinearModel, solve: Solver) -> Solution:
+    """The optimum of the relaxation where that is integral, else of the integer program."""
+    solution = solve(model)
+    if any(min(value, 1 - value) > 1e-6 for value in solution.values):
+        return solve(replace(model, is_integer=[True] * len(model.costs)))
+    return solution
+
+
+def _tied_places(graph: OpGraph) -> list[tuple[_Place, ...]]:
+    """The places that read the same parameters and so have one layout; only those of which there are several."""
+    readers: dict[str, set[_Place]] = {}
     for segment in graph.segments:
-        counts[segment.kind] = counts.get(segment.kind, 0) + 1
-    solved: dict[tuple[int, tuple[tuple[str, Layout], ...]], tuple[float, SegmentSharding] | None] = {}
-    best: tuple[float, tuple[SegmentSharding, ...]] | None = None
-    for layouts in product(*(_storage_layouts(graph, name, degree) for name in shared)):
-        storage = dict(zip(shared, layouts, strict=True))
-        results = []
-        for kind, segment in graph.first_of_kind().items():
-            key = (kind, tuple((name, storage[name]) for name in shared if name in segment.parameters))
-            if key not in solved:
-                problem = _Problem(graph, facts, segment, boundary, dict(key[1]), priced[kind], prices)
-                solved[key] = problem.solve(solve)
-            results.append((counts[kind], solved[key]))
-        if any(result is None for _, result in results):
-            continue
-        total_s = sum(count * result[0] for count, result in results if result)
-        if best is None or total_s < best[0]:
-            best = total_s, tuple(result[1] for _, result in results if result)
-    return best[1] if best else None
+        for position, name in enumerate(segment.parameters):
+            readers.setdefault(name, set()).add((segment.kind, position))
+    return _merged(readers.values())
 
 
-def _shared_parameters(graph: OpGraph) -> tuple[str, ...]:
-    """Parameters read by segments of several kinds: tied weights."""
-    readers: dict[str, set[int]] = {}
-    for segment in graph.segments:
-        for name in segment.parameters:
-            readers.setdefault(name, set()).add(segment.kind)
-    return tuple(name for name, kinds in readers.items() if len(kinds) > 1)
+def _programs(tied: Sequence[tuple[_Place, ...]], kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The kinds of each program: those that are tied together, directly or by others."""
+    joint = _merged({kind for kind, _ in places} for places in tied)
+    return joint + [(kind,) for kind in kinds if not any(kind in own for own in joint)]
 
 
-def _storage_layouts(graph: OpGraph, name: str, degree: int) -> tuple[Layout, ...]:
-    parameter = next(p for p in graph.parameters if p.name == name)
-    dims = () if parameter.is_buffer else tuple(range(len(parameter.spec.shape)))
-    splits = [split(dim) for dim in dims for split in (sharded, padded)]
-    return (R, *(layout for layout in splits if can_shard(parameter.spec, layout, degree)))
+def _merged(sets: Iterable[set[Item]]) -> list[tuple[Item, ...]]:
+    """The unions of sets that have items in common, directly or by others; only those of several items."""
+    found: list[set[Item]] = []
+    for own in sets:
+        common = [other for other in found if not own.isdisjoint(other)]
+        found = [other for other in found if own.isdisjoint(other)] + [own.union(*common)]
+    return sorted(tuple(sorted(own)) for own in found if len(own) > 1)
+
+
+def _wanted_layouts(graph: OpGraph, segment: Segment, priced: PricedStrategies) -> list[tuple[Layout, ...]]:
+    """Of each parameter R and every split in which some strategy would read it; buffers are whole on every rank."""
+    wanted: dict[str, dict[Layout, None]] = {name: {R: None} for name in segment.parameters}
+    split = set(segment.parameters).difference(item.name for item in graph.parameters if item.is_buffer)
+    for op, strategies in zip(graph.ops_of(segment), priced, strict=True):
+        for position, name in enumerate(operand_names(op)):
+            if name in split:
+                operands = (strategy.operands[position] for strategy in strategies)
+                wanted[name].update({layout: None for layout in operands if layout is not None and layout.kind == "S"})
+    return [tuple(layouts) for layouts in wanted.values()]
 
 
 class _Problem:
-    """The linear model of one segment while it is built. Not a value; never leaves this module."""
+    """The part of a linear model that is one kind of segment, while it is built. Not a value; never leaves this module.
+
+    `stored` are the layouts that each parameter may have; `n_copies` multiplies all costs.
+    """
 
     def __init__(
         self,
@@ -151,16 +189,16 @@ class _Problem:
         facts: GraphFacts,
         segment: Segment,
         boundary: Layout,
-        storage: dict[str, Layout],
+        stored: Sequence[tuple[Layout, ...]],
         priced: PricedStrategies,
         prices: ShardingPrices,
+        model: LinearModel,
+        n_copies: float,
     ) -> None:
-        self.segment, self.prices = segment, prices
+        self.segment, self.prices, self.model, self.n_copies = segment, prices, model, n_copies
         self.ops = graph.ops_of(segment)
         self.specs, self.gradients = facts.specs, facts.gradients
         self.tuples = {op.name for op in self.ops if len(op.outputs) > 1}  # read piece by piece, never converted
-        self.buffers = {parameter.name for parameter in graph.parameters if parameter.is_buffer}
-        self.model = LinearModel()
         self.produced: dict[str, dict[Layout, list[int]]] = {}
         self.strategies: list[dict[Strategy, int]] = []
         self.conversions: dict[tuple[str, Layout, Layout], int] = {}
@@ -168,8 +206,8 @@ class _Problem:
         self._op_columns(priced)
         for name in segment.inputs:
             self._source_columns(name, (self._boundary_layout(name, boundary),))
-        for name in segment.parameters:
-            self._source_columns(name, (storage[name],) if name in storage else self._wanted_layouts(name))
+        for name, layouts in zip(segment.parameters, stored, strict=True):
+            self._source_columns(name, layouts)
         for index, op in enumerate(self.ops):
             for position, name in enumerate(operand_names(op)):
                 self._flow_rows(_Use(name, index, position), self._read_layouts(index, position))
@@ -192,7 +230,7 @@ class _Problem:
             options: dict[Strategy, int] = {}
             for strategy, seconds in candidates.items():
                 name = f"{op.name}:{strategy.result}"
-                options[strategy] = self.model.add_column(name, cost=seconds * MICROSECONDS)
+                options[strategy] = self.model.add_column(name, cost=seconds * self.n_copies * MICROSECONDS)
             self.model.add_row(f"one strategy of {op.name}", [(c, 1.0) for c in options.values()], lower=1, upper=1)
             self.strategies.append(options)
             by_layout: dict[Layout, list[int]] = {}
@@ -203,22 +241,14 @@ class _Problem:
     def _source_columns(self, name: str, layouts: tuple[Layout, ...]) -> None:
         def cost_s(layout: Layout) -> float:
             is_weight = name in self.segment.parameters and name in self.gradients
-            return self.prices.parameter_s(self.specs[name], layout) * MICROSECONDS if is_weight else 0.0
+            return self.prices.parameter_s(self.specs[name], layout) * self.n_copies if is_weight else 0.0
 
-        columns = {layout: [self.model.add_column(f"{name}:{layout}", cost=cost_s(layout))] for layout in layouts}
+        columns = {
+            layout: [self.model.add_column(f"{name}:{layout}", cost=cost_s(layout) * MICROSECONDS)]
+            for layout in layouts
+        }
         self.model.add_row(f"one layout of {name}", [(c[0], 1.0) for c in columns.values()], lower=1, upper=1)
         self.produced[name] = columns
-
-    def _wanted_layouts(self, name: str) -> tuple[Layout, ...]:
-        """R and every split in which some strategy would read the parameter; buffers are whole on every rank."""
-        wanted = {R: None}
-        if name in self.buffers:
-            return (R,)
-        for op, options in zip(self.ops, self.strategies, strict=True):
-            for position, operand in enumerate(operand_names(op)):
-                if operand == name:
-                    wanted.update({s.operands[position]: None for s in options if s.operands[position].kind == "S"})
-        return tuple(wanted)
 
     def _read_layouts(self, index: int, position: int) -> dict[Layout | None, list[int] | None]:
         columns: dict[Layout | None, list[int] | None] = {}
@@ -260,18 +290,21 @@ class _Problem:
     def _share_conversion(self, use: _Use, source: Layout, target: Layout, step: Conversion, flow: int) -> None:
         key = (use.value, source, target)
         if key not in self.conversions:
-            cost = self.prices.conversion_s(self.specs[use.value], step) * MICROSECONDS
+            cost = self.prices.conversion_s(self.specs[use.value], step) * self.n_copies * MICROSECONDS
             self.conversions[key] = self.model.add_column(f"convert {use.value} {source}->{target}", cost=cost)
         self.model.add_row(f"conversion of {use.value}", [(self.conversions[key], 1.0), (flow, -1.0)], lower=0)
 
-    def solve(self, solve: Solver) -> tuple[float, SegmentSharding] | None:
-        """Objective and assignment; None when the boundary cannot be met."""
-        solution = solve(self.model)
-        if solution.values and any(min(value, 1 - value) > 1e-6 for value in solution.values):
-            self.model = replace(self.model, is_integer=[True] * len(self.model.costs))
-            solution = solve(self.model)
-        if solution.objective is None:
-            return None
+    def tie(self, position: int, other: _Problem, place: int) -> None:
+        """Give a parameter the layout of one of another problem; both may be stored in the same ones."""
+        own, others = (
+            problem.produced[problem.segment.parameters[index]] for problem, index in ((self, position), (other, place))
+        )
+        for layout, (column,) in own.items():
+            terms = [(column, 1.0), (others[layout][0], -1.0)]
+            self.model.add_row(f"{self.segment.parameters[position]} is {layout} in both", terms, lower=0, upper=0)
+
+    def assignment(self, solution: Solution) -> SegmentSharding:
+        """What a solution says of this kind."""
         chosen = [next(s for s, c in options.items() if solution.values[c] > 0.5) for options in self.strategies]
         values = {
             name: next(layout for layout, columns in table.items() if any(solution.values[c] > 0.5 for c in columns))
@@ -287,7 +320,7 @@ class _Problem:
             if use.op_index < 0 and solution.values[flow] > 0.5 and target != values[use.value]:
                 uses.append(("", use.value, str(target)))
         table = tuple((name, str(layout)) for name, layout in values.items())
-        return solution.objective / MICROSECONDS, SegmentSharding(self.segment.kind, table, tuple(uses))
+        return SegmentSharding(self.segment.kind, table, tuple(uses))
 
 
 # ---------------------------------------------------------------- reading an assignment
