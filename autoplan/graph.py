@@ -29,6 +29,7 @@ PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padd
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 IN_PLACE = "in-place write"  # of `OpGraph.dissolved`: across the borders of blocks
 OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
+REPLACED = "functional_call"  # of `OpGraph.dissolved`: modules run with other weights than their own
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
 DTYPE_BYTES = {
@@ -216,8 +217,8 @@ class OpGraph:
     Attributes:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
-        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`, and
-            the words of `OWN_GRADIENTS`.
+        dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
+            `REPLACED`, and the words of `OWN_GRADIENTS`.
     """
 
     name: str
@@ -260,6 +261,11 @@ class OpGraph:
     def has_own_gradients(self) -> bool:
         """Whether the user's code defines gradients, which the ops do not hold: its classes cannot be replaced."""
         return not OWN_GRADIENTS.isdisjoint(self.dissolved)
+
+    @property
+    def replaces_weights(self) -> bool:
+        """Whether modules run with other weights: what wraps the user's modules would run them with their own."""
+        return REPLACED in self.dissolved
 
     def n_parameters(self) -> int:
         """Trainable elements, a tied weight counted once."""

@@ -15,13 +15,15 @@ from autoplan.answers.answer import answer_from_json, answer_to_dict, answer_to_
 from autoplan.checks.fixes import check_fixed
 from autoplan.checks.options import check_options
 from autoplan.cost.boundaries import legal_cuts
-from autoplan.errors import UsageError
+from autoplan.errors import TraceError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report, program_header
+from autoplan.space.choices import codes
+from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import ModelSource, trace_model
 
 WIDTH, N_CLASSES = 4, 3
@@ -78,14 +80,14 @@ def attention(dropout_p):
     return lambda: Calling(function)
 
 
-def graph_of(inner=nn.Identity, loss_fn=F.mse_loss, *, is_regression=None) -> OpGraph:
+def graph_of(inner=nn.Identity, loss_fn=F.mse_loss, *, is_regression=None, trace=trace_model) -> OpGraph:
     def make_batch(batch_size):
         inputs = torch.randn(batch_size, WIDTH)
         has_decimals = loss_fn is F.mse_loss if is_regression is None else is_regression
         targets = torch.randn(batch_size, N_CLASSES) if has_decimals else torch.randint(N_CLASSES, (batch_size,))
         return inputs, targets
 
-    return trace_model(ModelSource("toy", "toy.py", lambda: Model(inner()), make_batch, loss_fn))
+    return trace(ModelSource("toy", "toy.py", lambda: Model(inner()), make_batch, loss_fn))
 
 
 def notes_of(graph, mesh=DATA_PARALLEL, **fields):
@@ -248,6 +250,32 @@ def test_gradients_that_the_user_defines_are_stated_and_neither_split_nor_cut(in
     graph = graph_of(lambda: Calling(lambda layer, x: x + (layer(x) - x).detach()))
     assert notes_of(graph) == ()
     check_fixed(graph, Options(fix=(("tp", "2"),)))
+
+
+def with_frozen_weights(layer, x):
+    return torch.func.functional_call(layer, {name: own.detach() for name, own in layer.named_parameters()}, x)
+
+
+def with_weights_of_another(layer, x):
+    return torch.func.functional_call(nn.Linear(WIDTH, WIDTH, device="meta"), dict(layer.named_parameters()), x)
+
+
+def test_modules_that_run_with_other_weights_are_generated_code():
+    graph = graph_of(lambda: Calling(with_frozen_weights))
+    assert codes(graph, Options(), None) == (True,)
+    with pytest.raises(UsageError, match="generated=off(.|\n)*functional_call"):
+        check_fixed(graph, Options(fix=(("generated", "off"),)))
+    assert codes(graph_of(lambda: Calling(with_weights_of_another)), Options(), None) == (False,)
+    with pytest.raises(TraceError, match="functional_call, and has its own autograd.Function(.|\n)*--module-level"):
+        graph_of(lambda: Calling(lambda layer, x: with_frozen_weights(layer, signed(layer, x))))
+
+
+@pytest.mark.parametrize("function", [with_frozen_weights, lambda layer, x: layer.requires_grad_(False)(x)])
+def test_whole_modules_that_would_run_otherwise_again_are_not_recomputed(function):
+    graph = graph_of(lambda: nn.Sequential(Calling(function)), trace=trace_modules)
+    assert not any(segment.is_block for segment in graph.segments)
+    with pytest.raises(UsageError, match="recompute=full(.|\n)*functional_call"):
+        check_fixed(graph, Options(fix=(("recompute", "full"),)))
 
 
 def test_random_numbers_and_written_buffers_are_stated():

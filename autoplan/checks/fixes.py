@@ -20,6 +20,7 @@ def check_fixed(graph: OpGraph, options: Options) -> None:
     check_loss_average(graph, fix.get("loss_average"))
     check_batch_norm(graph, fix.get("batch_norm"))
     _check_own_gradients(graph, fix)
+    _check_replaced_weights(graph, fix)
     _check_recompute(graph, fix.get("recompute"))
     _check_loss(graph, fix.get("loss"))
 
@@ -37,6 +38,17 @@ def _check_own_gradients(graph: OpGraph, fix: Mapping[str, str]) -> None:
         )
 
 
+def _check_replaced_weights(graph: OpGraph, fix: Mapping[str, str]) -> None:
+    """Refuse the user's own classes where these run with other weights than their own."""
+    if fix.get("generated") == "off" and graph.replaces_weights and not graph.is_module_level:
+        raise UsageError.of(
+            "--fix generated=off",
+            found="torch.func.functional_call in forward, whose weights ZeRO 3 and recomputation would replace",
+            expected="generated code, which has them as values",
+            fix="leave generated out, or use --module-level, which recomputes nothing of such a model",
+        )
+
+
 def _check_loss(graph: OpGraph, loss: str | None) -> None:
     """Refuse to chunk a loss that is no pattern the runtime knows."""
     why = why_whole(graph) if loss == "chunked" else ""
@@ -51,6 +63,13 @@ def _check_loss(graph: OpGraph, loss: str | None) -> None:
 
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
     """Refuse to fix what a model without blocks cannot do."""
+    if recompute in ("full", "selective") and graph.is_module_level and graph.dissolved:
+        raise UsageError.of(
+            f"--fix recompute={recompute}",
+            found="a forward that freezes parameters or calls modules by torch.func.functional_call",
+            expected="modules that run alike when they are recomputed",
+            fix="leave recompute out, or write this without either",
+        )
     if recompute in ("full", "selective") and not any(segment.is_block for segment in graph.segments):
         raise UsageError.of(
             f"--fix recompute={recompute}",

@@ -71,6 +71,8 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
         _refuse("mesh.wraps_head", True, expected)
     if plan.mesh.needs_generated_model and graph.has_own_gradients:
         _refuse("mesh", plan.mesh, f"tp 1, pp 1 and generated false, since the model has {own_gradients(graph)}")
+    if graph.replaces_weights and not graph.is_module_level and not plan.mesh.needs_generated_model:
+        _refuse("mesh.generated", False, "true, since the model calls modules by torch.func.functional_call")
     _check_stages(plan.stages, plan.mesh, graph)
     _check_split_backward(plan)
     rules = load_rules(rule_files)

@@ -54,6 +54,8 @@ def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) ->
     wanted = fixed(options, "generated")
     if wanted is not None:
         return (wanted == "on",)
+    if graph.replaces_weights and not graph.is_module_level:
+        return (True,)
     may_gain = measured is not None and measured.is_worth_generating and not graph.has_own_gradients
     return (False, True) if may_gain else (False,)
 

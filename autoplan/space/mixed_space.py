@@ -36,6 +36,7 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
     Raises: UsageError for an option that no mixed cluster has.
     """
     check_mixed_options(options, cluster)
+    _check_weights(graph, cluster)
     offered = [priced_space(graph, group, options, global_batch=global_batch) for group in cluster.groups]
     rules = load_rules(options.rules)
     pricers = {
@@ -109,6 +110,17 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             found=f"{tp}, on hosts of {hosts} devices",
             expected="a divisor of the devices of every host",
             fix=f"use tp={' or tp='.join(map(str, divisors(common)))}, {alone}",
+        )
+
+
+def _check_weights(graph: OpGraph, cluster: Cluster) -> None:
+    """Refuse a model that must be generated code, which no program has that shares the batch between groups."""
+    if graph.replaces_weights:
+        raise UsageError.of(
+            "--hw",
+            found=f"{cluster.name}, for a model that calls modules by torch.func.functional_call",
+            expected="one kind of host",
+            fix="plan for a group alone: --hw " + " or --hw ".join(dict.fromkeys(g.name for g in cluster.groups)),
         )
 
 

@@ -6,6 +6,7 @@
 - autograd.Function: the graph holds what its forward computes, and the gradient of that, not its backward.
 - in-place write: it becomes a new value; `in_place_writes` looks for those that cross the borders of blocks.
 - gradient hook: `Tensor.register_hook` and backward hooks of modules change gradients, and the graph holds none.
+- functional_call: modules run with other weights than their own, which `fully_shard` and recomputation put back.
 - freezing: `requires_grad` of a parameter may change within forward, and the graph has one for all of it.
 
 All are seen where torch itself passes through, because their names are bound wherever somebody imported them.
@@ -22,15 +23,19 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 import torch.utils.hooks
+from torch.nn.utils import stateless
+
+from autoplan.graph import REPLACED
 
 FREEZING = "freezing"
 
 
 @contextlib.contextmanager
-def watch_dissolved() -> Iterator[set[str]]:
-    """A set that learns what the code inside uses: "checkpoint", "autocast", `FREEZING`, the words of `OWN_GRADIENTS`.
+def watch_dissolved(model: torch.nn.Module) -> Iterator[set[str]]:
+    """A set that learns what the code inside uses: "checkpoint", "autocast", `FREEZING`, `REPLACED`, `OWN_GRADIENTS`.
 
-    autocast counts when it is on, and a `torch.autograd.Function` or a hook when torch itself does not define it.
+    autocast counts when it is on, a `torch.autograd.Function` or a hook when torch itself does not define it, and
+    `torch.func.functional_call` when it is of a module of `model`.
     """
     found: set[str] = set()
     with (
@@ -39,6 +44,7 @@ def watch_dissolved() -> Iterator[set[str]]:
         _watch_functions(found),
         _watch_hooks(found),
         _watch_freezing(found),
+        _watch_functional_call(found, set(model.modules())),
     ):
         yield found
 
@@ -139,6 +145,22 @@ def _watch_hooks(found: set[str]) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.register_hook, hooks.__init__ = saved, saved_init  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _watch_functional_call(found: set[str], modules: set[torch.nn.Module]) -> Iterator[None]:
+    functions: Any = stateless
+    saved = functions._functional_call
+
+    def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found.update([REPLACED] if module in modules else [])
+        return saved(module, *args, **kwargs)
+
+    functions._functional_call = noted
+    try:
+        yield
+    finally:
+        functions._functional_call = saved
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ Each becomes two ops: `module.products`, the matrix products of it, and `module.
     n(batch) = fixed + per_sample * batch
 
 `before` reads all parameters: a forward that branches on data may use other modules on each rank, so the program
-gathers and reduces them all at once, and the price says so. What the graph does not know: a branch that neither run
-took is not counted, and values are taken to pass from block to block. So nothing is split inside of modules and no
-pipeline is cut: data parallelism, ZeRO and recomputation remain.
+gathers and reduces them all at once, and the price says so. Where forward freezes parameters or runs modules with
+other weights, which recomputing a block would not repeat, nothing is a block. What the graph does not know: a branch
+that neither run took is not counted, and values are taken to pass from block to block. So nothing is split inside of
+modules and no pipeline is cut: data parallelism, ZeRO and recomputation remain.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from autoplan.graph import (
     LOSS_PATH,
     MODULE_OTHER,
     MODULE_PRODUCTS,
+    REPLACED,
     Extent,
     Input,
     Op,
@@ -45,6 +47,7 @@ from autoplan.graph import (
     Ref,
     TensorSpec,
 )
+from autoplan.tracing.dissolved import FREEZING, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.segments import block_path, split_segments
 from autoplan.tracing.trace import ModelSource, call_model, check_parameters, in_traced_dtype, meta_batch, with_dicts
@@ -92,12 +95,16 @@ class _Tally:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run: the counts and the result of each place, blocks in the order of their first call."""
+    """One run: the counts and the result of each place, blocks in the order of their first call.
+
+    `dissolved` is what of the run would not be repeated by recomputing a block.
+    """
 
     batch: tuple[Any, Any]
     order: tuple[str, ...]
     tallies: Mapping[str, _Tally]
     results: Mapping[str, torch.Tensor]
+    dissolved: frozenset[str]
 
     def tally(self, place: str) -> _Tally:
         """The counts of a place; zeros where this run did not come by."""
@@ -171,7 +178,8 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     counter = _Counter({t.untyped_storage().data_ptr() for t in held})
     results: dict[str, torch.Tensor] = {}
     order: list[str] = []
-    with _hooks(model, counter, results, order), _errors_of_the_model(source):
+    watching = watch_dissolved(model)
+    with _hooks(model, counter, results, order), _errors_of_the_model(source), watching as dissolved:
         keeping = torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor)
         with keeping, counter:
             outputs = call_model(model, inputs)
@@ -179,7 +187,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
             loss = outputs if source.loss_fn is None else source.loss_fn(outputs, targets)
     for place, value in ((AFTER, outputs), (LOSS, loss)):
         results[place] = _first_tensor(value, results.get(BEFORE))
-    return _Run(batch, tuple(order), counter.tallies, results)
+    return _Run(batch, tuple(order), counter.tallies, results, frozenset(dissolved & {FREEZING, REPLACED}))
 
 
 @contextmanager
@@ -274,7 +282,10 @@ def _graph(source: ModelSource, model: nn.Module, first: _Run, second: _Run, ord
     class_names = {path: type(module).__name__ for path, module in model.named_modules()}
     kept = (*outputs, ops[-1].name)
     segments = split_segments(tuple(ops), inputs=inputs, parameters=parameters, kept=kept, class_names=class_names)
-    return OpGraph(source.name, inputs, parameters, tuple(ops), segments, outputs, ops[-1].name)
+    dissolved = tuple(sorted(first.dissolved | second.dissolved))
+    if dissolved:  # then nothing may be recomputed
+        segments = tuple(replace(segment, class_name="") for segment in segments)
+    return OpGraph(source.name, inputs, parameters, tuple(ops), segments, outputs, ops[-1].name, dissolved)
 
 
 def _ops(place: str, first: _Run, second: _Run, read: tuple[Ref, ...]) -> list[Op]:

@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
-from autoplan.graph import IN_PLACE, OpGraph
+from autoplan.graph import IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.in_place_writes import writes_across_blocks
@@ -233,7 +233,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
     model, batch = _build_model(source), meta_batch(source, batch_size)
     with _quiet(), shapes_without_values():
         try:
-            with watch_dissolved() as dissolved, ValuesAsOperators():
+            with watch_dissolved(model) as dissolved, ValuesAsOperators():
                 program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
             is_decomposed = _needs_functionalization(program)
             if is_decomposed:
@@ -243,6 +243,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
     _refuse_freezing(source.where, dissolved)
+    _refuse_replaced(source.where, dissolved)
     with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
     without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
@@ -256,6 +257,18 @@ def _refuse_freezing(where: str, dissolved: set[str]) -> None:
             "  expected: the same parameters to get gradients in all of forward and in every step\n"
             "  fix: freeze in build_model; or use --module-level, which runs forward as it is, without tensor and"
             " pipeline parallelism"
+        )
+
+
+def _refuse_replaced(where: str, dissolved: set[str]) -> None:
+    """Raises TraceError for weights that are replaced, which needs generated code, beside gradients that it lacks."""
+    own = sorted(OWN_GRADIENTS & dissolved)
+    if own and REPLACED in dissolved:
+        raise TraceError(
+            f"{where}: forward calls modules by torch.func.functional_call, and has its own {own[0]}\n"
+            "  expected: one of them: code generated from the trace has no gradients of yours, and your own modules run"
+            " with other weights only where nothing wraps them\n"
+            "  fix: use --module-level, for data parallelism and ZeRO; or write one of them as tensor operations"
         )
 
 
