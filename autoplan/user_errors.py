@@ -23,7 +23,14 @@ _DATA_DEPENDENT = (
     "aten._local_scalar_dense",
 )
 _NO_PYTREE = "in output, which is not a known type"
+_FAKE_CONSTANT = "We found a fake tensor in the exported program constant's list"
 _OTHER_DEVICE = re.compile(r"\bmeta\b.*\bcpu\b|\bcpu\b.*\bmeta\b", re.DOTALL)
+
+
+FUNCTION_TRANSFORMS_FIX = (
+    "write samples as a batch, and take gradients by torch.autograd.grad(..., create_graph=True) with --module-level,"
+    " which runs forward as it is, without tensor and pipeline parallelism"
+)
 
 
 def user_frame(error: BaseException, path: Path) -> str:
@@ -94,6 +101,14 @@ def trace_failure(name: str, error: BaseException) -> str:
     elif is_loss:
         expected = "a loss_fn that takes what the model returns for the batch of make_batch, and its targets"
         fix = "call loss_fn on the outputs for one batch yourself, outside of autoplan, and mend what fails there"
+    elif _FAKE_CONSTANT in str(error):
+        expected = "a forward that takes no gradients (torch.autograd.grad) and neither reads nor writes .data"
+        fix = (
+            "write .detach() for .data; gradients taken in forward cannot be traced: use --module-level, which runs"
+            " forward as it is, without tensor and pipeline parallelism"
+        )
+    elif isinstance(error, AttributeError) and "has no attribute 'constant'" in str(error):
+        expected, fix = "a forward without torch.func.grad, vmap and their like around modules", FUNCTION_TRANSFORMS_FIX
     elif _NO_PYTREE in str(error):
         expected = "a model that returns tensors, alone or in tuples, lists, dicts or dataclasses that torch knows"
         fix = (

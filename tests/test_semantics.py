@@ -278,6 +278,32 @@ def test_whole_modules_that_would_run_otherwise_again_are_not_recomputed(functio
         check_fixed(graph, Options(fix=(("recompute", "full"),)))
 
 
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+@pytest.mark.parametrize("own", [nn.Parameter.detach, lambda parameter: parameter.data])
+def test_a_parameter_that_forward_writes_into_is_refused(own, trace):
+    def averaging(layer, x):
+        own(layer.weight).mul_(0.9)
+        return layer(x)
+
+    with pytest.raises(TraceError, match="writes into the parameter inner.layer.weight|nor writes .data"):
+        graph_of(lambda: Calling(averaging), trace=trace)
+
+
+def by_autograd(layer, x):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(layer(x).sum(), x, create_graph=True)[0]
+
+
+def by_function_transforms(layer, x):
+    return torch.func.vmap(torch.func.grad(lambda sample: layer(sample).sum()))(x)
+
+
+@pytest.mark.parametrize("function", [by_autograd, by_function_transforms])
+def test_gradients_that_forward_takes_are_refused_with_what_can_be_done(function):
+    with pytest.raises(TraceError, match="expected: a forward (that takes no gradients|without)(.|\n)*--module-level"):
+        graph_of(lambda: Calling(function))
+
+
 def test_random_numbers_and_written_buffers_are_stated():
     graph = graph_of(lambda: Calling(lambda layer, x: layer(x) + torch.randn_like(x)))
     assert "Random numbers are drawn, in randn_like of inner" in only_note(graph).replace("aten.", "").replace(

@@ -50,7 +50,15 @@ from autoplan.graph import (
 from autoplan.tracing.dissolved import FREEZING, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.segments import block_path, split_segments
-from autoplan.tracing.trace import ModelSource, call_model, check_parameters, in_traced_dtype, meta_batch, with_dicts
+from autoplan.tracing.trace import (
+    ModelSource,
+    call_model,
+    check_parameters,
+    in_traced_dtype,
+    meta_batch,
+    refuse_written,
+    with_dicts,
+)
 from autoplan.units import GiB
 from autoplan.user_errors import first_line, users_place
 
@@ -118,6 +126,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = [BEFORE]
         self.tallies: dict[str, _Tally] = {}
+        self.written: set[int] = set()  # storages
         self._known_storages = known
 
     @property
@@ -126,6 +135,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            written = [x for x, own in zip(args, func._schema.arguments, strict=False) if own.is_write]
+            tensors = [x for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor)]
+            self.written.update(x.untyped_storage().data_ptr() for x in tensors)
         if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             return result  # a view
         tensors = [t for t in pytree.tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
@@ -176,6 +189,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     inputs, targets = batch
     held = [*model.parameters(), *model.buffers(), *(t for t in pytree.tree_leaves(batch) if hasattr(t, "shape"))]
     counter = _Counter({t.untyped_storage().data_ptr() for t in held})
+    places = {id(p): p.data_ptr() for p in model.parameters()}
     results: dict[str, torch.Tensor] = {}
     order: list[str] = []
     watching = watch_dissolved(model)
@@ -185,9 +199,16 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
             outputs = call_model(model, inputs)
             counter.places[-1] = LOSS
             loss = outputs if source.loss_fn is None else source.loss_fn(outputs, targets)
+    refuse_written(source.where, [name for name, p in model.named_parameters() if _is_written(p, counter, places)])
     for place, value in ((AFTER, outputs), (LOSS, loss)):
         results[place] = _first_tensor(value, results.get(BEFORE))
     return _Run(batch, tuple(order), counter.tallies, results, frozenset(dissolved & {FREEZING, REPLACED}))
+
+
+def _is_written(parameter: nn.Parameter, counter: _Counter, places: Mapping[int, int]) -> bool:
+    """Whether a run wrote into it, or gave it other data than it had at the places before."""
+    is_moved = places.get(id(parameter), parameter.data_ptr()) != parameter.data_ptr()
+    return is_moved or parameter.untyped_storage().data_ptr() in counter.written
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -242,11 +242,24 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 program = program.run_decompositions({})
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
+    written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
+    refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
     _refuse_freezing(source.where, dissolved)
     _refuse_replaced(source.where, dissolved)
     with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
     without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
+
+
+def refuse_written(where: str, names: Sequence[str]) -> None:
+    """Raises TraceError for parameters that forward writes into: sharded ones and generated code forget it."""
+    if names:
+        raise TraceError(
+            f"{where}: forward writes into the parameter {names[0]}\n"
+            "  expected: parameters that only the optimizer changes\n"
+            "  fix: keep weights that forward updates, such as a moving average, in buffers (self.register_buffer),"
+            " which a module may have in place of parameters"
+        )
 
 
 def _refuse_freezing(where: str, dissolved: set[str]) -> None:
