@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from distributed.launch import run_folder
+from distributed.launch import run_folder, run_ranks
 from test_runtime_program import emit
 
 from autoplan.errors import MeasureError
@@ -137,3 +138,15 @@ def test_a_script_around_parallelize_that_raises_on_one_rank_ends_with_its_trace
     options = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "timeout": 2 * MOST_S}
     done = assert_ends_soon(lambda: subprocess.run(command, capture_output=True, text=True, check=False, **options))
     assert "[rank1]: ValueError: step 2 is bad" in done.stderr
+
+
+def _crashes_once(folder):
+    if not (Path(folder) / "crashed").exists():
+        (Path(folder) / "crashed").touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return "done"
+
+
+def test_a_launch_of_tests_in_which_torch_crashed_is_repeated(tmp_path, capsys):
+    assert run_ranks(_crashes_once, 1, str(tmp_path), backend="", timeout_s=3.0) == ["done"]
+    assert "_crashes_once: ranks [0] of 1 crashed, launched again" in capsys.readouterr().err

@@ -5,17 +5,17 @@ import math
 import shutil
 import sys
 import types
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from distributed.launch import run_folder
 
 import autoplan.runtime
 from autoplan.codegen.train_script import train_script
-from autoplan.runtime import resume
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
+from autoplan.runtime.train import train_steps
 
 CHECKOUT = Path(__file__).parent.parent
 TEXT = CHECKOUT / "examples" / "data" / "stories.txt"
@@ -149,15 +149,14 @@ def test_what_cannot_be_written_is_a_usage_error_of_the_rank_that_writes(parse, 
     parse(name, new)
 
 
-def test_a_run_that_has_its_steps_says_that_nothing_is_left_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(resume, "from_first_rank", lambda find: Path("saved/step-00000012"))
-    monkeypatch.setattr(resume, "load_checkpoint", lambda model, path, extra: None)
-    model = types.SimpleNamespace(n_steps=12, mesh=types.SimpleNamespace(rank=0))
-    for n_steps, says in ((6, True), (12, True), (13, False)):
-        resume.Run(model, Namespace(export=None, checkpoint_dir=None, steps=n_steps))
-        text = capsys.readouterr().err
-        assert "12 steps were done\n" in text
-        assert ("nothing is left to do\n  fix: --steps 13 or more" in text) == says
+def test_a_run_that_has_its_steps_says_that_nothing_is_left_to_do(capsys):
+    mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model, data = types.SimpleNamespace(n_steps=12, mesh=mesh), types.SimpleNamespace(close=lambda: None)
+    for n_steps in (6, 12):
+        assert list(train_steps(model, data, n_steps=n_steps)) == []
+        assert "nothing is left to do\n  fix: --steps 13 or more" in capsys.readouterr().err
+    assert list(train_steps(model, data, n_steps=0)) == []  # to save or export what is there
+    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):

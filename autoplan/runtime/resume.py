@@ -115,18 +115,9 @@ class Run:
             load_checkpoint(self._model, path, extra=self._extra)
             self._saved_step = self._model.n_steps if path.parent == self._options.checkpoint_dir else -1
             self._say(f"resumed from {path}: {self._model.n_steps} steps were done")
-            self._say_if_done()
         elif self._options.init_from is not None:
             load_initial_weights(self._model, self._options.init_from)
             self._say(f"initial weights from {self._options.init_from}")
-
-    def _say_if_done(self) -> None:
-        n_done, n_steps = self._model.n_steps, self._options.steps
-        if n_done >= n_steps:
-            self._say(
-                f"--steps: found {n_steps}, and {n_done} are done, so nothing is left to do\n"
-                f"  fix: --steps {n_done + 1} or more, which counts all steps of the run, to go on"
-            )
 
     def _checkpoint_to_load(self) -> Path | None:
         """Runs on rank 0."""

@@ -40,6 +40,12 @@ def train_steps(
     trace: StepTrace | None = None,
 ) -> Iterator[StepRecord]:
     """Train until the run has taken `n_steps`, with those before a resume; yields what each step took."""
+    if 0 < n_steps <= model.n_steps and model.mesh.rank == 0:
+        print(
+            f"--steps: found {n_steps}, and {model.n_steps} are done, so nothing is left to do\n"
+            f"  fix: --steps {model.n_steps + 1} or more, which counts all steps of the run, to go on",
+            file=sys.stderr,
+        )
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()

@@ -6,6 +6,7 @@ Starting processes costs seconds, so one launch should carry many configurations
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What every rank would import for itself, which takes seconds.
 _CONTEXT.set_forkserver_preload(
@@ -33,8 +35,25 @@ def run_ranks(
 
     `function` must be importable (defined at the top of a module).
 
+    A launch in which torch itself crashed is repeated: once in some thousand of them, gloo's own thread writes into
+    memory that is not its own (torch 2.13, on CPU; neither rank had come to an end).
+
     Raises: AssertionError with the traceback of every rank that failed, or on a timeout.
     """
+    try:
+        return _launch(function, n_ranks, args, backend=backend, timeout_s=timeout_s)
+    except Crash as crash:
+        print(f"{function.__name__}: {crash}, launched again", file=sys.stderr)
+        return _launch(function, n_ranks, args, backend=backend, timeout_s=timeout_s)
+
+
+class Crash(AssertionError):
+    """A rank was ended by a signal that nobody sends."""
+
+
+def _launch(
+    function: Callable[..., Any], n_ranks: int, args: tuple[Any, ...], *, backend: str, timeout_s: float
+) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = _CONTEXT.Queue()
         processes = [
@@ -47,12 +66,22 @@ def run_ranks(
             process.start()
         try:
             return _collect(results, n_ranks, timeout_s)
+        except AssertionError as error:
+            _end(processes)
+            crashed = [rank for rank, process in enumerate(processes) if process.exitcode in CRASHES]
+            if crashed:
+                raise Crash(f"ranks {crashed} of {n_ranks} crashed") from error
+            raise
         finally:
-            for process in processes:
-                process.join(timeout=5.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            _end(processes)
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        process.join(timeout=5.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _collect(results: Any, n_ranks: int, timeout_s: float) -> list[Any]:
