@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ MOST_TOKENS = 256
 COMMAND = ("--hw", "dgx_a100_x8", "--global-batch", "16", "--time-limit", "3")
 OUTCOMES = {0: "planned", 1: "a bug", 3: "refused", 4: "cannot be traced", 5: "nothing fits", 6: "no plan in time"}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+FOLDERS = re.compile(r"/\S*/(site-packages|models/[0-9a-f]+|tmp\w*)/")  # of this machine, before names of files
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
@@ -64,6 +66,7 @@ def plan_one(results: Path, model_type: str, class_name: str) -> None:
     process.kill()
     process.join()
     took_s = round(time.perf_counter() - start_s, 1)
+    message = FOLDERS.sub("", message)
     row = {"model_type": model_type, "class": class_name, "exit_code": code, "took_s": took_s, "message": message}
     with results.open("a") as file:
         file.write(json.dumps(row) + "\n")
