@@ -11,7 +11,7 @@
                 another order; only the sum of every n of them reads it
     P           partial: the values sum to the whole; every rank will hold the whole gradient
 
-Each conversion is one autograd function of `runtime.collectives`, so one table prices forward and backward together.
+Each conversion is one function of `runtime` with its own backward, so one table prices forward and backward together.
 A value without gradient never is V: its R serves for both.
 
 Padding never reaches a result. It holds finite numbers that mean nothing (zeros in a parameter), and its gradient is
@@ -70,10 +70,8 @@ def parse_layout(text: str) -> Layout:
 def can_shard(spec: TensorSpec, layout: Layout, degree: int) -> bool:
     """Whether the tensor has that dim and it divides evenly; the batch belongs to data parallelism and does not.
 
-    Expert rows need not divide.
-
     Padded, it must not divide, so that a tensor has one way only to be split along a dim, and give each rank more
-    than one.
+    than one. Rows in the layouts E and D need not divide.
     """
     if layout.kind != "S":
         return True
@@ -108,7 +106,7 @@ class Conversion:
     """How to turn one layout into another.
 
     Attributes:
-        function: name in `runtime.collectives`; "" when nothing has to run.
+        function: name in `runtime.collectives`, or in `runtime.experts`; "" when nothing has to run.
         forward, backward: the collective of each direction ("" for none); its full tensor is the global value.
     """
 
