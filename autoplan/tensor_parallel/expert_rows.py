@@ -85,19 +85,22 @@ def rows_put_back(ops: tuple[Op, ...], specs: Mapping[str, TensorSpec]) -> Itera
 
 
 def with_ends_first(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """The ops, where rows that are multiplied group by group are picked behind all that their ends are made from."""
-    place = {op.name: index for index, op in enumerate(ops)}
-    ordered = list(ops)
+    """The ops, where rows that are multiplied group by group are picked behind all that their ends are made from.
+
+    `ops` are those of one run of a block: what other blocks make stays before them.
+    """
     for op in ops:
+        place = {other.name: index for index, other in enumerate(ops)}
         rows, _, ends = operand_names(op) if op.target == GROUPED_PRODUCT and len(operand_names(op)) == 3 else ("",) * 3
         if rows not in place or ends not in place:
             continue
         counting = _makers(place[ends], ops, place)
         picking = {i for i in _makers(place[rows], ops, place) - counting if ops[i].target != "getitem"}
-        if picking:
+        if picking and min(picking) < place[ends]:
             window = range(min(picking), place[ends] + 1)
-            ordered[window.start : window.stop] = [ops[i] for i in sorted(window, key=lambda i: (i not in counting, i))]
-    return tuple(ordered)
+            ordered = [ops[i] for i in sorted(window, key=lambda i: (i not in counting, i))]
+            ops = (*ops[: window.start], *ordered, *ops[window.stop :])
+    return ops
 
 
 def _makers(index: int, ops: tuple[Op, ...], place: Mapping[str, int]) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
 from autoplan.tracing.same_operators import first_difference, live_nodes
 from autoplan.tracing.second_names import first_name
-from autoplan.tracing.segments import leaving_from_last, split_segments
+from autoplan.tracing.segments import block_runs, leaving_from_last, split_segments
 from autoplan.tracing.source_names import place_of, with_labels
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     output_names = output_names if has_loss_fn else [loss]
     ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
     ops = with_labels(ops, {value_names[node]: node.meta.get("stack_trace") or "" for node in nodes_a})
-    ops = with_ends_first(ops)
+    ops = tuple(chain.from_iterable(with_ends_first(ops[start:stop]) for _, start, stop in block_runs(ops)))
     _check_loss(where, loss, ops)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)

@@ -73,7 +73,7 @@ def split_segments(
             ops[start:stop], path, specs=specs, parameters=parameter_names, gradients=gradients, outputs=written
         )
 
-    for path, start, stop in _of_one_kind(_runs(ops), signature_of):
+    for path, start, stop in _of_one_kind(block_runs(ops), signature_of):
         produced = {op.name for op in ops[start:stop]}
         reads = dict.fromkeys(name for op in ops[start:stop] for name in op.input_names() if name not in produced)
         read_values = tuple(name for name in reads if name not in parameter_names)
@@ -117,7 +117,8 @@ def leaving_from_last(
     return *others, replace(last, inputs=tuple(inputs), parameters=tuple(read))
 
 
-def _runs(ops: tuple[Op, ...]) -> Iterator[_Run]:
+def block_runs(ops: tuple[Op, ...]) -> Iterator[_Run]:
+    """(path, start, stop) of the ops that belong to one block, or to none (path None), in order."""
     start = 0
     nested = nested_containers(op.module_path for op in ops)
     for path, group in groupby(ops, key=lambda op: block_path(op.module_path, nested)):
