@@ -4,18 +4,24 @@ import dataclasses
 import types
 from functools import partial
 
+import pytest
 import torch
 from distributed.families import FEATURES, family_plan
 from distributed.launch import run_ranks
 from distributed.programs import check_programs, graph_of, prices, write_programs
+from torch import nn
 from torch.nn import functional as F
 
-from autoplan.layout import parse_layout, sharded
+from autoplan.graph import GraphFacts, Op, Ref
+from autoplan.layout import E, parse_layout, sharded
 from autoplan.rules import load_rules
 from autoplan.runtime.experts import own_experts_mm, own_rows, own_rows_sum, use_float64_grouped_products
 from autoplan.solver.solve import minimize
+from autoplan.tensor_parallel.expert_rows import GROUPED_PRODUCT, with_ends_first
+from autoplan.tensor_parallel.op_strategies import legal_strategies
 from autoplan.tensor_parallel.sharding import shard_graph
 from autoplan.tensor_parallel.split_names import splits
+from autoplan.tracing.trace import module_source, trace_model
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 DEAR_S = 1.0  # beside prices of microseconds
@@ -110,6 +116,70 @@ def test_a_rank_to_whose_experts_no_token_goes_takes_part_all_the_same():
         found[-1].sum().backward()
         assert own.grad.any() == (rank == 0)
     torch.testing.assert_close(found[0] + found[1], whole, rtol=0, atol=1e-12)
+
+
+def test_rows_that_no_expert_computes_are_those_of_the_last_rank():
+    order, ends = torch.arange(12), torch.tensor([2, 5, 5, 9], dtype=torch.int32)
+    ranks = [types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
+    assert [own_rows(order, ends, tp).tolist() for tp in ranks] == [[*range(5)], [*range(5, 12)]]
+
+
+class RoutedByToken(nn.Module):
+    """Six experts that tokens go to by their numbers: which rows are whose does not depend on blocks before."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 8, 8))
+
+    def forward(self, x, tokens):
+        expert = (tokens % 6).reshape(-1)
+        order = expert.argsort()
+        rows = x.reshape(-1, 8)[order]
+        ends = F.one_hot(expert, 6).sum(0).cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, self.weight, offs=ends)[order.argsort()].reshape(x.shape)
+
+
+def test_each_of_two_mixtures_that_are_interleaved_keeps_all_of_its_ops():
+    def op(name, target, *reads):
+        return Op(name, target, tuple(map(Ref, reads)), (), (), "")
+
+    picked = op("rows_a", "pick", "x"), op("rows_b", "pick", "x")
+    counted = op("ends_a", "count", "x"), op("ends_b", "count", "x")
+    products = [op(f"product_{m}", GROUPED_PRODUCT, f"rows_{m}", "weight", f"ends_{m}") for m in "ab"]
+    names = [op.name for op in with_ends_first((*picked, *counted, *products))]
+    assert sorted(names) == sorted(op.name for op in (*picked, *counted, *products))
+    assert all(names.index(f"ends_{m}") < names.index(f"rows_{m}") < names.index(f"product_{m}") for m in "ab")
+
+
+class TwoMixtures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(10, 8), nn.ModuleList(RoutedByToken() for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, tokens)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def two_mixtures():
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    return trace_model(module_source(TwoMixtures(), (tokens, tokens), lambda loss, _: loss))
+
+
+def test_blocks_whose_routing_needs_no_block_before_are_of_one_kind(two_mixtures):
+    blocks = [segment for segment in two_mixtures.segments if segment.is_block]
+    assert [block.name for block in blocks] == ["blocks.0", "blocks.1"]
+    assert blocks[0].kind == blocks[1].kind
+
+
+@pytest.mark.parametrize(("degree", "divides"), [(2, True), (4, False)])
+def test_rows_are_divided_by_expert_only_where_all_ranks_have_equally_many(two_mixtures, degree, divides):
+    facts, block = GraphFacts.of(two_mixtures), two_mixtures.segments[1]
+    legal = legal_strategies(two_mixtures.ops_of(block), facts.specs, facts.gradients, degree, load_rules())
+    assert any(E in (*s.operands, s.result) for found in legal.values() for s in found) == divides
 
 
 def test_grouped_products_in_float64_are_products_group_by_group():

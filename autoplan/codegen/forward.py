@@ -150,9 +150,9 @@ class Body:
 def add_ops(body: Body, ops: tuple[Op, ...], *, layouts: SegmentLayouts, leaving: Mapping[str, Layout]) -> None:
     """Append the lines that compute `ops`; `leaving` maps values to the layout they have from there on."""
     pieces = _pieces(ops)
-    specs = body.context.facts.specs
-    body.ends = ends_of_rows(ops, specs)
-    put_back = {rows.sum.name: rows for rows in rows_put_back(ops, specs)}
+    specs, degree = body.context.facts.specs, body.context.degree
+    body.ends = ends_of_rows(ops, specs, degree)
+    put_back = {rows.sum.name: rows for rows in rows_put_back(ops, specs, degree)}
     for op in ops:
         if op.target == "getitem" and op.args[0].name in pieces:
             continue

@@ -53,10 +53,11 @@ def _grouped_mm(
 def own_rows(values: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     """The rows of this rank's experts; waits for the device, which alone knows where they end.
 
-    values: [rows, ...], sorted by expert; ends: [experts], of all experts.
+    values: [rows, ...], sorted by expert; ends: [experts], of all experts. Rows behind the last end, which no expert
+    computes, are the last rank's, so that every row is some rank's.
     """
     start, stop = _own_bounds(ends, tp).tolist()
-    return values[start:stop]
+    return values[start:] if tp.rank() == tp.size() - 1 else values[start:stop]
 
 
 def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:

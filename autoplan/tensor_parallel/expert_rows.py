@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.graph import Extent, Op, TensorSpec
-from autoplan.layout import D, E, P, R
+from autoplan.layout import D, E, P, R, can_shard, sharded
 from autoplan.rules import Strategy, operand_names
 
 GROUPED_PRODUCT = "aten._grouped_mm.default"
@@ -30,14 +30,18 @@ def is_product_by_rows(specs: tuple[TensorSpec, ...]) -> bool:
     return len(specs) == 3 and len(specs[1].shape) == 3
 
 
-def ends_of_rows(ops: tuple[Op, ...], specs: Mapping[str, TensorSpec]) -> dict[Extent, str]:
-    """Number of rows -> the value that divides them among the experts, where all grouped products of `ops` agree."""
+def ends_of_rows(ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int) -> dict[Extent, str]:
+    """Number of rows -> the value that divides them among the experts, where all grouped products of `ops` agree.
+
+    Every one of `degree` ranks must have equally many experts: rows of those left over would be no rank's.
+    """
     found: dict[Extent, set[str]] = {}
     for op in ops:
         names = operand_names(op)
         if op.target == GROUPED_PRODUCT and is_product_by_rows(tuple(specs[name] for name in names)):
             found.setdefault(specs[names[0]].shape[0], set()).add(names[2])
-    return {n_rows: next(iter(ends)) for n_rows, ends in found.items() if len(ends) == 1}
+    agreed = {n_rows: next(iter(ends)) for n_rows, ends in found.items() if len(ends) == 1}
+    return {n_rows: ends for n_rows, ends in agreed.items() if can_shard(specs[ends], sharded(0), degree)}
 
 
 def may_be_divided(op: Op) -> bool:
@@ -66,9 +70,9 @@ class PutBack:
         }
 
 
-def rows_put_back(ops: tuple[Op, ...], specs: Mapping[str, TensorSpec]) -> Iterator[PutBack]:
+def rows_put_back(ops: tuple[Op, ...], specs: Mapping[str, TensorSpec], degree: int) -> Iterator[PutBack]:
     """Where rows of experts are put back."""
-    ends, makers = ends_of_rows(ops, specs), {op.name: op for op in ops}
+    ends, makers = ends_of_rows(ops, specs, degree), {op.name: op for op in ops}
     n_readers = Counter(name for op in ops for name in op.input_names())
     for op in ops:
         view = makers.get(operand_names(op)[0]) if op.target == "aten.sum.dim_IntList" else None

@@ -49,7 +49,7 @@ def legal_strategies(
     """
     calls = op_calls(ops, specs, degree, rules)
     blocks, extents = block_counts(calls), padded_extents(calls)
-    ends, known = ends_of_rows(ops, specs), specs.keys() - {op.name for op in ops}
+    ends, known = ends_of_rows(ops, specs, degree), specs.keys() - {op.name for op in ops}
     found = {}
     for call in calls:
         known |= {call.op.name}
@@ -65,7 +65,7 @@ def legal_strategies(
         )
         normal = (normalize(s, flags, result_has_gradient=call.op.name in gradients) for s in candidates)
         found[call.op] = tuple(dict.fromkeys(normal))
-    for rows in rows_put_back(ops, specs):
+    for rows in rows_put_back(ops, specs, degree):
         for op, strategy in rows.strategies().items():
             found[op] = (*found[op], strategy)
     return found
