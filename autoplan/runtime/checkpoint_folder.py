@@ -147,7 +147,7 @@ def check_undamaged(path: Path, damaged: Iterable[str]) -> None:
     if names:
         before = _complete(path.parent)
         older = [other for other in before[before.index(path) + 1 :] if _is_complete(other)] if path in before else []
-        fix = f"remove {path}: the same command then goes on from {older[0]}" if older else "use another checkpoint"
+        fix = f"remove {path}, and go on from {older[0]}" if older else "use another checkpoint"
         raise CheckpointError(
             f"{path}: damaged: other bytes than were written are in {', '.join(names[:MAX_NAMED])}"
             f"{f' and {len(names) - MAX_NAMED} more files' if len(names) > MAX_NAMED else ''}\n  fix: {fix}"
