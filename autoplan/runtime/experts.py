@@ -75,9 +75,10 @@ def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp
 def own_rows_sum(x: torch.Tensor, index: torch.Tensor, n: int, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     """What this rank adds to `rows[index].reshape(-1, n, ...).sum(1)` of all rows, of which it has its own.
 
-    x: [own rows, ...]; index: [tokens * n], numbers among all rows; ends: [experts], of all experts.
+    x: [own rows, ...]; index: [tokens * n], numbers among all rows, which are as many (-1: the last one);
+    ends: [experts], of all experts.
     """
-    place = index - _own_bounds(ends, tp)[0]
+    place = index % len(index) - _own_bounds(ends, tp)[0]
     own = ((place >= 0) & (place < x.shape[0])).nonzero()[:, 0]
     found = x.new_zeros((len(index) // n, *x.shape[1:]), dtype=torch.promote_types(x.dtype, torch.float32))
     return found.index_add_(0, own // n, x.index_select(0, place[own]).to(found.dtype)).to(x.dtype)
