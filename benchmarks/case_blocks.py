@@ -1,7 +1,7 @@
 """Measure the blocks of emitted programs, and nothing else: what each of them runs, as it runs it.
 
-    python benchmarks/case_blocks.py emit PROGRAMS FOLDERS [DEVICES]    one folder per model (needs autoplan)
-    python benchmarks/case_blocks.py measure FOLDER ROWS.jsonl          needs torch and one GPU
+    python benchmarks/case_blocks.py emit PROGRAMS FOLDERS [DEVICES [HARDWARE]]    one folder per model (needs autoplan)
+    python benchmarks/case_blocks.py measure FOLDER ROWS.jsonl                     needs torch and one GPU
 
 PROGRAMS is what `predictions.py emit` or `hand_tuned.py emit` wrote. A folder is that of `autoplan profile --emit`,
 with the rows in wanted.json that programs on at most DEVICES devices run: their layouts, micro-batch sizes, eager or
@@ -23,11 +23,11 @@ Row = tuple[str, str, int, int, bool, str, bool]  # content, assignment, tp, mic
 Model = tuple[str, Path, tuple[tuple[str, object], ...]]  # name, model file, arguments of its build_model
 
 
-def emit(programs: Path, folders: Path, n_devices: int) -> None:
+def emit(programs: Path, folders: Path, n_devices: str = "4", hardware: str = HARDWARE) -> None:
     for (name, file, overrides), plans in plans_by_model(programs).items():
-        own = [plan for plan in plans if plan.mesh.n_devices <= n_devices]
+        own = [plan for plan in plans if plan.mesh.n_devices <= int(n_devices)]
         if own:
-            wanted = emit_model(file, dict(overrides), own, folders / name)
+            wanted = emit_model(file, dict(overrides), own, folders / name, hardware)
             n_compiled = sum(row[4] for row in wanted)
             print(f"{folders / name}: {len(wanted)} rows, {n_compiled} of them compiled", flush=True)
 
@@ -49,7 +49,7 @@ def plans_by_model(programs: Path) -> dict[Model, list]:
     }
 
 
-def emit_model(file: Path, overrides: Mapping[str, object], plans: Sequence, folder: Path) -> set[Row]:
+def emit_model(file: Path, overrides: Mapping[str, object], plans: Sequence, folder: Path, hardware: str) -> set[Row]:
     """The folder of one model, and what its programs run."""
     from autoplan import api
 
@@ -58,7 +58,7 @@ def emit_model(file: Path, overrides: Mapping[str, object], plans: Sequence, fol
     formats = {plan.mesh.memory_format for plan in plans}
     files = api.measurement_folder(
         file,
-        hw=HARDWARE,
+        hw=hardware,
         overrides=overrides,
         degrees=sorted({plan.mesh.tp for plan in plans}),
         micro_batch_sizes=sorted({plan.mesh.micro_batch_size for plan in plans}),
@@ -109,6 +109,6 @@ def measure(folder: Path, rows: Path) -> None:
 if __name__ == "__main__":
     action, first, second, *rest = sys.argv[1:]
     if action == "emit":
-        emit(Path(first), Path(second), int(*rest or [4]))
+        emit(Path(first), Path(second), *rest)
     else:
         measure(Path(first).absolute(), Path(second).absolute())

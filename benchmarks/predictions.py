@@ -1,14 +1,17 @@
 """Predicted against measured: emit the program of each case in cases.csv, run it on real devices, print one table.
 
-    python benchmarks/predictions.py emit FOLDER [PROFILE.jsonl]              plans each case (needs autoplan)
-    python benchmarks/predictions.py run FOLDER RESULTS.jsonl [LINKS [S]]     runs the programs (needs torch and GPUs)
-    python benchmarks/predictions.py table RESULTS.jsonl... PROFILE.jsonl DIR predicts each plan anew, prints the table
-    python benchmarks/predictions.py table RESULTS.jsonl... - DIR             the same without measured segments
-    python benchmarks/predictions.py table ... -- ...                         runs of other PROFILE and DIR in one table
+    python benchmarks/predictions.py emit FOLDER [PROFILE.jsonl|- [HARDWARE N]]  plans each case (needs autoplan)
+    python benchmarks/predictions.py run FOLDER RESULTS.jsonl [LINKS [S]]        runs the programs (needs torch, GPUs)
+    python benchmarks/predictions.py table RESULTS.jsonl... PROFILE.jsonl DIR    predicts each plan anew, prints a table
+    python benchmarks/predictions.py table RESULTS.jsonl... - DIR                the same without measured segments
+    python benchmarks/predictions.py table ... -- ...                            runs of other PROFILE and DIR, too
+
+`emit` plans for HARDWARE (default: h200_x4) the cases of at most N devices (default: 4).
 
 A row holds what the program measured: the median step after warm-up, and the largest allocated memory of any rank. Bad
 rows are rows. A prediction takes the measured segments of PROFILE (`autoplan profile`) and the links of
-DIR/LINKS_xN.toml for N devices, or DIR/LINKS.toml (`autoplan hw measure`), where there are any.
+DIR/LINKS_xN.toml for N devices, or DIR/LINKS.toml (`autoplan hw measure`), where there are any; or DIR is the name of a
+hardware profile.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
 several programs at once on devices of their own, each in processes forked from one that has imported what they need. It
@@ -113,13 +116,13 @@ def unpadded_graph(file: Path, overrides: tuple[tuple[str, object], ...]):
     return trace_model(model_source(file, dict(overrides)))
 
 
-def emit(folder: Path, profile: Path | None = None) -> None:
+def emit(folder: Path, profile: str = "-", hardware: str = HARDWARE, most_devices: str = "4") -> None:
     from autoplan import AutoplanError, api
 
     folder.mkdir(parents=True, exist_ok=True)
-    for case in cases():
+    for case in (case for case in cases() if case.devices <= int(most_devices)):
         try:
-            asked = problem(case, HARDWARE, profile=profile, fix=True)
+            asked = problem(case, hardware, profile=None if profile == "-" else Path(profile), fix=True)
             answer = api.solve(asked)
             api.emit(asked, answer, folder / case.folder, force=True)
             print(f"{case.folder}: {answer.best.estimate.step_s:.4f} s", flush=True)
@@ -276,7 +279,8 @@ def predictions(results: list[Path], profile: Path | None, hardware: Path) -> It
         if profile is None and row["plan"]["mesh"]["compile"]:
             continue
         files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
-        name = next((str(file) for file in files if file.exists()), HARDWARE)
+        other = HARDWARE if hardware.is_dir() else hardware.name
+        name = next((str(file) for file in files if file.exists()), other)
         plan = plan_from_dict(row["plan"], where=case.name)
         asked = as_it_ran(problem(case, name, profile=profile), case, plan)
         yield row, api.score(asked, as_traced(plan, asked.graph)).best
@@ -417,6 +421,7 @@ if __name__ == "__main__":
     action, *given = sys.argv[1:]
     if action == "table":
         table(*given)
+    elif action == "run":
+        run(*(Path(text).absolute() for text in given[:2]), *given[2:])
     else:
-        paths = [Path(text).absolute() if i < 2 else text for i, text in enumerate(given)]
-        {"emit": emit, "run": run}[action](*paths)
+        emit(Path(given[0]).absolute(), *given[1:])

@@ -36,11 +36,17 @@ TABLES = {
     "predictions_h200_six_machines_2026-11-22_data_sheet.txt": (*RUNS, *LAST, *FIVE_DATA_SHEET, "--", *ONE_DATA_SHEET),
     "predictions_h200_six_machines_2026-11-22_last_programs_profile.txt": (*LAST, *FIVE, "--", *ONE),
 }
+H100_RUNS = "predictions_h100_2026-11-23.jsonl"
+TABLES |= {
+    "predictions_h100_2026-11-23_profile.txt": (H100_RUNS, "profile_h100_2026-11-23.jsonl", "dgx_h100_x8"),
+    "predictions_h100_2026-11-23_data_sheet.txt": (H100_RUNS, "-", "dgx_h100_x8"),
+    "predictions_h100_2026-11-23_measured_rates.txt": (H100_RUNS, "-", "links_h100_2026-11-23"),
+}
 QUICK_MODELS = ("vit_large", "mixture")
 
 
 def _at_results(given: tuple[str, ...]) -> list[str]:
-    return [name if name in ("-", "--") else str(RESULTS / name) for name in given]
+    return [name if name in ("-", "--") or not (RESULTS / name).exists() else str(RESULTS / name) for name in given]
 
 
 def test_rows_of_the_table_of_one_machine_come_again(tmp_path: Path) -> None:
@@ -85,6 +91,11 @@ def _groups(name: str) -> dict[str, str]:
         ("predictions_h200_2026-11-22_data_sheet.txt", "host_memory,", ("benchmarks/README.md",)),
         ("predictions_h200_2026-11-22_last_programs_profile.txt", "memory", ("README.md", "benchmarks/README.md")),
         ("predictions_h200_2026-11-22_last_programs_data_sheet.txt", "memory", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_2026-11-23_profile.txt", "nvlink,", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_2026-11-23_profile.txt", "memory", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_2026-11-23_data_sheet.txt", "nvlink,", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_2026-11-23_data_sheet.txt", "memory", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_2026-11-23_measured_rates.txt", "nvlink,", ("benchmarks/README.md",)),
     ],
 )
 def test_readmes_say_what_the_tables_print(table: str, links: str, readmes: tuple[str, ...]) -> None:
