@@ -147,6 +147,9 @@ def test_plan_changes_name_what_differs(answer: Answer) -> None:
     wider = replace(plan, mesh=replace(plan.mesh, tp=2))
     assert questions.plan_changes(plan, plan) == "same plan"
     assert questions.plan_changes(plan, wider) == "plan changes: tensor parallel 1 -> 2"
+    chunked = replace(plan, loss="chunked")
+    assert questions.plan_changes(plan, chunked) == "plan changes: loss as usual -> chunked: in slices of its rows"
+    assert questions.plan_changes(chunked, plan) == "plan changes: loss chunked: in slices of its rows -> as usual"
     moved = replace(plan, stages=(replace(plan.stages[0], stop=1), replace(plan.stages[1], start=1)))
     assert questions.plan_changes(plan, moved) == "plan changes: other layers per stage"
 

@@ -1,11 +1,12 @@
 """What a process takes on its device outside of torch's allocator: the context, and buffers of its communicators.
 
-    context_bytes + communicator_bytes x number of communicators
+    context_bytes + first_communicator_bytes + further_communicator_bytes x other communicators + pipeline_sends_bytes
 
 NCCL makes a communicator when a process group first communicates, with buffers for every channel. A program has one of
 all its processes (gradient norm, barriers), and one per axis of its mesh: pipeline, replicas, shards, tensor parallel.
 torch gives an axis that holds all processes the group of all; an axis of one process communicates with nobody. Weights
-tied across stages have a group of their own.
+tied across stages have a group of their own. All-to-alls, of which only layouts tell, take 0.4 GiB per other rank more
+and are left to the rest that every plan leaves free.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from __future__ import annotations
 from autoplan.parallel_plan import Mesh
 from autoplan.units import MiB
 
-# Assumed until `benchmarks/communicator_memory.py` has run on the target, which measures both.
-CONTEXT_BYTES = 1024 * MiB
-COMMUNICATOR_BYTES = 256 * MiB
+# Of H100 and H200 over NVLink, torch 2.11, NCCL 2.28 (`outside_allocator_bytes_per_rank` of the runs in
+# benchmarks/results/predictions_h200_x*2026-11-22*.jsonl and predictions_h100_2026-11-23.jsonl). The context takes 1,325
+# to 1,336 MiB, and torch is offered 616 MiB less of an H200 than its driver tells, which is what hardware profiles have.
+# Without NVLink a context with its communicators was smaller (1,145 to 1,219 MiB).
+CONTEXT_BYTES = (1330 + 616) * MiB
+FIRST_COMMUNICATOR_BYTES = 288 * MiB
+FURTHER_COMMUNICATOR_BYTES = 486 * MiB
+PIPELINE_SENDS_BYTES = 184 * MiB  # 135 of the first and the last stage
 
 
 def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> tuple[str, ...]:
@@ -39,4 +45,5 @@ def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> t
 def outside_allocator_bytes(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> int:
     """Context and communicators of one process."""
     found = communicators(mesh, has_tied_weights=has_tied_weights, n_groups=n_groups)
-    return CONTEXT_BYTES + COMMUNICATOR_BYTES * len(found)
+    first, further = (FIRST_COMMUNICATOR_BYTES, FURTHER_COMMUNICATOR_BYTES * (len(found) - 1)) if found else (0, 0)
+    return CONTEXT_BYTES + first + further + (PIPELINE_SENDS_BYTES if mesh.pp > 1 else 0)

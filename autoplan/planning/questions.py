@@ -166,6 +166,7 @@ def plan_changes(before: Plan, after: Plan) -> str:
     """`tensor parallel 1 -> 2, ZeRO stage 1 over 8 ranks -> none`, or that nothing or only the stages differ."""
     if before == after:
         return "same plan"
-    rows = zip(plan_rows(before), plan_rows(after), strict=True)
-    changes = [f"{name} {old} -> {new}" for (name, old), (_, new) in rows if old != new]
+    old, new = dict(plan_rows(before)), dict(plan_rows(after))
+    pairs = {name: (old.get(name, "as usual"), new.get(name, "as usual")) for name in old | new}  # rows of choices
+    changes = [f"{name} {one} -> {other}" for name, (one, other) in pairs.items() if one != other]
     return "plan changes: " + (", ".join(changes) or "other layers per stage")
