@@ -1,6 +1,6 @@
 """What a process takes on its device outside of torch's allocator: the context, and buffers of its communicators.
 
-    context_bytes + first_communicator_bytes + further_communicator_bytes x other communicators + pipeline_sends_bytes
+    context + first communicator + further communicator x others, but that of the pipeline + sends of the pipeline
 
 NCCL makes a communicator when a process group first communicates, with buffers for every channel. A program has one of
 all its processes (gradient norm, barriers), and one per axis of its mesh: pipeline, replicas, shards, tensor parallel.
@@ -44,6 +44,10 @@ def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> t
 
 def outside_allocator_bytes(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> int:
     """Context and communicators of one process."""
-    found = communicators(mesh, has_tied_weights=has_tied_weights, n_groups=n_groups)
-    first, further = (FIRST_COMMUNICATOR_BYTES, FURTHER_COMMUNICATOR_BYTES * (len(found) - 1)) if found else (0, 0)
-    return CONTEXT_BYTES + first + further + (PIPELINE_SENDS_BYTES if mesh.pp > 1 else 0)
+    first, *others = communicators(mesh, has_tied_weights=has_tied_weights, n_groups=n_groups) or ("",)
+    return (
+        CONTEXT_BYTES
+        + (FIRST_COMMUNICATOR_BYTES if first else 0)
+        + FURTHER_COMMUNICATOR_BYTES * sum(axis != "pp" for axis in others)
+        + (PIPELINE_SENDS_BYTES if mesh.pp > 1 else 0)
+    )
