@@ -119,6 +119,29 @@ def test_a_rank_to_whose_experts_no_token_goes_takes_part_all_the_same():
     torch.testing.assert_close(found[0] + found[1], whole, rtol=0, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, in what lies between
+def test_a_compiled_block_is_compiled_once_for_any_number_of_rows():
+    tp = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    up, down = (torch.randn(2, 16, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    graphs = []
+
+    def block(tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        experts, order = experts.flatten().sort()
+        ends = F.one_hot(experts, 4).sum(0).cumsum(0).to(torch.int32)
+        rows = torch.relu(own_experts_mm(tokens[own_rows(order, ends, tp) // 2], up, ends, tp))
+        return own_rows_sum(own_experts_mm(rows * 2, down, ends, tp), order.argsort(), 2, ends, tp) + tokens
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    n_graphs = []
+    for n_own in (9, 13, 4, 22, 24):
+        tokens = torch.randn(12, 16, dtype=torch.bfloat16)
+        experts = (torch.arange(24) >= n_own).long()[torch.randperm(24)].reshape(12, 2) * 2
+        torch.testing.assert_close(compiled(tokens, experts), block(tokens, experts), rtol=0, atol=0)
+        n_graphs.append(len(graphs))
+    assert n_graphs == [n_graphs[0]] * 5 and n_graphs[0] > 1
+
+
 def test_rows_that_no_expert_computes_are_those_of_the_last_rank():
     order, ends = torch.arange(12), torch.tensor([2, 5, 5, 9], dtype=torch.int32)
     ranks = [types.SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]

@@ -2,6 +2,9 @@
 
 grouped product    out[i] = x[i] @ weight[expert of row i]
 x: [rows, in], sorted by expert; weight: [experts, in, out]; ends: [experts], where the rows of each expert end
+
+How many rows are a rank's changes from step to step. In a compiled block the functions for them run as they are, and
+what lies between is compiled once for any number of rows (but for none and for one).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import warnings
 from functools import cache
 
 import torch
+from torch._dynamo import maybe_mark_dynamic
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -50,6 +54,7 @@ def _grouped_mm(
     return result if bias is None else result + bias
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def own_rows(values: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     """The rows of this rank's experts; waits for the device, which alone knows where they end.
 
@@ -57,9 +62,10 @@ def own_rows(values: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torc
     computes, are the last rank's, so that every row is some rank's.
     """
     start, stop = _own_bounds(ends, tp).tolist()
-    return values[start:] if tp.rank() == tp.size() - 1 else values[start:stop]
+    return _any_number(values[start:] if tp.rank() == tp.size() - 1 else values[start:stop])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     """The grouped product of the rows of this rank's experts.
 
@@ -68,10 +74,11 @@ def own_experts_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tp
     n_own = weight.shape[0]
     first = tp.rank() * n_own
     if not x.shape[0]:  # no token came; the weights take part all the same
-        return x @ weight[0]
-    return F.grouped_mm(x, weight, offs=ends[first : first + n_own] - _own_bounds(ends, tp)[0])
+        return _any_number(x @ weight[0])
+    return _any_number(F.grouped_mm(x, weight, offs=ends[first : first + n_own] - _own_bounds(ends, tp)[0]))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def own_rows_sum(x: torch.Tensor, index: torch.Tensor, n: int, ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     """What this rank adds to `rows[index].reshape(-1, n, ...).sum(1)` of all rows, of which it has its own.
 
@@ -89,3 +96,9 @@ def _own_bounds(ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:
     n_own = ends.shape[0] // tp.size()
     first = tp.rank() * n_own
     return F.pad(ends, (1, 0))[first : first + n_own + 1 : n_own]
+
+
+def _any_number(rows: torch.Tensor) -> torch.Tensor:
+    """The rows, for whatever number of which code that takes them is to be compiled."""
+    maybe_mark_dynamic(rows, 0)
+    return rows
