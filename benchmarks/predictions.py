@@ -124,6 +124,9 @@ def emit(folder: Path, profile: str = "-", hardware: str = HARDWARE, most_device
         try:
             asked = problem(case, hardware, profile=None if profile == "-" else Path(profile), fix=True)
             answer = api.solve(asked)
+            if answer.result.best is None:
+                print(f"{case.folder}: {answer.result.why_nothing}", flush=True)
+                continue
             api.emit(asked, answer, folder / case.folder, force=True)
             print(f"{case.folder}: {answer.best.estimate.step_s:.4f} s", flush=True)
         except AutoplanError as error:

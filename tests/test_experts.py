@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from autoplan.graph import GraphFacts, Op, Ref
 from autoplan.layout import E, parse_layout, sharded
+from autoplan.measuring_program.values import fill_module
 from autoplan.rules import load_rules
 from autoplan.runtime.experts import own_experts_mm, own_rows, own_rows_sum, use_float64_grouped_products
 from autoplan.solver.solve import minimize
@@ -140,6 +141,26 @@ def test_a_compiled_block_is_compiled_once_for_any_number_of_rows():
         torch.testing.assert_close(compiled(tokens, experts), block(tokens, experts), rtol=0, atol=0)
         n_graphs.append(len(graphs))
     assert n_graphs == [n_graphs[0]] * 5 and n_graphs[0] > 1
+
+
+def test_the_sum_of_rows_keeps_their_places_and_no_rows():
+    rows = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    order, ends = torch.randperm(12), torch.tensor([4, 9, 10, 12], dtype=torch.int32)
+    tp, kept = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        total = own_rows_sum(rows, order.argsort(), 2, ends, tp)
+    assert kept and not any(tensor.is_floating_point() for tensor in kept)
+    gradient = torch.randn_like(total)
+    total.backward(gradient)
+    torch.testing.assert_close(rows.grad, gradient[order[:9] // 2], rtol=0, atol=0)
+
+
+def test_while_measured_experts_get_about_as_many_tokens_each():
+    torch.manual_seed(0)
+    router = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 4))
+    fill_module(router, torch.float32, float32_buffers=())
+    chosen = router(torch.randn(4096, 256)).argmax(1)
+    assert all(900 < n < 1150 for n in chosen.bincount(minlength=4).tolist())
 
 
 def test_rows_that_no_expert_computes_are_those_of_the_last_rank():

@@ -42,6 +42,12 @@ TABLES |= {
     "predictions_h100_2026-11-23_data_sheet.txt": (H100_RUNS, "-", "dgx_h100_x8"),
     "predictions_h100_2026-11-23_measured_rates.txt": (H100_RUNS, "-", "links_h100_2026-11-23"),
 }
+TWO_H100_RUNS, TWO_H100_LINKS = "predictions_h100_x2_2026-11-24.jsonl", "links_h100_x2_2026-11-24"
+TABLES |= {
+    "predictions_h100_x2_2026-11-24_profile.txt": (TWO_H100_RUNS, "profile_h100_x2_2026-11-24.jsonl", TWO_H100_LINKS),
+    "predictions_h100_x2_2026-11-24_data_sheet.txt": (TWO_H100_RUNS, "-", "dgx_h100_x8"),
+    "predictions_h100_x2_2026-11-24_measured_rates.txt": (TWO_H100_RUNS, "-", TWO_H100_LINKS),
+}
 QUICK_MODELS = ("vit_large", "mixture")
 
 
@@ -96,6 +102,11 @@ def _groups(name: str) -> dict[str, str]:
         ("predictions_h100_2026-11-23_data_sheet.txt", "nvlink,", ("README.md", "benchmarks/README.md")),
         ("predictions_h100_2026-11-23_data_sheet.txt", "memory", ("README.md", "benchmarks/README.md")),
         ("predictions_h100_2026-11-23_measured_rates.txt", "nvlink,", ("benchmarks/README.md",)),
+        ("predictions_h100_x2_2026-11-24_profile.txt", "nvlink,", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_x2_2026-11-24_profile.txt", "memory", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_x2_2026-11-24_data_sheet.txt", "nvlink,", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_x2_2026-11-24_data_sheet.txt", "memory", ("README.md", "benchmarks/README.md")),
+        ("predictions_h100_x2_2026-11-24_measured_rates.txt", "nvlink,", ("benchmarks/README.md",)),
     ],
 )
 def test_readmes_say_what_the_tables_print(table: str, links: str, readmes: tuple[str, ...]) -> None:

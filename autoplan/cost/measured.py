@@ -3,8 +3,9 @@
     measured      the same content, assignment and micro-batch: the measured seconds and bytes
     scaled        the same content and degree, another micro-batch or assignment: computed x measured / computed there,
                   at the nearest micro-batch, and as if an assignment that is unknown here were the one of its boundary
-    calibrated    not measured: computed x the median of measured / computed of the same content at other degrees; else,
-                  for the host, and for the device where the segment is compiled, of all that runs in the same way
+    calibrated    not measured: computed x the median of measured / computed of the same content at other degrees, or of
+                  the user's own class in place of generated code; else, for the host, and for the device where the
+                  segment is compiled, of all that runs in the same way
 
 Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios.
 What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is
@@ -50,12 +51,14 @@ class Correction:
         contents: content key of each kind.
         assignments: (tp, boundary) -> assignment key of each kind; "sharding" is the boundary by its other name.
         executions: how each kind runs.
+        keeps_modules: whether the program is made of the user's own classes.
     """
 
     contents: dict[int, str]
     assignments: dict[tuple[int, str], dict[int, str]]
     ratios: tuple[_Ratio, ...]
     executions: dict[int, Execution]
+    keeps_modules: bool
 
     @classmethod
     def of(
@@ -68,10 +71,7 @@ class Correction:
         executions: dict[int, Execution],
         keeps_modules: bool = False,
     ) -> Correction:
-        """What these measurements say about these kinds and assignments.
-
-        `keeps_modules`: whether the program is made of the user's own classes.
-        """
+        """What these measurements say about these kinds and assignments."""
         places = {
             (content, assignments[split][kind], split[0]): (*split, kind)
             for split in assignments
@@ -88,7 +88,7 @@ class Correction:
             if place is not None:
                 tp, sharding, kind = place
                 ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind)))
-        return cls(contents, assignments, tuple(ratios), executions)
+        return cls(contents, assignments, tuple(ratios), executions, keeps_modules)
 
     def corrected(
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
@@ -103,14 +103,14 @@ class Correction:
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
     ) -> tuple[SegmentWork, str]:
         assignment = self.assignments[tp, sharding][kind]
-        same = [r for r in self.ratios if r.row.content == self.contents[kind] and r.row.tp == tp]
+        alike = [r for r in self.ratios if r.row.content == self.contents[kind]]
+        same = [r for r in alike if r.row.tp == tp and (self.keeps_modules or not r.row.is_own)]
         same = [r for r in same if r.row.assignment == assignment] or same
         same = [r for r in same if r.row.boundary == sharding] or same
         if same:
             nearest = min(same, key=lambda r: _distance(r.row.micro_batch_size, micro_batch_size))
             is_exact = nearest.row.micro_batch_size == micro_batch_size and nearest.row.assignment == assignment
             return (_as_measured(work, nearest.row), MEASURED) if is_exact else (_scaled(work, nearest), SCALED)
-        alike = [r for r in self.ratios if r.row.content == self.contents[kind]]
         ways = alike or [r for r in self.ratios if r.row.execution == self.executions[kind]]
         of_device = ways if self.executions[kind].compile else alike
         return _calibrated(work, of_device=of_device, of_host=ways or self.ratios), CALIBRATED

@@ -127,11 +127,13 @@ class MeasuredProfile:
     def rows(self, executions: Mapping[str, Execution], *, keeps_modules: bool = False) -> tuple[SegmentTime, ...]:
         """The measurements of segments that run so, by content.
 
-        With `keeps_modules` they are those of the user's own modules where these were measured, which is at degree 1.
+        With `keeps_modules` they are those of the user's own modules where these were measured, which is at degree 1;
+        without it, where nothing else was.
         """
         found = [row for row in self.segments if row.execution == executions.get(row.content, Execution())]
-        owned = {(row.content, row.tp) for row in found if row.is_own and keeps_modules}
-        return tuple(row for row in found if row.is_own == ((row.content, row.tp) in owned))
+        own, generated = ({(row.content, row.tp) for row in found if row.is_own == is_own} for is_own in (True, False))
+        chosen = own if keeps_modules else own - generated
+        return tuple(row for row in found if row.is_own == ((row.content, row.tp) in chosen))
 
 
 def parse_measured_profile(

@@ -48,9 +48,15 @@ def n_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def fill_module(module: nn.Module, dtype: torch.dtype, *, float32_buffers: Collection[str]) -> None:
-    """Values for all its weights and buffers; these take the dtype, but those named, as in a program."""
-    for parameter in module.parameters():
-        fill(parameter)
+    """Values for all its weights and buffers; these take the dtype, but those named, as in a program.
+
+    Biases are 0: what all tokens had in common would send them to the same experts of a mixture.
+    """
+    for name, parameter in module.named_parameters():
+        if "bias" in name.rpartition(".")[2]:
+            nn.init.zeros_(parameter)
+        else:
+            fill(parameter)
     is_16_bit = dtype in (torch.bfloat16, torch.float16)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 from torch._dynamo import maybe_mark_dynamic
@@ -87,8 +88,28 @@ def own_rows_sum(x: torch.Tensor, index: torch.Tensor, n: int, ends: torch.Tenso
     """
     place = index % len(index) - _own_bounds(ends, tp)[0]
     own = ((place >= 0) & (place < x.shape[0])).nonzero()[:, 0]
-    found = x.new_zeros((len(index) // n, *x.shape[1:]), dtype=torch.promote_types(x.dtype, torch.float32))
-    return found.index_add_(0, own // n, x.index_select(0, place[own]).to(found.dtype)).to(x.dtype)
+    result: torch.Tensor = _SumByToken.apply(  # type: ignore[no-untyped-call]
+        x.index_select(0, place[own]), own // n, len(index) // n
+    )
+    return result
+
+
+class _SumByToken(torch.autograd.Function):
+    """In float32 at least; unlike `index_add_`, keeps no copy of the rows for the backward pass.
+
+    rows: [rows, ...]; token: [rows], which one a row belongs to; n_tokens: how many there are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, token: torch.Tensor, n_tokens: int) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        found = rows.new_zeros((n_tokens, *rows.shape[1:]), dtype=torch.promote_types(rows.dtype, torch.float32))
+        return found.index_add_(0, token, rows.to(found.dtype)).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        return gradients[0].index_select(0, token), None, None
 
 
 def _own_bounds(ends: torch.Tensor, tp: ProcessGroup) -> torch.Tensor:

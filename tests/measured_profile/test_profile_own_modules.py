@@ -18,8 +18,9 @@ from profile_rows import (
 )
 
 from autoplan import api
+from autoplan.graph import GraphFacts
 from autoplan.measure_model.run import run_measurements
-from autoplan.measured_profile.segment_key import WHOLE
+from autoplan.measured_profile.segment_key import WHOLE, content_key
 from autoplan.measured_profile.segment_times import SegmentTime, parse_measured_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import StagePlan
@@ -153,6 +154,15 @@ def test_a_plan_of_two_stages_takes_the_generated_times_and_one_of_one_stage_the
         (row,) = segment_rows(rows, segment="transformer.h.0", micro_batch_size=1, module=module)
         cost = price_plan(problem.graph, problem.hardware, plan, measured=problem.measured).costs[kind][0]
         assert (cost.forward_s, cost.backward_s) == (row["forward_s"], row["backward_s"])
+    # where the block was measured as the user's own class only, generated code is taken to gain as much; not in bytes
+    content = content_key(problem.graph, GraphFacts.of(problem.graph), problem.graph.first_of_kind()[kind])
+    segments = [s for s in problem.measured.segments if s.content != content or (s.is_own and s.micro_batch_size == 1)]
+    table = price_plan(problem.graph, problem.hardware, cut, measured=replace(problem.measured, segments=segments))
+    (row,) = segment_rows(rows, segment="transformer.h.0", micro_batch_size=1, module="own")
+    assert table.costs[kind][0].forward_s == pytest.approx(row["forward_s"])
+    computed = price_plan(problem.graph, problem.hardware, cut)
+    assert table.costs[kind][0].saved_bytes == computed.costs[kind][0].saved_bytes
+    assert "calibrated" in table.sources
 
 
 def test_host_time_of_own_modules_is_the_median_of_theirs_only() -> None:
