@@ -188,18 +188,20 @@ def whatif(
 def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     """Every file of the output folder but its manifest, by relative path."""
     from autoplan.codegen import generate
+    from autoplan.codegen.libraries import libraries_of
     from autoplan.files import read_text_file
     from autoplan.output.folder import launch_command, report_files
     from autoplan.report.plan import program_header
     from autoplan.rules import load_rules
     from autoplan.tracing.hugging_face import is_hugging_face
 
+    model_text = read_text_file(problem.model_file)
     program = generate(
         problem.graph,
         answer.best.plan,
         rules=load_rules(problem.options.rules),
         header=program_header(answer, launch_line=launch_command(answer)),
-        model_text=read_text_file(problem.model_file),
+        model_text=model_text,
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
         device_bytes=answer.best.estimate.allocator_bytes,
         workload={
@@ -207,6 +209,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
             "tokens_per_sample": answer.workload.tokens_per_sample,
             "peak_flops_per_s": answer.workload.peak_flops_per_s,
             "device": answer.workload.device,
+            "libraries": libraries_of(model_text),
         },
     )
     return {**dict(program.files), **report_files(answer, memory=memory_curves(problem, answer.best.plan))}

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from distributed.launch import run_folder
 
 import autoplan.runtime
+from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
@@ -175,6 +177,22 @@ def test_mfu_is_given_on_the_planned_device_only():
     assert workload.mfu(8.0, n_devices=4, device="Toy 1T") == pytest.approx(0.4)
     assert workload.mfu(8.0, n_devices=4, device="Toy 2T") is None
     assert workload.tokens_per_s(8.0) is None
+
+
+def test_libraries_of_other_versions_than_planned_with_are_named(capsys):
+    text = "import json\nimport torch\n\ndef build_model():\n    from transformers import BertModel\n"
+    installed = metadata.version("transformers")
+    assert libraries_of(text) == (("transformers", installed),)
+    assert list(PlannedFigures(libraries=(("transformers", installed),)).other_libraries()) == []
+    planned = PlannedFigures(libraries=(("transformers", "4.0"), ("no-such-library", "1.0")))
+    mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model, data = types.SimpleNamespace(n_steps=0, mesh=mesh), types.SimpleNamespace(close=lambda: None)
+    assert list(train_steps(model, data, n_steps=0, planned=planned)) == []
+    lines = [line for line in capsys.readouterr().err.splitlines() if "fix: " not in line]
+    assert [line.partition(", so")[0] for line in lines] == [
+        f"transformers: found {installed}, planned with 4.0",
+        "no-such-library: found none, planned with 1.0",
+    ]
 
 
 def test_tensorboard_gets_every_curve_and_its_absence_is_said(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ writer has what all parts are written from: graph, plan, layouts, names. Of para
     memory_order                      where values lie in channels_last
     float64_products                  casts that a program in float64 needs and the trace in bfloat16 lacks
 
-plan_tables is the plan as the runtime reads it, train_script the text of train.py, text and layout_text are Python
-source itself: its pieces, and its layout.
+plan_tables is the plan as the runtime reads it, libraries what the model is made of, train_script the text of train.py;
+text and layout_text are Python source itself: its pieces, and its layout.
 """
 
 from __future__ import annotations

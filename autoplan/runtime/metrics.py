@@ -14,7 +14,9 @@ import math
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,12 +36,27 @@ class PlannedFigures:
         flops_per_sample: of the model, forward and backward.
         peak_flops_per_s: of one device in the plan's precision.
         device: the name of the planned device, as torch gives it.
+        libraries: (package, version) of those that the model is made of, with which it was planned.
     """
 
     flops_per_sample: int | None = None
     tokens_per_sample: int | None = None
     peak_flops_per_s: float | None = None
     device: str = ""
+    libraries: tuple[tuple[str, str], ...] = ()
+
+    def other_libraries(self) -> Iterator[str]:
+        """A line for each that is installed here in another version."""
+        for name, version in self.libraries:
+            try:
+                found = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found = "none"
+            if found != version:
+                yield (
+                    f"{name}: found {found}, planned with {version}, so time and memory may be others than predicted"
+                    f"\n  fix: pip install {name}=={version}, or plan again with the one found"
+                )
 
     def tokens_per_s(self, samples_per_s: float) -> float | None:
         """None when samples have no tokens."""

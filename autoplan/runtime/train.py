@@ -46,6 +46,8 @@ def train_steps(
             f"  fix: --steps {model.n_steps + 1} or more, which counts all steps of the run, to go on",
             file=sys.stderr,
         )
+    for line in planned.other_libraries() if model.mesh.rank == 0 else ():
+        print(line, file=sys.stderr)
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()
