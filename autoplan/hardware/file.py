@@ -107,10 +107,17 @@ def _find(base: str) -> tuple[str, str, str]:
             "hardware",
             found=base,
             expected=f"a path ending in .toml, or one of {', '.join(shipped_names())}",
-            fix=did_you_mean(base, shipped_names()) or "list them with: autoplan hw list",
+            fix=_several_hosts(base) or did_you_mean(base, shipped_names()) or "list them with: autoplan hw list",
         )
     file = f"{base}.toml"
     return base, file, files(PROFILE_PACKAGE).joinpath(file).read_text(encoding="utf-8")
+
+
+def _several_hosts(base: str) -> str:
+    """What `8xdgx_a100_x8` or `dgx_a100_x8*8` seem to mean; empty for other names."""
+    found = re.fullmatch(r"(?P<before>\d*)[x*]?(?P<name>\w+?)(?:\*(?P<after>\d+))?", base)
+    n_hosts = found and (found["before"] or found["after"])
+    return f"--hw {found['name']} --hosts {n_hosts}" if found and n_hosts and found["name"] in shipped_names() else ""
 
 
 def read_path(path: Path) -> tuple[str, str, str]:
