@@ -10,9 +10,10 @@ import pytest
 from whatif_toys import PARTS, toy_result, toy_row
 
 from autoplan import cli, load_hardware_profile
-from autoplan.hardware.cluster import groups_alone
+from autoplan.hardware.cluster import groups_alone, load_hardware
+from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.units import GiB
-from autoplan.what_if import advising
+from autoplan.what_if import advising, asking
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.advice_facts import AdviceAnswer, Facts, passes, speed_up, stop_at
 from autoplan.what_if.advice_rules import (
@@ -27,7 +28,8 @@ from autoplan.what_if.advice_text import advice_text, worth_showing
 from autoplan.what_if.advising import fragment
 from autoplan.what_if.advising_mixed import mixed_rules
 from autoplan.what_if.conditions import Loading
-from autoplan.what_if.points import Point
+from autoplan.what_if.points import QUICK_TIME_LIMIT_S, Point
+from autoplan.what_if.question import Question
 from autoplan.what_if.rows import WhatIfRow
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
@@ -212,3 +214,13 @@ def test_advise_on_a_mixed_cluster_from_the_command_line(capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert [(row["n_hosts"], row["n_devices"]) for row in found["rows"]] == [(12, 96), (8, 64), (4, 32)]
     assert found["verdict"] and len(found["rules"]) == 3
+
+
+def test_a_quick_search_of_a_mixed_cluster_has_time_for_batches_that_groups_share() -> None:
+    file = str(Path(GPT).parent / "a100_v100.toml")
+    point = Point(hw=file, n_hosts=1, global_batch=96, precision="fp16")
+    question = Question(model=GPT, hw=(file,))
+    tasks = [asking.task_of(point, load_hardware(name), question, graph="") for name in ("dgx_a100_x8", file)]
+    assert [task.options.time_limit_s for task in tasks] == [QUICK_TIME_LIMIT_S, DEFAULT_TIME_LIMIT_S]
+    given = asking.task_of(point, load_hardware(file), replace(question, time_limit_s=3.0), graph="")
+    assert given.options.time_limit_s == 3.0

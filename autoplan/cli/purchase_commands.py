@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     "time_limit_s",
     type=float,
     metavar="SECONDS",
-    help="Per point, of processor time. [quick: 1, or 15 where that finds no plan; full: 15]",
+    help="Per point, of processor time. [quick: 1, or 15 where that finds no plan and for mixed clusters; full: 15]",
 )
 @click.option("--module-level", is_flag=True, help="As for plan.")
 @click.option("--schema", "asks_schema", is_flag=True, help="Print the JSON Schema of --format json.")

@@ -134,7 +134,10 @@ def trace_all(question: Question, models: Sequence[Overrides]) -> dict[str, OpGr
 def task_of(point: Point, hardware: Hardware, question: Question, *, graph: str) -> Task:
     """The search of a point."""
     options = replace(question.options, global_batch=point.global_batch, precision=point.precision)
-    options = checked(searched(options, search=question.search, time_limit_s=question.time_limit_s))
+    is_brief = question.search == "quick" and question.time_limit_s is None
+    # batches that groups share are tried last, so a mixed cluster gets its time with a plan, too
+    limit_s = DEFAULT_TIME_LIMIT_S if is_brief and isinstance(hardware, Cluster) else question.time_limit_s
+    options = checked(searched(options, search=question.search, time_limit_s=limit_s))
     refused = ""
     try:
         hardware = changed(hardware, point)
@@ -144,7 +147,6 @@ def task_of(point: Point, hardware: Hardware, question: Question, *, graph: str)
         raise
     except InputError as error:
         refused = str(error)
-    is_brief = question.search == "quick" and question.time_limit_s is None
     return Task(graph, hardware, options, point.hw, refused, DEFAULT_TIME_LIMIT_S if is_brief else None)
 
 
