@@ -223,6 +223,8 @@ def test_the_fastest_that_is_passed_over_is_told_and_sizes_that_gain_nothing_are
     text = " ".join(recommendation_text(found).split())
     assert "The fastest, 3 x fast (12 devices), takes 0.8% less time and costs 30.00 USD; of those at most 2%" in text
     assert recommendation_to_dict(found)["passed_over"]["n_hosts"] == 3
+    _, _, table = recommendation_text(found).partition("\n\n")
+    assert any(line.startswith("3 x fast ") for line in table.splitlines())  # the figures of what the sentence names
 
 
 def test_conditions_vary_one_thing_at_a_time() -> None:

@@ -18,7 +18,10 @@ from autoplan.what_if.rows import WhatIfRow
 def recommendation_text(answer: Recommendation, *, width: int = WIDTH) -> str:
     """One sentence, the alternatives, what would change it, and what it rests on."""
     parts = [folded(_sentence(answer), width=width)]
-    shown = [row for row in (answer.best, answer.nearest, *answer.alternatives) if row is not None]
+    named = (answer.best, answer.nearest, *answer.alternatives)
+    shown = [row for row in named if row is not None]
+    if answer.passed_over is not None and answer.passed_over not in shown:
+        shown.append(answer.passed_over)
     if shown:
         parts.append(whatif_table(shown, width=width).rstrip())
     tornado = swings_table(answer, width=width)
