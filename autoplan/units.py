@@ -85,7 +85,7 @@ def _unit_message(unit: str, units: Mapping[str, float]) -> str:
 
 def _examples(units: Mapping[str, float]) -> str:
     return " or ".join(
-        f'"{unit}"' for unit in ("GB", "GiB", "GB/s", "Gbit/s", "us", "TFLOP/s", "USD/h", "%") if unit in units
+        f'"{unit}"' for unit in ("GB", "GiB", "GB/s", "Gbit/s", "us", "h", "TFLOP/s", "USD/h", "%") if unit in units
     )
 
 

@@ -196,6 +196,11 @@ def test_an_unknown_override_shows_the_signature():
         trace_example("mlp.py", breadth=4)
 
 
+def test_a_value_that_build_model_cannot_use_shows_the_signature_too():
+    with pytest.raises(InputError, match=r"build_model\(width='wide'\) failed: TypeError(.|\n)*expected: (.|\n)*fix: "):
+        trace_example("mlp.py", width="wide")
+
+
 def test_a_batch_whose_first_dim_is_not_the_batch_is_refused(tmp_path):
     path = write(
         tmp_path,

@@ -360,19 +360,17 @@ def _quiet() -> Iterator[None]:
 def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
     try:
         return build_model(**overrides)
-    except TypeError as error:
-        if "unexpected keyword argument" not in str(error) and "got an unexpected" not in str(error):
-            raise InputError(f"{path}: build_model failed: {user_frame(error, path)}") from error
+    except Exception as error:
+        if not isinstance(error, TypeError) or "got an unexpected keyword argument" not in str(error):
+            raise InputError(
+                f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"
+                f" {user_frame(error, path)}\n"
+                f"  expected: build_model{inspect.signature(build_model)} to accept these --set values\n"
+                "  fix: give values the model file knows"
+            ) from error
         raise InputError.of(
             f"{path}: build_model",
             found=f"--set {' '.join(f'{k}={v}' for k, v in overrides.items())} ({error})",
             expected=f"build_model{inspect.signature(build_model)}",
             fix="use a name that build_model accepts",
-        ) from error
-    except Exception as error:
-        raise InputError(
-            f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"
-            f" {user_frame(error, path)}\n"
-            f"  expected: build_model{inspect.signature(build_model)} to accept these --set values\n"
-            "  fix: give values the model file knows"
         ) from error
