@@ -280,7 +280,7 @@ class Estimate:
 
     @property
     def allocator_bytes(self) -> tuple[int, ...]:
-        """Per pipeline rank, what torch's allocator reserves: `allocated_bytes`, rounded, and fragmentation."""
+        """Per pipeline rank, what torch's allocator needs: `allocated_bytes` and what gaps lose; it may keep more."""
         pairs = zip(self.needed_bytes, self.memory_parts_bytes, strict=True)
         return tuple(needed - dict(parts).get(OUTSIDE_ALLOCATOR, 0) for needed, parts in pairs)
 

@@ -16,7 +16,7 @@ from autoplan.units import MiB
 
 # Of H100 and H200 over NVLink, torch 2.11, NCCL 2.28 (`outside_allocator_bytes_per_rank` of the runs in
 # benchmarks/results/predictions_h200_x*2026-11-22*.jsonl and predictions_h100_2026-11-23.jsonl). The context takes
-# 1,325 to 1,336 MiB, and torch is offered 616 MiB less of an H200 than its driver tells, which is what hardware
+# 1,325 to 1,337 MiB, and torch is offered 616 MiB less of an H200 than its driver tells, which is what hardware
 # profiles have. Without NVLink a context with its communicators was smaller (1,145 to 1,219 MiB).
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB

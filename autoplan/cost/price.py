@@ -62,7 +62,7 @@ Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, bounda
 # (benchmarks/results/predictions_h200_x4_2026-11-20.jsonl) was 64 to 68 MiB.
 WORKSPACE_BYTES = 64 * MiB
 # What a plan needs over what it is predicted to allocate. What ran nearest to the limit had 129.8 GiB allocated at
-# once, and 6.7 % of that left (benchmarks/results/hand_tuned_h200_x2_2026-11-22.jsonl); SimuMax, docs/FULL_RESULTS.md,
+# once, and 6.5 % of that left (benchmarks/results/hand_tuned_h200_x2_2026-11-22.jsonl); SimuMax, docs/FULL_RESULTS.md,
 # has 5 to 7 % on A100 and B200. The rest is for what the prediction lacks. Where there is room, the allocator keeps up
 # to 42 % more than is allocated, which it gives back when it is short.
 RESERVED_RATIO = 1.10
