@@ -1,12 +1,12 @@
 """What a process takes on its device outside of torch's allocator: the context, and buffers of its communicators.
 
     context + first communicator + further communicator x others, but that of the pipeline + sends of the pipeline
+    + all-to-alls x other ranks of tensor parallelism, where its layouts have some
 
 NCCL makes a communicator when a process group first communicates, with buffers for every channel. A program has one of
 all its processes (gradient norm, barriers), and one per axis of its mesh: pipeline, replicas, shards, tensor parallel.
 torch gives an axis that holds all processes the group of all; an axis of one process communicates with nobody. Weights
-tied across stages have a group of their own. All-to-alls, of which only layouts tell, take 0.4 GiB per other rank more
-and are left to the rest that every plan leaves free.
+tied across stages have a group of their own.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from autoplan.parallel_plan import Mesh
 from autoplan.units import MiB
 
 # Of H100 and H200 over NVLink, torch 2.11, NCCL 2.28 (`outside_allocator_bytes_per_rank` of the runs in
-# benchmarks/results/predictions_h200_x*2026-11-22*.jsonl and predictions_h100_2026-11-23.jsonl). The context takes
+# benchmarks/results/predictions_h200_x*2026-11-22*.jsonl and predictions_h100_*.jsonl). The context takes
 # 1,325 to 1,337 MiB, and torch is offered 616 MiB less of an H200 than its driver tells, which is what hardware
 # profiles have. Without NVLink a context with its communicators was smaller (1,145 to 1,219 MiB).
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
 PIPELINE_SENDS_BYTES = 184 * MiB  # 135 of the first and the last stage
+ALL_TO_ALL_BYTES = 404 * MiB  # for each other rank: 442 with one, 1,212 with three
 
 
 def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> tuple[str, ...]:
@@ -42,12 +43,15 @@ def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> t
     return ("all", *axes, *(("tied weights",) if has_tied_weights and mesh.pp > 1 else ()))
 
 
-def outside_allocator_bytes(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> int:
-    """Context and communicators of one process."""
+def outside_allocator_bytes(
+    mesh: Mesh, *, has_tied_weights: bool, has_all_to_alls: bool = False, n_groups: int = 1
+) -> int:
+    """Context and communicators of one process; `has_all_to_alls`: among tensor-parallel ranks."""
     first, *others = communicators(mesh, has_tied_weights=has_tied_weights, n_groups=n_groups) or ("",)
     return (
         CONTEXT_BYTES
         + (FIRST_COMMUNICATOR_BYTES if first else 0)
         + FURTHER_COMMUNICATOR_BYTES * sum(axis != "pp" for axis in others)
         + (PIPELINE_SENDS_BYTES if mesh.pp > 1 else 0)
+        + (ALL_TO_ALL_BYTES * (mesh.tp - 1) if has_all_to_alls else 0)
     )

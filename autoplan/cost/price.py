@@ -103,9 +103,12 @@ def make_pricer(
     """
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
+    contexts = work_contexts(graph, hardware, precision, rules)
+    local = _local_pricer(contexts, shardings)
     segments = _segments_pricer(
         graph,
-        work_contexts(graph, hardware, precision, rules),
+        contexts,
+        local,
         ParameterContext(hardware.device, precision, collective, element_s, compression),
         shardings=shardings,
         measured=measured,
@@ -117,6 +120,11 @@ def make_pricer(
     kinds, tied = tuple(segment.kind for segment in graph.segments), tied_elements(graph)
     blocks = Counter(segment.kind for segment in graph.segments if segment.is_block)
     unsent: Cuts = tuple(0.0 if is_legal else None for is_legal in legal_cuts(graph))
+
+    @cache
+    def has_all_to_alls(tp: int, sharding: str) -> bool:
+        conversions = (c for segment in local(tp, sharding).values() for _, c in segment.conversions)
+        return any("all_to_all" in (c.forward, c.backward) for c in conversions)
 
     def price(mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
         n_here = n_ranks or mesh.pp
@@ -140,7 +148,10 @@ def make_pricer(
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages),
             reserved_fixed_bytes=outside_allocator_bytes(
-                mesh, has_tied_weights=bool(tied), n_groups=1 if exchange is None else exchange.n_groups
+                mesh,
+                has_tied_weights=bool(tied),
+                has_all_to_alls=has_all_to_alls(mesh.tp, mesh.sharding),
+                n_groups=1 if exchange is None else exchange.n_groups,
             ),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
@@ -171,6 +182,7 @@ class _Run(NamedTuple):
 def _segments_pricer(
     graph: OpGraph,
     contexts: ContextOf,
+    local: LocalPricer,
     of_parameters: ParameterContext,
     *,
     shardings: Shardings,
@@ -179,7 +191,7 @@ def _segments_pricer(
 ) -> Callable[[Mesh, Placement], tuple[Costs, tuple[str, ...]]]:
     """The costs of each kind of segment, and, with a measured profile, where its times come from."""
     works = _works_pricer(graph, contexts, shardings, measured)
-    costs = _costs_pricer(graph, of_parameters, _local_pricer(contexts, shardings), works)
+    costs = _costs_pricer(graph, of_parameters, local, works)
 
     def segments(mesh: Mesh, placement: Placement) -> tuple[Costs, tuple[str, ...]]:
         """Those of one mesh."""
