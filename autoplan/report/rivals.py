@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoplan.answers.answer import Answer
 from autoplan.plan_words import BREAKDOWN_LABELS, choice_words, dp_text, micro_batches_text, unlike_words, zero_text
 from autoplan.search import GOOD_ENOUGH
+from autoplan.search.preference import is_tight
 from autoplan.search.result import Candidate, OneDevice
 from autoplan.units import GiB, format_seconds
 
@@ -64,7 +65,8 @@ def _loss(best: Candidate, item: Candidate) -> str:
     if slower < -GOOD_ENOUGH:  # a recipe is priced whatever is fixed
         return f"{slower:+.1%}, but not what --fix asks for"
     if slower < 0:  # within the gap of the search
-        return f"{slower:+.2%}, but less simple"
+        is_tighter = is_tight(item.estimate) and not is_tight(best.estimate)
+        return f"{slower:+.2%}, but {'with less room in memory' if is_tighter else 'less simple'}"
     parts = [
         (getattr(item.estimate.breakdown, field) - getattr(best.estimate.breakdown, field), label)
         for field, label in BREAKDOWN_LABELS

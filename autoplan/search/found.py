@@ -6,7 +6,7 @@ from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import MakePlan
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.preference import Scored, simplest
+from autoplan.search.preference import Scored, is_tight, simplest
 from autoplan.search.rejections import rejected
 from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
@@ -53,7 +53,11 @@ def _simplest_first(state: SearchState, bound: float) -> list[int]:
     ranking = list(state.ranking())
     if not ranking:
         return ranking
-    scored = [Scored(state.score(index), state.meshes[index], state.plans[index].stages) for index in ranking]
+    plans = [(index, state.plans[index]) for index in ranking]
+    scored = [
+        Scored(state.score(index), state.meshes[index], plan.stages, is_tight=is_tight(plan.estimate))
+        for index, plan in plans
+    ]
     answer = ranking.pop(simplest(scored, bound=bound, gap=state.gap))
     return [answer, *ranking]
 

@@ -10,7 +10,7 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.mixed_rejections import least_short
 from autoplan.search.mixed_state import Found, MixedState
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.preference import Scored, simplest
+from autoplan.search.preference import Scored, is_tight, simplest
 from autoplan.search.result import Candidate, OneDevice, Rejection, SearchResult
 from autoplan.solver.linear_model import INFINITY
 
@@ -70,7 +70,10 @@ def _simplest_first(candidates: list[Candidate], *, bound_s: float, gap: float) 
     if not candidates:
         return candidates
     plans = [(item, item.plan) for item in candidates]
-    scored = [Scored(item.estimate.step_s, plan.mesh, plan.stages, max(1, len(plan.groups))) for item, plan in plans]
+    scored = [
+        Scored(item.estimate.step_s, plan.mesh, plan.stages, max(1, len(plan.groups)), is_tight(item.estimate))
+        for item, plan in plans
+    ]
     chosen = simplest(scored, bound=bound_s, gap=gap)
     return [candidates[chosen], *candidates[:chosen], *candidates[chosen + 1 :]]
 

@@ -78,7 +78,7 @@ def _rejection(state: SearchState, index: int, *, queued: dict[int, float], to_b
         step_s = state.plans[index].estimate.step_s
         detail = f"its best plan found takes {step_s:.6g} s"
         if state.score(index) < chosen:
-            detail += ", which no proof tells from the chosen one, and is less simple"
+            detail += ", which no proof tells from the chosen one, and is less simple or leaves less memory"
         return Rejection(mesh, "slower", detail, step_s=step_s)
     if index in state.rejections:
         return state.rejections[index]
