@@ -159,7 +159,7 @@ def test_a_faster_plan_that_is_less_simple_is_shown_as_such(answer: Answer) -> N
     assert "gpipe, -0.06%, but less simple\n" in text
     tight = replace(faster, estimate=replace(faster.estimate, needed_bytes=(faster.estimate.memory_limit_bytes,)))
     text = plan_report(replace(answer, result=replace(answer.result, alternatives=(tight,))))
-    assert "gpipe, -0.06%, but with less room in memory\n" in text
+    assert "gpipe, -0.06%, but leaves less memory\n" in text
 
 
 def test_a_faster_recipe_that_breaks_what_is_fixed_is_shown_as_such(answer: Answer) -> None:

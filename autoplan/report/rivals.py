@@ -66,7 +66,7 @@ def _loss(best: Candidate, item: Candidate) -> str:
         return f"{slower:+.1%}, but not what --fix asks for"
     if slower < 0:  # within the gap of the search
         is_tighter = is_tight(item.estimate) and not is_tight(best.estimate)
-        return f"{slower:+.2%}, but {'with less room in memory' if is_tighter else 'less simple'}"
+        return f"{slower:+.2%}, but {'leaves less memory' if is_tighter else 'less simple'}"
     parts = [
         (getattr(item.estimate.breakdown, field) - getattr(best.estimate.breakdown, field), label)
         for field, label in BREAKDOWN_LABELS
