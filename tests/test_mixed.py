@@ -294,7 +294,7 @@ def test_reports_say_where_the_ranks_are_and_what_memory_each_has(cluster_file: 
     for text in (plan_report(answer), explain_report(answer), plan_page(answer)):
         assert "1 on dgx_a100_x8/2" in text
         assert "1 on v100_x8/2" in text
-        assert "29.8 GiB" in text
+        assert "31.7 GiB" in text
         assert "80.0 GiB" in text
     wrong = replace(answer.best.plan, groups=(GroupRanks(0, 2, "dgx_a100_x8/2"),))
     with pytest.raises(PlanMismatchError, match="4 devices of dgx_a100_x8/2 in group 0"):

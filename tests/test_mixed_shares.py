@@ -199,7 +199,7 @@ def test_a_shared_plan_is_written_read_scored_and_reported(answers: dict[str, tu
     for text in (" ".join(plan_report(answer).split()), plan_page(answer)):
         assert f"2 on dgx_a100_x8/2 ({one.n_samples} samples)" in text
         assert f"2 on v100_x8/2 ({other.n_samples} samples)" in text
-        assert "29.8 GiB" in text
+        assert "31.7 GiB" in text
         assert "80.0 GiB" in text
     assert "group 1 (2 data-parallel ranks on v100_x8/2)" in plan_page(answer)
     assert "pipeline rank" not in plan_page(answer) and "\ngroup  state  allocated" in plan_report(answer)

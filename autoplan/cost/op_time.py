@@ -55,11 +55,12 @@ def peak_flops_per_s(device: Device, precision: str) -> float:
     peaks = dict(device.peak_flops_per_s)
     found = peaks.get("fp32" if precision == "fp64" else precision)
     if found is None:
+        other = next((name for name in ("bf16", "fp16") if name in peaks), "fp32")
         raise InputError.of(
             f"--precision {precision}",
             found=f"{device.name} without {precision}",
             expected="one of " + ", ".join(peaks),
-            fix=f"use --precision {next(iter(peaks))}, or another device",
+            fix=f"use --precision {other}, or another device",
         )
     return found
 
