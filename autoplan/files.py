@@ -27,15 +27,13 @@ _MADE_BY_RUNNING = frozenset({"__pycache__"})
 def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
     """Refuse a target that could not be written, before time is spent on a search.
 
-    Raises: OutputError when the parent cannot be written, or something is there that may not be replaced.
+    Raises: OutputError when the folder that it or its parents would be made in cannot be written, or something is there
+        that may not be replaced.
     """
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise OutputError(
-            f"{target}: the folder {parent} does not exist\n  fix: create it first, or choose another {option}"
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{target}: the folder {parent} is not writable\n  fix: choose another {option}")
+    parent = next(path for path in target.absolute().parents if os.path.lexists(path))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        found = "is not writable" if parent.is_dir() else "is no folder"
+        raise OutputError(f"{target}: {parent} {found}\n  fix: choose another {option}")
     if not os.path.lexists(target):
         return
     if not force:
@@ -56,6 +54,7 @@ def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool 
         _check_name(name)
     check_target(target, force=force)
     try:
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.absolute().parent))
     except OSError as error:
         raise OutputError(f"{target}: {error.strerror}; nothing was changed") from error

@@ -122,12 +122,22 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_or_unwritable_parent_is_found_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutputError, match="does not exist"):
-        check_target(tmp_path / "no" / "out", force=False)
+def test_missing_parents_are_made(tmp_path: Path) -> None:
+    write_folder(tmp_path / "plans" / "today" / "out", FILES)
+    assert (tmp_path / "plans" / "today" / "out" / "MANIFEST.json").is_file()
+
+
+def test_a_parent_that_cannot_be_written_is_found_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file is no folder\n  fix: choose another --out"):
+        check_target(tmp_path / "file" / "out", force=False)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(OutputError, match="not writable"):
-        check_target(tmp_path / "out", force=False)
+    for out in ("out", "no/out"):
+        with pytest.raises(OutputError, match="is not writable"):
+            check_target(tmp_path / out, force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_symlinked_target_is_refused_even_with_force(tmp_path: Path) -> None:
