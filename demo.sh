@@ -9,7 +9,6 @@ folder="${1:-$here/plans/gpt}"
 "$here/setup.sh"
 export PATH="$here/.venv/bin:$PATH" OMP_NUM_THREADS=1
 
-mkdir -p "$(dirname "$folder")"
 autoplan plan "$here/examples/gpt.py" --hw dgx_a100_x8 --global-batch 16 --out "$folder" --force
 
 printf '\n== The program, on CPU processes: the loss falls\n\n'
