@@ -117,13 +117,15 @@ def test_memory_is_judged_per_pipeline_rank_by_its_largest_rank(folder: Path, an
 
 def test_reserved_memory_is_compared_without_what_the_allocator_does_not_see(folder: Path) -> None:
     sizes = [4 * GiB, 3 * GiB, 7 * GiB, 7 * GiB]
-    found = _verified(folder, peak_reserved_bytes_per_rank=sizes, outside_allocator_bytes_per_rank=[GiB] * 4)
+    offered = [10 * GiB, 10 * GiB, 10 * GiB, 9 * GiB]  # of 10 GiB
+    outside = {"outside_allocator_bytes_per_rank": [GiB] * 4, "offered_bytes_per_rank": offered}
+    found = _verified(folder, peak_reserved_bytes_per_rank=sizes, **outside)
     reserved = [item for item in found.comparisons if item.what.startswith(RESERVED)]
     # the toy plan needs 5 and 8 GiB, of which 1 GiB is the context's
     assert [item.difference for item in reserved] == [0.0, 0.0]
     assert all(item.is_inside is None for item in reserved)
     needed = [(item.predicted, item.measured) for item in found.comparisons if item.what.startswith(NEEDED)]
-    assert needed == [(5 * GiB, 5 * GiB), (8 * GiB, 8 * GiB)]
+    assert needed == [(5 * GiB, 5 * GiB), (8 * GiB, 9 * GiB)]
 
 
 def test_what_is_needed_is_not_measured_where_a_program_did_not_look(folder: Path) -> None:

@@ -195,13 +195,18 @@ def _measured_step_s(measured: Mapping[str, Any]) -> float | None:
 
 
 def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]:
-    """Memory of each pipeline rank: allocated, what the allocator reserved, and that with what lies outside of it."""
+    """Memory of each pipeline rank: allocated, what the allocator reserved, and that with what lies outside of it.
+
+    What torch is not offered of a device is needed too, by the estimate, and so here.
+    """
     estimate, mesh = answer.best.estimate, answer.best.plan.mesh
     allocated = _per_pipeline_rank(measured.get("peak_allocated_bytes_per_rank"), mesh)
     reserved_by_rank = measured.get("peak_reserved_bytes_per_rank") or ()
     outside_by_rank = measured.get("outside_allocator_bytes_per_rank") or ()
     reserved = _per_pipeline_rank(reserved_by_rank, mesh)
-    needed = _per_pipeline_rank(list(map(_sum, reserved_by_rank, outside_by_rank)), mesh)
+    offered_by_rank = measured.get("offered_bytes_per_rank") or ()
+    withheld = [None if n is None else max(0, estimate.memory_limit_bytes - n) for n in offered_by_rank]
+    needed = _per_pipeline_rank(list(map(_sum, reserved_by_rank, outside_by_rank, withheld)), mesh)
     intervals = allocated_interval_bytes(answer.best)
     for rank, predicted in enumerate(estimate.allocated_bytes):
         yield _comparison(_of_rank(ALLOCATED, rank, mesh), "bytes", predicted, allocated[rank], intervals[rank])
@@ -211,8 +216,9 @@ def _memory(answer: Answer, measured: Mapping[str, Any]) -> Iterator[Comparison]
         yield _comparison(_of_rank(NEEDED, rank, mesh), "bytes", predicted, needed[rank])
 
 
-def _sum(reserved: int | None, outside: int | None) -> int | None:
-    return None if reserved is None or outside is None else reserved + outside
+def _sum(*sizes: int | None) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _per_pipeline_rank(sizes: Sequence[int | None] | None, mesh: Mesh) -> list[int | None]:

@@ -151,7 +151,7 @@ def write_records(
     """Write all steps as JSON from rank 0, with peak memory and profiled step of every rank; all ranks must call it."""
     sizes: list[Any] = [None] * model.config.n_ranks
     peaks = (records[-1].peak_allocated_bytes, records[-1].peak_reserved_bytes) if records else (None, None)
-    dist.all_gather_object(sizes, (*peaks, _outside_allocator_bytes(model.mesh.device)))
+    dist.all_gather_object(sizes, (*peaks, *_outside_and_offered_bytes(model.mesh.device)))
     profiles: list[Any] = [None] * model.config.n_ranks
     dist.all_gather_object(profiles, None if profile is None else asdict(profile))
     if model.mesh.rank != 0:
@@ -163,21 +163,25 @@ def write_records(
         "torch_version": torch.__version__,
         "launch_s": _launch_s(model.mesh.device),
         "steps": [asdict(record) for record in records],
-        "peak_allocated_bytes_per_rank": [allocated for allocated, _, _ in sizes],
-        "peak_reserved_bytes_per_rank": [reserved for _, reserved, _ in sizes],
-        "outside_allocator_bytes_per_rank": [outside for _, _, outside in sizes],
+        "peak_allocated_bytes_per_rank": [allocated for allocated, *_ in sizes],
+        "peak_reserved_bytes_per_rank": [reserved for _, reserved, *_ in sizes],
+        "outside_allocator_bytes_per_rank": [outside for *_, outside, _ in sizes],
+        "offered_bytes_per_rank": [offered for *_, offered in sizes],
         "profiled_step_per_rank": None if profile is None else profiles,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _outside_allocator_bytes(device: torch.device) -> int | None:
-    """Device memory in use besides the allocator's: context and communicators, and all of other processes on it."""
+def _outside_and_offered_bytes(device: torch.device) -> tuple[int | None, int | None]:
+    """Device memory in use besides the allocator's, and all that torch is offered, which is less than the driver tells.
+
+    In use are context and communicators, and what other processes have on the device.
+    """
     if device.type != "cuda":
-        return None
-    free_bytes, all_bytes = torch.cuda.mem_get_info(device)
-    return all_bytes - free_bytes - torch.cuda.memory_reserved(device)
+        return None, None
+    free_bytes, offered_bytes = torch.cuda.mem_get_info(device)
+    return offered_bytes - free_bytes - torch.cuda.memory_reserved(device), offered_bytes
 
 
 def _launch_s(device: torch.device) -> float:
