@@ -53,10 +53,9 @@ def _simplest_first(state: SearchState, bound: float) -> list[int]:
     ranking = list(state.ranking())
     if not ranking:
         return ranking
-    plans = [(index, state.plans[index]) for index in ranking]
     scored = [
         Scored(state.score(index), state.meshes[index], plan.stages, is_tight=is_tight(plan.estimate))
-        for index, plan in plans
+        for index, plan in ((index, state.plans[index]) for index in ranking)
     ]
     answer = ranking.pop(simplest(scored, bound=bound, gap=state.gap))
     return [answer, *ranking]

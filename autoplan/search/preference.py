@@ -35,7 +35,7 @@ class Scored:
 
 
 def is_tight(estimate: Estimate) -> bool:
-    """Whether a plan leaves next to nothing of some device free."""
+    """Whether a plan needs more than `ROOMY` of some device."""
     needed = enumerate(estimate.needed_bytes)
     return any(n_bytes > ROOMY * estimate.limit_bytes(rank) for rank, n_bytes in needed)
 
@@ -46,8 +46,8 @@ def simplest(ranking: Sequence[Scored], *, bound: float, gap: float) -> int:
     proved = bound if bound >= faster_than(best, gap=gap) else best
     limit = max(best, proved / (1.0 - gap))
     roomy = [index for index, item in enumerate(ranking) if not item.is_tight]
-    for score, places in ((limit, roomy), (best / (1.0 - gap), roomy), (limit, range(len(ranking)))):
-        equals = [index for index in places if ranking[index].score <= score * (1.0 + RELATIVE_TOLERANCE)]
+    for most, places in ((limit, roomy), (best / (1.0 - gap), roomy), (limit, range(len(ranking)))):
+        equals = [index for index in places if ranking[index].score <= most * (1.0 + RELATIVE_TOLERANCE)]
         if equals:
             return min(equals, key=lambda index: (_complexity(ranking[index]), index))
     raise AssertionError("the best plan is as good as itself")
