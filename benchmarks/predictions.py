@@ -3,7 +3,8 @@
     python benchmarks/predictions.py emit FOLDER [PROFILE.jsonl|- [HARDWARE N]]  plans each case (needs autoplan)
     python benchmarks/predictions.py run FOLDER RESULTS.jsonl [LINKS [S]]        runs the programs (needs torch, GPUs)
     python benchmarks/predictions.py table RESULTS.jsonl... PROFILE.jsonl DIR    predicts each plan anew, prints a table
-    python benchmarks/predictions.py table RESULTS.jsonl... - DIR                the same without measured segments
+    python benchmarks/predictions.py table RESULTS.jsonl... - DIR                eager ones without measured segments
+    python benchmarks/predictions.py table RESULTS.jsonl... compiled DIR         compiled ones without measured segments
     python benchmarks/predictions.py table ... -- ...                            runs of other PROFILE and DIR, too
 
 `emit` plans for HARDWARE (default: h200_x4) the cases of at most N devices (default: 4).
@@ -271,21 +272,22 @@ def spread(row: dict) -> float:
 # --------------------------------------------------------------------------------------------------- the table
 
 
-def predictions(results: list[Path], profile: Path | None, hardware: Path) -> Iterator[tuple[dict, object]]:
-    """Each run, with the estimate of its plan by today's cost model; compiled ones need a profile."""
+def predictions(results: list[Path], profile: str, hardware: Path) -> Iterator[tuple[dict, object]]:
+    """Each run, with the estimate of its plan by today's cost model; without a profile the eager or compiled ones."""
     from autoplan import api
     from autoplan.answers.answer import plan_from_dict
 
     by_name = {(case.links, case.name): case for case in cases()}
-    for row in (row for file in results for row in read(file)):
+    file = None if profile in ("-", "compiled") else Path(profile)
+    for row in (row for result in results for row in read(result)):
         case = by_name[row["links"], row["case"]]
-        if profile is None and row["plan"]["mesh"]["compile"]:
+        if profile == ("-" if row["plan"]["mesh"]["compile"] else "compiled"):
             continue
-        files = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
+        links = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
         other = HARDWARE if hardware.is_dir() else hardware.name
-        name = next((str(file) for file in files if file.exists()), other)
+        name = next((str(found) for found in links if found.exists()), other)
         plan = plan_from_dict(row["plan"], where=case.name)
-        asked = as_it_ran(problem(case, name, profile=profile), case, plan)
+        asked = as_it_ran(problem(case, name, profile=file), case, plan)
         yield row, api.score(asked, as_traced(plan, asked.graph)).best
 
 
@@ -294,7 +296,7 @@ def all_predictions(given: list[str]) -> Iterator[tuple[dict, object]]:
     while given:
         end = given.index("--") if "--" in given else len(given)
         (*results, profile, hardware), given = given[:end], given[end + 1 :]
-        yield from predictions([*map(Path, results)], None if profile == "-" else Path(profile), Path(hardware))
+        yield from predictions([*map(Path, results)], profile, Path(hardware))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ FIVE_DATA_SHEET = ("-", FIVE[1])
 ONE_RUNS = "predictions_h200_x2_2026-11-22_one_machine.jsonl"
 ONE = (ONE_RUNS, "profile_h200_x2_2026-11-22_one_machine.jsonl", "links_h200_x2_2026-11-22")
 ONE_DATA_SHEET = (ONE_RUNS, "-", ONE[2])
+SIX = "predictions_h200_six_machines_2026-11-22"
 TABLES = {
     "predictions_h200_x2_2026-11-22_one_machine_profile.txt": ONE,
     "predictions_h200_x2_2026-11-22_one_machine_data_sheet.txt": ONE_DATA_SHEET,
@@ -32,9 +33,9 @@ TABLES = {
     "predictions_h200_2026-11-22_data_sheet.txt": (*RUNS, *LAST, *FIVE_DATA_SHEET),
     "predictions_h200_2026-11-22_last_programs_profile.txt": (*LAST, *FIVE),
     "predictions_h200_2026-11-22_last_programs_data_sheet.txt": (*LAST, *FIVE_DATA_SHEET),
-    "predictions_h200_six_machines_2026-11-22_profile.txt": (*RUNS, *LAST, *FIVE, "--", *ONE),
-    "predictions_h200_six_machines_2026-11-22_data_sheet.txt": (*RUNS, *LAST, *FIVE_DATA_SHEET, "--", *ONE_DATA_SHEET),
-    "predictions_h200_six_machines_2026-11-22_last_programs_profile.txt": (*LAST, *FIVE, "--", *ONE),
+    f"{SIX}_profile.txt": (*RUNS, *LAST, *FIVE, "--", *ONE),
+    f"{SIX}_data_sheet.txt": (*RUNS, *LAST, *FIVE_DATA_SHEET, "--", *ONE_DATA_SHEET),
+    f"{SIX}_last_programs_profile.txt": (*LAST, *FIVE, "--", *ONE),
 }
 H100_RUNS = "predictions_h100_2026-11-23.jsonl"
 TABLES |= {
@@ -42,17 +43,26 @@ TABLES |= {
     "predictions_h100_2026-11-23_data_sheet.txt": (H100_RUNS, "-", "dgx_h100_x8"),
     "predictions_h100_2026-11-23_measured_rates.txt": (H100_RUNS, "-", "links_h100_2026-11-23"),
 }
-TWO_H100_RUNS, TWO_H100_LINKS = "predictions_h100_x2_2026-11-24.jsonl", "links_h100_x2_2026-11-24"
+TWO_H100_RUNS = ("predictions_h100_x2_2026-11-24.jsonl", "predictions_h100_x2_2026-11-24_second_run.jsonl")
+TWO_H100_LINKS = "links_h100_x2_2026-11-24"
 TABLES |= {
-    "predictions_h100_x2_2026-11-24_profile.txt": (TWO_H100_RUNS, "profile_h100_x2_2026-11-24.jsonl", TWO_H100_LINKS),
-    "predictions_h100_x2_2026-11-24_data_sheet.txt": (TWO_H100_RUNS, "-", "dgx_h100_x8"),
-    "predictions_h100_x2_2026-11-24_measured_rates.txt": (TWO_H100_RUNS, "-", TWO_H100_LINKS),
+    "predictions_h100_x2_2026-11-24_profile.txt": (*TWO_H100_RUNS, "profile_h100_x2_2026-11-24.jsonl", TWO_H100_LINKS),
+    "predictions_h100_x2_2026-11-24_data_sheet.txt": (*TWO_H100_RUNS, "-", "dgx_h100_x8"),
+    "predictions_h100_x2_2026-11-24_measured_rates.txt": (*TWO_H100_RUNS, "-", TWO_H100_LINKS),
+}
+COMPILED = tuple("compiled" if name == "-" else name for name in TABLES[f"{SIX}_data_sheet.txt"])
+TABLES |= {
+    "predictions_compiled_h200_2026-11-24_data_sheet.txt": COMPILED,
+    "predictions_compiled_h100_x2_2026-11-24_data_sheet.txt": (*TWO_H100_RUNS, "compiled", "dgx_h100_x8"),
 }
 QUICK_MODELS = ("vit_large", "mixture")
 
 
 def _at_results(given: tuple[str, ...]) -> list[str]:
-    return [name if name in ("-", "--") or not (RESULTS / name).exists() else str(RESULTS / name) for name in given]
+    return [
+        name if name in ("-", "--", "compiled") or not (RESULTS / name).exists() else str(RESULTS / name)
+        for name in given
+    ]
 
 
 def test_rows_of_the_table_of_one_machine_come_again(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from autoplan.cost.segment_work import (
     SegmentWork,
     inside_bytes,
     kept_bytes,
+    over,
     timed,
     weight_gradients,
     working_bytes,
@@ -44,6 +45,26 @@ def with_chunked_loss(context: WorkContext, segment: LocalSegment, work: Segment
     if segment.sliced is None:
         return work
     return replace(work, chunked=_chunked_work(context, segment, segment.sliced, work, batch_size))
+
+
+def chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
+    """The chunked loss of `work`, as much faster or slower as the whole one was `found` to be; bytes as computed.
+
+    It does all its work while a slice is there, so what is known of a whole loss says nothing about its bytes.
+    """
+    if work.chunked is None:
+        return None
+    more = work.chunked
+    scale = over(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
+    hosts = over(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
+    return replace(
+        more,
+        forward_s=found.forward_s,
+        backward_s=found.backward_s + scale * (more.backward_s - work.backward_s),
+        host_forward_s=found.host_forward_s,
+        host_backward_s=found.host_backward_s + hosts * (more.host_backward_s - work.host_backward_s),
+        weight_backward_s=more.weight_backward_s * over(found.backward_s, work.backward_s),
+    )
 
 
 def n_slices(segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:

@@ -6,7 +6,7 @@ activations. What depends on no input (rotary tables) is kept once for all micro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from autoplan.cost.work_context import WorkContext
@@ -55,6 +55,13 @@ def kept_tensors(
                 kept = KeptTensor(memory, piece, layout.kind == "S", spec, context.precision_of(op))
                 found[memory, piece, R if layout == V else layout] = kept
     return tuple(found.values())
+
+
+def kept_names(context: WorkContext, op: Op) -> tuple[str, ...]:
+    """The values that autograd keeps for this op."""
+    names = operand_names(op)
+    positions = _kept_positions(names, _keeping_rule(context, op), context.facts.gradients)
+    return tuple(op.name if position < 0 else names[position] for position in positions)
 
 
 def n_kept_tensors(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> int:
@@ -132,14 +139,17 @@ def _keeping_rule(context: WorkContext, op: Op) -> OpRule:
 
 
 def _kept(op: Op, rule: OpRule, strategy: Strategy, gradients: frozenset[str]) -> list[tuple[str, Layout]]:
-    """The tensors autograd keeps for this call. A product keeps a factor only for the gradient of the other one."""
+    """The tensors autograd keeps for this call."""
     names = operand_names(op)
-    kept = []
-    for index in rule.saves:
-        if index < 0:
-            kept.append((op.name, strategy.result))
-        elif index < len(names):
-            others = [name for i, name in enumerate(names) if i != index]
-            if not rule.is_product or any(name in gradients for name in others):
-                kept.append((names[index], strategy.operands[index]))
-    return kept
+    return [
+        (op.name, strategy.result) if position < 0 else (names[position], strategy.operands[position])
+        for position in _kept_positions(names, rule, gradients)
+    ]
+
+
+def _kept_positions(names: tuple[str, ...], rule: OpRule, gradients: frozenset[str]) -> Iterator[int]:
+    """Of operands, and -1 of the result. A product keeps a factor only for the gradient of the other one."""
+    for position in rule.saves:
+        others = (name for i, name in enumerate(names) if i != position)
+        if position < 0 or (position < len(names) and (not rule.is_product or any(n in gradients for n in others))):
+            yield position

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork
+from autoplan.cost.chunked_loss import chunked_as
+from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, over
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import IMAGE_DIMS, LOSS_PATH, OpGraph
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
@@ -97,7 +98,7 @@ class Correction:
         found, source = self._corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
         if self.executions[kind].compile:  # one op to autograd, which keeps what it made
             found = replace(found, repeated=WHOLE_PASS)
-        return replace(found, chunked=_chunked_as(found, work)), source
+        return replace(found, chunked=chunked_as(found, work)), source
 
     def _corrected(
         self, work: SegmentWork, *, kind: int, tp: int, sharding: str, micro_batch_size: int
@@ -153,21 +154,16 @@ def _distance(found: int, wanted: int) -> tuple[float, int]:
 
 def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
     measured = None if row.working_bytes is None else row.working_bytes + computed.weight_bytes
-    working = None if measured is None else _over(measured, computed.working_bytes)
+    working = None if measured is None else over(measured, computed.working_bytes)
     return _Ratio(
         row=row,
-        forward=_over(row.forward_s, computed.forward_s),
-        backward=_over(row.backward_s, computed.backward_s),
-        host_forward=_over(row.host_forward_s, computed.host_forward_s),
-        host_backward=_over(row.host_backward_s, computed.host_backward_s),
-        saved=_over(row.saved_bytes, computed.saved_bytes),
+        forward=over(row.forward_s, computed.forward_s),
+        backward=over(row.backward_s, computed.backward_s),
+        host_forward=over(row.host_forward_s, computed.host_forward_s),
+        host_backward=over(row.host_backward_s, computed.host_backward_s),
+        saved=over(row.saved_bytes, computed.saved_bytes),
         working=working,
     )
-
-
-def _over(measured: float, computed: float) -> float:
-    """Nothing computed is nothing to correct."""
-    return measured / computed if computed > 0 else 1.0
 
 
 def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
@@ -177,7 +173,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
         backward_s=row.backward_s,
         host_forward_s=row.host_forward_s,
         host_backward_s=row.host_backward_s,
-        weight_backward_s=work.weight_backward_s * _over(row.backward_s, work.backward_s),
+        weight_backward_s=work.weight_backward_s * over(row.backward_s, work.backward_s),
         saved_bytes=row.saved_bytes,
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
@@ -191,26 +187,6 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         host_backward_s=work.host_backward_s * ratio.host_backward,
         saved_bytes=round(work.saved_bytes * ratio.saved),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
-    )
-
-
-def _chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
-    """The chunked loss of `work`, as much faster or slower as the whole one was `found` to be; bytes as computed.
-
-    It does all its work while a slice is there, so what was measured of a whole loss says nothing about its bytes.
-    """
-    if work.chunked is None:
-        return None
-    more = work.chunked
-    scale = _over(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
-    hosts = _over(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
-    return replace(
-        more,
-        forward_s=found.forward_s,
-        backward_s=found.backward_s + scale * (more.backward_s - work.backward_s),
-        host_forward_s=found.host_forward_s,
-        host_backward_s=found.host_backward_s + hosts * (more.host_backward_s - work.host_backward_s),
-        weight_backward_s=more.weight_backward_s * _over(found.backward_s, work.backward_s),
     )
 
 

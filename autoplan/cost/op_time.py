@@ -65,7 +65,7 @@ def peak_flops_per_s(device: Device, precision: str) -> float:
     return found
 
 
-def host_s(device: Device, n_launches: int) -> float:
+def host_s(device: Device, n_launches: float) -> float:
     """What the host takes for so many kernels of a model in eager mode."""
     return MODEL_LAUNCH_RATIO * device.launch_s * n_launches
 

@@ -31,9 +31,10 @@ from autoplan.cost.boundaries import (
     tied_weight_bytes,
 )
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
+from autoplan.cost.compiled_work import compiled_work
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
-from autoplan.cost.measured import Correction, execution_of, image_kinds
+from autoplan.cost.measured import Correction, compiled_kinds, execution_of, image_kinds
 from autoplan.cost.outside_allocator import outside_allocator_bytes
 from autoplan.cost.parameters import (
     ParameterContext,
@@ -190,7 +191,7 @@ def _segments_pricer(
     loss: str | None,
 ) -> Callable[[Mesh, Placement], tuple[Costs, tuple[str, ...]]]:
     """The costs of each kind of segment, and, with a measured profile, where its times come from."""
-    works = _works_pricer(graph, contexts, shardings, measured)
+    works = _works_pricer(graph, contexts, local, shardings, measured)
     costs = _costs_pricer(graph, of_parameters, local, works)
 
     def segments(mesh: Mesh, placement: Placement) -> tuple[Costs, tuple[str, ...]]:
@@ -217,11 +218,13 @@ def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
 def _works_pricer(
     graph: OpGraph,
     contexts: ContextOf,
+    local: LocalPricer,
     shardings: Shardings,
     measured: MeasuredProfile | None,
 ) -> Callable[[_Run], Works]:
     """The work of each kind of segment, as measured where it was."""
-    images = image_kinds(graph)
+    images, first = image_kinds(graph), graph.first_of_kind()
+    has_blocks = any(segment.is_block for segment in graph.segments)
 
     @cache
     def in_format(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
@@ -237,6 +240,25 @@ def _works_pricer(
         return {kind: of_images[kind] if kind in images else work for kind, work in found.items()}
 
     @cache
+    def compiled(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
+        """As what is compiled runs, without any measurement."""
+        eager, context = computed(tp, sharding, micro_batch_size, memory_format), contexts(tp)
+        locals_of, kinds = local(tp, sharding), compiled_kinds(graph)
+        return {
+            kind: compiled_work(
+                context,
+                segment,
+                locals_of[kind],
+                eager[kind],
+                micro_batch_size,
+                only_loss=has_blocks and not segment.is_block,
+            )
+            if kind in kinds
+            else eager[kind]
+            for kind, segment in first.items()
+        }
+
+    @cache
     def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
         if measured is None:
             return None
@@ -244,10 +266,10 @@ def _works_pricer(
 
     @cache
     def works(run: _Run) -> Works:
-        found = computed(run.tp, run.sharding, run.micro_batch_size, run.execution.memory_format)
         as_measured = correction(run.execution, run.keeps_modules)
+        work_of = compiled if as_measured is None and run.execution.compile else computed
+        found = work_of(run.tp, run.sharding, run.micro_batch_size, run.execution.memory_format)
         if as_measured is None:
-            assert not run.execution.compile  # see `space.choices.executions`
             return tuple((work, "") for work in found.values())
         return tuple(
             as_measured.corrected(

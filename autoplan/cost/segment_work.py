@@ -37,6 +37,11 @@ CONVERSION_KERNELS = {
 }
 
 
+def over(own: float, whole: float) -> float:
+    """How large a part it is; all of nothing."""
+    return own / whole if whole else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class PassParts:
     """A forward pass in seconds, or how large a part of it another one is.
@@ -53,15 +58,11 @@ class PassParts:
 
     def over(self, whole: PassParts) -> PassParts:
         """How large a part of `whole` it is; all of what takes no time."""
-
-        def part(own: float, all_of_it: float) -> float:
-            return own / all_of_it if all_of_it else 1.0
-
         return PassParts(
-            part(self.device, whole.device),
-            part(self.host, whole.host),
-            part(self.tp, whole.tp),
-            part(self.collectives, whole.collectives),
+            over(self.device, whole.device),
+            over(self.host, whole.host),
+            over(self.tp, whole.tp),
+            over(self.collectives, whole.collectives),
         )
 
 

@@ -33,6 +33,9 @@ def compression_choice(options: Options) -> Compression:
 def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
     """How modules may run: as is fixed, and else in every way that has a price (`why_unknown`).
 
+    Without measurements they are compiled only where that is asked for: it is computed from a few models, and nothing
+    says whether torch.compile can compile this one.
+
     Raises: UsageError when a way is asked for that has no price.
     """
     compiles, memory_format, tp = fixed(options, "compile"), fixed(options, "memory_format"), fixed_int(options, "tp")
@@ -41,9 +44,10 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
     if memory_format == CHANNELS_LAST:
         wanted = Execution(memory_format=CHANNELS_LAST)
         check_execution(graph, measured, wanted, where=f"--fix memory_format={CHANNELS_LAST}", degree=tp)
+    either = (False,) if measured is None else (False, True)
     found = [
         Execution(is_compiled, layout)
-        for is_compiled in ((False, True) if compiles is None else (compiles == "on",))
+        for is_compiled in (either if compiles is None else (compiles == "on",))
         for layout in (MEMORY_FORMATS if memory_format is None else (memory_format,))
     ]
     return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
@@ -63,8 +67,8 @@ def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) ->
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:
     """Why there is no price for modules that run so, at this degree or any; "" when there is one.
 
-    What torch.compile gains must be measured. Images in channels_last are priced from the data sheet as well, but not
-    beside contiguous ones that were measured.
+    What torch.compile gains, and images in channels_last, are priced from the data sheet as well, but not beside what
+    was measured in eager mode, and of contiguous images.
     """
     plain, kinds = Execution(), graph.first_of_kind()
     used = {execution_of(graph, kind, way) for kind in kinds}
@@ -72,11 +76,11 @@ def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution
     name = "compiled" if way.compile else f"in {way.memory_format}"
     if way.memory_format not in {item.memory_format for item in used}:
         return NO_IMAGES
-    if measured is None and not way.compile:
+    if measured is None:
         return ""
-    if needed and (measured is None or not needed <= measured.executions):
+    if not needed <= measured.executions:
         return f"no segment that was measured {name}"
-    failed = () if measured is None else (item for item in measured.failed if item.execution in needed)
+    failed = (item for item in measured.failed if item.execution in needed)
     texts = dict.fromkeys(f"{item.segment} (tp {item.tp})" for item in failed if degree in (None, item.tp))
     action = "torch.compile failed on" if way.compile else f"measurements {name} that failed of"
     return f"{action} {', '.join(texts)}" if texts else ""
@@ -94,6 +98,6 @@ def check_execution(
         raise UsageError.of(
             where,
             found=why,
-            expected="--profile FILE with segments that ran so, since what it gains cannot be computed",
-            fix=f"run autoplan profile MODEL {option} both, or leave {plain} out",
+            expected="--profile FILE with segments that ran so, to set beside those that were measured",
+            fix=f"run autoplan profile MODEL {option} both, or leave {plain} or --profile out",
         )

@@ -108,15 +108,14 @@ def test_a_search_compiles_where_that_was_measured_to_be_faster(problem) -> None
     assert not best_plan(eager_only).mesh.compile
 
 
-@pytest.mark.parametrize("has_profile", [True, False])
-def test_compiling_has_no_price_unless_it_was_measured(problem, has_profile) -> None:
-    known = replace(problem.measured, segments=problem.measured.rows({})) if has_profile else None
-    asked = replace(problem, measured=known)
+def test_compiling_has_no_price_beside_what_was_measured_eager(problem) -> None:
+    asked = replace(problem, measured=replace(problem.measured, segments=problem.measured.rows({})))
     with pytest.raises(UsageError, match="fix compile=on: found .*measured compiled"):
         best_plan(asked, ("compile", "on"))
     plan = replace(whole_plan(problem, compile=True), graph_hash=problem.graph.content_hash())
     with pytest.raises(UsageError, match="mesh.compile: found"):
         api.score(asked, plan)
+    assert api.score(replace(problem, measured=None), plan).best.plan.mesh.compile
 
 
 def test_a_segment_that_does_not_compile_leaves_a_line_and_only_eager_plans(problem, measured) -> None:

@@ -1,0 +1,131 @@
+"""What a segment takes where torch.compile makes one function of it: FusedSegment -> SegmentWork.
+
+    forward_s  = kernels of their own as in eager mode + for each fusion: kernel_s + bytes / rate
+    bytes      forward: what it reads and writes; backward: gradients and kept tensors that it reads, gradients it
+               writes, and where it has weights a second kernel reads the same to sum their gradients over the rows
+    saved      = what `fusions` says is kept
+
+so a chain of element-wise ops costs the bytes at its ends, at a part of the rate of a copy. Convolutions are those of
+images in channels_last, to which the compiler turns them. Of a segment that is split, conversions between layouts are
+taken to lie beside products, where they mostly do.
+
+The table of what was measured beside what is computed here: benchmarks/compiled_blocks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autoplan.cost.chunked_loss import chunked_as
+from autoplan.cost.fusions import FusedSegment, Fusion, fused_segment
+from autoplan.cost.local_segment import LocalOp, LocalSegment
+from autoplan.cost.op_time import OpTime, host_s
+from autoplan.cost.parameters import element_bytes
+from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, inside_bytes, over, timed, working_bytes
+from autoplan.cost.work_context import WorkContext
+from autoplan.graph import Segment, TensorSpec
+
+# Rate of a fused kernel / of a copy, and how often a fusion with such an op goes over its first operand beyond once,
+# forward and backward. By hand to blocks of Llama, GPT-2 XL, BERT and ViT, losses of 32,000 to 128,256 classes and
+# ResNet-152 on H200 (profile_h200_2026-11-22.jsonl and profile_h200_x2_2026-11-22_one_machine.jsonl in
+# benchmarks/results); not to H100, T5 or the mixture's blocks.
+FUSED_FRACTION = 0.85
+FURTHER_PASSES = {
+    "aten.cross_entropy_loss.default": (1.7, 0.4),
+    "aten.batch_norm.default": (2.5, 6.5),
+}
+# What the host takes, as launches of eager ops: for a call (guards, the autograd function around it), forward and
+# backward, and for each of its kernels. By hand between these blocks alone (20 and 28, 0.8; ResNet-152 twice that) and
+# whole programs, which take less.
+CALL_LAUNCHES = (15, 24)
+KERNEL_LAUNCHES = 0.8
+
+
+def compiled_work(
+    context: WorkContext, segment: Segment, local: LocalSegment, eager: SegmentWork, batch_size: int, *, only_loss: bool
+) -> SegmentWork:
+    """The work of a segment, compiled as a whole or `only_loss`, for which `eager` is that of its ops one by one."""
+    context = replace(context, memory_format="channels_last")
+    fused = fused_segment(context, segment, local, only_loss=only_loss)
+    single = [timed(context, _contiguous(local.ops[index]), batch_size) for index in fused.single]
+    passes = [_fusion_pass(context, local, fusion, batch_size) for fusion in fused.fusions]
+    added_bytes = sum(n_passes * _n_bytes(context, [spec], batch_size) for n_passes, spec in fused.additions)
+    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    n_forward = CALL_LAUNCHES[0] + KERNEL_LAUNCHES * sum(time.n_launches for time in (*passes, *single))
+    n_backward = CALL_LAUNCHES[1] + KERNEL_LAUNCHES * sum(time.n_backward_launches for time in (*passes, *single))
+    found = replace(
+        eager,
+        forward_s=sum(time.forward_s for time in (*passes, *single)),
+        backward_s=sum(time.backward_s for time in (*passes, *single)) + added_bytes / bandwidth,
+        host_forward_s=host_s(context.device, n_forward),
+        host_backward_s=host_s(context.device, n_backward),
+        saved_bytes=_saved_bytes(context, local, fused, batch_size),
+        working_bytes=_working_bytes(context, local, fused, batch_size),
+        n_kept_tensors=len(fused.kept),
+        repeated=WHOLE_PASS,
+    )
+    weight_backward_s = eager.weight_backward_s * over(found.backward_s, eager.backward_s)
+    return replace(found, weight_backward_s=weight_backward_s, chunked=chunked_as(found, eager))
+
+
+def _contiguous(op: LocalOp) -> LocalOp:
+    """As it reads what a fusion wrote in the order that it wants."""
+    return replace(op, is_strided=False, pieces=(False,) * len(op.pieces))
+
+
+def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batch_size: int) -> OpTime:
+    """Both passes of one fusion."""
+
+    def n_bytes(specs: Iterable[TensorSpec]) -> int:
+        return _n_bytes(context, specs, batch_size)
+
+    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency * FUSED_FRACTION
+    further = [
+        (n_bytes(op.operands[:1]), FURTHER_PASSES[op.op.target])
+        for op in (local.ops[index] for index in fusion.ops)
+        if op.op.target in FURTHER_PASSES
+    ]
+    forward_bytes = n_bytes((*fusion.reads, *fusion.writes)) + sum(size * passes[0] for size, passes in further)
+    read_bytes = n_bytes((*fusion.reads_gradients, *fusion.reads_again))
+    backward_bytes = read_bytes + n_bytes(fusion.writes_gradients) + sum(size * passes[1] for size, passes in further)
+    backward_bytes += read_bytes if fusion.has_weights and not further else 0
+    n_backward = bool(backward_bytes) + fusion.has_weights
+    return OpTime(
+        forward_s=context.device.kernel_s + forward_bytes / bandwidth,
+        backward_s=n_backward * context.device.kernel_s + backward_bytes / bandwidth,
+        n_launches=1,
+        n_backward_launches=n_backward,
+    )
+
+
+def _saved_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
+    inside = sum(inside_bytes(local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
+    masks = sum(spec.n_elements(batch_size) for spec in fused.masks)
+    return _n_bytes(context, fused.kept, batch_size) + masks + inside
+
+
+def _working_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
+    """As in eager mode, where around a fusion there are the gradients that it writes.
+
+    One of these takes the place of a gradient that it read, but where it goes over its operands more than once: there
+    are both then. Those of a loss that is split over the classes are float32 until all ranks have added to them.
+    """
+    ops = list(local.ops)
+    for fusion in fused.fusions:
+        alive = list(fusion.writes_gradients)
+        if any(local.ops[index].op.target in FURTHER_PASSES for index in fusion.ops):
+            alive += fusion.reads_gradients
+        elif alive and fusion.reads_gradients:
+            alive.pop()
+        is_split = any(local.ops[index].all_reduce_elements for index in fusion.ops)
+        for index in fusion.ops:
+            ops[index] = replace(ops[index], rule=None, temporaries=())
+        precision = ops[fusion.ops[-1]].precision if is_split else context.precision
+        ops[fusion.ops[0]] = replace(ops[fusion.ops[0]], temporaries=tuple(alive), precision=precision)
+    item_bytes = element_bytes(context.precision).gathered
+    return working_bytes(replace(local, ops=tuple(ops)), batch_size, weight_item_bytes=item_bytes)
+
+
+def _n_bytes(context: WorkContext, specs: Iterable[TensorSpec], batch_size: int) -> int:
+    return sum(spec.n_bytes(batch_size, context.precision) for spec in specs)

@@ -1,0 +1,261 @@
+"""Which ops of a segment torch.compile makes one kernel of, and what is kept then: LocalSegment -> FusedSegment.
+
+Element-wise ops, norms, sums, copies and losses that read each other are one kernel, a fusion. Products, attention,
+convolutions, indexing and sorting stay kernels of their own. Where two fusions would have to wait for each other
+through one of these they are not one: an op fuses with those of its own level, the most other kernels that lie one
+after another before it.
+
+What backward needs of a fusion is computed again inside its kernel, as far as it follows from what is kept anyway. Of
+any other tensor the smaller is kept: itself, or what it is computed from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autoplan.cost.kept_tensors import is_nothing, kept_names
+from autoplan.cost.local_segment import LocalSegment
+from autoplan.cost.work_context import WorkContext
+from autoplan.cost_models import factory, loss, normalization, pointwise, reduction, shape
+from autoplan.graph import LOSS_PATH, Segment, TensorSpec
+from autoplan.rules import operand_names
+
+_FUSED_TABLES = (factory, loss, normalization, pointwise, reduction, shape)
+FUSED_TARGETS = frozenset(target for table in _FUSED_TABLES for target, rule in table.RULES.items() if not rule.is_view)
+ADD, DROPOUT = "aten.add.Tensor", "aten.dropout.default"
+_ANY_BATCH = 2  # at which tensors are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """One kernel forward and one or two backward.
+
+    Attributes:
+        ops: indices of its ops in the segment.
+        reads: tensors that it reads; of these backward writes the gradients `writes_gradients` of.
+        writes: tensors that others read or that are kept; backward reads these gradients of them, each as often as
+            there are kernels that write a part of it: `reads_gradients`.
+        reads_again: kept tensors that backward reads.
+        has_weights: whether it reads parameters that have gradients.
+    """
+
+    ops: tuple[int, ...]
+    reads: tuple[TensorSpec, ...]
+    writes: tuple[TensorSpec, ...]
+    reads_gradients: tuple[TensorSpec, ...]
+    reads_again: tuple[TensorSpec, ...]
+    writes_gradients: tuple[TensorSpec, ...]
+    has_weights: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSegment:
+    """A segment as it is compiled.
+
+    Attributes:
+        single: indices of the ops that are kernels of their own.
+        kept: tensors kept for backward; of `masks` one byte per element.
+        additions: (passes over it, tensor) of gradients of what no fusion writes, which several kernels write a part
+            of: one more read where a fusion does, else two reads and a write.
+    """
+
+    fusions: tuple[Fusion, ...]
+    single: tuple[int, ...]
+    kept: tuple[TensorSpec, ...]
+    masks: tuple[TensorSpec, ...]
+    additions: tuple[tuple[int, TensorSpec], ...]
+
+
+def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment, *, only_loss: bool) -> FusedSegment:
+    """The segment compiled as a whole, or its loss function alone."""
+    flow = _Dataflow(context, segment, local, only_loss=only_loss)
+    kept, masks = flow.kept()
+    return FusedSegment(
+        fusions=tuple(flow.fusion(ops, kept) for ops in flow.groups()),
+        single=flow.single,
+        kept=tuple(flow.spec(name) for name in kept),
+        masks=tuple(flow.spec(name) for name in masks),
+        additions=tuple(flow.additions()),
+    )
+
+
+class _Dataflow:
+    """Who reads what, by the name of the value whose memory it is (`root`)."""
+
+    def __init__(self, context: WorkContext, segment: Segment, local: LocalSegment, *, only_loss: bool) -> None:
+        self._facts = context.facts
+        self._ops = [item.op for item in local.ops]
+        self._kept_names = [kept_names(context, op) for op in self._ops]
+        self._keeps_more = [item.rule is not None and item.rule.extra_saved_bytes is not None for item in local.ops]
+        self._roots: dict[str, str] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        self._made_by: dict[str, int] = {}
+        self._readers: defaultdict[str, list[int]] = defaultdict(list)
+        self._fused: set[int] = set()
+        for index, item in enumerate(local.ops):
+            names = operand_names(item.op)
+            for name, spec in zip(names, item.operands, strict=True):
+                self._specs.setdefault(name, spec)
+            self._specs[item.op.name] = item.results[0]
+            if names and ((item.rule is not None and item.rule.is_view) or is_nothing(item.op)):
+                self._roots[item.op.name] = self.root(names[0])
+                continue
+            self._made_by[item.op.name] = index
+            for name in names:
+                self._readers[self.root(name)].append(index)
+            is_compiled = not only_loss or item.op.module_path == LOSS_PATH
+            if is_compiled and item.op.target in FUSED_TARGETS:
+                self._fused.add(index)
+        self._leaves = {self.root(name) for name in segment.outputs}
+        self.single = tuple(index for index in self._made_by.values() if index not in self._fused)
+        self._group_of = self._find_groups()
+
+    def root(self, name: str) -> str:
+        return self._roots.get(name, name)
+
+    def spec(self, root: str) -> TensorSpec:
+        return self._specs[root]
+
+    def groups(self) -> Iterable[tuple[int, ...]]:
+        members = defaultdict(list)
+        for index in sorted(self._fused):
+            members[self._group_of[index]].append(index)
+        return (tuple(found) for found in members.values())
+
+    def _read_by(self, index: int) -> list[str]:
+        return list(dict.fromkeys(self.root(name) for name in operand_names(self._ops[index])))
+
+    def _find_groups(self) -> dict[int, int]:
+        """For each fused op the first op of its fusion."""
+        level: dict[int, int] = {}
+        first: dict[int, int] = {}
+        for index in self._made_by.values():
+            makers = [self._made_by[name] for name in self._read_by(index) if name in self._made_by]
+            is_fused = index in self._fused
+            level[index] = max((level[m] + (not (is_fused and m in self._fused)) for m in makers), default=0)
+            if is_fused:
+                joined = {first[m] for m in makers if m in self._fused and level[m] == level[index]} | {index}
+                first[index] = min(joined)
+                first.update({op: min(joined) for op, group in first.items() if group in joined})
+        return first
+
+    # ----------------------------------------------------------------------------------------- what is kept
+
+    def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What other kernels keep, and then what fusions need that does not follow from it."""
+        found = {
+            self.root(name): None
+            for index in self.single
+            for name in self._needed(index)
+        }  # fmt: skip
+        masks: dict[str, None] = {}
+        for index in sorted(self._fused):
+            own = self._ops[index].name
+            for name in self._needed(index):
+                if name == own and own in self._leaves and own not in found:
+                    masks[own] = None  # of a result, such as that of relu, where it was positive
+                found.update(dict.fromkeys(self._smallest_source(name, found)))
+        return tuple(found), tuple(masks)
+
+    def _needed(self, index: int) -> list[str]:
+        """Roots of what autograd keeps of an op; a fused loss or norm computes the rest again from its operand."""
+        op = self._ops[index]
+        if op.name not in self._facts.gradients or is_nothing(op):
+            return []
+        names = list(self._kept_names[index])
+        if index in self._fused and self._keeps_more[index] and op.target != DROPOUT:
+            names.append(operand_names(op)[0])
+        roots = dict.fromkeys(self.root(name) for name in names)
+        return [name for name in roots if name not in self._facts.parameters and name not in self._facts.invariant]
+
+    def _smallest_source(self, name: str, kept: Mapping[str, None]) -> dict[str, None]:
+        """What must be kept besides, so that a kernel can compute a tensor again."""
+        if name in kept or name in self._facts.parameters or name in self._facts.invariant:
+            return {}
+        maker = self._made_by.get(name)
+        if maker not in self._fused:
+            return {name: None}
+        assert maker is not None
+        sources: dict[str, None] = {}
+        for operand in self._read_by(maker):
+            sources.update(self._smallest_source(operand, kept))
+        return sources if self._n_elements(sources) < self._n_elements([name]) else {name: None}
+
+    def _n_elements(self, names: Iterable[str]) -> int:
+        return sum(self._specs[name].n_elements(_ANY_BATCH) for name in names)
+
+    def _kept_sources(self, name: str, kept: Iterable[str]) -> set[str]:
+        """The kept tensors that a kernel reads to compute a tensor again."""
+        if name in kept:
+            return {name}
+        maker = self._made_by.get(name)
+        if maker not in self._fused:
+            return set() if name in self._facts.parameters else {name}
+        assert maker is not None
+        return {source for operand in self._read_by(maker) for source in self._kept_sources(operand, kept)}
+
+    # -------------------------------------------------------------------------------------------- fusions
+
+    def fusion(self, ops: tuple[int, ...], kept: tuple[str, ...]) -> Fusion:
+        own, members = {self._ops[index].name for index in ops}, set(ops)
+        reads = list(dict.fromkeys(name for i in ops for name in self._read_by(i) if name not in own))
+        writes = [name for name in own if name in self._leaves or name in kept or set(self._readers[name]) - members]
+        gradients = self._facts.gradients
+        parts = {name: self._n_gradient_parts(name, members) for name in writes if name in gradients}
+        written, passed_on = self._written_gradients(reads, members, parts)
+        again = {source for i in ops for name in self._needed(i) for source in self._kept_sources(name, kept)}
+        return Fusion(
+            ops=ops,
+            reads=tuple(self._specs[name] for name in reads),
+            writes=tuple(self._specs[name] for name in writes),
+            reads_gradients=tuple(
+                self._specs[name] for name, count in parts.items() if name not in passed_on for _ in range(count)
+            ),
+            reads_again=tuple(self._specs[name] for name in sorted(again)),
+            writes_gradients=tuple(self._specs[name] for name in written),
+            has_weights=any(name in self._facts.parameters and name in gradients for name in reads),
+        )
+
+    def _n_gradient_parts(self, name: str, members: set[int]) -> int:
+        """How many kernels outside of a fusion write a part of the gradient of what it writes."""
+        readers = [i for i in self._readers[name] if i not in members and self._ops[i].name in self._facts.gradients]
+        return len(readers) + (name in self._leaves)
+
+    def _written_gradients(
+        self, reads: list[str], members: set[int], parts: Mapping[str, int]
+    ) -> tuple[list[str], set[str]]:
+        """Gradients that a fusion writes, and those that it hands on: of a sum to what is added, the same tensor."""
+        written: list[str] = []
+        sums: set[str] = set()
+        for name in reads:
+            if name in self._facts.gradients and name not in self._facts.parameters:
+                total = self._sum_of(name, members)
+                if total == name:
+                    written.append(name)
+                else:
+                    sums.add(total)
+        passed_on = {name for name in sums if parts.get(name) == 1 and not members & set(self._readers[name])}
+        return [*written, *sorted(sums - passed_on)], passed_on
+
+    def _sum_of(self, name: str, members: set[int]) -> str:
+        """The last of the additions of a fusion that a tensor goes into and nothing else, or the tensor itself."""
+        readers = [index for index in self._readers[name] if index in members]
+        if len(readers) != 1 or self._ops[readers[0]].target != ADD:
+            return name
+        total = self._ops[readers[0]].name
+        if self._n_elements([total]) != self._n_elements([name]):
+            return name
+        return self._sum_of(total, members)
+
+    def additions(self) -> Iterable[tuple[int, TensorSpec]]:
+        for name, readers in self._readers.items():
+            is_made_here = self._made_by.get(name) in self._fused
+            if name not in self._facts.gradients or name in self._facts.parameters or is_made_here:
+                continue
+            having = [index for index in readers if self._ops[index].name in self._facts.gradients]
+            fused = {self._group_of[index] for index in having if index in self._fused}
+            n_parts = len(fused) + sum(index not in self._fused for index in having)
+            if n_parts > 1:
+                yield (n_parts - 1) * (1 if fused else 3), self._specs[name]
