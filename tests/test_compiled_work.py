@@ -18,6 +18,7 @@ from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import OpGraph, Segment, TensorSpec
 from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
+from autoplan.planning.untried import COMPUTED_COMPILE
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.sharding import read_sharding
 
@@ -160,4 +161,5 @@ def test_without_a_profile_blocks_are_compiled_where_that_is_asked_for() -> None
         answer = api.solve(api.make_problem(str(LLAMA), hw="h200_x4", overrides={"size": "1b"}, options=options))
         found[way] = answer.best
         assert answer.best.plan.mesh.compile is (way == "on")
+        assert (COMPUTED_COMPILE in answer.workload.limits) is (way == "on")
     assert found["on"].estimate.step_s < 0.95 * found[None].estimate.step_s

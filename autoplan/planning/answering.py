@@ -70,7 +70,12 @@ def _workload(problem: Problem) -> Workload:
         objective=problem.options.objective,
         limits=MODULE_LEVEL_LIMITS
         if graph.is_module_level
-        else untried(graph, problem.measured, rules=load_rules(problem.options.rules)),
+        else untried(
+            graph,
+            problem.measured,
+            rules=load_rules(problem.options.rules),
+            compiles=dict(problem.options.fix).get("compile") == "on",
+        ),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(hardware.groups, peaks, strict=True)

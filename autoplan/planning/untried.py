@@ -11,12 +11,19 @@ from autoplan.parallel_plan import Execution
 from autoplan.rules import OpRule, forward_flops, operand_names
 
 MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps
+COMPUTED_COMPILE = (
+    "What torch.compile gains is computed, and whether it can compile this model was not tried: autoplan profile MODEL"
+    " --compile both measures it on one device."
+)
 _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
 
-def untried(graph: OpGraph, measured: MeasuredProfile | None, *, rules: Mapping[str, OpRule]) -> tuple[str, ...]:
-    """One sentence for each."""
-    found = (_channels_last(graph, measured, rules), _chunked_loss(graph))
+def untried(
+    graph: OpGraph, measured: MeasuredProfile | None, *, rules: Mapping[str, OpRule], compiles: bool
+) -> tuple[str, ...]:
+    """One sentence for each; `compiles` says whether compiled blocks are asked for."""
+    compiled = COMPUTED_COMPILE if compiles and measured is None else ""
+    found = (_channels_last(graph, measured, rules), _chunked_loss(graph), compiled)
     return tuple(sentence for sentence in found if sentence)
 
 
