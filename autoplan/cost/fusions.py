@@ -73,7 +73,7 @@ def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment, *
     flow = _Dataflow(context, segment, local, only_loss=only_loss)
     kept, masks = flow.kept()
     return FusedSegment(
-        fusions=tuple(flow.fusion(ops, kept) for ops in flow.groups()),
+        fusions=flow.fusions(kept),
         single=flow.single,
         kept=tuple(flow.spec(name) for name in kept),
         masks=tuple(flow.spec(name) for name in masks),
@@ -118,12 +118,6 @@ class _Dataflow:
     def spec(self, root: str) -> TensorSpec:
         return self._specs[root]
 
-    def groups(self) -> Iterable[tuple[int, ...]]:
-        members = defaultdict(list)
-        for index in sorted(self._fused):
-            members[self._group_of[index]].append(index)
-        return (tuple(found) for found in members.values())
-
     def _read_by(self, index: int) -> list[str]:
         return list(dict.fromkeys(self.root(name) for name in operand_names(self._ops[index])))
 
@@ -136,27 +130,37 @@ class _Dataflow:
             is_fused = index in self._fused
             level[index] = max((level[m] + (not (is_fused and m in self._fused)) for m in makers), default=0)
             if is_fused:
-                joined = {first[m] for m in makers if m in self._fused and level[m] == level[index]} | {index}
-                first[index] = min(joined)
-                first.update({op: min(joined) for op, group in first.items() if group in joined})
+                groups = {first[m] for m in makers if m in self._fused and level[m] == level[index]}
+                first[index] = min(groups | {index})
+                if len(groups) > 1:
+                    first.update({op: first[index] for op, group in first.items() if group in groups})
         return first
 
     # ----------------------------------------------------------------------------------------- what is kept
 
     def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What other kernels keep, and then what fusions need that does not follow from it."""
-        found = {
-            self.root(name): None
-            for index in self.single
-            for name in self._needed(index)
-        }  # fmt: skip
+        needs = {index: self._needed(index) for index in self._made_by.values()}
+        found = {name: None for index in self.single for name in needs[index]}
+        found |= {
+            name: None for index in self._fused for name in needs[index] if self._made_by.get(name) not in self._fused
+        }
         masks: dict[str, None] = {}
-        for index in sorted(self._fused):
-            own = self._ops[index].name
-            for name in self._needed(index):
-                if name == own and own in self._leaves and own not in found:
-                    masks[own] = None  # of a result, such as that of relu, where it was positive
-                found.update(dict.fromkeys(self._smallest_source(name, found)))
+        sources: dict[str, dict[str, None]] = {}  # what must be kept besides, so that a kernel can compute it again
+        for name, index in self._made_by.items():
+            if index not in self._fused:
+                continue
+            for operand in (item for item in needs[index] if item not in found and item != name):
+                found.update(sources.get(operand, {operand: None}))
+            operands: dict[str, None] = {}
+            for operand in self._read_by(index):
+                if not (operand in found or self._is_there(operand)):
+                    operands.update(sources.get(operand, {operand: None}))
+            sources[name] = operands if self._n_elements(operands) < self._n_elements([name]) else {name: None}
+            if name in needs[index] and name not in found:
+                if name in self._leaves:
+                    masks[name] = None  # of a result, such as that of relu, where it was positive
+                found.update(sources[name])
         return tuple(found), tuple(masks)
 
     def _needed(self, index: int) -> list[str]:
@@ -168,44 +172,40 @@ class _Dataflow:
         if index in self._fused and self._keeps_more[index] and op.target != DROPOUT:
             names.append(operand_names(op)[0])
         roots = dict.fromkeys(self.root(name) for name in names)
-        return [name for name in roots if name not in self._facts.parameters and name not in self._facts.invariant]
+        return [name for name in roots if not self._is_there(name)]
 
-    def _smallest_source(self, name: str, kept: Mapping[str, None]) -> dict[str, None]:
-        """What must be kept besides, so that a kernel can compute a tensor again."""
-        if name in kept or name in self._facts.parameters or name in self._facts.invariant:
-            return {}
-        maker = self._made_by.get(name)
-        if maker not in self._fused:
-            return {name: None}
-        assert maker is not None
-        sources: dict[str, None] = {}
-        for operand in self._read_by(maker):
-            sources.update(self._smallest_source(operand, kept))
-        return sources if self._n_elements(sources) < self._n_elements([name]) else {name: None}
+    def _is_there(self, name: str) -> bool:
+        """Whether a value is kept for all micro-batches anyway."""
+        return name in self._facts.parameters or name in self._facts.invariant
 
     def _n_elements(self, names: Iterable[str]) -> int:
         return sum(self._specs[name].n_elements(_ANY_BATCH) for name in names)
 
-    def _kept_sources(self, name: str, kept: Iterable[str]) -> set[str]:
-        """The kept tensors that a kernel reads to compute a tensor again."""
-        if name in kept:
-            return {name}
-        maker = self._made_by.get(name)
-        if maker not in self._fused:
-            return set() if name in self._facts.parameters else {name}
-        assert maker is not None
-        return {source for operand in self._read_by(maker) for source in self._kept_sources(operand, kept)}
+    def _kept_sources(self, kept: Iterable[str]) -> dict[str, set[str]]:
+        """For every value that a fusion makes the kept tensors that a kernel reads to compute it again."""
+        found: dict[str, set[str]] = {name: {name} for name in kept}
+        for name, index in self._made_by.items():
+            if index in self._fused and name not in found:
+                sources = (found.get(operand, {operand}) for operand in self._read_by(index))
+                found[name] = set().union(*sources) - self._facts.parameters
+        return found
 
     # -------------------------------------------------------------------------------------------- fusions
 
-    def fusion(self, ops: tuple[int, ...], kept: tuple[str, ...]) -> Fusion:
+    def fusions(self, kept: tuple[str, ...]) -> tuple[Fusion, ...]:
+        members, sources = defaultdict(list), self._kept_sources(kept)
+        for index in sorted(self._fused):
+            members[self._group_of[index]].append(index)
+        return tuple(self._fusion(tuple(found), kept, sources) for found in members.values())
+
+    def _fusion(self, ops: tuple[int, ...], kept: tuple[str, ...], sources: Mapping[str, set[str]]) -> Fusion:
         own, members = {self._ops[index].name for index in ops}, set(ops)
         reads = list(dict.fromkeys(name for i in ops for name in self._read_by(i) if name not in own))
         writes = [name for name in own if name in self._leaves or name in kept or set(self._readers[name]) - members]
         gradients = self._facts.gradients
         parts = {name: self._n_gradient_parts(name, members) for name in writes if name in gradients}
         written, passed_on = self._written_gradients(reads, members, parts)
-        again = {source for i in ops for name in self._needed(i) for source in self._kept_sources(name, kept)}
+        again = {source for i in ops for name in self._needed(i) for source in sources.get(name, {name})}
         return Fusion(
             ops=ops,
             reads=tuple(self._specs[name] for name in reads),
