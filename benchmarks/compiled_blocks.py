@@ -19,6 +19,7 @@ import predictions
 
 from autoplan.api import trace_model
 from autoplan.cost.compiled_work import compiled_work
+from autoplan.cost.fusions import fused_segment
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.measured import compiled_kinds
 from autoplan.cost.segment_work import SegmentWork, segment_work
@@ -61,7 +62,6 @@ def compared(results: Path, hw: str) -> Iterator[Compared]:
     for case in models.values():
         graph = trace_model(case.file, overrides=case.overrides)
         facts, context = GraphFacts.of(graph), work_contexts(graph, hardware, "bf16", rules)(1)
-        has_blocks = any(segment.is_block for segment in graph.segments)
         for kind, segment in graph.first_of_kind().items():
             key = content_key(graph, facts, segment)
             found = [row for row in rows if row.get("content") == key and is_compared(row)]
@@ -69,10 +69,10 @@ def compared(results: Path, hw: str) -> Iterator[Compared]:
                 continue
             layouts = read_sharding(graph, segment, None, degree=1, rules=rules, facts=facts)
             local = local_segment(context, segment, layouts)
-            only_loss = has_blocks and not segment.is_block
+            fused = fused_segment(context, segment, local)
             for row in found:
                 eager = segment_work(context, local, row["micro_batch_size"])
-                computed = compiled_work(context, segment, local, eager, row["micro_batch_size"], only_loss=only_loss)
+                computed = compiled_work(context, local, fused, eager, row["micro_batch_size"])
                 yield Compared(row["device"], case.model, segment.name, segment.is_block, row, computed, eager)
 
 
@@ -95,7 +95,9 @@ def main(*given: str) -> None:
     for results, hw in zip(given[::2], given[1::2], strict=True):
         for item in compared(Path(results), hw):
             print(line(item), flush=True)
-            errors[item.model, "blocks" if item.is_block else "loss"].append(item.errors())
+            kind = "blocks" if item.is_block else "loss"
+            for model in (item.model, "all"):
+                errors[model, kind].append(item.errors())
     print("mean absolute error, mean error")
     for (model, kind), found in sorted(errors.items()):
         cells = ", ".join(

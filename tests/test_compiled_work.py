@@ -64,7 +64,7 @@ def block_of(graph: OpGraph) -> tuple[WorkContext, Segment, LocalSegment]:
 def fused(graph: OpGraph) -> tuple[FusedSegment, list[tuple[str, ...]]]:
     """The block as it is fused, and the names of the ops of each fusion."""
     context, segment, local = block_of(graph)
-    found = fused_segment(context, segment, local, only_loss=False)
+    found = fused_segment(context, segment, local)
     return found, [tuple(local.ops[index].op.name for index in fusion.ops) for fusion in found.fusions]
 
 
@@ -118,7 +118,8 @@ def test_of_a_chain_the_ends_are_kept(tmp_path) -> None:
         graph = trace_model(file)
         context, segment, local = block_of(graph)
         eager = segment_work(context, local, 4)
-        kept[name] = compiled_work(context, segment, local, eager, 4, only_loss=False).saved_bytes, eager.saved_bytes
+        work = compiled_work(context, local, fused_segment(context, segment, local), eager, 4)
+        kept[name] = work.saved_bytes, eager.saved_bytes
     one = 4 * 16 * 64 * 2
     # x, the norm, what `up` and the last element-wise op give: the same however many are between
     assert kept["gelu"][0] == kept["long"][0] == one + one + 4 * one + 4 * one
@@ -127,12 +128,11 @@ def test_of_a_chain_the_ends_are_kept(tmp_path) -> None:
 
 def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> None:
     context, segment, local = block_of(llama)
-    works = [
-        compiled_work(context, segment, local, segment_work(context, local, n), n, only_loss=False) for n in (2, 4)
-    ]
+    found = fused_segment(context, segment, local)
+    works = [compiled_work(context, local, found, segment_work(context, local, n), n) for n in (2, 4)]
     slower = replace(context, device=replace(context.device, memory_bytes_per_s=context.device.memory_bytes_per_s / 2))
-    halved = compiled_work(slower, segment, local, segment_work(slower, local, 4), 4, only_loss=False)
-    width, tokens, rate = 2048, 4 * 4096 * 2, context.device.memory_bytes_per_s * context.device.memory_efficiency
+    halved = compiled_work(slower, local, found, segment_work(slower, local, 4), 4)
+    width, tokens, rate = 2048, 4 * 4096 * 2, context.device.copy_bytes_per_s
     # q and k in and out of rotary embedding, two norms and sums, silu; what it reads of tables is small
     n_passes = 2 * (width + 512) + 2 * width + 4 * width + 3 * 8192 + 3 * width
     added_s = halved.forward_s - works[1].forward_s

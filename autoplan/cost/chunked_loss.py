@@ -81,7 +81,7 @@ def _chunked_work(
     n_launches = repeats * sum(time.n_launches + time.n_backward_launches for time in own) + N_SCALINGS
     x_bytes = product.operands[0].n_bytes(batch_size, context.precision)
     sums_bytes = _sums_bytes(context, segment, product)
-    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    bandwidth = context.device.copy_bytes_per_s
     moved_bytes = 2 * repeats * sums_bytes + 2 * (x_bytes + sums_bytes)
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(
         segment, times, batch_size, without=sliced.indices

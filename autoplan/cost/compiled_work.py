@@ -18,13 +18,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autoplan.cost.chunked_loss import chunked_as
-from autoplan.cost.fusions import FusedSegment, Fusion, fused_segment
+from autoplan.cost.fusions import FusedSegment, Fusion
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, inside_bytes, over, timed, working_bytes
 from autoplan.cost.work_context import WorkContext
-from autoplan.graph import Segment, TensorSpec
+from autoplan.graph import TensorSpec
 
 # Rate of a fused kernel / of a copy, and how often a fusion with such an op goes over its first operand beyond once,
 # forward and backward. By hand to blocks of Llama, GPT-2 XL, BERT and ViT, losses of 32,000 to 128,256 classes and
@@ -43,15 +43,14 @@ KERNEL_LAUNCHES = 0.8
 
 
 def compiled_work(
-    context: WorkContext, segment: Segment, local: LocalSegment, eager: SegmentWork, batch_size: int, *, only_loss: bool
+    context: WorkContext, local: LocalSegment, fused: FusedSegment, eager: SegmentWork, batch_size: int
 ) -> SegmentWork:
-    """The work of a segment, compiled as a whole or `only_loss`, for which `eager` is that of its ops one by one."""
+    """The work of a segment that is fused so, for which `eager` is that of its ops one by one."""
     context = replace(context, memory_format="channels_last")
-    fused = fused_segment(context, segment, local, only_loss=only_loss)
     single = [timed(context, _contiguous(local.ops[index]), batch_size) for index in fused.single]
     passes = [_fusion_pass(context, local, fusion, batch_size) for fusion in fused.fusions]
     added_bytes = sum(n_passes * _n_bytes(context, [spec], batch_size) for n_passes, spec in fused.additions)
-    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    bandwidth = context.device.copy_bytes_per_s
     n_forward = CALL_LAUNCHES[0] + KERNEL_LAUNCHES * sum(time.n_launches for time in (*passes, *single))
     n_backward = CALL_LAUNCHES[1] + KERNEL_LAUNCHES * sum(time.n_backward_launches for time in (*passes, *single))
     found = replace(
@@ -80,7 +79,7 @@ def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batc
     def n_bytes(specs: Iterable[TensorSpec]) -> int:
         return _n_bytes(context, specs, batch_size)
 
-    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency * FUSED_FRACTION
+    bandwidth = context.device.copy_bytes_per_s * FUSED_FRACTION
     further = [
         (n_bytes(op.operands[:1]), FURTHER_PASSES[op.op.target])
         for op in (local.ops[index] for index in fusion.ops)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autoplan.cost.kept_tensors import is_nothing, kept_names
-from autoplan.cost.local_segment import LocalSegment
+from autoplan.cost.local_segment import LocalSegment, storage_roots
 from autoplan.cost.work_context import WorkContext
 from autoplan.cost_models import factory, loss, normalization, pointwise, reduction, shape
 from autoplan.graph import LOSS_PATH, Segment, TensorSpec
@@ -68,9 +68,9 @@ class FusedSegment:
     additions: tuple[tuple[int, TensorSpec], ...]
 
 
-def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment, *, only_loss: bool) -> FusedSegment:
-    """The segment compiled as a whole, or its loss function alone."""
-    flow = _Dataflow(context, segment, local, only_loss=only_loss)
+def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment) -> FusedSegment:
+    """The segment compiled as a whole, or its loss function alone where it is no block of a model that has some."""
+    flow = _Dataflow(context, segment, local)
     kept, masks = flow.kept()
     return FusedSegment(
         fusions=flow.fusions(kept),
@@ -84,12 +84,13 @@ def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment, *
 class _Dataflow:
     """Who reads what, by the name of the value whose memory it is (`root`)."""
 
-    def __init__(self, context: WorkContext, segment: Segment, local: LocalSegment, *, only_loss: bool) -> None:
+    def __init__(self, context: WorkContext, segment: Segment, local: LocalSegment) -> None:
+        is_whole = segment.is_block or not any(other.is_block for other in context.graph.segments)
         self._facts = context.facts
         self._ops = [item.op for item in local.ops]
         self._kept_names = [kept_names(context, op) for op in self._ops]
         self._keeps_more = [item.rule is not None and item.rule.extra_saved_bytes is not None for item in local.ops]
-        self._roots: dict[str, str] = {}
+        self._roots = storage_roots(context.graph, segment, context.rules)
         self._specs: dict[str, TensorSpec] = {}
         self._made_by: dict[str, int] = {}
         self._readers: defaultdict[str, list[int]] = defaultdict(list)
@@ -99,14 +100,12 @@ class _Dataflow:
             for name, spec in zip(names, item.operands, strict=True):
                 self._specs.setdefault(name, spec)
             self._specs[item.op.name] = item.results[0]
-            if names and ((item.rule is not None and item.rule.is_view) or is_nothing(item.op)):
-                self._roots[item.op.name] = self.root(names[0])
+            if self.root(item.op.name) != item.op.name:
                 continue
             self._made_by[item.op.name] = index
             for name in names:
                 self._readers[self.root(name)].append(index)
-            is_compiled = not only_loss or item.op.module_path == LOSS_PATH
-            if is_compiled and item.op.target in FUSED_TARGETS:
+            if item.op.target in FUSED_TARGETS and (is_whole or item.op.module_path == LOSS_PATH):
                 self._fused.add(index)
         self._leaves = {self.root(name) for name in segment.outputs}
         self.single = tuple(index for index in self._made_by.values() if index not in self._fused)
@@ -199,7 +198,7 @@ class _Dataflow:
         return tuple(self._fusion(tuple(found), kept, sources) for found in members.values())
 
     def _fusion(self, ops: tuple[int, ...], kept: tuple[str, ...], sources: Mapping[str, set[str]]) -> Fusion:
-        own, members = {self._ops[index].name for index in ops}, set(ops)
+        own, members = [self._ops[index].name for index in ops], set(ops)
         reads = list(dict.fromkeys(name for i in ops for name in self._read_by(i) if name not in own))
         writes = [name for name in own if name in self._leaves or name in kept or set(self._readers[name]) - members]
         gradients = self._facts.gradients
@@ -241,13 +240,13 @@ class _Dataflow:
 
     def _sum_of(self, name: str, members: set[int]) -> str:
         """The last of the additions of a fusion that a tensor goes into and nothing else, or the tensor itself."""
-        readers = [index for index in self._readers[name] if index in members]
-        if len(readers) != 1 or self._ops[readers[0]].target != ADD:
-            return name
-        total = self._ops[readers[0]].name
-        if self._n_elements([total]) != self._n_elements([name]):
-            return name
-        return self._sum_of(total, members)
+        while True:
+            readers = [self._ops[index] for index in self._readers[name] if index in members]
+            if len(readers) != 1 or readers[0].target != ADD:
+                return name
+            if self._n_elements([readers[0].name]) != self._n_elements([name]):
+                return name
+            name = readers[0].name
 
     def additions(self) -> Iterable[tuple[int, TensorSpec]]:
         for name, readers in self._readers.items():

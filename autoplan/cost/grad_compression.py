@@ -89,7 +89,7 @@ def narrow_reduction(
     n_kept = -(-n_elements // n_shards)
     divided_bytes = 2 * WIRE_BYTES * n_elements if n_shards == 1 else 0
     cast_bytes = (item_bytes + WIRE_BYTES) * (n_elements + n_kept) / mixed_fraction
-    moved_s = (cast_bytes + divided_bytes) / (device.memory_bytes_per_s * device.memory_efficiency)
+    moved_s = (cast_bytes + divided_bytes) / device.copy_bytes_per_s
     return CompressedReduction(
         wire_bytes=(WIRE_BYTES * n_elements,),
         kernels_s=moved_s + N_NARROW_LAUNCHES * device.kernel_s,
@@ -107,7 +107,7 @@ def power_sgd_reduction(
     n_elements = sum(n * m for n, m in matrices)
     n_whole = n_elements - sum(n * m for n, m, _ in compressed)
     p_elements, q_elements = sum(n * r for n, _, r in compressed), sum(m * r for _, m, r in compressed)
-    bytes_per_s = device.memory_bytes_per_s * device.memory_efficiency
+    bytes_per_s = device.copy_bytes_per_s
     flops_per_s = peak_flops_per_s(device, "fp32") * device.matmul_efficiency
     passes_s = item_bytes * (N_ERROR_PASSES * n_elements + N_WHOLE_PASSES * n_whole) / bytes_per_s
     products_s = N_PRODUCTS * sum(

@@ -91,7 +91,7 @@ def op_time(
     if rule.is_view and not rule.n_backward_kernels:
         return OpTime(0.0, 0.0, 0, 0)
     rates, fractions = _rates(rule, call, device), _fractions(rule, call)
-    bandwidth = device.memory_bytes_per_s * device.memory_efficiency
+    bandwidth = device.copy_bytes_per_s
     if is_strided and rule.efficiency == "memory":
         bandwidth *= STRIDED_FRACTION
     slower_s = _slower_by_pieces_s(rule, call, pieces, bandwidth)

@@ -163,7 +163,7 @@ def parameter_cost(
     gathered_bytes = element.gathered * n_elements if is_wrapped else 0
     is_held = placement.zero_stage == 3 and not is_group
     reduced_bytes = element.reduced * n_shard_elements
-    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    bandwidth = context.device.copy_bytes_per_s
     unpack_s = 2 * gathered_bytes / bandwidth if degree > 1 else 0.0
     packed_bytes = 2 * element.reduced if placement.accumulates else element.gathered + element.reduced
     pack_fraction = MIXED_FRACTION if element.gathered < element.reduced and not placement.accumulates else 1.0
@@ -225,7 +225,7 @@ def optimizer_s(n_elements: int, *, device: Device, precision: str) -> float:
     """Read the gradient for the norm; read master, gradient and state; write master and state."""
     element = element_bytes(precision)
     n_bytes = n_elements * (4 * element.master + 2 * element.optimizer)
-    return n_bytes / (device.memory_bytes_per_s * device.memory_efficiency)
+    return n_bytes / device.copy_bytes_per_s
 
 
 def _optimizer_s(context: ParameterContext, n_elements: int) -> float:

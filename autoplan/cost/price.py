@@ -32,6 +32,7 @@ from autoplan.cost.boundaries import (
 )
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.compiled_work import compiled_work
+from autoplan.cost.fusions import FusedSegment, fused_segment
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction, compiled_kinds, execution_of, image_kinds
@@ -223,8 +224,7 @@ def _works_pricer(
     measured: MeasuredProfile | None,
 ) -> Callable[[_Run], Works]:
     """The work of each kind of segment, as measured where it was."""
-    images, first = image_kinds(graph), graph.first_of_kind()
-    has_blocks = any(segment.is_block for segment in graph.segments)
+    images = image_kinds(graph)
 
     @cache
     def in_format(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
@@ -240,22 +240,17 @@ def _works_pricer(
         return {kind: of_images[kind] if kind in images else work for kind, work in found.items()}
 
     @cache
+    def fused(tp: int, sharding: str) -> Mapping[int, FusedSegment]:
+        first, found = graph.first_of_kind(), local(tp, sharding)
+        return {kind: fused_segment(contexts(tp), first[kind], found[kind]) for kind in compiled_kinds(graph)}
+
+    @cache
     def compiled(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
-        """As what is compiled runs, without any measurement."""
-        eager, context = computed(tp, sharding, micro_batch_size, memory_format), contexts(tp)
-        locals_of, kinds = local(tp, sharding), compiled_kinds(graph)
-        return {
-            kind: compiled_work(
-                context,
-                segment,
-                locals_of[kind],
-                eager[kind],
-                micro_batch_size,
-                only_loss=has_blocks and not segment.is_block,
-            )
-            if kind in kinds
-            else eager[kind]
-            for kind, segment in first.items()
+        """With what is compiled as it runs then, without any measurement."""
+        eager, found = computed(tp, sharding, micro_batch_size, memory_format), local(tp, sharding)
+        return {**eager} | {
+            kind: compiled_work(contexts(tp), found[kind], segment, eager[kind], micro_batch_size)
+            for kind, segment in fused(tp, sharding).items()
         }
 
     @cache

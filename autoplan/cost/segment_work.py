@@ -194,7 +194,7 @@ def gradient_additions(context: WorkContext, segment: LocalSegment, batch_size: 
     """How many gradients are added to others, the seconds of it, and the bytes: two reads and one write each."""
     n_additions = sum(count for count, _ in segment.additions)
     n_bytes = sum(3 * count * spec.n_bytes(batch_size, context.precision) for count, spec in segment.additions)
-    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    bandwidth = context.device.copy_bytes_per_s
     return n_additions, n_additions * context.device.kernel_s + n_bytes / bandwidth, n_bytes
 
 
@@ -217,7 +217,7 @@ def weight_gradients(
 
 def _loss_cast_s(context: WorkContext, segment: LocalSegment, batch_size: int) -> float:
     """Casting the model's outputs to float32 for the loss; the same time in backward."""
-    bandwidth = context.device.memory_bytes_per_s * context.device.memory_efficiency
+    bandwidth = context.device.copy_bytes_per_s
     precisions = (context.precision, "fp32")
     total_bytes = sum(spec.n_bytes(batch_size, p) for spec in segment.loss_outputs for p in precisions)
     return total_bytes / bandwidth

@@ -74,6 +74,11 @@ class Device:
     pipeline_transfer_s: float = 0.0
     host_copy_bytes_per_s: float | None = None
 
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """The memory bandwidth that a copy achieves."""
+        return self.memory_bytes_per_s * self.memory_efficiency
+
 
 @dataclass(frozen=True, slots=True)
 class LinkTier:
