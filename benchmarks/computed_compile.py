@@ -4,7 +4,7 @@
     python benchmarks/computed_compile.py run FOLDER RESULTS.jsonl        needs torch and the devices
     python benchmarks/computed_compile.py table RESULTS.jsonl
 
-No program of these cases was measured before, nor was any block of theirs. A row is the median of the steps after
+When these were first run, on H100, no block of theirs had been measured there, nor compiled anywhere. A row is the median of the steps after
 warm-up, and the largest allocated memory of any rank, beside what the plan in the folder says.
 """
 

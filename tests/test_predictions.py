@@ -55,6 +55,14 @@ TABLES |= {
     "predictions_compiled_h200_2026-11-24_data_sheet.txt": COMPILED,
     "predictions_compiled_h100_x2_2026-11-24_data_sheet.txt": (*TWO_H100_RUNS, "compiled", "dgx_h100_x8"),
 }
+SLOW_LINKS = "predictions_h200_x2_2026-11-24"
+TABLES |= {
+    f"predictions_slow_links_h200_x2_2026-11-24_{name}.txt": (
+        *(f"{SLOW_LINKS}_links.jsonl", profile, "links_h200_x2_2026-11-24", "--"),
+        *(f"{SLOW_LINKS}_sockets.jsonl", profile, ONE[2]),
+    )
+    for name, profile in (("profile", ONE[1]), ("data_sheet", "-"))
+}
 QUICK_MODELS = ("vit_large", "mixture")
 
 
