@@ -4,8 +4,9 @@
     python benchmarks/computed_compile.py run FOLDER RESULTS.jsonl        needs torch and the devices
     python benchmarks/computed_compile.py table RESULTS.jsonl
 
-When these were first run, on H100, no block of theirs had been measured there, nor compiled anywhere. A row is the median of the steps after
-warm-up, and the largest allocated memory of any rank, beside what the plan in the folder says.
+When these were first run, on H100, no block of theirs had been measured there, nor compiled anywhere. A row is the
+median of the steps after warm-up, and the largest allocated memory of any rank, beside what the plan in the folder
+says.
 """
 
 import datetime
