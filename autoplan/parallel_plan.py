@@ -13,7 +13,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Execution:
-    """How the modules of a program run: what changes no number, and has a price only where it was measured.
+    """How the modules of a program run, which changes no number.
 
     Attributes:
         compile, memory_format: as in `Mesh`.
@@ -79,6 +79,10 @@ class Mesh:
     def execution(self) -> Execution:
         """How its modules run."""
         return Execution(self.compile, self.memory_format)
+
+    def run_as(self, way: Execution) -> Mesh:
+        """The same mesh with modules that run so."""
+        return replace(self, compile=way.compile, memory_format=way.memory_format)
 
     @property
     def n_devices(self) -> int:

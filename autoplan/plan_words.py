@@ -41,6 +41,7 @@ class Lanes:
 
 
 PIPELINE = Lanes()
+COMPILED, EAGER = "compiled", "eager"
 
 
 def lanes_of(plan: Plan) -> Lanes:
@@ -93,7 +94,7 @@ def execution_words(mesh: Mesh) -> tuple[str, ...]:
     """What is not plain about how modules run."""
     is_plain = mesh.memory_format == Execution().memory_format
     formats = [] if is_plain else [mesh.memory_format]
-    return (*(["compiled"] * mesh.compile), *formats, *(["generated"] * mesh.generated))
+    return (*([COMPILED] * mesh.compile), *formats, *(["generated"] * mesh.generated))
 
 
 def unlike_words(mesh: Mesh, others: Sequence[Mesh]) -> tuple[str, ...]:

@@ -189,7 +189,8 @@ def test_a_small_head_has_no_second_choice(large):
 def test_the_search_chunks_the_loss_where_it_does_not_fit_whole(large):
     def best(**fix):
         options = Options(
-            global_batch=128, fix=tuple({"dp": "8", "tp": "1", "pp": "1", "micro_batch": "16", **fix}.items())
+            global_batch=128,
+            fix=tuple({"dp": "8", "tp": "1", "pp": "1", "micro_batch": "16", "compile": "off", **fix}.items()),
         )
         offered = priced_space(large, PROFILE, options, global_batch=128)
         return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)

@@ -19,6 +19,7 @@ from autoplan import api
 from autoplan.checks.plan import check_plan
 from autoplan.cost.measured import execution_of, image_kinds
 from autoplan.errors import UsageError
+from autoplan.hardware import load_hardware_profile
 from autoplan.measure_model.run import run_measurements
 from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.options import MEMORY_FORMATS, Options
@@ -32,6 +33,7 @@ from autoplan.space.choices import executions
 
 TOLERANCE = 1e-9
 CHANNELS_LAST = Execution(memory_format="channels_last")
+H200 = load_hardware_profile("h200_x4").device
 RESNET = EXAMPLES.parent / "tests/families/resnet.py"
 SIZES = {"depths": (2, 2)}
 
@@ -274,14 +276,14 @@ def test_a_model_without_images_has_no_memory_format_to_choose():
     graph = graph_of("gpt")
     assert not image_kinds(graph)
     with pytest.raises(UsageError, match="no segment that reads images(.|\\n)*fix: leave memory_format out"):
-        executions(graph, Options(fix=(("memory_format", "channels_last"),)), None)
+        executions(graph, Options(fix=(("memory_format", "channels_last"),)), None, device=H200)
 
 
 def test_a_compiled_model_without_images_has_none_either(problem):
     graph = graph_of("gpt")
     row = problem.measured.segments[0]
     measured = replace(problem.measured, segments=(row, replace(row, execution=Execution(compile=True))))
-    assert executions(graph, Options(), measured) == (Execution(), Execution(compile=True))
+    assert executions(graph, Options(), measured, device=H200) == (Execution(), Execution(compile=True))
 
 
 def test_a_block_that_needs_contiguous_images_leaves_a_line_and_only_contiguous_plans(problem, measured):
@@ -296,7 +298,7 @@ def test_a_block_that_needs_contiguous_images_leaves_a_line_and_only_contiguous_
     )
     (left_out,) = found.failed
     assert (left_out.segment, left_out.tp, left_out.execution) == (row["segment"], 1, CHANNELS_LAST)
-    assert executions(problem.graph, Options(), found) == (Execution(),)
+    assert executions(problem.graph, Options(), found, device=problem.hardware.device) == (Execution(),)
 
 
 def test_only_kinds_that_read_images_run_otherwise(problem):

@@ -266,8 +266,11 @@ def cluster_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_over_both_groups_is_written_read_and_trains_like_one_process(cluster_file: str, tmp_path: Path) -> None:
-    options = Options(global_batch=16, precision="fp32", fix=(("dp", "2"), ("pp", "2")))
+@pytest.mark.parametrize("compiles", ["off", pytest.param("on", marks=pytest.mark.nightly)])
+def test_a_plan_over_both_groups_is_written_read_and_trains_like_one_process(
+    compiles: str, cluster_file: str, tmp_path: Path
+) -> None:
+    options = Options(global_batch=16, precision="fp32", fix=(("dp", "2"), ("pp", "2"), ("compile", compiles)))
     problem = api.make_problem(GPT, hw=cluster_file, overrides=SMALL, options=options)
     answer = api.solve(problem)
     assert [(own.hardware, own.n_ranks) for own in answer.best.plan.groups] in (
@@ -285,6 +288,19 @@ def test_a_plan_over_both_groups_is_written_read_and_trains_like_one_process(clu
     run_program(tmp_path / "out", 4, *program, timeout_s=300.0)
     steps = json.loads(report.read_text())["steps"]
     assert all(max(step["differences"].values()) < 1e-9 for step in steps)
+
+
+def test_what_compiling_gains_counts_on_every_group(cluster_file: str) -> None:
+    options = Options(global_batch=32, precision="fp16")
+    problem = api.make_problem(GPT, hw=cluster_file, overrides={"size": "1.5b"}, options=options)
+    eager = api.solve(replace(problem, options=replace(options, fix=(("compile", "off"),)))).best
+    answer = api.solve(problem)
+    assert answer.best.plan.mesh.compile
+    assert not eager.plan.mesh.compile
+    assert answer.best.estimate.step_s < 0.98 * eager.estimate.step_s
+    assert {len(eager.plan.groups), len(answer.best.plan.groups)} == {2}
+    assert answer.result.bound_s <= answer.best.estimate.step_s
+    assert api.score(problem, answer.best.plan).best.estimate.step_s == pytest.approx(answer.best.estimate.step_s)
 
 
 def test_reports_say_where_the_ranks_are_and_what_memory_each_has(cluster_file: str) -> None:

@@ -272,11 +272,14 @@ def test_the_program_says_what_each_rank_takes_and_what_memory_it_needs(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dp 4", "dp 2, tp 2"])
+@pytest.mark.parametrize("compiles", [False, True])
 def test_the_program_of_a_shared_plan_trains_like_one_process(
-    name: str, answers: dict[str, tuple[api.Problem, Answer]], tmp_path: Path
+    compiles: bool, name: str, answers: dict[str, tuple[api.Problem, Answer]], tmp_path: Path
 ) -> None:
     problem, answer = answers[name]
-    api.emit(problem, with_shares(problem, answer), tmp_path / "out")
+    plan = with_shares(problem, answer).best.plan
+    answer = api.score(problem, replace(plan, mesh=replace(plan.mesh, compile=compiles)))
+    api.emit(problem, answer, tmp_path / "out")
     script = (tmp_path / "out" / "launch" / "torchrun.sh").read_text()
     assert '--nnodes 2 --node-rank "$NODE_RANK"' in script
     steps = run_program(tmp_path / "out", "--check", "--steps", "2")

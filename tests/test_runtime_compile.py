@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from autoplan.runtime.compiled import compile_blocks  # noqa: E402
+from autoplan.runtime.compiled import compile_blocks, naming_a_way_without  # noqa: E402
 
 WIDTHS = range(2, 12)  # more kinds than the 8 variants of one piece of code after which torch compiles no more
 
@@ -50,3 +50,19 @@ def test_every_kind_of_block_is_compiled_once_for_its_own_sizes(compiled_graphs)
             block(torch.ones(3, width, 64 // width)).sum().backward()
     assert len(compiled_graphs) == len(WIDTHS)
     assert all(isinstance(item, torch.Tensor) for inputs in compiled_graphs for item in inputs)  # no size is one
+
+
+def test_what_cannot_be_compiled_names_a_way_without(monkeypatch) -> None:
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    block = Block(2)
+    compile_blocks(block, [])
+    step = naming_a_way_without()(block)
+    with pytest.raises(Exception, match="no compiler") as found:
+        step(torch.ones(3, 2, 4))
+    assert "fix: TORCHDYNAMO_DISABLE=1" in "".join(found.value.__notes__)
+    with pytest.raises(RuntimeError) as other:
+        naming_a_way_without()(torch.mm)(torch.ones(2, 3), torch.ones(2, 3))
+    assert not hasattr(other.value, "__notes__")

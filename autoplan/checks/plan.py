@@ -19,7 +19,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster, Hardware
 from autoplan.layout import can_shard, conversion, parse_layout
 from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, LOSS_AVERAGES, LOSSES, MEMORY_FORMATS, PRECISIONS
-from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh, Plan, SegmentSharding, StagePlan
+from autoplan.parallel_plan import ZERO_STAGES, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, load_rules, operand_names
 from autoplan.schedules import build_schedule, splits_backward
@@ -61,9 +61,6 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
     _check_compression(plan)
     if plan.mesh.memory_format not in MEMORY_FORMATS:
         _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
-    if plan.mesh.execution != Execution() and plan.groups:
-        expected = "compile false and memory_format contiguous on several kinds of hosts"
-        _refuse("mesh", plan.mesh.execution, expected)
     if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
         _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
     if plan.mesh.wraps_head and (plan.mesh.needs_generated_model or not head_group(graph)):

@@ -38,6 +38,9 @@ class ShardingHost:
 NO_SHARDING = ShardingHost(*[0.0] * 7)  # where the host does not run `fully_shard`
 
 
+CPU = "CPU"  # a device's name
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator.
@@ -73,6 +76,11 @@ class Device:
     pipeline_action_s: float = 0.0
     pipeline_transfer_s: float = 0.0
     host_copy_bytes_per_s: float | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is the processor of a host, as `hw measure --device cpu` names it."""
+        return self.name == CPU
 
     @property
     def copy_bytes_per_s(self) -> float:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError, UsageError
-from autoplan.hardware import HardwareProfile
+from autoplan.hardware import CPU, HardwareProfile
 from autoplan.hardware.file import build_hardware_profile
 from autoplan.measure_hardware.device import device_rates
 from autoplan.measure_hardware.host_file import profile_text
@@ -82,7 +82,7 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
     smi = _nvidia_smi() if on_cuda else {}
     today = date.today().isoformat()
     host = MeasuredHost(
-        device_name=torch.cuda.get_device_name(ranks.device) if on_cuda else "CPU",
+        device_name=torch.cuda.get_device_name(ranks.device) if on_cuda else CPU,
         n_devices=ranks.n_ranks,
         memory_bytes=_memory_bytes(ranks, smi),
         memory_source=f"{'nvidia-smi' if smi else 'torch' if on_cuda else 'an equal share of the host'}, {today}",

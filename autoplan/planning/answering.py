@@ -24,10 +24,11 @@ MODULE_LEVEL_LIMITS = (
 
 def answer_of(problem: Problem, result: SearchResult) -> Answer:
     """The result with what it is about, and what there is to say of its plan."""
-    workload, request = _workload(problem), _request(problem)
+    request = _request(problem)
     if result.best is None:
-        return Answer(workload, result, request=request)
+        return Answer(_workload(problem, compiles=False), result, request=request)
     graph, plan = problem.graph, result.best.plan
+    workload = _workload(problem, compiles=plan.mesh.compile)
     return Answer(workload, result, notes=notes(graph, plan), request=request, splits=splits(graph, plan))
 
 
@@ -45,7 +46,7 @@ def _request(problem: Problem) -> Request:
     return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
 
 
-def _workload(problem: Problem) -> Workload:
+def _workload(problem: Problem, *, compiles: bool) -> Workload:
     from autoplan.analysis.model_flops import flops_per_sample, ops_without_rule
     from autoplan.planning.untried import untried
     from autoplan.rules import load_rules
@@ -74,7 +75,7 @@ def _workload(problem: Problem) -> Workload:
             graph,
             problem.measured,
             rules=load_rules(problem.options.rules),
-            compiles=dict(problem.options.fix).get("compile") == "on",
+            compiles=compiles,
         ),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)

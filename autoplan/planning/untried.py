@@ -13,7 +13,7 @@ from autoplan.rules import OpRule, forward_flops, operand_names
 MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps
 COMPUTED_COMPILE = (
     "What torch.compile gains is computed, and whether it can compile this model was not tried: autoplan profile MODEL"
-    " --compile both measures it on one device."
+    " --compile both measures it on one device; --fix compile=off plans without it."
 )
 _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
@@ -21,7 +21,7 @@ _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 def untried(
     graph: OpGraph, measured: MeasuredProfile | None, *, rules: Mapping[str, OpRule], compiles: bool
 ) -> tuple[str, ...]:
-    """One sentence for each; `compiles` says whether compiled blocks are asked for."""
+    """One sentence for each; `compiles` says whether the plan has compiled blocks."""
     compiled = COMPUTED_COMPILE if compiles and measured is None else ""
     found = (_channels_last(graph, measured, rules), _chunked_loss(graph), compiled)
     return tuple(sentence for sentence in found if sentence)

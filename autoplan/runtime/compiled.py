@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+COMPILERS = ("torch._dynamo", "torch._inductor")
 VARIANTS_OF_BLOCK = 4  # compiled: in training and evaluation, with and without gradients
 
 
@@ -24,3 +26,18 @@ def compile_blocks(root: nn.Module, blocks: Iterable[str]) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, most)
     for module in modules:
         module.forward = torch.compile(module.forward, dynamic=False)
+
+
+@contextmanager
+def naming_a_way_without() -> Iterator[None]:
+    """Add to an error of torch.compile how to train without it."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith(COMPILERS):
+            error.add_note(
+                "torch.compile: this plan compiles blocks\n"
+                "  fix: TORCHDYNAMO_DISABLE=1 in the environment runs them as they are, slower and in more memory than"
+                " planned; or plan with --fix compile=off"
+            )
+        raise

@@ -18,6 +18,7 @@ from .batches import Batch, flatten_tensors, map_tensors, micro_batches, tensors
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import whole_logits
 from .collectives import all_gather, all_reduce
+from .compiled import naming_a_way_without
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .experts import use_float64_grouped_products
@@ -136,6 +137,7 @@ class ParallelModel(nn.Module):
         return all_reduce(value, self.mesh.tp_group) if layout == "partial" else value
 
     @failing_after_others()
+    @naming_a_way_without()
     def step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step on this data-parallel rank's samples; the mean loss of the global batch, on every rank.
 

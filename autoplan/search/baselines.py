@@ -4,13 +4,16 @@
     FSDP        dp = all devices, zero_stage 3, with or without recomputation
     hand rule   tp = the most a host allows, pp = as little as fits, dp = the rest, zero_stage 1, 1f1b, equal stages
 
-Each recipe takes the micro-batch (and recomputation, except DDP) with which it is fastest among those that fit.
+Each recipe takes the micro-batch (and recomputation, except DDP) with which it is fastest among those that fit, and its
+modules run in all the ways that those of the plans may (`SearchSpace.executions`): what torch.compile gains needs no
+planner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
@@ -34,7 +37,8 @@ class Baseline:
 def plain_recipes(space: SearchSpace, options: Options, *, price: Price) -> tuple[Baseline, ...]:
     """The recipes that exist for this model and cluster, each at its best.
 
-    What the user fixed binds them only where it cuts the space itself: layouts of another tp, compressed gradients.
+    What the user fixed binds them only where it cuts the space itself: layouts of another tp, compressed gradients, how
+    modules run.
     """
     free = replace(options, fix=())
     groups = (
@@ -47,10 +51,13 @@ def plain_recipes(space: SearchSpace, options: Options, *, price: Price) -> tupl
 
 
 def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: int) -> Iterator[Mesh]:
-    """The meshes of `dp` data-parallel ranks and nothing else, one per micro-batch; shards are over all ranks."""
+    """The meshes of `dp` data-parallel ranks and nothing else, one per micro-batch and way to run modules.
+
+    Shards are over all ranks.
+    """
     if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0):
         return
-    for size in micro_batch_sizes(space, options, dp=dp):
+    for size, way in product(micro_batch_sizes(space, options, dp=dp), space.executions):
         yield Mesh(
             dp=dp,
             zero_stage=zero_stage,
@@ -58,7 +65,7 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
             micro_batch_size=size,
             n_micro_batches=space.global_batch // dp // size,
             wraps_head=space.wraps_head,
-        )
+        ).run_as(way)
 
 
 def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
@@ -79,8 +86,8 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
                 micro_batch_size=size,
                 n_micro_batches=space.global_batch // dp // size,
                 sharding=keys[tp][0],
-            )
-            for size in micro_batch_sizes(space, options, dp=dp)
+            ).run_as(way)
+            for size, way in product(micro_batch_sizes(space, options, dp=dp), space.executions)
             if pp == 1 or space.global_batch // dp // size >= pp
         ]
 

@@ -59,8 +59,8 @@ class MixedSpace:
 
     Attributes:
         groups: each group alone.
-        pipelines: batch, segments, cuts and shardings of pipelines over several groups; as many devices per host as
-            divide those of every group.
+        pipelines: batch, segments, cuts, shardings and executions of pipelines over several groups; as many devices per
+            host as divide those of every group.
         price: the table of a mesh whose pipeline ranks, or shares of the batch, are on these groups.
         make_plan: likewise its plan.
         layout_sizes: micro-batch sizes of which every other one shares the tensor-parallel layout with some.
@@ -178,8 +178,8 @@ def shapes(space: MixedSpace, options: Options) -> Iterator[Shape]:
         sizes = micro_batch_sizes(pipelines, options, dp=dp)
         if len(n_ranks) == 0 or not zeros:
             continue
-        for sharding, size in product(dict(pipelines.shardings)[tp], sizes):
-            plain = Mesh(pp=len(order), tp=tp, micro_batch_size=size, sharding=sharding)
+        for sharding, size, way in product(dict(pipelines.shardings)[tp], sizes, pipelines.executions):
+            plain = Mesh(pp=len(order), tp=tp, micro_batch_size=size, sharding=sharding).run_as(way)
             if (plain, order) not in least:
                 least[plain, order] = LeastPasses.of(_table(space, plain, order))
             mesh = replace(plain, dp=dp, n_micro_batches=pipelines.global_batch // dp // size)

@@ -260,7 +260,8 @@ def _work_s(group: GroupSpace, options: Options) -> float:
     space = group.space
     least_s = INFINITY
     for tp in legal_tensor_degrees(space, options):
-        for sharding, size in product(dict(space.shardings)[tp], micro_batch_sizes(space, options, dp=1)):
-            table = group.price(Mesh(tp=tp, sharding=sharding, micro_batch_size=size))
+        sizes = micro_batch_sizes(space, options, dp=1)
+        for sharding, size, way in product(dict(space.shardings)[tp], sizes, space.executions):
+            table = group.price(Mesh(tp=tp, sharding=sharding, micro_batch_size=size).run_as(way))
             least_s = min(least_s, tp * sum(least_passes_s(table)) / size)
     return least_s * space.global_batch / space.n_devices

@@ -82,8 +82,8 @@ def share_families(space: MixedSpace, options: Options, *, known_s: float) -> It
                 if fixed_int(options, "tp") not in (None, tp):
                     continue
                 dp = _dp_choices(space, options, groups, tp=tp)
-                for sharding in dict(space.pipelines.shardings)[tp]:
-                    layout = _Layout.of(space, options, Mesh(tp=tp, sharding=sharding), groups)
+                for sharding, way in product(dict(space.pipelines.shardings)[tp], space.pipelines.executions):
+                    layout = _Layout.of(space, options, Mesh(tp=tp, sharding=sharding).run_as(way), groups)
                     yield from layout.families(options, dp, known_s=known_s)
 
 

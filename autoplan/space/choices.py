@@ -6,6 +6,7 @@ from autoplan.cost.grad_compression import Compression
 from autoplan.cost.measured import execution_of
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
+from autoplan.hardware import Device
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.options import DEFAULT_POWERSGD_RANK, GRAD_COMPRESSIONS, LOSSES, MEMORY_FORMATS, Options
 from autoplan.parallel_plan import Execution
@@ -30,11 +31,12 @@ def compression_choice(options: Options) -> Compression:
     return Compression(name, rank if name == "powersgd" else None)
 
 
-def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[Execution, ...]:
+def executions(
+    graph: OpGraph, options: Options, measured: MeasuredProfile | None, *, device: Device
+) -> tuple[Execution, ...]:
     """How modules may run: as is fixed, and else in every way that has a price (`why_unknown`).
 
-    Without measurements they are compiled only where that is asked for: it is computed from a few models, and nothing
-    says whether torch.compile can compile this one.
+    On a CPU without measurements they are compiled only where that is asked for: what it gains is computed for GPUs.
 
     Raises: UsageError when a way is asked for that has no price.
     """
@@ -44,7 +46,7 @@ def executions(graph: OpGraph, options: Options, measured: MeasuredProfile | Non
     if memory_format == CHANNELS_LAST:
         wanted = Execution(memory_format=CHANNELS_LAST)
         check_execution(graph, measured, wanted, where=f"--fix memory_format={CHANNELS_LAST}", degree=tp)
-    either = (False,) if measured is None else (False, True)
+    either = (False,) if measured is None and device.is_cpu else (False, True)
     found = [
         Execution(is_compiled, layout)
         for is_compiled in (either if compiles is None else (compiles == "on",))

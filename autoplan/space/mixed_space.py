@@ -23,9 +23,9 @@ from autoplan.hardware.cluster import Cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
-from autoplan.search.meshes import MakePlan, divisors, fixed, fixed_int
+from autoplan.search.meshes import MakePlan, divisors, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
-from autoplan.space.choices import CHANNELS_LAST, compression_choice, loss_choice
+from autoplan.space.choices import compression_choice, loss_choice
 from autoplan.space.layouts import of_size, shardings_by_size
 from autoplan.space.priced import priced_space
 
@@ -94,14 +94,6 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             expected=f"nothing: measurements are of one device, {cluster.name} has several kinds",
             fix=f"leave it out, {alone}",
         )
-    for name, value in (("compile", "on"), ("memory_format", CHANNELS_LAST)):
-        if fixed(options, name) == value:
-            raise UsageError.of(
-                f"--fix {name}={value}",
-                found=cluster.name,
-                expected="one kind of device, since programs for several run modules as they are",
-                fix=f"leave it out, {alone}",
-            )
     tp, common = fixed_int(options, "tp"), _common_host_size(cluster)
     if tp is not None and common % tp != 0:
         hosts = ", ".join(f"{group.n_devices_per_host} ({group.name})" for group in cluster.groups)

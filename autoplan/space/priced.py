@@ -64,7 +64,7 @@ def priced_space(
         kinds=tuple(segment.kind for segment in graph.segments),
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
-        executions=executions(graph, options, measured),
+        executions=executions(graph, options, measured, device=hardware.device),
         generated=codes(graph, options, measured),
         wraps_head=bool(head_group(graph)),
     )
