@@ -3,7 +3,7 @@
     python benchmarks/whatif_cases.py [--all | WORDS OF A NAME]
 
 What counts is a ratio: how much faster another device, how much slower more of them, so what the programs of others did
-otherwise (compiled blocks, older kernels) cancels where both runs did it. Absolute times are in `published.py`.
+otherwise (older kernels) cancels where both runs did it. Compiled are those of fms-fsdp alone. Absolute times are in `published.py`.
 """
 
 import sys
@@ -81,7 +81,7 @@ def _llama(size: str, hw: str, n_hosts: int, batch: int, fix: str, *, scale: flo
 
 
 def _fms(size: str, published: float, *, recompute: str) -> Pair:
-    fix = f"zero=3,micro_batch=2,tp=1,pp=1{recompute}"
+    fix = f"zero=3,micro_batch=2,tp=1,pp=1,compile=on{recompute}"
     return Pair(
         f"Llama 2 {size}: A100 to H100",
         _llama(size, "dgx_a100_x8+infiniband_100g", 16, 256, f"dp=128,{fix}"),
@@ -92,23 +92,23 @@ def _fms(size: str, published: float, *, recompute: str) -> Pair:
 
 
 def _fsdp(n_hosts: int) -> Run:
-    fix = f"dp={8 * n_hosts},tp=1,pp=1,zero=3,micro_batch=4"
+    fix = f"dp={8 * n_hosts},tp=1,pp=1,zero=3,micro_batch=4,compile=off"
     return _llama("7b", "dgx_a100_x8+infiniband_200g", n_hosts, 32 * n_hosts, fix, scale=0.5)
 
 
 def _three_axes(n_hosts: int) -> Run:
-    fix = f"dp={2 * n_hosts},tp=2,pp=2,zero=1,micro_batch=8,schedule=1f1b"
+    fix = f"dp={2 * n_hosts},tp=2,pp=2,zero=1,micro_batch=8,schedule=1f1b,compile=off"
     return _llama("7b", "dgx_a100_x8+infiniband_200g", n_hosts, 1024 * n_hosts, fix, scale=0.5)
 
 
 def _mt_nlg(n_hosts: int) -> Run:
     sizes = (("size", "175b"), ("n_layers", 105), ("n_heads", 128), ("width", 20480))
-    fix = f"dp={n_hosts // 35},tp=8,pp=35,zero=0,micro_batch=1,recompute=full,schedule=1f1b"
+    fix = f"dp={n_hosts // 35},tp=8,pp=35,zero=0,micro_batch=1,recompute=full,schedule=1f1b,compile=off"
     return Run("dgx_a100_x8", n_hosts, 1920, fix, GPT, sizes)
 
 
 def _gpt(size: str, n_hosts: int, batch: int, fix: str) -> Run:
-    return Run("dgx_a100_x8", n_hosts, batch, f"dp=1,tp=8,zero=0,{fix}", GPT, (("size", size),), search="full")
+    return Run("dgx_a100_x8", n_hosts, batch, f"dp=1,tp=8,zero=0,compile=off,{fix}", GPT, (("size", size),), search="full")
 
 
 def _megatron(n_hosts: int) -> Run:
@@ -116,7 +116,7 @@ def _megatron(n_hosts: int) -> Run:
         "dgx_h100_x8",
         n_hosts,
         1152,
-        "tp=8",
+        "tp=8,compile=off",
         GPT,
         (("size", "175b"), ("context", 4096), ("vocabulary", 131072)),
         search="full",
@@ -176,8 +176,11 @@ LARGE = (
     Pair("GPT 177B: 96 to 4608 H100", _megatron(12), _megatron(576), 0.42 / 0.47, MEGATRON),
 )
 
-# Above 10 %, each of a pair whose runs are not the same jobs; see `differs`.
+# Above 10 %: of pairs whose runs are not the same jobs, see `differs`; and of compiled Llama 2, whose steps are predicted
+# too slow, most of them more on A100 than on H100 (`published_terms.py`).
 KNOWN_ERRORS = (
+    ("Llama 2 7b: A100 to H100", 0.11),
+    ("Llama 2 70b: A100 to H100", 0.11),
     ("Llama 2 7B, 64 A100: 3-D to ZeRO 3", 0.25),
     ("GPT 175B, 64 A100: full to selective recomputation", 0.11),
 )
