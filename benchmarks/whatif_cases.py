@@ -3,7 +3,7 @@
     python benchmarks/whatif_cases.py [--all | WORDS OF A NAME]
 
 What counts is a ratio: how much faster another device, how much slower more of them, so what the programs of others did
-otherwise (older kernels) cancels where both runs did it. Compiled are those of fms-fsdp alone. Absolute times are in `published.py`.
+otherwise (older kernels) cancels where both runs did it; fms-fsdp alone compiled. Absolute times are in `published.py`.
 """
 
 import sys
@@ -108,7 +108,9 @@ def _mt_nlg(n_hosts: int) -> Run:
 
 
 def _gpt(size: str, n_hosts: int, batch: int, fix: str) -> Run:
-    return Run("dgx_a100_x8", n_hosts, batch, f"dp=1,tp=8,zero=0,compile=off,{fix}", GPT, (("size", size),), search="full")
+    return Run(
+        "dgx_a100_x8", n_hosts, batch, f"dp=1,tp=8,zero=0,compile=off,{fix}", GPT, (("size", size),), search="full"
+    )
 
 
 def _megatron(n_hosts: int) -> Run:
@@ -176,8 +178,8 @@ LARGE = (
     Pair("GPT 177B: 96 to 4608 H100", _megatron(12), _megatron(576), 0.42 / 0.47, MEGATRON),
 )
 
-# Above 10 %: of pairs whose runs are not the same jobs, see `differs`; and of compiled Llama 2, whose steps are predicted
-# too slow, most of them more on A100 than on H100 (`published_terms.py`).
+# Above 10 %: of pairs whose runs are not the same jobs, see `differs`; and of compiled Llama 2, whose steps are
+# predicted too slow, most of them more on A100 than on H100 (`published_terms.py`).
 KNOWN_ERRORS = (
     ("Llama 2 7b: A100 to H100", 0.11),
     ("Llama 2 70b: A100 to H100", 0.11),

@@ -14,6 +14,7 @@ from autoplan.answers.intervals import (
     MEMORY_ERRORS,
     STEP_ERRORS,
     Errors,
+    chance_above,
     coverage,
     errors_of,
     interval,
@@ -35,6 +36,12 @@ def test_interval_has_the_prediction_in_its_middle_and_widens_with_fewer_runs() 
     assert high == pytest.approx(2.0 * math.exp(0.1645), rel=1e-3)
     widths = [interval(2.0, Errors(0.1, n_runs, "runs"))[1] for n_runs in (5, 14, 60, 0)]
     assert widths == sorted(widths, reverse=True)
+
+
+def test_one_run_in_twenty_is_above_the_upper_end_of_an_interval_of_known_errors() -> None:
+    errors = Errors(0.1, 0, "given")
+    assert chance_above(interval(2.0, errors)[1], 2.0, errors) == pytest.approx(0.05)
+    assert chance_above(2.0, 2.0, errors) == pytest.approx(0.5)
 
 
 def test_errors_of_runs_are_the_same_for_too_slow_and_too_fast() -> None:

@@ -17,6 +17,7 @@ from autoplan.answers.answer import (
     answer_from_json,
     answer_to_dict,
     answer_to_json,
+    chance_short,
     device_hours,
     mfu,
     samples_per_s,
@@ -280,6 +281,25 @@ def test_the_next_best_says_how_it_runs_where_the_chosen_plan_runs_another_way(a
     assert "gpipe, channels_last, +25.0%" in rivals_text(shown)[0]
     alike = replace(shown, result=replace(shown.result, best=changed))
     assert "channels_last" not in rivals_text(alike)[0]
+
+
+def test_the_report_says_with_what_chance_memory_falls_short_and_what_has_room(answer: Answer) -> None:
+    def with_limit(item, limit_bytes):
+        estimate = replace(item.estimate, segment_sources=("measured",), memory_limit_bytes=limit_bytes)
+        return replace(item, estimate=estimate)
+
+    def shown(limit_bytes):
+        best, other = with_limit(answer.best, limit_bytes), with_limit(answer.result.alternatives[0], 100 * most)
+        return replace(answer, result=replace(answer.result, best=best, alternatives=(other,), baselines=()))
+
+    most = max(answer.best.estimate.needed_bytes)
+    full = shown(most)
+    assert chance_short(full.best.estimate) == pytest.approx(0.5)
+    assert rivals_text(full)[-2] == "memory falls short with a chance of 50%: measured peaks are off by 0.9%"
+    assert rivals_text(full)[-1].startswith("with room: ")
+    assert json.loads(answer_to_json(full))["chance_short_of_memory"] == pytest.approx(0.5)
+    assert 0.0 < chance_short(shown(round(1.01 * most)).best.estimate) < 0.5
+    assert not any(line.startswith("memory") for line in rivals_text(shown(2 * most)))
 
 
 def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:

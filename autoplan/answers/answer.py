@@ -12,7 +12,15 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from autoplan.answers.intervals import COMPUTED, MEMORY_ERRORS, STEP_ERRORS, Errors, interval, is_host_bound
+from autoplan.answers.intervals import (
+    COMPUTED,
+    MEMORY_ERRORS,
+    STEP_ERRORS,
+    Errors,
+    chance_above,
+    interval,
+    is_host_bound,
+)
 from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
@@ -135,9 +143,27 @@ def _step_errors(estimate: Estimate) -> Errors:
 
 def allocated_interval_bytes(candidate: Candidate) -> tuple[tuple[int, int], ...]:
     """Per pipeline rank, between which two sizes its peak of allocated memory is expected; see `intervals`."""
-    errors = MEMORY_ERRORS[trust(candidate.estimate)]
+    errors = memory_errors(candidate.estimate)
     bounds = (interval(n_bytes, errors) for n_bytes in candidate.estimate.allocated_bytes)
     return tuple((round(low), round(high)) for low, high in bounds)
+
+
+def memory_errors(estimate: Estimate) -> Errors:
+    """How far peaks of memory that were found so are off."""
+    return MEMORY_ERRORS[trust(estimate)]
+
+
+def chance_short(estimate: Estimate) -> float:
+    """With what chance the pipeline rank that is closest to its limit allocates more than its devices have room for.
+
+    What a rank needs beside what it allocates is taken as it is predicted.
+    """
+    errors = memory_errors(estimate)
+    ranks = zip(estimate.allocated_bytes, estimate.needed_bytes, strict=True)
+    return max(
+        chance_above(max(1, allocated + estimate.limit_bytes(rank) - needed), allocated, errors)
+        for rank, (allocated, needed) in enumerate(ranks)
+    )
 
 
 def interval_source(estimate: Estimate) -> str:
@@ -277,6 +303,7 @@ _SUMMARY: dict[str, Callable[[Workload, Candidate], Any]] = {
     "peak_bytes_per_stage": lambda workload, best: list(best.estimate.needed_bytes),
     "allocated_bytes_per_stage": lambda workload, best: list(best.estimate.allocated_bytes),
     "allocated_bytes_interval_per_stage": lambda workload, best: [*map(list, allocated_interval_bytes(best))],
+    "chance_short_of_memory": lambda workload, best: chance_short(best.estimate),
     "memory_limit_bytes": lambda workload, best: best.estimate.memory_limit_bytes,
     "memory_limit_bytes_per_stage": lambda workload, best: _limit_bytes_per_stage(best),
     "breakdown_s": lambda workload, best: breakdown_by_axis_s(best.estimate.breakdown),

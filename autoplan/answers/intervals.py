@@ -84,6 +84,11 @@ def interval(predicted: float, errors: Errors) -> Interval:
     return predicted / ratio, predicted * ratio
 
 
+def chance_above(limit: float, predicted: float, errors: Errors) -> float:
+    """With what chance the measured value is above a limit, where errors are normal and their rms is known."""
+    return 1.0 - NormalDist(0.0, errors.rms).cdf(math.log(limit / predicted))
+
+
 def student_t_quantile(probability: float, *, n_degrees: int) -> float:
     """Quantile of Student's t distribution; of the normal one when `n_degrees` is 0, for a spread that is given.
 
