@@ -16,7 +16,7 @@ from autoplan.cost.fusions import FusedSegment, fused_segment
 from autoplan.cost.local_segment import LocalSegment, local_segment
 from autoplan.cost.segment_work import segment_work
 from autoplan.cost.work_context import WorkContext, work_contexts
-from autoplan.graph import OpGraph, Segment, TensorSpec
+from autoplan.graph import OWN_GRADIENTS, OpGraph, Segment, TensorSpec
 from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Execution
@@ -187,3 +187,5 @@ def test_on_a_cpu_blocks_are_compiled_where_that_is_asked_for() -> None:
     assert executions(graph, Options(), None, device=gpu) == (eager, compiled)
     assert executions(graph, Options(), None, device=cpu) == (eager,)
     assert executions(graph, Options(fix=(("compile", "on"),)), None, device=cpu) == (compiled,)
+    hidden = replace(graph, dissolved=(min(OWN_GRADIENTS),))
+    assert executions(hidden, Options(), None, device=gpu) == (eager,)

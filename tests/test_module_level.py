@@ -119,7 +119,7 @@ def test_with_the_option_the_report_says_what_is_not_offered(capsys):
 def test_only_data_parallelism_zero_and_recomputation_are_offered():
     answer = api.solve(problem(fix=()))
     meshes = [item.mesh for item in answer.result.rejected] + [answer.best.plan.mesh]
-    assert {(mesh.tp, mesh.pp) for mesh in meshes} == {(1, 1)}
+    assert {(mesh.tp, mesh.pp, mesh.compile) for mesh in meshes} == {(1, 1, False)}
     assert {0, 1, 2, 3} <= {mesh.zero_stage for mesh in meshes}
     recomputed = api.solve(problem(fix=(("recompute", "full"),)))
     assert recomputed.best.plan.stages[0].recomputed == (1, 2, 3, 4)

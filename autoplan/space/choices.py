@@ -36,7 +36,8 @@ def executions(
 ) -> tuple[Execution, ...]:
     """How modules may run: as is fixed, and else in every way that has a price (`why_unknown`).
 
-    On a CPU without measurements they are compiled only where that is asked for: what it gains is computed for GPUs.
+    Without measurements they are compiled only where that is asked for on a CPU, as what it gains is computed for GPUs,
+    and where the graph does not hold all that runs: whole modules, gradients of the user's own.
 
     Raises: UsageError when a way is asked for that has no price.
     """
@@ -46,7 +47,8 @@ def executions(
     if memory_format == CHANNELS_LAST:
         wanted = Execution(memory_format=CHANNELS_LAST)
         check_execution(graph, measured, wanted, where=f"--fix memory_format={CHANNELS_LAST}", degree=tp)
-    either = (False,) if measured is None and device.is_cpu else (False, True)
+    is_unknown = device.is_cpu or graph.is_module_level or graph.has_own_gradients
+    either = (False,) if measured is None and is_unknown else (False, True)
     found = [
         Execution(is_compiled, layout)
         for is_compiled in (either if compiles is None else (compiles == "on",))
