@@ -32,6 +32,7 @@ from autoplan.search.result import Candidate, SearchResult, nearest_rejections
 from autoplan.units import SECONDS_PER_HOUR
 
 MAX_REJECTED = 10_000  # meshes in JSON that are not the answer; `rejected.csv` has all of them
+RISKY = 0.05  # a chance that memory is short which reports name
 _COMMUNICATION = (("tp", "exposed_tp_s"), ("dp", "exposed_dp_s"), ("pp", "exposed_pp_s"))
 
 

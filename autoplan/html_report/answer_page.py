@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autoplan.answers.answer import (
+    RISKY,
     Answer,
+    chance_short,
     interval_source,
     mfu,
     samples_per_s,
@@ -95,7 +97,8 @@ def _cards(answer: Answer, best: Candidate) -> tuple[Card, ...]:
     samples = f"{rate_text(samples_per_s(best))} samples/s"
     rate = (samples, "throughput", "") if tokens is None else (f"{rate_text(tokens)} tokens/s", "throughput", samples)
     peak_bytes, limit_bytes = tightest_bytes(estimate)
-    left = f"{(limit_bytes - peak_bytes) / GiB:.1f} GiB left of {limit_bytes / GiB:.1f}"
+    left, chance = f"{(limit_bytes - peak_bytes) / GiB:.1f} GiB left of {limit_bytes / GiB:.1f}", chance_short(estimate)
+    left += f", too little with a chance of {chance:.0%}" if chance >= RISKY else ""
     mesh = best.plan.mesh
     cards = [
         Card(format_seconds(estimate.step_s), "a step", kind, interval_text),

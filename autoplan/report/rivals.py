@@ -4,14 +4,13 @@ and, where memory may be short, the best of these that has room.
 
 from __future__ import annotations
 
-from autoplan.answers.answer import Answer, chance_short, memory_errors, trust
+from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust
 from autoplan.plan_words import BREAKDOWN_LABELS, choice_words, dp_text, micro_batches_text, unlike_words, zero_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.preference import is_tight
 from autoplan.search.result import Candidate, OneDevice
 from autoplan.units import GiB, format_seconds
 
-RISKY = 0.05  # a chance that memory is short
 AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 
 
