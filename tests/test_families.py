@@ -40,6 +40,16 @@ def test_family_equals_one_process_under_everything_at_once(model, tmp_path):
     assert_exact(tmp_path, model, ("PP 2 x TP 2 x ZeRO 3 x recompute",))
 
 
+COMPILED = ("diffusion_transformer", "mixture")  # in these a compiler for CPUs is wrong, or would have stopped
+
+
+@pytest.mark.parametrize(
+    "model", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES.values()]
+)
+def test_compiled_blocks_of_a_family_equal_one_process(model, tmp_path):
+    assert_exact(tmp_path, model, ("compiled, DP 2", "compiled, TP 2"))
+
+
 # One of each structure; the layers of the others are those of these, or of the two models in test_equivalence.py.
 ANY_ASSIGNMENT = ("t5_hf", "mixtral_hf", "mixture", "unet", "state_space", "two_tower", "conformer", "shared_layers")
 

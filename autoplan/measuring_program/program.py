@@ -37,7 +37,6 @@ from .timing import Call, Clock, Round, copies_s, round_times
 
 SCHEMA_VERSION = 1
 SECONDS = 1.0
-BACKEND = "inductor"
 MAX_SPREAD = 0.10
 
 
@@ -171,10 +170,13 @@ def measure(
     device: torch.device,
     *,
     seconds: float = SECONDS,
-    backend: str = BACKEND,
+    backend: str | None = None,
     cache: Path | None = None,
 ) -> None:
-    """Measure everything that neither `out` nor `cache` holds yet; `backend` is that of torch.compile."""
+    """Measure everything that neither `out` nor `cache` holds yet.
+
+    `backend` is that of torch.compile, where it is not that of programs.
+    """
     plan = json.loads((folder / "measurement.json").read_text())
     found = environment(device)
     if plan["device"].lower() != found["device"].lower():
@@ -184,6 +186,7 @@ def measure(
         )
     if plan["has_own_ops"]:
         importlib.import_module("model")
+    backend = backend or importlib.import_module("runtime.compiled").backend_of(device)
     earlier = _result_cache(cache, plan, folder, seconds=seconds, backend=backend)
     run = _measuring(plan, Clock(device, seconds), backend)
     torch.manual_seed(0)
@@ -291,7 +294,7 @@ def main(folder: Path, arguments: list[str]) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=Path("measured.json"))
     parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--backend", default=BACKEND, help="Of torch.compile.")
+    parser.add_argument("--backend", help="Of torch.compile, instead of the one that programs have.")
     parser.add_argument("--cache", type=Path, help="SQLite file of what earlier runs measured, of any model.")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from .compiled import compiled
 from .padded_head import padded_linear, replace_linear, with_padding
 from .vocabulary import vocab_parallel_cross_entropy
 
@@ -51,6 +52,10 @@ class _Product:
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.weight.shape[0])
+
+    @property
+    def compiles_for(self) -> torch.device | None:
+        return self.x.device if self.is_compiled else None
 
     def whole(self) -> torch.Tensor:
         linear = padded_linear if self.pads_classes else F.linear
@@ -201,7 +206,7 @@ def _cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None
     if not is_plain or len(deferred.product.shape) != 2 or target.dim() != 1 or target.is_floating_point():
         return None
-    loss_of = _slice_loss(deferred.product.is_compiled, ignore_index, label_smoothing)
+    loss_of = _slice_loss(deferred.product.compiles_for, ignore_index, label_smoothing)
     return _chunked(deferred.product, target, loss_of, ignore_index=ignore_index, reduction=reduction)
 
 
@@ -217,7 +222,7 @@ def _split_cross_entropy(
 ) -> torch.Tensor | None:
     """`vocab_parallel_cross_entropy`."""
     x = deferred.product.x
-    loss_of = _split_slice_loss(deferred.product.is_compiled, tp, ignore_index, label_smoothing, n_classes)
+    loss_of = _split_slice_loss(deferred.product.compiles_for, tp, ignore_index, label_smoothing, n_classes)
     product = replace(deferred.product, x=x.reshape(-1, x.shape[-1]))
     return _chunked(product, targets.reshape(-1), loss_of, ignore_index=ignore_index, reduction=reduction)
 
@@ -253,8 +258,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 @functools.cache
-def _slice_loss(is_compiled: bool, ignore_index: int, label_smoothing: float) -> SliceLoss:
-    """The sum of the losses of rows, computed in float32 at least."""
+def _slice_loss(compiles_for: torch.device | None, ignore_index: int, label_smoothing: float) -> SliceLoss:
+    """The sum of the losses of rows, computed in float32 at least; compiled where a device is given."""
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         precise = logits if logits.dtype == torch.float64 else logits.float()
@@ -262,12 +267,16 @@ def _slice_loss(is_compiled: bool, ignore_index: int, label_smoothing: float) ->
             precise, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
 
-    return torch.compile(loss_of, dynamic=False) if is_compiled else loss_of
+    return compiled(loss_of, compiles_for) if compiles_for is not None else loss_of
 
 
 @functools.cache
 def _split_slice_loss(
-    is_compiled: bool, tp: ProcessGroup | None, ignore_index: int, label_smoothing: float, n_classes: int | None
+    compiles_for: torch.device | None,
+    tp: ProcessGroup | None,
+    ignore_index: int,
+    label_smoothing: float,
+    n_classes: int | None,
 ) -> SliceLoss:
     """Likewise, of logits that are split over the ranks of `tp`."""
 
@@ -282,7 +291,7 @@ def _split_slice_loss(
             n_classes=n_classes,
         )
 
-    return torch.compile(loss_of, dynamic=False) if is_compiled else loss_of
+    return compiled(loss_of, compiles_for) if compiles_for is not None else loss_of
 
 
 def _chunked(

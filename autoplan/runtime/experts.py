@@ -21,11 +21,15 @@ from torch.nn import functional as F
 
 @cache  # a registration lasts as long as the object that is returned
 def use_float64_grouped_products() -> torch.library.Library:
-    """Give `torch.nn.functional.grouped_mm` a CPU kernel that takes any dtype; the user's own calls get it too."""
+    """Give `torch.nn.functional.grouped_mm` a CPU kernel that takes any dtype; the user's own calls get it too.
+
+    torch.compile, which lets no other dtype than bfloat16 pass, goes around them.
+    """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "overriding a previously registered kernel": on purpose
         library.impl("_grouped_mm", _grouped_mm, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+    F.grouped_mm = torch.compiler.disable(F.grouped_mm)  # type: ignore[no-untyped-call]
     return library
 
 

@@ -18,7 +18,7 @@ from .batches import Batch, flatten_tensors, map_tensors, micro_batches, tensors
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import whole_logits
 from .collectives import all_gather, all_reduce
-from .compiled import naming_a_way_without
+from .compiled import compiled, naming_a_way_without
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
 from .experts import use_float64_grouped_products
@@ -100,7 +100,7 @@ class ParallelModel(nn.Module):
         self.full_build_device = construction_device(build_model, dtype=config.parameter_dtype, device=mesh.device)
         stages = self._build_stages(build_model, seed)
         if config.compile and not config.chunked_head:
-            self._loss_fn = torch.compile(self._loss_fn, dynamic=False)
+            self._loss_fn = compiled(self._loss_fn, mesh.device)
         self.stages = nn.ModuleList(stages)
         self._parameters_of_rank, self._tied = name_parameters(stages, parallel_model, config=config, mesh=mesh)
         self.optimizer = build_optimizer_of(model_file, [p.parameter for p in self._parameters_of_rank], learning_rate)

@@ -32,7 +32,7 @@ def apply_in_order(
 ) -> PowerSGD | None:
     """Make a stage with its tensor-parallel weights run as planned, on the device; what its compression remembers."""
     if config.compile:
-        compile_blocks(stage, blocks)
+        compile_blocks(stage, blocks, mesh.device)
     if not is_generated:
         _change_head(stage, config)
     if config.compute_dtype != config.parameter_dtype:

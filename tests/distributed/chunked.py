@@ -1,11 +1,9 @@
 """The check of generated programs, where logits must not be computed whole."""
 
-import functools
 import importlib
 import sys
 from typing import Any
 
-import torch
 from distributed.programs import Row, check_programs
 
 
@@ -15,12 +13,6 @@ def check_chunked_programs(root: str, rows: list[Row], n_steps: int) -> dict[str
     chunked_loss = importlib.import_module("runtime.chunked_loss")
     chunked_loss._Product.whole = _refuse
     return check_programs(root, rows, n_steps)
-
-
-def check_compiled_programs(root: str, rows: list[Row], n_steps: int) -> dict[str, list[Any]]:
-    """Likewise, compiled for the autograd engine: as any backend is, but for the kernels."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    return check_chunked_programs(root, rows, n_steps)
 
 
 def _refuse(product: Any) -> Any:

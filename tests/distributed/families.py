@@ -53,6 +53,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "TP 4": {"tp": 4, "sharding": "R", "micro_batch_size": 2},
     "PP 2": {"pp": 2, "micro_batch_size": 2, "n_micro_batches": 4},
     "PP 4": {"pp": 4, "n_micro_batches": 4},
+    "compiled, DP 2": {"dp": 2, "micro_batch_size": 2, "n_micro_batches": 2, "compile": True},
+    "compiled, TP 2": {"tp": 2, "sharding": "R", "micro_batch_size": 3, "compile": True},
     "PP 2 x TP 2 x ZeRO 3 x recompute": {
         **_ZERO3, "pp": 2, "tp": 2, "sharding": "R", "n_micro_batches": 2, "recompute": "full",
     },
