@@ -283,6 +283,13 @@ def test_the_next_best_says_how_it_runs_where_the_chosen_plan_runs_another_way(a
     assert "channels_last" not in rivals_text(alike)[0]
 
 
+def test_a_rival_that_is_not_compiled_says_so_beside_a_plan_that_is(answer: Answer) -> None:
+    best = replace(answer.best, plan=replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, compile=True)))
+    shown = replace(answer, result=replace(answer.result, best=best))
+    assert ", eager, " in rivals_text(shown)[0]
+    assert "eager" not in rivals_text(answer)[0]
+
+
 def test_the_report_says_with_what_chance_memory_falls_short_and_what_has_room(answer: Answer) -> None:
     def with_limit(item, limit_bytes):
         estimate = replace(item.estimate, segment_sources=("measured",), memory_limit_bytes=limit_bytes)

@@ -5,7 +5,15 @@ and, where memory may be short, the best of these that has room.
 from __future__ import annotations
 
 from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust
-from autoplan.plan_words import BREAKDOWN_LABELS, choice_words, dp_text, micro_batches_text, unlike_words, zero_text
+from autoplan.plan_words import (
+    BREAKDOWN_LABELS,
+    EAGER,
+    choice_words,
+    dp_text,
+    micro_batches_text,
+    unlike_words,
+    zero_text,
+)
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.preference import is_tight
 from autoplan.search.result import Candidate, OneDevice
@@ -37,7 +45,9 @@ def _memory_risk(answer: Answer) -> list[str]:
         return []
     off = f"{trust(best.estimate)} peaks are off by {memory_errors(best.estimate).rms:.1%}"
     lines = [f"memory falls short with a chance of {chance:.0%}: {off}"]
-    safe = [item for item in (*result.alternatives, *result.baselines) if chance_short(item.estimate) < RISKY]
+    is_fixed = answer.request is not None and bool(answer.request.options.fix)
+    recipes = () if is_fixed else result.baselines  # these are priced whatever is fixed
+    safe = [item for item in (*result.alternatives, *recipes) if chance_short(item.estimate) < RISKY]
     if safe:
         item = min(safe, key=value)
         lines.append(f"with room: {_degrees(item, than=best)}, {loss(best, item)}")
@@ -57,6 +67,7 @@ def _degrees(item: Candidate, *, than: Candidate) -> str:
     parts = [f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, {zero_text(mesh)}", micro_batches_text(mesh)]
     schedule = [mesh.schedule] * (mesh.pp > 1)
     choices = [word for word in choice_words(item.plan) if word not in choice_words(than.plan)]
+    choices += [EAGER] * (than.plan.mesh.compile and not mesh.compile)
     return ", ".join([*parts, *schedule, *choices, *unlike_words(mesh, [than.plan.mesh])])
 
 

@@ -206,6 +206,7 @@ class ParallelModel(nn.Module):
         return float(self.optimizer.param_groups[0]["lr"])
 
     @failing_after_others()
+    @naming_a_way_without()
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss of a global batch in evaluation mode, and its weight in a mean over batches; on every rank.
