@@ -160,11 +160,12 @@ def measure(model: str) -> None:
 
 def table(results: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    titles = (TITLES.get(feature, feature) for feature in FEATURES)
+    features = [feature for feature in FEATURES if feature in rows[0]["cases"]]
+    titles = (TITLES.get(feature, feature) for feature in features)
     print("| Family | " + " | ".join(titles) + " | trace s | ops | unique segments | ILP columns | ILP s | GB |")
-    print("|---|" + "---|" * (len(FEATURES) + 6))
+    print("|---|" + "---|" * (len(features) + 6))
     for row in rows:
-        cells = [cell(row["cases"][feature]) for feature in FEATURES]
+        cells = [cell(row["cases"][feature]) for feature in features]
         cells += [f"{row['trace_s']:.1f}", str(row["n_ops"]), f"{row['n_kinds']} of {row['n_segments']}"]
         cells += [str(row["n_columns"]), f"{row['shard_s']:.2f}", f"{row['peak_rss_bytes'] / 1e9:.2f}"]
         print(f"| {row['family']} | {' | '.join(cells)} |")

@@ -36,8 +36,8 @@ def executions(
 ) -> tuple[Execution, ...]:
     """How modules may run: as is fixed, and else in every way that has a price (`why_unknown`).
 
-    Without measurements nothing is compiled unless it is asked for on a CPU, since what it gains is computed for GPUs, or
-    where the graph does not hold all that runs: whole modules, gradients of the user's own.
+    Without measurements nothing is compiled unless it is asked for on a CPU, since what it gains is computed for GPUs,
+    or where the graph does not hold all that runs: whole modules, gradients of the user's own.
 
     Raises: UsageError when a way is asked for that has no price.
     """
