@@ -60,6 +60,13 @@ def choice_words(plan: Plan) -> tuple[str, ...]:
     return (*execution_words(plan.mesh), *loss, *gradients)
 
 
+def words_beside(plan: Plan, chosen: Plan) -> tuple[str, ...]:
+    """Those of a plan in a list where what is said of the chosen one, that it is compiled, holds for all others."""
+    if not chosen.mesh.compile:
+        return choice_words(plan)
+    return (*(word for word in choice_words(plan) if word != COMPILED), *([EAGER] * (not plan.mesh.compile)))
+
+
 def choice_rows(plan: Plan) -> list[tuple[str, str]]:
     """Those that have a row of their own: (what, how)."""
     loss = [("loss", "chunked: in slices of its rows")] * (plan.loss == "chunked")

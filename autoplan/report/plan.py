@@ -21,9 +21,7 @@ from autoplan.parallel_plan import Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
-    COMPILED,
     EAGER,
-    choice_words,
     describe_mesh,
     dp_text,
     groups_text,
@@ -33,6 +31,7 @@ from autoplan.plan_words import (
     plan_rows,
     recompute_text,
     unlike_words,
+    words_beside,
 )
 from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
@@ -104,7 +103,7 @@ def plan_table(answer: Answer) -> str:
 
     Where the chosen plan is compiled, a line says so of all of them, and those that are not are marked.
     """
-    result, compiles = answer.result, answer.best.plan.mesh.compile
+    result = answer.result
     shown = [(answer.best, "<- chosen")]
     shown += [(item, "") for item in result.alternatives if item.plan != answer.best.plan]
     meshes = [item.plan.mesh for item, _ in shown]
@@ -112,17 +111,15 @@ def plan_table(answer: Answer) -> str:
     rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
     table = text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9}))
-    if not compiles:
+    if not answer.best.plan.mesh.compile:
         return table
-    others = any(not item.plan.mesh.compile for item in (*(item for item, _ in shown), *result.baselines))
-    return f"{table}\nall of them compiled{f', but for those marked {EAGER}' if others else ''}"
+    has_eager = any(EAGER in row[-1] for row in rows)
+    return f"{table}\nall of them compiled{f', but for those marked {EAGER}' if has_eager else ''}"
 
 
 def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[Mesh]) -> tuple[str, ...]:
     plan, estimate, mesh = candidate.plan, candidate.estimate, candidate.plan.mesh
     share = mfu(answer.workload, candidate)
-    words = [word for word in choice_words(plan) if word != COMPILED or not answer.best.plan.mesh.compile]
-    words += [EAGER] * (answer.best.plan.mesh.compile and not mesh.compile)
     zero = str(mesh.zero_stage)
     if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
         zero += f"/{mesh.zero_shard_degree}"
@@ -137,7 +134,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[
         format_seconds(estimate.step_s) if estimate.fits else "too big",
         "-" if share is None or not estimate.fits else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        ", ".join(filter(None, (note, *words, *unlike_words(mesh, others)))),
+        ", ".join(filter(None, (note, *words_beside(plan, answer.best.plan), *unlike_words(mesh, others)))),
     )
 
 

@@ -4,14 +4,16 @@ and, where memory may be short, the best of these that has room.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
-    EAGER,
     choice_words,
     dp_text,
     micro_batches_text,
     unlike_words,
+    words_beside,
     zero_text,
 )
 from autoplan.search import GOOD_ENOUGH
@@ -25,7 +27,7 @@ AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 def rivals_text(answer: Answer) -> list[str]:
     """`next best: dp 2, tp 1, pp 4, ZeRO 0, 8x1, gpipe, +0.5%: launch +385 us`; likewise the best recipe that fits."""
     best, result = answer.best, answer.result
-    loss, value = (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
+    loss, value = _measures(answer)
     lines = [f"next best: {_degrees(item, than=best)}, {loss(best, item)}" for item in result.alternatives[:1]]
     recipes = [item for item in result.baselines if item.estimate.fits and item.plan != best.plan]
     if recipes and not best.baseline:
@@ -39,7 +41,7 @@ def rivals_text(answer: Answer) -> list[str]:
 def _memory_risk(answer: Answer) -> list[str]:
     """`memory falls short with a chance of 29%: uncalibrated peaks are off by 4.1%`, and what has room for that."""
     best, result = answer.best, answer.result
-    loss, value = (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
+    loss, value = _measures(answer)
     chance = chance_short(best.estimate)
     if chance < RISKY:
         return []
@@ -54,6 +56,11 @@ def _memory_risk(answer: Answer) -> list[str]:
     return lines
 
 
+def _measures(answer: Answer) -> tuple[Callable[[Candidate, Candidate], str], Callable[[Candidate], float]]:
+    """What a plan loses in words, and what was minimized."""
+    return (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
+
+
 def one_device_text(alone: OneDevice, *, than_s: float) -> str:
     """`one device: 143 s, 7.6 times the step`, or how much it lacks at the least."""
     if alone.step_s is None:
@@ -66,8 +73,7 @@ def _degrees(item: Candidate, *, than: Candidate) -> str:
     mesh = item.plan.mesh
     parts = [f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, {zero_text(mesh)}", micro_batches_text(mesh)]
     schedule = [mesh.schedule] * (mesh.pp > 1)
-    choices = [word for word in choice_words(item.plan) if word not in choice_words(than.plan)]
-    choices += [EAGER] * (than.plan.mesh.compile and not mesh.compile)
+    choices = [word for word in words_beside(item.plan, than.plan) if word not in choice_words(than.plan)]
     return ", ".join([*parts, *schedule, *choices, *unlike_words(mesh, [than.plan.mesh])])
 
 
