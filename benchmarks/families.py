@@ -1,6 +1,6 @@
 """Which model families work under which parallelism: runs every case on CPU processes and prints one table.
 
-    python benchmarks/families.py run RESULTS.jsonl [FAMILY ...]    about 10 minutes on 2 cores
+    python benchmarks/families.py run RESULTS.jsonl [FAMILY ...]    about 12 minutes on 2 cores
     python benchmarks/families.py table RESULTS.jsonl               Markdown
     python benchmarks/families.py emit FOLDER                       the programs of two-rank cases, for another machine
     python benchmarks/families.py check FOLDER RESULTS.jsonl        runs them on two GPUs (needs torch only)
@@ -160,12 +160,11 @@ def measure(model: str) -> None:
 
 def table(results: Path) -> None:
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    features = [feature for feature in FEATURES if feature in rows[0]["cases"]]
-    titles = (TITLES.get(feature, feature) for feature in features)
+    titles = (TITLES.get(feature, feature) for feature in FEATURES)
     print("| Family | " + " | ".join(titles) + " | trace s | ops | unique segments | ILP columns | ILP s | GB |")
-    print("|---|" + "---|" * (len(features) + 6))
+    print("|---|" + "---|" * (len(FEATURES) + 6))
     for row in rows:
-        cells = [cell(row["cases"][feature]) for feature in features]
+        cells = [cell(row["cases"][feature]) for feature in FEATURES]
         cells += [f"{row['trace_s']:.1f}", str(row["n_ops"]), f"{row['n_kinds']} of {row['n_segments']}"]
         cells += [str(row["n_columns"]), f"{row['shard_s']:.2f}", f"{row['peak_rss_bytes'] / 1e9:.2f}"]
         print(f"| {row['family']} | {' | '.join(cells)} |")
