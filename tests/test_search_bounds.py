@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 from brute_force import Toy, all_stages, plain_table, random_plans, random_toy, with_space
@@ -37,6 +38,7 @@ from autoplan.search.paths import (
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
 from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
+from autoplan.search.replayed_cuts import cuts_below
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 from autoplan.solver.solve import minimize
@@ -118,6 +120,9 @@ def whole_pieces(toy: Toy, rng: random.Random, *, share: float, n_stages: int | 
                     assert joint.best.estimate.step_s >= best_s * (1 - 1e-9)
         else:
             bounds = [best_partition(table, recompute=recompute, limit_s=x).bound_s for x in (INFINITY, limit_s)]
+            cuts = cuts_below(table, recompute=recompute, limit_s=limit_s)
+            if cuts is not None:
+                bounds[1] = max(bounds[1], cuts[0][0] if cuts else limit_s)
         yield Bounded(bounds[0], bounds[1], best_s, raised_s)
 
 
@@ -183,6 +188,47 @@ def test_a_partition_is_the_fastest_plan_where_nothing_is_communicated() -> None
             n_exact += 1
             assert simulate(table, partition.stages).step_s == pytest.approx(best_s, rel=1e-3)
     assert n_exact > 3
+
+
+def reducing_table(*, outer: bool) -> CostTable:
+    """ZeRO 2 on two stages: ten segments that save 20 bytes each; reductions take 45 in each, or in the first one."""
+    plain = plain_table(Mesh(pp=2, dp=2, zero_stage=2, zero_shard_degree=2, n_micro_batches=8))
+    block = replace(
+        plain.costs[0][0], state_bytes=0, gathered_bytes=0, gradient_bytes=0, saved_bytes=20, working_bytes=0,
+        reduce_s=0.5, reducing_bytes=0 if outer else 45,
+    )  # fmt: skip
+    again = replace(block, recompute_s=1.0, saved_bytes=0, working_bytes=20)
+    first = replace(block, saved_bytes=0, reducing_bytes=45, late_gradient_bytes=1)
+    return replace(
+        plain, kinds=(outer, *(0,) * 9), costs=((block, again), (first, first)), cut_s=(0.0,) * 9,
+        reduces_per_micro_batch=True, overlap_slowdown=1.5, reserved_fixed_bytes=0, reserved_ratio=1.0,
+        memory_limit_bytes=170,
+    )  # fmt: skip
+
+
+def fastest_of_two(table: CostTable) -> tuple[float, int]:
+    """The step time of the fastest plan of two stages that fits, and how many segments it recomputes."""
+    found = []
+    for cut, first, second in product(range(1, 10), range(10), range(10)):
+        if first <= cut and second <= 10 - cut:
+            stages = (StagePlan(0, cut, tuple(range(first))), StagePlan(cut, 10, tuple(range(cut, cut + second))))
+            estimate = simulate(table, stages)
+            found += [(estimate.step_s, first + second)] if estimate.fits else []
+    return min(found)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_what_is_reduced_takes_memory_that_segments_recompute_for(outer: bool) -> None:
+    # Of blocks, the reduction of the last goes on while the one before runs; outside of them, until the next forward
+    # pass is over. Both are beside all that is saved, so more is recomputed than if nothing were reduced.
+    table = reducing_table(outer=outer)
+    silent = tuple(tuple(replace(cost, reducing_bytes=0) for cost in costs) for costs in table.costs)
+    best_s, n_recomputed = fastest_of_two(table)
+    assert n_recomputed > fastest_of_two(replace(table, costs=silent))[1]
+    cuts = cuts_below(table, recompute=None, limit_s=1.1 * best_s)
+    assert cuts is not None
+    assert cuts[0][0] == pytest.approx(best_s, rel=1e-9)
+    assert best_partition(table, recompute=None).bound_s <= cuts[0][0]
 
 
 @pytest.mark.parametrize("seed", range(25))

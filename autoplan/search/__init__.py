@@ -2,16 +2,16 @@
 
     meshes --least compute--> bound --price--> bound --whole pieces--> bound, plan --relaxed--> bound
                `compute_bound_s`    `step_bound_s`      `best_partition`,             `relaxed_bound_s`,
-                                                        `shared_bound_s`              `joint_bound`
+                                                        `shared_bound_s`              `cuts_below`, `joint_bound`
            --integer program and simulator--> plan, bound
                        `refine`
 
 Meshes wait in a queue, ordered by the best lower bound known of each. The first one's bound is raised by one more step,
 as far as arithmetic goes; then those left are solved, the easy ones first (`_prove`). When no bound in the queue is
 below the best plan, no mesh left can hold a better one; that is the proof. Most meshes are never priced, and few reach
-a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once; several are bounded rank by
-rank, then by all ranks together, and get plans that recompute as little as will do. Equal bounds are taken in the order
-of the enumeration, so the same input gives the same answer.
+a solver: one stage per rank is cut by dynamic programming, whose plan is judged at once, and the cuts that may be fast
+enough are replayed; several are bounded rank by rank, then by all ranks together, and get plans that recompute as
+little as will do. Equal bounds are taken in the order of the enumeration, so the same input gives the same answer.
 
 Of plans that are as good as each other the simplest is the answer (`preference`).
 
@@ -31,6 +31,7 @@ Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
     the queue       state, examination: where it stands, and one mesh of it examined
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
       one stage     partition, banded_path: where to cut        stage_memory: what a range of pieces holds
+                    replayed_cuts: every cut that may be fast enough, by the whole step
       several       rank_shares, stage_needs: per rank and stage        joint_sizes, relaxed_step: all ranks together
                     path_weights, longest_paths: and all ways to recompute
     one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths and rank_paths are

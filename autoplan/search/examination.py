@@ -13,6 +13,7 @@ from autoplan.search.paths import shape_of
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.rejections import short_somewhere, slow
+from autoplan.search.replayed_cuts import cuts_below
 from autoplan.search.state import CUT, RELAXED, SearchState
 from autoplan.search.thrift import balanced_stages, thrifty_plan
 from autoplan.simulator.simulate import simulate
@@ -115,15 +116,34 @@ def _keep_if_better(state: SearchState, index: int, plan: Judged) -> None:
 
 
 def _relax(state: SearchState, index: int) -> float:
-    """The bound by the linear program; with several stages per rank by all sizes together, where that is not enough."""
+    """The bound by the linear program; with several stages per rank by all sizes together, where that is not enough.
+
+    With one stage per rank, all cuts are replayed first.
+    """
     mesh = state.meshes[index]
-    program = state.program(index, bound_s=state.queue[0][0] / state.weight(mesh))
+    bound_s = state.queue[0][0] / state.weight(mesh)
+    if mesh.n_chunks == 1:
+        limit_s = faster_than(state.score_to_beat() / state.weight(mesh), gap=state.gap)
+        bound_s = _replay_cuts(state, index, bound_s, limit_s=limit_s)
+        if bound_s >= limit_s:
+            return bound_s
+    program = state.program(index, bound_s=bound_s)
     program.bound_s = max(program.bound_s, relaxed_bound_s(program, time_limit_s=state.remaining_s()))
     if program.bound_s == INFINITY:
         state.rejections[index] = short_somewhere(state.table(mesh), 1)
     elif mesh.n_chunks > 1 and program.bound_s < state.score_to_beat() / state.weight(mesh):
         program.bound_s = _agree_on_sizes(state, index, program.bound_s, max_turns=QUICK_TURNS)
     return program.bound_s
+
+
+def _replay_cuts(state: SearchState, index: int, bound_s: float, *, limit_s: float) -> float:
+    """The bound raised by replaying all cuts, at most to `limit_s`, with the plan found on the way."""
+    if state.meshes[index].pp == 1 or limit_s == INFINITY or bound_s >= limit_s:
+        return bound_s
+    cuts = cuts_below(state.table(state.meshes[index]), recompute=state.recompute, limit_s=limit_s)
+    if cuts:
+        _recompute_until_it_fits(state, index, cuts[0][1].stages)
+    return bound_s if cuts is None else max(bound_s, cuts[0][0] if cuts else limit_s)
 
 
 def _agree_on_sizes(state: SearchState, index: int, bound_s: float, *, max_turns: int) -> float:

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count, product
 
-import numpy as np
-
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError
 from autoplan.options import Options
@@ -39,14 +37,13 @@ from autoplan.search.mixed_rejections import rejection
 from autoplan.search.mixed_shares import ShareQueue
 from autoplan.search.mixed_state import Found, MixedState
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
-from autoplan.search.partition import best_partition, partitions_below
+from autoplan.search.partition import best_partition
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of
-from autoplan.search.relaxed_step import RelaxedStep
+from autoplan.search.replayed_cuts import cuts_below
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 
-MAX_REPLAYED_PASSES = 200_000  # cuts x stages x micro-batches that are replayed at once to settle a mesh
 FIRST_PIPELINES = 32  # examined before all else: where pipelines are best, groups alone need not be searched
 PROMISING = 0.7  # share of the best plan's time; a group that could do the work in less is searched before shares
 SHARES_UNTIL = 0.75  # of the time
@@ -182,21 +179,16 @@ def _settled(
 ) -> tuple[Judged | None, float]:
     """Plan and bound after replaying every way to cut that may be faster; unchanged where these are too many."""
     recompute, limit_s = fixed(state.options, "recompute"), faster_than(known_s, gap=state.gap)
-    n_most = MAX_REPLAYED_PASSES // (table.mesh.pp * table.mesh.n_micro_batches)
-    cuts = partitions_below(table, recompute=recompute, limit_s=limit_s, n_most=n_most)
+    cuts = cuts_below(table, recompute=recompute, limit_s=limit_s)
     if cuts is None:
         return best, bound_s
-    if not cuts:
-        return best, max(bound_s, limit_s)
-    step = RelaxedStep.of_cuts(table, recompute=recompute)
-    relaxed_s = step.least_s(np.array([cut.sizes for cut in cuts]), np.array([cut.again for cut in cuts]))
     least_s = limit_s
-    for place in np.argsort(relaxed_s, kind="stable"):
-        if relaxed_s[place] >= least_s:
+    for replayed_s, cut in cuts:
+        if replayed_s >= least_s:
             break
-        cut_s = max(float(relaxed_s[place]), simulate(table, cuts[place].fastest).step_s)
+        cut_s = max(replayed_s, simulate(table, cut.fastest).step_s)
         least_s = min(least_s, cut_s)
-        better = fitting(table, [cuts[place].stages], recompute=recompute) if cut_s < known_s else None
+        better = fitting(table, [cut.stages], recompute=recompute) if cut_s < known_s else None
         if better is not None and (best is None or better.estimate.step_s < best.estimate.step_s):
             best = better
     return best, max(bound_s, least_s)

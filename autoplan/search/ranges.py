@@ -44,6 +44,8 @@ class Segments:
         is_again: whether the faster choice is to recompute, or the only one.
         ending_bytes: where it is the last of a range and not the only one, what a pass that makes gradients needs at
             the least beside all that is saved, while it runs or while the segment before it does (`_ending_bytes`).
+        late_bytes: of the input of a reduction at the end of a pass, which is there until the end of the next forward
+            pass, beside all that is saved.
     """
 
     forward_s: Array
@@ -69,6 +71,7 @@ class Segments:
     pending_bytes: Array
     is_again: tuple[bool, ...]
     ending_bytes: Array
+    late_bytes: Array
 
     @classmethod
     def of(cls, table: CostTable, recompute: str | None) -> Segments:
@@ -125,6 +128,8 @@ class Segments:
             pending_bytes=column(lambda cost: cost.pending_bytes),
             is_again=tuple(map(is_again.__getitem__, table.kinds)),
             ending_bytes=_ending_bytes(table, column, (base, other)),
+            late_bytes=column(lambda cost: cost.reducing_bytes if cost.late_gradient_bytes else 0)
+            * table.reduces_per_micro_batch,
         )
 
 
@@ -230,6 +235,11 @@ class Ranges:
     def last(self, per_segment: Array) -> Array:
         """The value of the last segment of each range."""
         return per_segment[self.edges[self.stop] - 1]
+
+    def ending(self, per_segment: Array, *, alone: Array) -> Array:
+        """The value of the last segment of each range; its value in `alone` where there is no other."""
+        has_several = self.edges[self.stop] - self.edges[self.start] > 1
+        return np.where(has_several, self.last(per_segment), self.last(alone))
 
     def largest(self, per_piece: Array) -> Array:
         """The largest value of any piece of each range, which two stretches of a power of two pieces make up."""

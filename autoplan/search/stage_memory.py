@@ -17,8 +17,9 @@ class StageMemory:
     """What each range holds.
 
     Attributes:
-        running_bytes: the running micro-batch, nothing recomputed; `last_bytes`: the least that its last segment needs
-            alone, whatever is recomputed.
+        running_bytes: the running micro-batch, nothing recomputed; `ending_bytes`: the least that its last segment or
+            the one before needs beside all that is saved, whatever is recomputed; late_bytes: what the end of a
+            forward pass after a backward pass does (see `Segments`).
     """
 
     segments: Segments
@@ -27,7 +28,8 @@ class StageMemory:
     gradient_bytes: Array
     saved_bytes: Array
     running_bytes: Array
-    last_bytes: Array
+    ending_bytes: Array
+    late_bytes: Array
     spared_bytes: Array
     easy_bytes: Array
     n_micro_batches: int
@@ -47,7 +49,8 @@ class StageMemory:
             gradient_bytes=ranges.total(segments.gradient_bytes),
             saved_bytes=ranges.total(segments.saved_bytes),
             running_bytes=ranges.largest_moment(saved_bytes=segments.saved_bytes, alone_bytes=segments.alone_bytes),
-            last_bytes=ranges.last(segments.least_alone_bytes),
+            ending_bytes=ranges.ending(segments.ending_bytes, alone=segments.least_alone_bytes),
+            late_bytes=ranges.total(segments.late_bytes),
             spared_bytes=ranges.total(segments.spared_bytes),
             easy_bytes=ranges.total(segments.easy_bytes),
             n_micro_batches=n,
@@ -64,11 +67,14 @@ class StageMemory:
     def _recomputing(self, n_in_flight: int) -> tuple[Array, Array]:
         segments = self.segments
         held_bytes = self.resident_bytes + n_in_flight * self.sent_bytes
+        beside_bytes = self.ending_bytes
         if n_in_flight < self.n_micro_batches:  # else no pass has made gradients while so many are in flight
             held_bytes = held_bytes + self.gradient_bytes
+            beside_bytes = np.maximum(beside_bytes, self.late_bytes)
         can_end = self.resident_bytes + self.gradient_bytes <= self.room_bytes
         fits = held_bytes + (n_in_flight - 1) * self.saved_bytes + self.running_bytes <= self.room_bytes
-        needed_bytes = held_bytes + n_in_flight * self.saved_bytes + self.last_bytes
+        needed_bytes = held_bytes + n_in_flight * self.saved_bytes + beside_bytes
+        fits &= needed_bytes <= self.room_bytes
         missing_bytes = np.where(fits, 0.0, np.maximum(needed_bytes - self.room_bytes, ONE_BYTE))
         again_s = np.where(fits, 0.0, INFINITY)
         can = segments.spared_bytes > segments.easy_bytes
