@@ -231,6 +231,21 @@ def test_what_is_reduced_takes_memory_that_segments_recompute_for(outer: bool) -
     assert best_partition(table, recompute=None).bound_s <= cuts[0][0]
 
 
+def test_what_is_reduced_late_takes_memory_of_several_stages_per_rank_too() -> None:
+    mesh = Mesh(pp=2, dp=2, zero_stage=2, zero_shard_degree=2, n_micro_batches=8, schedule="interleaved", n_chunks=2)
+    table = replace(reducing_table(outer=True), mesh=mesh, memory_limit_bytes=200)
+    silent = tuple(tuple(replace(cost, reducing_bytes=0) for cost in costs) for costs in table.costs)
+    late_s, none_s = (
+        shared_bound_s(own, shape_of(mesh), recompute=None) for own in (table, replace(table, costs=silent))
+    )
+    plans = (
+        (StagePlan(0, 3, tuple(range(n))), StagePlan(3, 5), StagePlan(5, 7, tuple(range(5, 5 + k))), StagePlan(7, 10))
+        for n, k in product(range(4), range(3))
+    )
+    fitting = [estimate for estimate in (simulate(table, plan) for plan in plans) if estimate.fits]
+    assert none_s < late_s <= min(estimate.step_s for estimate in fitting)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_the_program_never_believes_a_plan_slower_than_it_is_and_accepts_what_fits(seed: int) -> None:
     for table, stages in random_plans(seed, count=12):

@@ -257,6 +257,7 @@ class PeakMoment:
         accumulating: its stages of which a pass that is over has made gradients of weights, all of which are there: in
             the last pass that makes them, they are reduced one after the other.
         makes_gradients: whether the pass makes gradients of weights, now or at another such moment.
+        follows: likewise, whether it is a forward pass after one of its stage that has made gradients.
     """
 
     stage: int
@@ -264,6 +265,7 @@ class PeakMoment:
     pending: tuple[tuple[int, int], ...]
     accumulating: frozenset[int]
     makes_gradients: bool = False
+    follows: bool = False
 
 
 def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
@@ -274,7 +276,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
     for action in schedule[rank]:
         n_left[action.stage] += action.kind in GRADIENT_KINDS
     begun: set[int] = set()
-    found: dict[PeakMoment, bool] = {}
+    found: dict[PeakMoment, tuple[bool, bool]] = {}
     for action in schedule[rank]:
         makes_gradients = action.kind in GRADIENT_KINDS
         in_flight[action.stage] += action.kind == "F"
@@ -283,11 +285,12 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
         n_left[action.stage] -= makes_gradients
         whole = begun - {action.stage} if makes_gradients and n_left[action.stage] == 0 else begun
         moment = PeakMoment(action.stage, *numbers, frozenset(whole))
-        found[moment] = found.get(moment, False) or makes_gradients
+        makes, follows = found.get(moment, (False, False))
+        found[moment] = makes or makes_gradients, follows or (action.kind == "F" and action.stage in begun)
         begun |= {action.stage} if makes_gradients else set()
         in_flight[action.stage] -= makes_gradients
         pending[action.stage] -= action.kind == "W"
-    all_moments = [replace(moment, makes_gradients=makes) for moment, makes in found.items()]
+    all_moments = [replace(moment, makes_gradients=makes, follows=after) for moment, (makes, after) in found.items()]
     exceeded = _are_exceeded(all_moments)
     return tuple(moment for moment, is_exceeded in zip(all_moments, exceeded, strict=True) if not is_exceeded)
 
@@ -307,6 +310,7 @@ class MomentCounts:
 
     running: Array
     makes_gradients: Array
+    follows: Array
     in_flight: Array
     pending: Array
     accumulating: Array
@@ -318,6 +322,7 @@ class MomentCounts:
         return cls(
             running=np.array([own.index(moment.stage) for moment in moments]),
             makes_gradients=np.array([moment.makes_gradients for moment in moments]),
+            follows=np.array([moment.follows for moment in moments]),
             in_flight=np.array([[count for _, count in moment.in_flight] for moment in moments]),
             pending=np.array([[count for _, count in moment.pending] for moment in moments]),
             accumulating=np.array([[stage in moment.accumulating for stage in own] for moment in moments], dtype=int),

@@ -325,7 +325,8 @@ class Shares:
         used = used + self._chosen(needs.pending_bytes, rank) @ moments.pending.T
         used = used + self._chosen(needs.gradient_bytes, rank) @ moments.accumulating.T
         alone, ending = (self._chosen(own, rank)[:, moments.running] for own in (needs.alone_bytes, needs.ending_bytes))
-        used = used + np.where(moments.makes_gradients, ending, alone)
+        late = np.where(moments.follows, self._chosen(needs.late_bytes, rank)[:, moments.running], 0.0)
+        used = used + np.maximum(np.where(moments.makes_gradients, ending, alone), late)
         room_bytes = memory_room_bytes(self.table, stages=self.shape.stages_of[rank])
         easy_bytes = self._chosen(needs.easy_bytes, rank) @ moments.in_flight.T
         return np.maximum(0.0, used - room_bytes - ONE_BYTE - easy_bytes)

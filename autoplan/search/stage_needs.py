@@ -53,6 +53,7 @@ class Needs:
             last_left_s and last_reduce_s: of the last pass of the step.
         alone_bytes: by the last segment while it runs; ending_bytes: by it or the one before, the larger of both, in a
             pass that makes gradients.
+        late_bytes: at the end of a forward pass after such a one.
         n_spared: segments that spare memory when they are recomputed, and easy_bytes (see `Segments`), at the most.
     """
 
@@ -73,6 +74,7 @@ class Needs:
     pending_bytes: Array
     alone_bytes: Array
     ending_bytes: Array
+    late_bytes: Array
     n_spared: Array
     easy_bytes: Array
 
@@ -153,6 +155,7 @@ def _fields(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, A
         "last_left_s": left_s(ranges, compute_s=compute_s, reduce_s=segments.last_reduce_s),
         "last_reduce_s": ranges.first(segments.last_reduce_s),
         "alone_bytes": ranges.last(segments.least_alone_bytes),
+        "late_bytes": ranges.total(segments.late_bytes),
         "ending_bytes": ranges.ending(segments.ending_bytes, alone=segments.least_alone_bytes),
     }
 
