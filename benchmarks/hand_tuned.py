@@ -168,12 +168,22 @@ def table(results: Path) -> str:
         "tried",
         "best by hand",
     )
-    lines = [head, *(table_line(rows) for rows in groups.values())]
+    lines = [head, *(table_line(part) for rows in groups.values() for part in parts_by_norm(rows))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, len(widths))), line[-1]])
         for line in lines
     )
+
+
+def parts_by_norm(rows: list[dict]) -> list[list[dict]]:
+    """Those by hand that take the norm of the gradients, and those that do not, each beside autoplan's."""
+    own = [row for row in rows if row["baseline"] == "autoplan"]
+    by_hand: dict[bool, list[dict]] = {}
+    for row in rows:
+        if row["baseline"] != "autoplan":
+            by_hand.setdefault(row["options"].get("gradient_norm", False), []).append(row)
+    return [own + part for part in by_hand.values()] or [own]
 
 
 def table_line(rows: list[dict]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ All of them train the same model from the same seed on the same batches with fus
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -133,8 +134,18 @@ class Program:
             part = map_tensors(functools.partial(self._to_device, start=i * size), batch)
             with self._gradients_of(is_last=i == n_micro_batches - 1):
                 total += self._pass(part, n_micro_batches)
+        if self.configuration.gradient_norm:
+            self._check_gradients()
         self.optimizer.step()
         return total
+
+    def _check_gradients(self) -> None:
+        """Raises: FloatingPointError when the norm of all gradients, which training loops write down, is not finite."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not math.isfinite(norm.item()):
+            raise FloatingPointError(f"the norm of the gradients is {norm.item()}")
 
     def _pass(self, micro_batch: tuple, n_micro_batches: int) -> torch.Tensor:
         """Forward and backward; this micro-batch's share of the loss."""

@@ -63,7 +63,12 @@ def read_cases(file: Path, only: Sequence[str] = ()) -> list[Case]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One hand-written program."""
+    """One hand-written program.
+
+    Attributes:
+        gradient_norm: whether it takes the norm of all gradients and looks whether it is finite before each update, as
+            emitted programs do; tried only where that is fixed.
+    """
 
     strategy: str
     micro_batch: int
@@ -71,9 +76,10 @@ class Configuration:
     compile: bool = True
     compile_loss: bool = True
     channels_last: bool = False
+    gradient_norm: bool = False
 
     def __str__(self) -> str:
-        switches = [name for name in SWITCHES if getattr(self, name)]
+        switches = [name for name in (*SWITCHES, "gradient_norm") if getattr(self, name)]
         return " ".join(
             [self.strategy, f"micro-batch {self.micro_batch}", *(name.replace("_", " ") for name in switches)]
         )
@@ -84,7 +90,8 @@ FRUGAL = Configuration("zero3", 1, recompute=True)  # where to go on from when n
 
 def parse_fixed(texts: Sequence[str]) -> tuple[tuple[str, object], ...]:
     """`name=value` texts as fields of a Configuration."""
-    readers = {"strategy": str, "micro_batch": int} | dict.fromkeys(SWITCHES, {"on": True, "off": False}.__getitem__)
+    switches = dict.fromkeys((*SWITCHES, "gradient_norm"), {"on": True, "off": False}.__getitem__)
+    readers = {"strategy": str, "micro_batch": int} | switches
     found = []
     for text in texts:
         name, _, value = text.partition("=")
@@ -109,7 +116,7 @@ class Space:
     @property
     def configurations(self) -> tuple[Configuration, ...]:
         layouts = (True, False) if self.is_convolutional else (False,)
-        switches = tuple(product((False, True), (True, False), (True, False), layouts))
+        switches = tuple(product((False, True), (True, False), (True, False), layouts, (self.takes_norm,)))
         every = (
             Configuration(strategy, micro_batch, *values)
             for strategy in self.strategies
@@ -117,6 +124,10 @@ class Space:
             for values in switches
         )
         return tuple(item for item in every if item == replace(item, **dict(self.fixed)))
+
+    @property
+    def takes_norm(self) -> bool:
+        return bool(dict(self.fixed).get("gradient_norm", False))
 
     @property
     def strategies(self) -> tuple[str, ...]:

@@ -71,6 +71,16 @@ def test_a_compiled_tensor_parallel_program_trains_its_embedding(tmp_path: Path)
 
 
 @pytest.mark.nightly
+def test_taking_the_norm_of_the_gradients_changes_no_loss_and_is_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text(HEAD + LLAMA.format(file=CHECKOUT / "examples" / "llama.py"))
+    run(tmp_path, *EAGER, "strategy=zero2", "--tries", "1")
+    plain, checked = run(tmp_path, *EAGER, "strategy=zero2", "gradient_norm=on", "--tries", "1")
+    assert (plain["options"]["gradient_norm"], checked["options"]["gradient_norm"]) == (False, True)
+    assert checked["losses"][:3] == pytest.approx(plain["losses"][:3], rel=1e-6)
+    assert ["gradient norm" in line for line in table(tmp_path / "rows.jsonl").splitlines()[1:]] == [False, True]
+
+
+@pytest.mark.nightly
 def test_a_rank_that_is_out_of_memory_neither_stops_the_others_nor_the_next_program(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(FULL_ON_RANK_1)
     (tmp_path / "cases.csv").write_text(HEAD + "small,model.py,,8,Block,\n")
