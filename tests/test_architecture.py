@@ -21,7 +21,10 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py
 TORCH_PLACES = (
     *(f"autoplan/tracing/{name}.py" for name in ("constant_masks", "dissolved", "given_values", "in_place_writes")),
     *(f"autoplan/tracing/{name}.py" for name in ("module_level", "overlaid_graph", "places", "same_operators")),
-    *(f"autoplan/tracing/{name}.py" for name in ("second_run", "shapes_by_values", "trace", "written_slices")),
+    *(
+        f"autoplan/tracing/{name}.py"
+        for name in ("second_run", "shapes_by_values", "trace", "whole_dropout", "written_slices")
+    ),
     "autoplan/measuring_program/",
     *(f"autoplan/measure_hardware/{name}.py" for name in ("measure", "device", "links")),
     *(f"autoplan/measure_hardware/{name}.py" for name in ("pipeline_host_time", "zero_host_time")),

@@ -70,6 +70,16 @@ def test_what_no_record_follows_is_exported_twice():
     assert "aten.select_scatter.default" in targets
 
 
+def dropped_after_a_write(model, y):
+    return nn.functional.dropout(y.relu_(), 0.5)
+
+
+def test_dropout_stays_one_operator_where_the_graph_is_taken_apart_for_a_write_in_place():
+    assert recorded(dropped_after_a_write) is not None
+    targets = [op.target for op in trace_model(source_of(dropped_after_a_write)).ops]
+    assert "aten.dropout.default" in targets and "aten.native_dropout.default" not in targets
+
+
 @pytest.mark.parametrize(
     "then",
     [

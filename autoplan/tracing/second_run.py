@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._decomposes and _is_taken_apart(func):
+        if self._decomposes and _is_taken_apart(func, args):
             with self:
                 return func.decompose(*args, **kwargs)
         target = _functional(func) if self._decomposes else func
@@ -118,10 +118,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._track(item, self._graph.create_node("call_function", operator.getitem, (node, index)))
 
 
-def _is_taken_apart(func: Any) -> bool:
-    """Whether `run_decompositions({})` replaces an operator by those that it consists of."""
+def _is_taken_apart(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `run_decompositions({})` replaces an operator by those that it consists of; dropout is whole again."""
     from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 
+    if func is torch.ops.aten.dropout.default and args[1] > 0.0:
+        return False
     return _is_cia_op(func) and not _is_preservable_cia_op(func)
 
 

@@ -42,6 +42,7 @@ from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiff
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
+from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
 from autoplan.user_errors import made_batch, trace_failure, user_frame
 
@@ -240,6 +241,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 dissolved |= {IN_PLACE} if writes_across_blocks(program) else set()
                 keep_no_grad(program)
                 program = program.run_decompositions({})
+                with_whole_dropout(program.graph)
         except Exception as error:
             raise TraceError(trace_failure(source.where, error)) from error
     written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
