@@ -114,6 +114,19 @@ def test_a_batch_norm_that_is_called_twice_equals_one_process(tmp_path):
     assert_equal_to_one_process(tmp_path, plans, n_ranks=2)
 
 
+def test_models_with_dropout_equal_one_process_where_both_leave_it_out(tmp_path):
+    model, plans = (
+        "gpt_dropout",
+        {
+            "zero3_recompute": {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "recompute": "full"},
+            "tp2_recompute": {"tp": 2, "sharding": "S(1)", "recompute": "full"},
+            "compiled": {"dp": 2, "compile": True},
+        },
+    )
+    cases = {name: (model, make_plan(model, **mesh)) for name, mesh in plans.items()}
+    assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
+
+
 def test_blocks_that_are_sequentials_equal_one_process(tmp_path):
     graph = graph_of("numbered")
     kinds = {segment.name: segment.kind for segment in graph.segments}

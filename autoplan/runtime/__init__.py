@@ -18,7 +18,8 @@ It is copied as it stands into the folder of a program.
     finite, hang_watch     numbers that are not finite, ranks that do not come
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     batches, loading, train      batches, their order and position, the loop
-    metrics, parity              what is measured and written of a step, the comparison with one process
+    metrics                      what is measured and written of a step
+    parity, dropout              the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes
     number_options, written_paths    numbers and paths on the command line
 """

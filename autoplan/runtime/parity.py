@@ -1,7 +1,7 @@
 """Parity: the program against plain training of the user's model in one process, on the same batches.
 
 Every rank trains the whole model beside its own part, and compares what it owns; the largest differences over all
-ranks are the result. Dropout draws differently in every process, so parity needs a model built without it.
+ranks are the result. Dropout, which draws other masks in every process, is left out of both (`without_dropout`).
 
 One process means: the micro-batches of all data-parallel ranks one after the other, each with its own forward pass and
 its own loss, averaged over samples. Where BatchNorm is synchronized, micro-batches i of all ranks go through one

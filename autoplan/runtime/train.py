@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .batches import Batch, global_batch, local_batch
+from .dropout import without_dropout
 from .loading import Position, TrainingData
 from .metrics import EvaluationRecord, PlannedFigures, StepRecord, device_name
 from .parallel import ParallelModel
@@ -69,14 +70,19 @@ def train_steps(
 def check_steps(
     model: ParallelModel, plain: PlainTraining, model_file: Any, *, n_steps: int, seed: int
 ) -> Iterator[StepRecord]:
-    """Train beside plain training on the same random batches, until a step differs; yields what each step took."""
+    """Train beside plain training on the same random batches, until a step differs; yields what each step took.
+
+    Both go without dropout.
+    """
     if plain.has_dropout() and model.mesh.rank == 0:
-        print("the model has dropout, which draws differently in every process: expect differences", file=sys.stderr)
+        print("compared without dropout, which draws other masks on each rank", file=sys.stderr)
     config, dp_rank = model.config, model.mesh.dp_rank
     for step in range(n_steps):
         batch = global_batch(model_file.make_batch, batch_size=config.global_batch_size, seed=seed, step=step)
-        record = timed_step(model, local_batch(batch, config=config, dp_rank=dp_rank), step)
-        differences = compare(model, plain, loss=record.loss, plain_loss=plain.step(batch, dp_rank=dp_rank))
+        with without_dropout():
+            record = timed_step(model, local_batch(batch, config=config, dp_rank=dp_rank), step)
+            plain_loss = plain.step(batch, dp_rank=dp_rank)
+        differences = compare(model, plain, loss=record.loss, plain_loss=plain_loss)
         is_wrong = differences.exceeds(config, step=step, learning_rate=plain.learning_rate)
         worst = largest_difference(model, plain) if is_wrong else ""
         yield replace(record, differences=differences, is_wrong=is_wrong, differs_most_in=worst)

@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "context": 16,
         },
     ),
+    "gpt_dropout": ("gpt.py", {"n_layers": 2, "n_heads": 4, "width": 32, "context": 16, "dropout": 0.2}),
     "gpt_deep": ("gpt.py", {"n_layers": 7, "n_heads": 4, "width": 32, "context": 16}),
     "llama_deep": (
         "llama.py",
