@@ -173,11 +173,13 @@ def explain_command(
         return
     found, texts = answer_to_dict(answer), []
     rows: tuple[SensitivityRow, ...] = ()
+    fix = parse_fix(why_not)
+    questions.check_why_not(answer, fix)
     with stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
             tell(f"searching with {', '.join(why_not)}")
-            why = questions.why_not(problem, answer, fix=parse_fix(why_not))
+            why = questions.why_not(problem, answer, fix=fix)
             found["why_not"] = {"fix": dict(why.fix), "answer": answer_to_dict(why.instead)}
             texts.append(why_not_report(why))
         if asks_sensitivity:
