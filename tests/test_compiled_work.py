@@ -130,6 +130,33 @@ def test_of_a_chain_the_ends_are_kept(tmp_path) -> None:
     assert kept["long"][1] > kept["gelu"][1]  # op by op
 
 
+@pytest.mark.parametrize(
+    ("body", "n_bytes"),
+    [
+        ("F.relu(self.down(self.up(x)))", 1),
+        ("F.relu(x + self.down(self.up(x)))", 1),
+        ("F.leaky_relu(self.down(self.up(x)))", 1),
+        ("torch.clamp(x + self.down(self.up(x)), -1, 1)", 1),
+        ("torch.sigmoid(self.down(self.up(x)))", 2),
+        ("torch.tanh(x + self.down(self.up(x)))", 2),
+        ("F.gelu(self.down(self.up(x)))", 2),
+    ],
+)
+def test_of_a_result_the_compiler_keeps_a_mask_or_what_its_derivative_is_computed_from(
+    tmp_path, body: str, n_bytes: int
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL.replace("x + self.down({body})", body))
+    context, segment, local = block_of(trace_model(file))
+    fused = fused_segment(context, segment, local)
+    work = compiled_work(context, local, fused, segment_work(context, local, 4), 4)
+    one = 4 * 16 * 64
+    # bf16: x and what `up` gives, then of each element of the result; as the graphs that torch 2.13 compiles have it
+    assert work.saved_bytes == 2 * one + 4 * 2 * one + n_bytes * one
+    last = fused.fusions[-1]
+    assert sum(spec.n_bytes(4, "bf16") for spec in last.reads_again) == n_bytes * one
+
+
 def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> None:
     context, segment, local = block_of(llama)
     found = fused_segment(context, segment, local)

@@ -100,8 +100,7 @@ def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batc
 
 def _saved_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
     inside = sum(inside_bytes(local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
-    masks = sum(spec.n_elements(batch_size) for spec in fused.masks)
-    return _n_bytes(context, fused.kept, batch_size) + masks + inside
+    return _n_bytes(context, fused.kept, batch_size) + inside
 
 
 def _working_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
