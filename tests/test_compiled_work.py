@@ -14,7 +14,7 @@ from autoplan.api import trace_model
 from autoplan.cost.compiled_work import FUSED_FRACTION, compiled_work
 from autoplan.cost.fusions import FusedSegment, fused_segment
 from autoplan.cost.local_segment import LocalSegment, local_segment
-from autoplan.cost.segment_work import segment_work
+from autoplan.cost.segment_work import segment_work, timed, times_of
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import OWN_GRADIENTS, OpGraph, Segment, TensorSpec
 from autoplan.hardware import load_hardware_profile
@@ -216,3 +216,13 @@ def test_on_a_cpu_blocks_are_compiled_where_that_is_asked_for() -> None:
     assert executions(graph, Options(fix=(("compile", "on"),)), None, device=cpu) == (compiled,)
     hidden = replace(graph, dissolved=(min(OWN_GRADIENTS),))
     assert executions(hidden, Options(), None, device=gpu) == (eager,)
+
+
+def test_ops_that_differ_in_names_are_looked_at_once_and_cost_the_same() -> None:
+    resnet = trace_model(CHECKOUT / "benchmarks" / "models" / "resnet_50.py")
+    context, _, local = block_of(resnet)
+    looked_at = set(local.alike)
+    assert len(looked_at) < len(local.ops) / 2  # three bottlenecks, of which the last two are alike
+    for batch_size in (1, 4):
+        times = times_of(context, local.ops, local.alike, batch_size)
+        assert times == [timed(context, op, batch_size) for op in local.ops]

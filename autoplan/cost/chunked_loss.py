@@ -28,7 +28,7 @@ from autoplan.cost.segment_work import (
     inside_bytes,
     kept_bytes,
     over,
-    timed,
+    times_of,
     weight_gradients,
     working_bytes,
 )
@@ -75,7 +75,7 @@ def n_slices(segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
 def _chunked_work(
     context: WorkContext, segment: LocalSegment, sliced: SlicedOps, work: SegmentWork, batch_size: int
 ) -> SegmentWork:
-    product, times = segment.ops[sliced.indices[0]], [timed(context, op, batch_size) for op in segment.ops]
+    product, times = segment.ops[sliced.indices[0]], times_of(context, segment.ops, segment.alike, batch_size)
     repeats = n_slices(segment, sliced, batch_size) - 1
     own = [times[index] for index in sliced.indices]
     n_launches = repeats * sum(time.n_launches + time.n_backward_launches for time in own) + N_SCALINGS
