@@ -150,7 +150,10 @@ def local_op(
     pairs = zip(names, strategy.operands, strict=True)
     operands = tuple(local_spec(facts.specs[name], layout, context.degree) for name, layout in pairs)
     is_strided = any(name in strided for name in names)
-    results = tuple(local_spec(spec, strategy.result, context.degree) for spec in op.outputs)
+    n_dims = len(op.outputs[0].shape)  # what is returned beside a split result lies like it, or has other dims
+    results = tuple(
+        local_spec(spec, strategy.result if len(spec.shape) == n_dims else R, context.degree) for spec in op.outputs
+    )
     of_gradients = (
         spec
         for name, spec in zip(names, operands, strict=True)
