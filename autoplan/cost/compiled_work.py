@@ -22,7 +22,7 @@ from autoplan.cost.fusions import FusedSegment, Fusion
 from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
-from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, inside_bytes, over, times_of, working_bytes
+from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of, inside_bytes, times_of, working_bytes
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import TensorSpec
 
@@ -124,7 +124,7 @@ def as_compiled(eager: SegmentWork, passes: CompiledPasses) -> SegmentWork:
         n_kept_tensors=passes.n_kept_tensors,
         repeated=WHOLE_PASS,
     )
-    weight_backward_s = eager.weight_backward_s * over(found.backward_s, eager.backward_s)
+    weight_backward_s = eager.weight_backward_s * fraction_of(found.backward_s, eager.backward_s)
     return replace(found, weight_backward_s=weight_backward_s, chunked=chunked_as(found, eager))
 
 

@@ -37,7 +37,7 @@ CONVERSION_KERNELS = {
 }
 
 
-def over(own: float, whole: float) -> float:
+def fraction_of(own: float, whole: float) -> float:
     """How large a part it is; all of nothing."""
     return own / whole if whole else 1.0
 
@@ -56,13 +56,13 @@ class PassParts:
     tp: float
     collectives: float
 
-    def over(self, whole: PassParts) -> PassParts:
+    def fraction_of(self, whole: PassParts) -> PassParts:
         """How large a part of `whole` it is; all of what takes no time."""
         return PassParts(
-            over(self.device, whole.device),
-            over(self.host, whole.host),
-            over(self.tp, whole.tp),
-            over(self.collectives, whole.collectives),
+            fraction_of(self.device, whole.device),
+            fraction_of(self.host, whole.host),
+            fraction_of(self.tp, whole.tp),
+            fraction_of(self.collectives, whole.collectives),
         )
 
 
@@ -129,7 +129,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
         n_kept_tensors=segment.n_kept_tensors,
-        repeated=_forward_pass(context, repeated_part(segment), times, batch_size).over(forward),
+        repeated=_forward_pass(context, repeated_part(segment), times, batch_size).fraction_of(forward),
     )
 
 
