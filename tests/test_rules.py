@@ -36,7 +36,9 @@ NEVER_SPLIT = {
     "aten.linspace.default", "aten.scalar_tensor.default", "aten.cosine_embedding_loss.default",
     "aten.ctc_loss.Tensor",
     "aten.margin_ranking_loss.default", "aten.triplet_margin_loss.default", "aten.lstm.input", "aten.gru.input",
-    "aten.rnn_tanh.input", "aten.rnn_relu.input", "aten.copy_.default", "aten.all.default", "aten.any.default",
+    "aten.rnn_tanh.input", "aten.rnn_relu.input", "aten.lstm_cell.default", "aten.gru_cell.default",
+    "aten.rnn_tanh_cell.default", "aten.rnn_relu_cell.default", "aten.copy_.default", "aten.all.default",
+    "aten.any.default",
     "aten.max.default", "aten.min.default", "aten.mean.default", "aten.prod.default", "aten.norm.Scalar",
     "aten.histc.default", "aten.nll_loss.default",
 }  # fmt: skip
