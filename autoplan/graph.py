@@ -70,7 +70,7 @@ class TensorSpec:
         """How many elements the tensor has at one batch size."""
         count = 1
         for extent in self.shape:
-            count *= extent_at(extent, batch_size)
+            count *= extent.count * batch_size if isinstance(extent, PerSample) else extent
         return count
 
     def n_bytes(self, batch_size: int, precision: str) -> int:

@@ -1,4 +1,7 @@
-"""Table look-up. Splitting the vocabulary makes each rank look up its own rows, and the sum is the result."""
+"""Table look-up. Splitting the vocabulary makes each rank look up its own rows, and the sum is the result.
+
+Bags of rows, which are added up, averaged or of which the largest counts, are looked up in tables split by columns.
+"""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +38,7 @@ def _distinct_bytes(call: LocalCall) -> float:
     Of n random positions in a table of m rows, m (1 - exp(-n / m)) differ; those of texts repeat more often. Of a split
     table that part of its own rows; the positions of other ranks are one more.
     """
-    table, positions = call.operands
+    table, positions = call.operands[:2]
     part = -math.expm1(-positions.n_elements(call.batch_size) / call.whole_operands[0].at(1)[0])
     return table.n_bytes(call.batch_size, call.precision) + ADDED_BYTES * part * table.n_elements(1) / _ADDED_FRACTION
 
@@ -48,7 +51,42 @@ def _copy_flops(op: Op, operands: Specs, batch_size: int) -> int:
     return op.outputs[0].n_elements(batch_size)
 
 
+def _bags(op: Op, operands: Specs) -> str:
+    """Table, all positions in a row, where each bag starts, and weights of the positions if there are any."""
+    return f"v^ c, n^, b^{', n^' if len(operands) == 4 else ''} -> b^ c"
+
+
+def _bag_flops(op: Op, operands: Specs, batch_size: int) -> int:
+    return operands[0].n_elements(1) // operands[0].at(1)[0] * operands[1].n_elements(batch_size)
+
+
+def _further_rows(call: LocalCall) -> tuple[float, float]:
+    """All rows of a bag are read for one that is returned; backward adds the gradient of that one to each."""
+    n_columns = call.operands[0].at(1)[1]
+    n_more = call.operands[1].n_elements(call.batch_size) - call.results[0].at(call.batch_size)[0]
+    n_bytes = TensorSpec((max(0, n_more), n_columns), call.results[0].dtype).n_bytes(1, call.precision)
+    return n_bytes, 0.0
+
+
+def _bag_places(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+    """What it returns besides: the bag of each position, the sizes of bags, and where each largest is."""
+    return sum(spec.n_bytes(batch_size, precision) for spec in op.outputs[1:])
+
+
+_EMBEDDING_BAG = OpRule(
+    _bags,
+    flops=_bag_flops,
+    backward_bytes=_distinct_bytes,
+    backward_fixed_s=_sorting_s,
+    n_backward_kernels=SCATTER_KERNELS,
+    further_bytes=_further_rows,
+    extra_saved_bytes=_bag_places,
+    reads_rows=True,
+)
+
 RULES = {
+    "aten.embedding_bag.default": _EMBEDDING_BAG,
+    "aten.embedding_bag.padding_idx": _EMBEDDING_BAG,
     "aten.embedding.default": OpRule(
         _embedding,
         flops=_copy_flops,

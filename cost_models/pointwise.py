@@ -108,6 +108,7 @@ RULES = {
     "aten.mul.Scalar": _LINEAR,
     "aten.div.Tensor": _product(0, linear_in=(0,)),
     "aten.div.Scalar": _LINEAR,
+    "aten.polar.default": OpRule(broadcast_equation, flops_per_point=8.0, saves=(-1,), backward_bytes_ratio=2.0),
     "aten.lerp.Scalar": OpRule(broadcast_equation),
     "aten.lerp.Tensor": OpRule(broadcast_equation, saves=(0, 1, 2), backward_bytes_ratio=2.0),
     "aten.addcmul.default": OpRule(broadcast_equation, saves=(1, 2), backward_bytes_ratio=2.0),

@@ -1,4 +1,5 @@
-"""Recurrent networks: one op for all layers and steps. Every step needs the whole state, so nothing is split.
+"""Recurrent networks: one op for all layers and steps, or for one step of a cell. Nothing is split: every step needs
+the whole state.
 
 per layer, direction and step:  2 * (elements of the weight matrices) FLOPs per sample
 kept for backward:              the gates of every layer and step, and one state (a quarter of an LSTM's gates)
@@ -45,4 +46,7 @@ _RECURRENT = OpRule(
     efficiency="matmul",
 )
 
-RULES = {f"aten.{name}.input": _RECURRENT for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+RULES = {
+    **{f"aten.{name}.input": _RECURRENT for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"aten.{name}_cell.default": _RECURRENT for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}

@@ -240,6 +240,17 @@ _VIEW = OpRule(
 )
 
 
+def _as_complex(op: Op, operands: Specs) -> str:
+    """[..., 2] -> [...]: the last dim is real and imaginary part."""
+    names = dim_names(len(operands[0].shape))
+    return write_equation([marked(names, [len(names) - 1], "^")], names[:-1])
+
+
+def _as_real(op: Op, operands: Specs) -> str:
+    names = dim_names(len(operands[0].shape))
+    return write_equation([names], (*names, "new^"))
+
+
 def _as_second(op: Op, operands: Specs) -> str:
     """x.type_as(y): y gives its dtype, whatever its shape; one of the same shape is split as x is."""
     first, second = (spec.shape for spec in operands)
@@ -308,6 +319,10 @@ RULES = {
     "getitem": _renamed(_piece),
     "aten.contiguous.default": _COPY,
     "aten.clone.default": _COPY,
+    "aten.view_as_complex.default": _renamed(_as_complex),
+    "aten.view_as_real.default": _renamed(_as_real),
+    "aten.real.default": _renamed(broadcast_equation),
+    "aten.imag.default": _renamed(broadcast_equation),
     "aten.alias.default": _renamed(broadcast_equation),
     "aten.detach.default": _renamed(broadcast_equation),
     "aten.to.dtype": _CAST,

@@ -6,12 +6,14 @@ import pytest
 from distributed.programs import graph_of, make_plan
 from test_equivalence import ZERO_BUBBLE_V, assert_equal_to_one_process
 
-from autoplan.cost.boundaries import legal_cuts
+from autoplan import cli
+from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.price import make_pricer
 from autoplan.hardware import load_hardware_profile
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
+from autoplan.tracing.trace import model_source, trace_model
 
 INTERLEAVED = {"schedule": "interleaved", "n_chunks": 2}
 
@@ -103,3 +105,55 @@ def test_a_cut_is_priced_with_all_that_crosses_it():
     cut_s = price(Mesh(pp=2, n_micro_batches=2)).cut_s
     for cut, n_elements in ((7, 512 + 2048 + 1024 + 512), (1, 2048)):
         assert cut_s[cut - 1] == send_s(4 * n_elements, pair=Group(2, 2), hardware=hardware)
+
+
+EARLY_OUTPUT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+    def forward(self, x):
+        return x + F.gelu(self.up(x))
+
+class Score(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(16, 1)
+    def forward(self, x):
+        return self.down(x).square().mean()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Block() for _ in range(4)), Score()])
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                seen = x
+        return {returned}
+
+def build_model(): return Model()
+def make_batch(n): return torch.randn(n, 16), None
+def loss_fn(y, targets): return {loss}
+"""
+
+
+@pytest.mark.parametrize(("returned", "loss", "n_stages"), [("x, seen", "y[0]", 2), ("x", "y", 5)])
+def test_an_output_that_is_made_early_is_named_where_it_forbids_cuts(tmp_path, capsys, returned, loss, n_stages):
+    file = tmp_path / "early.py"
+    file.write_text(EARLY_OUTPUT.replace("{returned}", returned).replace("{loss}", loss))
+    graph = trace_model(model_source(file, {}))
+    assert 1 + sum(legal_cuts(graph)) == n_stages  # before the block that makes `seen`, or before every block
+    why = why_uncut(graph)
+    assert bool(why) is (returned != "x")
+    arguments = ["plan", str(file), "--hw", "dgx_a100_x8", "--global-batch", "8"]
+    assert cli.run(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("of blocks.1 is an output of the model" in said) is bool(why)
+    assert cli.run([*arguments, "--fix", "pp=4,dp=1,tp=1"]) == (5 if why else 0)
+    assert ("no more pieces: " in capsys.readouterr().out) is bool(why)

@@ -18,6 +18,7 @@ import pytest
 import autoplan
 from autoplan import api, cli, errors
 from autoplan.answers.answer import Answer, answer_to_json
+from autoplan.cli.console import told_while_tracing
 from autoplan.files import write_folder
 from autoplan.options import Options
 from autoplan.output import verify
@@ -362,3 +363,15 @@ def test_closed_pipe_is_silent(tmp_path: Path, answer: Answer) -> None:
     command = f"'{sys.executable}' -m autoplan explain '{tmp_path}/out' | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=CHECKOUT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_trace_that_takes_long_says_what_may_shorten_it_and_then_that_it_goes_on(capsys) -> None:
+    with told_while_tracing("model.py", first_s=0.05, every_s=0.05):
+        time.sleep(0.5)
+    said = capsys.readouterr().err
+    assert said.startswith("tracing model.py ...\ntracing takes long")
+    assert said.count("--set") == 2 and "--module-level" in said
+    assert "tracing model.py for 0 s ..." in said
+    with told_while_tracing("model.py", first_s=30.0):
+        pass
+    assert capsys.readouterr().err == "tracing model.py ...\n"

@@ -14,7 +14,7 @@ from autoplan.api import trace_model
 from autoplan.cost.compiled_work import FUSED_FRACTION, compiled_work
 from autoplan.cost.fusions import FusedSegment, fused_segment
 from autoplan.cost.local_segment import LocalSegment, local_segment
-from autoplan.cost.segment_work import segment_work
+from autoplan.cost.segment_work import segment_work, timed, times_of
 from autoplan.cost.work_context import WorkContext, work_contexts
 from autoplan.graph import OWN_GRADIENTS, OpGraph, Segment, TensorSpec
 from autoplan.hardware import load_hardware_profile
@@ -130,6 +130,33 @@ def test_of_a_chain_the_ends_are_kept(tmp_path) -> None:
     assert kept["long"][1] > kept["gelu"][1]  # op by op
 
 
+@pytest.mark.parametrize(
+    ("body", "n_bytes"),
+    [
+        ("F.relu(self.down(self.up(x)))", 1),
+        ("F.relu(x + self.down(self.up(x)))", 1),
+        ("F.leaky_relu(self.down(self.up(x)))", 1),
+        ("torch.clamp(x + self.down(self.up(x)), -1, 1)", 1),
+        ("torch.sigmoid(self.down(self.up(x)))", 2),
+        ("torch.tanh(x + self.down(self.up(x)))", 2),
+        ("F.gelu(self.down(self.up(x)))", 2),
+    ],
+)
+def test_of_a_result_the_compiler_keeps_a_mask_or_what_its_derivative_is_computed_from(
+    tmp_path, body: str, n_bytes: int
+) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(MODEL.replace("x + self.down({body})", body))
+    context, segment, local = block_of(trace_model(file))
+    fused = fused_segment(context, segment, local)
+    work = compiled_work(context, local, fused, segment_work(context, local, 4), 4)
+    one = 4 * 16 * 64
+    # bf16: x and what `up` gives, then of each element of the result; as the graphs that torch 2.13 compiles have it
+    assert work.saved_bytes == 2 * one + 4 * 2 * one + n_bytes * one
+    last = fused.fusions[-1]
+    assert sum(spec.n_bytes(4, "bf16") for spec in last.reads_again) == n_bytes * one
+
+
 def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> None:
     context, segment, local = block_of(llama)
     found = fused_segment(context, segment, local)
@@ -189,3 +216,13 @@ def test_on_a_cpu_blocks_are_compiled_where_that_is_asked_for() -> None:
     assert executions(graph, Options(fix=(("compile", "on"),)), None, device=cpu) == (compiled,)
     hidden = replace(graph, dissolved=(min(OWN_GRADIENTS),))
     assert executions(hidden, Options(), None, device=gpu) == (eager,)
+
+
+def test_ops_that_differ_in_names_are_looked_at_once_and_cost_the_same() -> None:
+    resnet = trace_model(CHECKOUT / "benchmarks" / "models" / "resnet_50.py")
+    context, _, local = block_of(resnet)
+    looked_at = set(local.alike)
+    assert len(looked_at) < len(local.ops) / 2  # three bottlenecks, of which the last two are alike
+    for batch_size in (1, 4):
+        times = times_of(context, local.ops, local.alike, batch_size)
+        assert times == [timed(context, op, batch_size) for op in local.ops]

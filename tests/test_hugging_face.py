@@ -156,6 +156,31 @@ def test_a_class_for_text_is_built_from_the_text_part_of_a_configuration(tmp_pat
     assert read_config(text) == {"head_dim": 8, **DECODER, "num_hidden_layers": 1, "use_cache": False}
 
 
+def test_set_reaches_the_parts_of_a_configuration(tmp_path):
+    listed = {"head_dim": 8, **DECODER, "layer_types": ["full_attention"] * 2}
+    path = written(tmp_path, "gemma3", architectures=["Gemma3ForConditionalGeneration"], text_config=listed)
+    set_to = {"text_config.num_hidden_layers": 1, "vision_config.image_size": 56, "text_config.head_dim": 16}
+    found = read_config(model_file_text(path, set_to)[1])
+    assert found["text_config"]["num_hidden_layers"] == 1
+    assert found["text_config"]["head_dim"] == 16
+    assert found["text_config"]["layer_types"] == ["full_attention"]  # cut with the layers
+    assert found["vision_config"]["image_size"] == 56  # a part that the file leaves to its class
+
+
+def test_set_takes_the_name_of_the_part_also_where_the_model_is_that_part(tmp_path):
+    path = written(tmp_path, "llama4", architectures=["Llama4ForCausalLM"], text_config={"head_dim": 8, **DECODER})
+    named = model_file_text(path, {"text_config.num_hidden_layers": 1})
+    assert named == model_file_text(path, {"num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("name", ["text_config.num_hiden_layers", "txt_config.num_hidden_layers"])
+def test_a_wrong_name_of_a_part_is_answered_with_the_right_one(tmp_path, name):
+    path = written(tmp_path, "gemma3", architectures=["Gemma3ForConditionalGeneration"], text_config=dict(DECODER))
+    nearest = "num_hidden_layers" if name.startswith("text") else "text_config.NAME"
+    with pytest.raises(InputError, match=rf"(?s)--set {name}: .*did you mean \"{nearest}\""):
+        model_file_text(path, {name: 1})
+
+
 def test_images_have_the_size_that_the_part_for_them_names(tmp_path):
     architectures = ["SiglipForImageClassification"]
     path = written(tmp_path, "siglip", architectures=architectures, vision_config={"image_size": 48, "num_channels": 1})

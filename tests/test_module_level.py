@@ -144,6 +144,16 @@ def test_a_degree_that_is_not_offered_is_refused(degree):
     assert problem(fix=((degree, "1"),)).options.fix == ((degree, "1"),)
 
 
+def test_compiled_modules_are_refused_as_nothing_is_known_of_their_gain():
+    with pytest.raises(UsageError, match=r"compile=on beside --module-level(.|\n)*fix: leave compile out"):
+        problem(fix=(("compile", "on"),))
+    assert problem(fix=(("compile", "off"),)).options.fix == (("compile", "off"),)
+    asked = problem(fix=())
+    plan = api.solve(asked).best.plan
+    with pytest.raises(InputError, match=r"mesh\.compile"):
+        api.score(asked, replace(plan, mesh=replace(plan.mesh, compile=True)))
+
+
 def problem(*, fix):
     options = Options(module_level=True, global_batch=64, fix=fix)
     return api.make_problem(DATA_DEPENDENT, hw="dgx_a100_x8", options=options)

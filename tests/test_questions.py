@@ -192,3 +192,12 @@ def test_explain_asks_again_on_the_command_line(asked, tmp_path: Path, capsys) -
     assert found["why_not"]["answer"]["plan"]["tp"] == 2
     assert [row["change"] for row in found["sensitivity"]][:2] == ["as it is", "+1 GiB of memory"]
     assert cli.run(["explain", str(path), "--why-not", "tp=two"]) == 2
+
+
+def test_a_wrong_why_not_is_refused_before_the_model_is_traced_again(asked, tmp_path: Path, capsys) -> None:
+    answer = asked[1]
+    gone = replace(answer, request=replace(answer.request, model="gone/mlp.py"))  # a trace would not find it
+    path = tmp_path / "plan.json"
+    path.write_text(answer_to_json(gone))
+    assert cli.run(["explain", str(path), "--why-not", "microbatch=2"]) == 2
+    assert 'did you mean "micro_batch"' in capsys.readouterr().err

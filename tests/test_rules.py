@@ -36,7 +36,9 @@ NEVER_SPLIT = {
     "aten.linspace.default", "aten.scalar_tensor.default", "aten.cosine_embedding_loss.default",
     "aten.ctc_loss.Tensor",
     "aten.margin_ranking_loss.default", "aten.triplet_margin_loss.default", "aten.lstm.input", "aten.gru.input",
-    "aten.rnn_tanh.input", "aten.rnn_relu.input", "aten.copy_.default", "aten.all.default", "aten.any.default",
+    "aten.rnn_tanh.input", "aten.rnn_relu.input", "aten.lstm_cell.default", "aten.gru_cell.default",
+    "aten.rnn_tanh_cell.default", "aten.rnn_relu_cell.default", "aten.copy_.default", "aten.all.default",
+    "aten.any.default",
     "aten.max.default", "aten.min.default", "aten.mean.default", "aten.prod.default", "aten.norm.Scalar",
     "aten.histc.default", "aten.nll_loss.default",
 }  # fmt: skip
@@ -265,6 +267,8 @@ def check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=0.0,
     names, ends = operand_names(op), ends_of(op, strategy, values, degree)
     whole, expected, seeds = computed or computed_whole(op, values, facts)
     has_gradient = any(result.requires_grad for result in expected)
+    # what is returned beside a split result lies like it, or has other dims and is whole
+    layouts = [strategy.result if result.dim() == expected[0].dim() else R for result in expected]
     padded = [values[n].shape[y.dim] for n, y in zip(names, strategy.operands, strict=True) if y.is_padded]
 
     def on_rank(group):
@@ -284,8 +288,8 @@ def check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=0.0,
             arriving = [
                 shard_of_expert_rows(seed, ends, rank, degree)
                 if strategy.result.kind == "E"
-                else gradient_for(seed, strategy.result, rank, degree)
-                for seed in seeds
+                else gradient_for(seed, layout, rank, degree)
+                for seed, layout in zip(seeds, layouts, strict=True)
             ]
             backward(found, arriving)
         return found, local
@@ -301,7 +305,7 @@ def check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=0.0,
         if strategy.result.kind == "E":
             parts = [torch.cat(parts)]
         if op.target not in UNDEFINED:
-            assert_is_whole(parts, R if strategy.result.kind == "E" else strategy.result, result.detach())
+            assert_is_whole(parts, R if strategy.result.kind == "E" else layouts[index], result.detach())
     for index, (operand, layout) in enumerate(zip(whole, strategy.operands, strict=True)):
         parts = [local[index] for _, local in found]
         if operand.grad is not None and layout.kind == "E":

@@ -186,3 +186,16 @@ def test_wrong_purchase_command_lines_exit_2(arguments: list[str]) -> None:
 def test_mlp_reads_no_tokens() -> None:
     with pytest.raises(UsageError, match="use --samples"):
         autoplan.whatif(MLP, hw=("dgx_a100_x8",), n_tokens=1e9)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["whatif", "gone.py", "--hw", "dgx_a100_x8"],
+        ["advise", "gone.py", "--hw", "dgx_a100_x8"],
+        ["recommend", "gone.py", "--budget", "1000", "--samples", "1e6"],
+    ],
+)
+def test_a_wrong_fix_is_refused_before_the_model_is_traced(arguments: list[str], capsys) -> None:
+    assert cli.run([*arguments, "--fix", "microbatch=2"]) == 2  # there is no such model, which a trace would find
+    assert 'did you mean "micro_batch"' in capsys.readouterr().err

@@ -144,8 +144,15 @@ def _check_word(name: str, word: str, words: Iterable[str]) -> None:
 
 
 def _check_module_level(options: Options) -> None:
-    """Whole modules are neither split nor put on several stages."""
+    """Whole modules are neither split nor put on several stages, nor is it known what compiling them would gain."""
     for name, value in options.fix:
+        if (name, value) == ("compile", "on"):
+            raise UsageError(
+                "--fix compile=on beside --module-level\n"
+                "  expected: compile=off, since what torch.compile makes of operators that were not traced, and whether"
+                " it can follow a forward that branches on data, is not known\n"
+                "  fix: leave compile out, or leave --module-level out if the model can be traced"
+            )
         if name in ("tp", "pp") and int(value) != 1:
             raise UsageError(
                 f"--fix {name}={value} beside --module-level\n"

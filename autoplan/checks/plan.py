@@ -61,6 +61,8 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
     _check_compression(plan)
     if plan.mesh.memory_format not in MEMORY_FORMATS:
         _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
+    if graph.is_module_level and plan.mesh.compile:
+        _refuse("mesh.compile", plan.mesh.compile, "false, since operators inside of whole modules were not traced")
     if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
         _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
     if plan.mesh.wraps_head and (plan.mesh.needs_generated_model or not head_group(graph)):

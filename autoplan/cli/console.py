@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import date
@@ -19,6 +21,10 @@ from autoplan.plain_text import WIDTH
 if TYPE_CHECKING:
     from autoplan.answers.answer import Answer
 
+SLOW_TRACE = """\
+tracing takes long: each op of forward is recorded once, and in a loop over tokens (a scan, a recurrent state) once per
+token. To shorten it: fewer tokens by --set (of an hf: model --set context=64), or fewer layers; --module-level runs the
+model instead, without tensor and pipeline parallelism. Ctrl-C ends it. What was traced is cached."""
 MIN_WIDTH = 72  # of text; narrower terminals break lines themselves
 
 
@@ -79,6 +85,28 @@ def text_width() -> int:
 def tell(text: str) -> None:
     """What is being done, on stderr."""
     click.echo(f"{text} ...", err=True)
+
+
+@contextmanager
+def told_while_tracing(model: object, *, first_s: float = 30.0, every_s: float = 60.0) -> Iterator[None]:
+    """Say that a model is traced; once that has taken `first_s` what may shorten it, and then that it goes on."""
+    tell(f"tracing {model}")
+    is_done, started_s = threading.Event(), time.monotonic()
+
+    def remind() -> None:
+        if is_done.wait(first_s):
+            return
+        click.echo(SLOW_TRACE, err=True)
+        while not is_done.wait(every_s):
+            tell(f"tracing {model} for {time.monotonic() - started_s:.0f} s")
+
+    reminder = threading.Thread(target=remind, daemon=True)
+    reminder.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        reminder.join()
 
 
 def tell_points(n_done: int, n_all: int) -> None:

@@ -12,7 +12,7 @@ import click
 from autoplan.errors import UsageError
 from autoplan.options import MEMORY_FORMATS, PRECISIONS
 
-from .console import json_text, print_result, stdout_kept_clean, tell
+from .console import json_text, print_result, stdout_kept_clean, tell, told_while_tracing
 from .shared_options import DEFAULTS, model_argument, output_option, rules_option
 
 
@@ -71,8 +71,7 @@ def profile_command(
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
     if emit is not None:
         check_target(emit, force=force)
-    with stdout_kept_clean():
-        tell(f"tracing {model}")
+    with stdout_kept_clean(), told_while_tracing(model):
         files = api.measurement_folder(
             model,
             hw=hw,

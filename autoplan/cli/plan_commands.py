@@ -12,7 +12,7 @@ import click
 from autoplan.errors import InfeasibleError, InputError, StoppedError, ToleranceError, UsageError
 from autoplan.options import Options
 
-from .console import json_text, print_answer, print_result, stdout_kept_clean, tell
+from .console import json_text, print_answer, print_result, stdout_kept_clean, tell, told_while_tracing
 from .page_files import PageFiles
 from .shared_options import (
     DEFAULTS,
@@ -133,8 +133,7 @@ def rule_command(
     from autoplan import api
     from autoplan.checks.options import parse_overrides
 
-    tell(f"tracing {model}")
-    with stdout_kept_clean():
+    with told_while_tracing(model), stdout_kept_clean():
         text = api.discover_rules(model, overrides=parse_overrides(overrides), ops=ops, rules=rules)
     print_result(json_text({"rules": text}) if output_format == "json" else text)
 
@@ -173,11 +172,13 @@ def explain_command(
         return
     found, texts = answer_to_dict(answer), []
     rows: tuple[SensitivityRow, ...] = ()
+    fix = parse_fix(why_not)
+    questions.check_why_not(answer, fix)
     with stdout_kept_clean():
         problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
             tell(f"searching with {', '.join(why_not)}")
-            why = questions.why_not(problem, answer, fix=parse_fix(why_not))
+            why = questions.why_not(problem, answer, fix=fix)
             found["why_not"] = {"fix": dict(why.fix), "answer": answer_to_dict(why.instead)}
             texts.append(why_not_report(why))
         if asks_sensitivity:
@@ -222,8 +223,8 @@ def _problem(model: Path, overrides: tuple[str, ...], *, hw: str, hosts: int, op
     from autoplan import api
     from autoplan.checks.options import parse_overrides
 
-    tell(f"tracing {model}")
-    return api.make_problem(model, hw=hw, hosts=hosts, overrides=parse_overrides(overrides), options=options)
+    with told_while_tracing(model):
+        return api.make_problem(model, hw=hw, hosts=hosts, overrides=parse_overrides(overrides), options=options)
 
 
 def _check_status(answer: Answer, options: Options) -> None:

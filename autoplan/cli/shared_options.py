@@ -78,7 +78,7 @@ workload_options = combined(
     click.option(
         "--module-level",
         is_flag=True,
-        help="Run the model instead of tracing it; for branches on data. No tensor or pipeline parallelism.",
+        help="Run the model instead of tracing it; for branches on data. Nothing is split, put on stages or compiled.",
     ),
 )
 

@@ -67,14 +67,35 @@ def legal_cuts(graph: OpGraph) -> tuple[bool, ...]:
     own, which generated stages would not have. Nor is one cut between two calls of a module that writes a buffer, of
     which each stage would have its own.
     """
-    made_by_last = (set(graph.model_outputs) or {graph.loss}).difference(graph.segments[-1].inputs)
-    first_made = next((i for i, op in enumerate(graph.ops) if op.name in made_by_last), len(graph.ops))
-    is_cuttable = not graph.is_module_level and not graph.has_own_gradients
+    first_made = _first_made_output(graph)
     inside = _between_writes(graph)
     return tuple(
-        is_cuttable and segment.stop <= first_made and number not in inside
+        _is_cuttable(graph) and segment.stop <= first_made and number not in inside
         for number, segment in enumerate(graph.segments[:-1])
     )
+
+
+def why_uncut(graph: OpGraph) -> str:
+    """Which output of the model keeps pipelines from being cut behind it, and what to do; "" where none does."""
+    first_made = _first_made_output(graph)
+    behind = [segment for segment in graph.segments[:-1] if segment.stop > first_made]
+    if not behind or not _is_cuttable(graph):
+        return ""
+    op = graph.ops[first_made]
+    return (
+        f"{op.label or op.target} of {behind[0].name} is an output of the model, and all outputs must come from the"
+        " last stage: to have later cuts, let the last part of the model take it, or do not return it"
+    )
+
+
+def _is_cuttable(graph: OpGraph) -> bool:
+    return not graph.is_module_level and not graph.has_own_gradients
+
+
+def _first_made_output(graph: OpGraph) -> int:
+    """The place among the ops of the first output that is not handed to the last segment."""
+    made_by_last = (set(graph.model_outputs) or {graph.loss}).difference(graph.segments[-1].inputs)
+    return next((i for i, op in enumerate(graph.ops) if op.name in made_by_last), len(graph.ops))
 
 
 def _between_writes(graph: OpGraph) -> frozenset[int]:

@@ -25,10 +25,10 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.cost.segment_work import (
     LOSS_STATISTIC_BYTES,
     SegmentWork,
+    fraction_of,
     inside_bytes,
     kept_bytes,
-    over,
-    timed,
+    times_of,
     weight_gradients,
     working_bytes,
 )
@@ -55,15 +55,15 @@ def chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
     if work.chunked is None:
         return None
     more = work.chunked
-    scale = over(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
-    hosts = over(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
+    scale = fraction_of(found.forward_s + found.backward_s, work.forward_s + work.backward_s)
+    hosts = fraction_of(found.host_forward_s + found.host_backward_s, work.host_forward_s + work.host_backward_s)
     return replace(
         more,
         forward_s=found.forward_s,
         backward_s=found.backward_s + scale * (more.backward_s - work.backward_s),
         host_forward_s=found.host_forward_s,
         host_backward_s=found.host_backward_s + hosts * (more.host_backward_s - work.host_backward_s),
-        weight_backward_s=more.weight_backward_s * over(found.backward_s, work.backward_s),
+        weight_backward_s=more.weight_backward_s * fraction_of(found.backward_s, work.backward_s),
     )
 
 
@@ -75,7 +75,7 @@ def n_slices(segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
 def _chunked_work(
     context: WorkContext, segment: LocalSegment, sliced: SlicedOps, work: SegmentWork, batch_size: int
 ) -> SegmentWork:
-    product, times = segment.ops[sliced.indices[0]], [timed(context, op, batch_size) for op in segment.ops]
+    product, times = segment.ops[sliced.indices[0]], times_of(context, segment.ops, segment.alike, batch_size)
     repeats = n_slices(segment, sliced, batch_size) - 1
     own = [times[index] for index in sliced.indices]
     n_launches = repeats * sum(time.n_launches + time.n_backward_launches for time in own) + N_SCALINGS

@@ -15,14 +15,14 @@ The table of what was measured beside what is computed here: benchmarks/compiled
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.fusions import FusedSegment, Fusion
-from autoplan.cost.local_segment import LocalOp, LocalSegment
+from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
-from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, inside_bytes, over, timed, working_bytes
+from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of, inside_bytes, times_of, working_bytes
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import TensorSpec
 
@@ -42,35 +42,110 @@ CALL_LAUNCHES = (15, 24)
 KERNEL_LAUNCHES = 0.8
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledSegment:
+    """A segment as it is compiled: all that does not depend on the micro-batch.
+
+    Attributes:
+        single: its ops that stay kernels of their own; `alike` as in `LocalSegment`.
+        alike_fusions: likewise of its fusions.
+        around: the segment with what is alive around each kernel; see `_around`.
+    """
+
+    local: LocalSegment
+    fused: FusedSegment
+    single: tuple[LocalOp, ...]
+    alike: tuple[int, ...]
+    alike_fusions: tuple[int, ...]
+    around: LocalSegment
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPasses:
+    """What both passes of a compiled segment take and keep, as in `SegmentWork`, whatever the order of its images."""
+
+    forward_s: float
+    backward_s: float
+    host_forward_s: float
+    host_backward_s: float
+    saved_bytes: int
+    working_bytes: int
+    n_kept_tensors: int
+
+
 def compiled_work(
     context: WorkContext, local: LocalSegment, fused: FusedSegment, eager: SegmentWork, batch_size: int
 ) -> SegmentWork:
     """The work of a segment that is fused so, for which `eager` is that of its ops one by one."""
-    context = replace(context, memory_format="channels_last")
-    single = [timed(context, _contiguous(local.ops[index]), batch_size) for index in fused.single]
-    passes = [_fusion_pass(context, local, fusion, batch_size) for fusion in fused.fusions]
+    return as_compiled(eager, compiled_passes(context, compiled_segment(context, local, fused), batch_size))
+
+
+def compiled_segment(context: WorkContext, local: LocalSegment, fused: FusedSegment) -> CompiledSegment:
+    """A segment that is fused so."""
+    single = tuple(_contiguous(local.ops[index]) for index in fused.single)
+    alike_fusions = _alike_fusions(local, fused.fusions)
+    return CompiledSegment(local, fused, single, alike_ops(single), alike_fusions, _around(context, local, fused))
+
+
+def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: int) -> CompiledPasses:
+    """Of a compiled segment and one micro-batch."""
+    local, fused, context = segment.local, segment.fused, replace(context, memory_format="channels_last")
+    single = times_of(context, segment.single, segment.alike, batch_size)
+    known = {
+        place: _fusion_pass(context, local, fused.fusions[place], batch_size) for place in set(segment.alike_fusions)
+    }
+    passes = [known[place] for place in segment.alike_fusions]
     added_bytes = sum(n_passes * _n_bytes(context, [spec], batch_size) for n_passes, spec in fused.additions)
     bandwidth = context.device.copy_bytes_per_s
     n_forward = CALL_LAUNCHES[0] + KERNEL_LAUNCHES * sum(time.n_launches for time in (*passes, *single))
     n_backward = CALL_LAUNCHES[1] + KERNEL_LAUNCHES * sum(time.n_backward_launches for time in (*passes, *single))
-    found = replace(
-        eager,
+    item_bytes = element_bytes(context.precision).gathered
+    return CompiledPasses(
         forward_s=sum(time.forward_s for time in (*passes, *single)),
         backward_s=sum(time.backward_s for time in (*passes, *single)) + added_bytes / bandwidth,
         host_forward_s=host_s(context.device, n_forward),
         host_backward_s=host_s(context.device, n_backward),
         saved_bytes=_saved_bytes(context, local, fused, batch_size),
-        working_bytes=_working_bytes(context, local, fused, batch_size),
+        working_bytes=working_bytes(segment.around, batch_size, weight_item_bytes=item_bytes),
         n_kept_tensors=len(fused.kept),
+    )
+
+
+def as_compiled(eager: SegmentWork, passes: CompiledPasses) -> SegmentWork:
+    """The work of a segment that takes this compiled, for which `eager` is that of its ops one by one."""
+    found = replace(
+        eager,
+        forward_s=passes.forward_s,
+        backward_s=passes.backward_s,
+        host_forward_s=passes.host_forward_s,
+        host_backward_s=passes.host_backward_s,
+        saved_bytes=passes.saved_bytes,
+        working_bytes=passes.working_bytes,
+        n_kept_tensors=passes.n_kept_tensors,
         repeated=WHOLE_PASS,
     )
-    weight_backward_s = eager.weight_backward_s * over(found.backward_s, eager.backward_s)
+    weight_backward_s = eager.weight_backward_s * fraction_of(found.backward_s, eager.backward_s)
     return replace(found, weight_backward_s=weight_backward_s, chunked=chunked_as(found, eager))
 
 
 def _contiguous(op: LocalOp) -> LocalOp:
     """As it reads what a fusion wrote in the order that it wants."""
     return replace(op, is_strided=False, pieces=(False,) * len(op.pieces))
+
+
+def _further(local: LocalSegment, fusion: Fusion) -> tuple[tuple[tuple[TensorSpec, ...], tuple[float, float]], ...]:
+    """(operand that it goes over beyond once, how often forward and backward) for each such op of a fusion."""
+    found = (local.ops[index] for index in fusion.ops if local.ops[index].op.target in FURTHER_PASSES)
+    return tuple((op.operands[:1], FURTHER_PASSES[op.op.target]) for op in found)
+
+
+def _alike_fusions(local: LocalSegment, fusions: tuple[Fusion, ...]) -> tuple[int, ...]:
+    """For each fusion the place of the first that moves the same."""
+    first: dict[object, int] = {}
+    return tuple(
+        first.setdefault((replace(fusion, ops=()), _further(local, fusion)), place)
+        for place, fusion in enumerate(fusions)
+    )
 
 
 def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batch_size: int) -> OpTime:
@@ -80,11 +155,7 @@ def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batc
         return _n_bytes(context, specs, batch_size)
 
     bandwidth = context.device.copy_bytes_per_s * FUSED_FRACTION
-    further = [
-        (n_bytes(op.operands[:1]), FURTHER_PASSES[op.op.target])
-        for op in (local.ops[index] for index in fusion.ops)
-        if op.op.target in FURTHER_PASSES
-    ]
+    further = [(n_bytes(operands), passes) for operands, passes in _further(local, fusion)]
     forward_bytes = n_bytes((*fusion.reads, *fusion.writes)) + sum(size * passes[0] for size, passes in further)
     read_bytes = n_bytes((*fusion.reads_gradients, *fusion.reads_again))
     backward_bytes = read_bytes + n_bytes(fusion.writes_gradients) + sum(size * passes[1] for size, passes in further)
@@ -100,12 +171,11 @@ def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batc
 
 def _saved_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
     inside = sum(inside_bytes(local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
-    masks = sum(spec.n_elements(batch_size) for spec in fused.masks)
-    return _n_bytes(context, fused.kept, batch_size) + masks + inside
+    return _n_bytes(context, fused.kept, batch_size) + inside
 
 
-def _working_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
-    """As in eager mode, where around a fusion there are the gradients that it writes.
+def _around(context: WorkContext, local: LocalSegment, fused: FusedSegment) -> LocalSegment:
+    """The segment for `working_bytes`: as in eager mode, where around a fusion there are the gradients that it writes.
 
     One of these takes the place of a gradient that it read, but where it goes over its operands more than once: there
     are both then. Those of a loss that is split over the classes are float32 until all ranks have added to them.
@@ -122,8 +192,7 @@ def _working_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegmen
             ops[index] = replace(ops[index], rule=None, temporaries=())
         precision = ops[fusion.ops[-1]].precision if is_split else context.precision
         ops[fusion.ops[0]] = replace(ops[fusion.ops[0]], temporaries=tuple(alive), precision=precision)
-    item_bytes = element_bytes(context.precision).gathered
-    return working_bytes(replace(local, ops=tuple(ops)), batch_size, weight_item_bytes=item_bytes)
+    return replace(local, ops=tuple(ops), alike=alike_ops(ops))
 
 
 def _n_bytes(context: WorkContext, specs: Iterable[TensorSpec], batch_size: int) -> int:

@@ -6,14 +6,15 @@ through one of these they are not one: an op fuses with those of its own level, 
 after another before it.
 
 What backward needs of a fusion is computed again inside its kernel, as far as it follows from what is kept anyway. Of
-any other tensor the smaller is kept: itself, or what it is computed from.
+any other tensor the smaller is kept: itself, or what it is computed from. Of a result of the segment whose derivative
+is one of two values, as that of relu, it is kept which, in a byte per element.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.cost.kept_tensors import is_nothing, kept_names
 from autoplan.cost.local_segment import LocalSegment, storage_roots
@@ -25,6 +26,9 @@ from autoplan.rules import operand_names
 _FUSED_TABLES = (factory, loss, normalization, pointwise, reduction, shape)
 FUSED_TARGETS = frozenset(target for table in _FUSED_TABLES for target, rule in table.RULES.items() if not rule.is_view)
 ADD, DROPOUT = "aten.add.Tensor", "aten.dropout.default"
+# Ops of whose results, where they leave the segment, torch keeps where the derivative is which of two values.
+_MASKED = "relu leaky_relu relu6 hardtanh hardsigmoid threshold clamp clamp_min clamp_max softshrink hardshrink"
+MASKED = frozenset(f"aten.{name}.default" for name in _MASKED.split())
 _ANY_BATCH = 2  # at which tensors are compared
 
 
@@ -56,7 +60,7 @@ class FusedSegment:
 
     Attributes:
         single: indices of the ops that are kernels of their own.
-        kept: tensors kept for backward; of `masks` one byte per element.
+        kept: tensors kept for backward, masks too.
         additions: (passes over it, tensor) of gradients of what no fusion writes, which several kernels write a part
             of: one more read where a fusion does, else two reads and a write.
     """
@@ -64,19 +68,17 @@ class FusedSegment:
     fusions: tuple[Fusion, ...]
     single: tuple[int, ...]
     kept: tuple[TensorSpec, ...]
-    masks: tuple[TensorSpec, ...]
     additions: tuple[tuple[int, TensorSpec], ...]
 
 
 def fused_segment(context: WorkContext, segment: Segment, local: LocalSegment) -> FusedSegment:
     """The segment compiled as a whole, or its loss function alone where it is no block of a model that has some."""
     flow = _Dataflow(context, segment, local)
-    kept, masks = flow.kept()
+    kept, masked = flow.kept()
     return FusedSegment(
-        fusions=flow.fusions(kept),
+        fusions=flow.fusions(kept, masked),
         single=flow.single,
-        kept=tuple(flow.spec(name) for name in kept),
-        masks=tuple(flow.spec(name) for name in masks),
+        kept=(*map(flow.spec, kept), *map(flow.mask, masked)),
         additions=tuple(flow.additions()),
     )
 
@@ -117,6 +119,9 @@ class _Dataflow:
     def spec(self, root: str) -> TensorSpec:
         return self._specs[root]
 
+    def mask(self, root: str) -> TensorSpec:
+        return replace(self._specs[root], dtype="bool")
+
     def _read_by(self, index: int) -> list[str]:
         return list(dict.fromkeys(self.root(name) for name in operand_names(self._ops[index])))
 
@@ -138,29 +143,39 @@ class _Dataflow:
     # ----------------------------------------------------------------------------------------- what is kept
 
     def kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What other kernels keep, and then what fusions need that does not follow from it."""
+        """What other kernels keep, and then what fusions need that does not follow from it; and what has a mask."""
         needs = {index: self._needed(index) for index in self._made_by.values()}
+        maskable = {index for name, index in self._made_by.items() if name in self._leaves and self._is_maskable(index)}
         found = {name: None for index in self.single for name in needs[index]}
         found |= {
-            name: None for index in self._fused for name in needs[index] if self._made_by.get(name) not in self._fused
+            name: None
+            for index in self._fused - maskable
+            for name in needs[index]
+            if self._made_by.get(name) not in self._fused
         }
-        masks: dict[str, None] = {}
+        masked: list[str] = []
         sources: dict[str, dict[str, None]] = {}  # what must be kept besides, so that a kernel can compute it again
         for name, index in self._made_by.items():
             if index not in self._fused:
                 continue
-            for operand in (item for item in needs[index] if item not in found and item != name):
-                found.update(sources.get(operand, {operand: None}))
+            missing = [item for item in needs[index] if item not in found]
+            if index in maskable and needs[index] and name not in found:
+                masked.append(name)
+                missing = []
+            for operand in missing:
+                if operand != name:
+                    found.update(sources.get(operand, {operand: None}))
             operands: dict[str, None] = {}
             for operand in self._read_by(index):
                 if not (operand in found or self._is_there(operand)):
                     operands.update(sources.get(operand, {operand: None}))
             sources[name] = operands if self._n_elements(operands) < self._n_elements([name]) else {name: None}
-            if name in needs[index] and name not in found:
-                if name in self._leaves:
-                    masks[name] = None  # of a result, such as that of relu, where it was positive
+            if name in missing:
                 found.update(sources[name])
-        return tuple(found), tuple(masks)
+        return tuple(found), tuple(masked)
+
+    def _is_maskable(self, index: int) -> bool:
+        return index in self._fused and self._ops[index].target in MASKED
 
     def _needed(self, index: int) -> list[str]:
         """Roots of what autograd keeps of an op; a fused loss or norm computes the rest again from its operand."""
@@ -191,28 +206,32 @@ class _Dataflow:
 
     # -------------------------------------------------------------------------------------------- fusions
 
-    def fusions(self, kept: tuple[str, ...]) -> tuple[Fusion, ...]:
+    def fusions(self, kept: tuple[str, ...], masked: tuple[str, ...]) -> tuple[Fusion, ...]:
         members, sources = defaultdict(list), self._kept_sources(kept)
         for index in sorted(self._fused):
             members[self._group_of[index]].append(index)
-        return tuple(self._fusion(tuple(found), kept, sources) for found in members.values())
+        return tuple(self._fusion(tuple(found), kept, masked, sources) for found in members.values())
 
-    def _fusion(self, ops: tuple[int, ...], kept: tuple[str, ...], sources: Mapping[str, set[str]]) -> Fusion:
+    def _fusion(
+        self, ops: tuple[int, ...], kept: tuple[str, ...], masked: tuple[str, ...], sources: Mapping[str, set[str]]
+    ) -> Fusion:
         own, members = [self._ops[index].name for index in ops], set(ops)
         reads = list(dict.fromkeys(name for i in ops for name in self._read_by(i) if name not in own))
         writes = [name for name in own if name in self._leaves or name in kept or set(self._readers[name]) - members]
         gradients = self._facts.gradients
         parts = {name: self._n_gradient_parts(name, members) for name in writes if name in gradients}
         written, passed_on = self._written_gradients(reads, members, parts)
-        again = {source for i in ops for name in self._needed(i) for source in sources.get(name, {name})}
+        masks = [name for name in own if name in masked]
+        needed = {name for i in ops if self._ops[i].name not in masks for name in self._needed(i)}
+        again = {source for name in needed for source in sources.get(name, {name})}
         return Fusion(
             ops=ops,
             reads=tuple(self._specs[name] for name in reads),
-            writes=tuple(self._specs[name] for name in writes),
+            writes=(*(self._specs[name] for name in writes), *map(self.mask, masks)),
             reads_gradients=tuple(
                 self._specs[name] for name, count in parts.items() if name not in passed_on for _ in range(count)
             ),
-            reads_again=tuple(self._specs[name] for name in sorted(again)),
+            reads_again=(*(self._specs[name] for name in sorted(again)), *map(self.mask, masks)),
             writes_gradients=tuple(self._specs[name] for name in written),
             has_weights=any(name in self._facts.parameters and name in gradients for name in reads),
         )

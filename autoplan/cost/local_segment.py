@@ -5,7 +5,7 @@ Segment + layouts of its values --> local ops, conversions, what autograd keeps 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.analysis.chunked_loss import is_sliceable
@@ -13,7 +13,7 @@ from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.cost.kept_tensors import KeptTensor, is_nothing, kept_tensors, n_kept_tensors, n_repeated_ops
 from autoplan.cost.work_context import WorkContext
 from autoplan.equations import argument
-from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Segment, TensorSpec
+from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
 from autoplan.layout import EXCHANGE, Conversion, Layout, R, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
@@ -69,6 +69,7 @@ class LocalSegment:
     """A segment on one rank.
 
     Attributes:
+        alike: for each op the place of the first that takes as much of everything; see `alike_ops`.
         conversions: (global tensor, conversion) for every value that some use reads in another layout, each once, and
             for what ops exchange inside themselves.
         additions: (how often, tensor) of gradients that are added to others.
@@ -77,6 +78,7 @@ class LocalSegment:
         kept: what autograd keeps, apart from what ops keep inside themselves.
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
         weights: (parameter name, local elements) of the trainable parameters it reads; `first_dims` of each.
+        weight_elements: for each op, of how many elements of weights backward has gradients once it is done with it.
         fixed_bytes: buffers and frozen parameters.
         n_kept_tensors: how often autograd keeps a tensor, weights and what is inside an op too; see `kept_tensors`.
         n_repeated_ops: how many of its first ops recomputation runs again; see `kept_tensors`.
@@ -85,6 +87,7 @@ class LocalSegment:
     """
 
     ops: tuple[LocalOp, ...]
+    alike: tuple[int, ...]
     conversions: tuple[tuple[TensorSpec, Conversion], ...]
     additions: tuple[tuple[int, TensorSpec], ...]
     loss_outputs: Specs
@@ -93,6 +96,7 @@ class LocalSegment:
     weight_ops: tuple[int, ...]
     weights: tuple[tuple[str, int], ...]
     first_dims: tuple[int, ...]
+    weight_elements: tuple[int, ...]
     fixed_bytes: int
     n_kept_tensors: int
     n_repeated_ops: int
@@ -109,11 +113,13 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
     inputs = (name for name in segment.inputs if name in gradients)
     n_repeated = n_repeated_ops(context, segment, layouts)
+    ops = tuple(
+        local_op(context, op, layouts.strategies[op.name], strided=strided, pieces=pieces)
+        for op in graph.ops_of(segment)
+    )
     return LocalSegment(
-        ops=tuple(
-            local_op(context, op, layouts.strategies[op.name], strided=strided, pieces=pieces)
-            for op in graph.ops_of(segment)
-        ),
+        ops=ops,
+        alike=alike_ops(ops),
         conversions=_conversions(context, segment, layouts),
         additions=_gradient_additions(context, segment, layouts),
         loss_outputs=_loss_outputs(context, segment, layouts),
@@ -122,6 +128,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         weight_ops=_weight_ops(context, segment, roots),
         weights=weights,
         first_dims=first_dims,
+        weight_elements=_weight_elements(graph.ops_of(segment), weights),
         fixed_bytes=fixed_bytes,
         n_kept_tensors=n_kept_tensors(context, segment, layouts),
         n_repeated_ops=n_repeated,
@@ -143,7 +150,10 @@ def local_op(
     pairs = zip(names, strategy.operands, strict=True)
     operands = tuple(local_spec(facts.specs[name], layout, context.degree) for name, layout in pairs)
     is_strided = any(name in strided for name in names)
-    results = tuple(local_spec(spec, strategy.result, context.degree) for spec in op.outputs)
+    n_dims = len(op.outputs[0].shape)  # what is returned beside a split result lies like it, or has other dims
+    results = tuple(
+        local_spec(spec, strategy.result if len(spec.shape) == n_dims else R, context.degree) for spec in op.outputs
+    )
     of_gradients = (
         spec
         for name, spec in zip(names, operands, strict=True)
@@ -163,6 +173,28 @@ def local_op(
         pieces=tuple(name in pieces and not is_strided for name in names),
         all_reduce_elements=strategy.all_reduce_elements,
     )
+
+
+def alike_ops(ops: Sequence[LocalOp]) -> tuple[int, ...]:
+    """For each op the place of the first that differs in names at most: a block repeats itself, a stage even more."""
+    first: dict[LocalOp, int] = {}
+    return tuple(
+        first.setdefault(replace(local, op=_without_names(local.op)), place) for place, local in enumerate(ops)
+    )
+
+
+def _without_names(op: Op) -> Op:
+    """The call with its operands numbered, so that one that is read twice still is."""
+    numbers = {name: Ref(str(number)) for number, name in enumerate(op.input_names())}
+
+    def numbered(argument: Argument) -> Argument:
+        if isinstance(argument, tuple):
+            return tuple(map(numbered, argument))
+        return numbers[argument.name] if isinstance(argument, Ref) else argument
+
+    args = tuple(map(numbered, op.args))
+    kwargs = tuple((name, numbered(value)) for name, value in op.kwargs)
+    return replace(op, name="", args=args, kwargs=kwargs, module_path="", label="")
 
 
 def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> frozenset[str]:
@@ -262,6 +294,19 @@ def _weight_ops(context: WorkContext, segment: Segment, roots: Mapping[str, str]
         and roots[op.name] == op.name
         and not trained.isdisjoint(roots.get(name, name) for name in operand_names(op))
     )
+
+
+def _weight_elements(ops: Sequence[Op], weights: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """Weights that are read through a view count from the start of the backward pass."""
+    left = dict(weights)
+    read = [{name for name in operand_names(op) if name in left} for op in ops]
+    directly = set().union(*read)
+    total = sum(count for name, count in weights if name not in directly)
+    found = []
+    for names in reversed(read):
+        total += sum(left.pop(name, 0) for name in names)
+        found.append(total)
+    return tuple(reversed(found))
 
 
 def _loss_outputs(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -> Specs:

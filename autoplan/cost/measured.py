@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from autoplan.cost.chunked_loss import chunked_as
-from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, over
+from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import IMAGE_DIMS, LOSS_PATH, OpGraph
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
@@ -154,14 +154,14 @@ def _distance(found: int, wanted: int) -> tuple[float, int]:
 
 def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
     measured = None if row.working_bytes is None else row.working_bytes + computed.weight_bytes
-    working = None if measured is None else over(measured, computed.working_bytes)
+    working = None if measured is None else fraction_of(measured, computed.working_bytes)
     return _Ratio(
         row=row,
-        forward=over(row.forward_s, computed.forward_s),
-        backward=over(row.backward_s, computed.backward_s),
-        host_forward=over(row.host_forward_s, computed.host_forward_s),
-        host_backward=over(row.host_backward_s, computed.host_backward_s),
-        saved=over(row.saved_bytes, computed.saved_bytes),
+        forward=fraction_of(row.forward_s, computed.forward_s),
+        backward=fraction_of(row.backward_s, computed.backward_s),
+        host_forward=fraction_of(row.host_forward_s, computed.host_forward_s),
+        host_backward=fraction_of(row.host_backward_s, computed.host_backward_s),
+        saved=fraction_of(row.saved_bytes, computed.saved_bytes),
         working=working,
     )
 
@@ -173,7 +173,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
         backward_s=row.backward_s,
         host_forward_s=row.host_forward_s,
         host_backward_s=row.host_backward_s,
-        weight_backward_s=work.weight_backward_s * over(row.backward_s, work.backward_s),
+        weight_backward_s=work.weight_backward_s * fraction_of(row.backward_s, work.backward_s),
         saved_bytes=row.saved_bytes,
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )

@@ -31,8 +31,8 @@ from autoplan.cost.boundaries import (
     tied_weight_bytes,
 )
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
-from autoplan.cost.compiled_work import compiled_work
-from autoplan.cost.fusions import FusedSegment, fused_segment
+from autoplan.cost.compiled_work import CompiledPasses, CompiledSegment, as_compiled, compiled_passes, compiled_segment
+from autoplan.cost.fusions import fused_segment
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction, compiled_kinds, execution_of, image_kinds
@@ -240,18 +240,27 @@ def _works_pricer(
         return {kind: of_images[kind] if kind in images else work for kind, work in found.items()}
 
     @cache
-    def fused(tp: int, sharding: str) -> Mapping[int, FusedSegment]:
-        first, found = graph.first_of_kind(), local(tp, sharding)
-        return {kind: fused_segment(contexts(tp), first[kind], found[kind]) for kind in compiled_kinds(graph)}
+    def fused(tp: int, sharding: str) -> Mapping[int, CompiledSegment]:
+        context, first, found = contexts(tp), graph.first_of_kind(), local(tp, sharding)
+        return {
+            kind: compiled_segment(context, found[kind], fused_segment(context, first[kind], found[kind]))
+            for kind in compiled_kinds(graph)
+        }
+
+    @cache
+    def passes(tp: int, sharding: str, micro_batch_size: int) -> Mapping[int, CompiledPasses]:
+        """Of what is compiled, which reads images in the order that it wants."""
+        return {
+            kind: compiled_passes(contexts(tp), segment, micro_batch_size)
+            for kind, segment in fused(tp, sharding).items()
+        }
 
     @cache
     def compiled(tp: int, sharding: str, micro_batch_size: int, memory_format: str) -> Mapping[int, SegmentWork]:
         """With what is compiled as it runs then, without any measurement."""
-        eager, found = computed(tp, sharding, micro_batch_size, memory_format), local(tp, sharding)
-        return {**eager} | {
-            kind: compiled_work(contexts(tp), found[kind], segment, eager[kind], micro_batch_size)
-            for kind, segment in fused(tp, sharding).items()
-        }
+        eager = computed(tp, sharding, micro_batch_size, memory_format)
+        found = passes(tp, sharding, micro_batch_size)
+        return {**eager} | {kind: as_compiled(eager[kind], own) for kind, own in found.items()}
 
     @cache
     def correction(execution: Execution, keeps_modules: bool) -> Correction | None:

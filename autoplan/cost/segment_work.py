@@ -19,7 +19,7 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import WorkContext
 from autoplan.hardware import Device
 from autoplan.layout import Conversion
-from autoplan.rules import LocalCall, operand_names
+from autoplan.rules import LocalCall
 
 LOSS_STATISTIC_BYTES = 4
 
@@ -37,7 +37,7 @@ CONVERSION_KERNELS = {
 }
 
 
-def over(own: float, whole: float) -> float:
+def fraction_of(own: float, whole: float) -> float:
     """How large a part it is; all of nothing."""
     return own / whole if whole else 1.0
 
@@ -56,13 +56,13 @@ class PassParts:
     tp: float
     collectives: float
 
-    def over(self, whole: PassParts) -> PassParts:
+    def fraction_of(self, whole: PassParts) -> PassParts:
         """How large a part of `whole` it is; all of what takes no time."""
         return PassParts(
-            over(self.device, whole.device),
-            over(self.host, whole.host),
-            over(self.tp, whole.tp),
-            over(self.collectives, whole.collectives),
+            fraction_of(self.device, whole.device),
+            fraction_of(self.host, whole.host),
+            fraction_of(self.tp, whole.tp),
+            fraction_of(self.collectives, whole.collectives),
         )
 
 
@@ -106,7 +106,7 @@ class SegmentWork:
 
 def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -> SegmentWork:
     """The sums of one kind of segment."""
-    times = [timed(context, op, batch_size) for op in segment.ops]
+    times = times_of(context, segment.ops, segment.alike, batch_size)
     n_additions, additions_s, _ = gradient_additions(context, segment, batch_size)
     cast_s = _loss_cast_s(context, segment, batch_size)
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
@@ -129,7 +129,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
         n_kept_tensors=segment.n_kept_tensors,
-        repeated=_forward_pass(context, repeated_part(segment), times, batch_size).over(forward),
+        repeated=_forward_pass(context, repeated_part(segment), times, batch_size).fraction_of(forward),
     )
 
 
@@ -148,6 +148,12 @@ def _forward_pass(context: WorkContext, segment: LocalSegment, times: Sequence[O
         tp=_communication_s(context, segment, batch_size, backward=False),
         collectives=context.device.collective_launch_s * _n_collectives(segment, "forward"),
     )
+
+
+def times_of(context: WorkContext, ops: Sequence[LocalOp], alike: Sequence[int], batch_size: int) -> list[OpTime]:
+    """Time of each op; each that has no like before it is looked at."""
+    known = {place: timed(context, ops[place], batch_size) for place in set(alike)}
+    return [known[place] for place in alike]
 
 
 def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
@@ -257,17 +263,12 @@ def working_bytes(
 ) -> int:
     """The largest sum of temporaries around one op and the gradients of weights that backward has computed by then.
 
-    What backward has freed by then is left out. Weights that are read through a view count from the start. Of the ops
-    `without` only the weights count.
+    What backward has freed by then is left out. Of the ops `without` only the weights count.
     """
-    left = dict(segment.weights)
-    read = [{name for name in operand_names(local.op) if name in left} for local in segment.ops]
-    directly = set().union(*read)
-    n_elements = sum(count for name, count in segment.weights if name not in directly)
+    known = {place: _temporary_bytes(segment.ops[place], batch_size) for place in set(segment.alike)}
     largest = 0
-    for index in reversed(range(len(read))):
-        n_elements += sum(left.pop(name, 0) for name in read[index])
-        temporary = 0 if index in without else _temporary_bytes(segment.ops[index], batch_size)
+    for index, (place, n_elements) in enumerate(zip(segment.alike, segment.weight_elements, strict=True)):
+        temporary = 0 if index in without else known[place]
         largest = max(largest, temporary + weight_item_bytes * n_elements)
     return largest
 

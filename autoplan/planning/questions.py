@@ -66,10 +66,18 @@ def judged_again(problem: Problem, answer: Answer) -> Answer:
     return replace(answer, result=replace(answer.result, best=best))
 
 
+def check_why_not(answer: Answer, fix: Fix) -> None:
+    """Return when `why_not` may be asked with this, as far as that is known before the model is traced again.
+
+    Raises: UsageError for a name or a value that no plan has.
+    """
+    if answer.request is not None:
+        _options_with(answer.request.options, fix)
+
+
 def why_not(problem: Problem, answer: Answer, *, fix: Fix) -> WhyNot:
     """The best plan that has `fix`, in the place of what was fixed of the same names and beside the rest."""
-    kept = tuple(pair for pair in problem.options.fix if pair[0] not in dict(fix))
-    options = checked(replace(problem.options, fix=(*kept, *fix)))
+    options = _options_with(problem.options, fix)
     chosen = _judged(problem, answer.best.plan)
     return WhyNot(fix, chosen, decide(replace(problem, options=replace(options, top=0))))
 
@@ -122,6 +130,11 @@ def _host_betterments(hardware: HardwareProfile, *, is_measured: bool) -> tuple[
         tiers = (*hardware.links[:index], faster, *hardware.links[index + 1 :])
         links.append((f"+1 GB/s of {tier.name} ({tier.n_devices} devices)", replace(hardware, links=tiers)))
     return (("+1 GiB of memory", replace(hardware, device=memory)), *links, *([] if is_measured else compute))
+
+
+def _options_with(options: Options, fix: Fix) -> Options:
+    kept = tuple(pair for pair in options.fix if pair[0] not in dict(fix))
+    return checked(replace(options, fix=(*kept, *fix)))
 
 
 def _quick(options: Options) -> Options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoplan.analysis.chunked_loss import why_whole
+from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.graph import OpGraph, is_convolution
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution
@@ -23,7 +24,7 @@ def untried(
 ) -> tuple[str, ...]:
     """One sentence for each; `compiles` says whether the plan has compiled blocks."""
     compiled = COMPUTED_COMPILE if compiles and measured is None else ""
-    found = (_channels_last(graph, measured, rules), _chunked_loss(graph), compiled)
+    found = (_channels_last(graph, measured, rules), _chunked_loss(graph), _uncut(graph), compiled)
     return tuple(sentence for sentence in found if sentence)
 
 
@@ -45,6 +46,12 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
         "Most of the arithmetic is convolutions, which often run faster on images in channels_last: beside contiguous"
         " images that were measured, they must be too, by autoplan profile MODEL --memory-format both on one device."
     )
+
+
+def _uncut(graph: OpGraph) -> str:
+    """Where an output of the model is made early."""
+    why = why_uncut(graph)
+    return f"A pipeline has at most {1 + sum(legal_cuts(graph))} stages: {why}." if why else ""
 
 
 def _chunked_loss(graph: OpGraph) -> str:

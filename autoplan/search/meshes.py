@@ -54,6 +54,7 @@ class SearchSpace:
     Attributes:
         kinds: the kind of each segment, in order.
         cuts: per boundary between neighbouring segments, whether the pipeline may be cut there.
+        why_uncut: which boundaries are not among them that might be, and why; "" for none.
         shardings: per tensor-parallel degree that exists for this model, the keys of its shardings; (1, ("",)) first.
         max_chunks: most stages per rank of an interleaved schedule, where they are not fixed; powers of two are tried.
         max_interleaved_stages: most stages in all of a schedule with several stages per rank; likewise.
@@ -77,6 +78,7 @@ class SearchSpace:
     executions: tuple[Execution, ...] = (Execution(),)
     generated: tuple[bool, ...] = (False,)
     wraps_head: bool = False
+    why_uncut: str = ""
 
     @property
     def n_segments(self) -> int:
@@ -322,7 +324,8 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
         + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
         + (tp_line if fixed(options, "tp") is None else "")
         + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
-        f"  legal micro-batch: divisors of global batch / dp{largest}, at most {MAX_MICRO_BATCHES} of them a step\n"
+        + (f"  no more pieces: {space.why_uncut}\n" if space.why_uncut else "")
+        + f"  legal micro-batch: divisors of global batch / dp{largest}, at most {MAX_MICRO_BATCHES} of them a step\n"
         "  legal zero: 0 when dp = 1\n"
         f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     )

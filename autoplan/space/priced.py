@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autoplan.analysis.head_group import head_group
 from autoplan.checks.fixes import check_fixed
-from autoplan.cost.boundaries import legal_cuts
+from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.cost.grad_compression import Compression
 from autoplan.cost.price import make_pricer
 from autoplan.cost.table import CostTable
@@ -67,6 +67,7 @@ def priced_space(
         executions=executions(graph, options, measured, device=hardware.device),
         generated=codes(graph, options, measured),
         wraps_head=bool(head_group(graph)),
+        why_uncut=why_uncut(graph),
     )
     pricers = {
         size: make_pricer(

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def is_hugging_face(model: str | Path) -> bool:
 def write_model_file(model: str | Path, overrides: Mapping[str, Any]) -> Path:
     """The model file for `hf:PATH`, written to the user's cache; its name holds the hash of its text.
 
-    `overrides` are fields of the configuration, or `context`, the tokens of a sample.
+    `overrides` are fields of the configuration or of its parts (`text_config.hidden_size`), or `context`, the tokens of
+    a sample.
 
     Raises: InputError naming the file and field that cannot be used, or how to install transformers.
     """
@@ -89,8 +91,10 @@ def model_file_text(path: Path, overrides: Mapping[str, Any]) -> tuple[str, str]
     model_type = values["model_type"]
     config_class = _config_class(transformers, path, values)
     class_name, task = _class_and_task(path, values)
-    config_class, values = _part(transformers, config_class, class_name, values)
-    values, context = _with_overrides(config_class, path, values, overrides)
+    part, config_class, values = _part(transformers, config_class, class_name, values)
+    overrides = {name.removeprefix(f"{part}."): value for name, value in overrides.items()} if part else overrides
+    context, fields = overrides.get("context"), {name: overrides[name] for name in overrides if name != "context"}
+    values = _with_overrides(config_class, path, values, fields)
     config = _configuration(config_class, path, values)
     source = _Source(path, _kept(config, values), context)
     constants = task.constants(source, config)
@@ -154,39 +158,52 @@ def _config_class(transformers: Any, path: Path, values: dict[str, Any]) -> Any:
     return found
 
 
-def _part(transformers: Any, config_class: Any, class_name: str, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The configuration that the model's class takes: this one, or the part of it for text, as transformers does."""
+def _part(
+    transformers: Any, config_class: Any, class_name: str, values: dict[str, Any]
+) -> tuple[str, Any, dict[str, Any]]:
+    """What the model's class takes, as transformers does: this configuration (""), or the part of it for text."""
     parts = {name: part for name, part in config_class.sub_configs.items() if name in ("text_config", "decoder")}
     wanted = getattr(getattr(transformers, class_name), "config_class", None) if parts else config_class
     for name, part in parts.items():
         if part is wanted:
-            return part, values.get(name) or {}
-    return config_class, values
+            return name, part, values.get(name) or {}
+    return "", config_class, values
 
 
 def _with_overrides(
-    config_class: Any, path: Path, values: dict[str, Any], overrides: Mapping[str, Any]
-) -> tuple[dict[str, Any], Any]:
-    """The configuration's values with those of `--set`, under the names that its class uses, and `context`."""
+    config_class: Any, path: Path, values: dict[str, Any], overrides: Mapping[str, Any], *, where: str = ""
+) -> dict[str, Any]:
+    """The configuration's values with those of `--set`, under the names that its class uses.
+
+    `text_config.num_hidden_layers` is a field of a part; `where` is that part and the dot behind it.
+    """
     known = _configuration(config_class, path, values)
-    found, context = dict(values), overrides.get("context")
+    parts = [name for name in config_class.sub_configs if hasattr(getattr(known, name, None), "to_dict")]
+    found, of_parts = dict(values), defaultdict[str, dict[str, Any]](dict)
     for name, value in overrides.items():
-        if name == "context":
+        part, _, field = name.partition(".")
+        if field and part in parts:
+            of_parts[part][field] = value
             continue
         if not hasattr(known, name):
-            names = ", ".join(sorted(key for key in known.to_dict() if not key.startswith("_")))
+            names = [key for key in known.to_dict() if not key.startswith("_") and key not in parts]
+            names = sorted([*names, *(f"{key}.NAME" for key in parts)])
             raise InputError.of(
-                f"{PREFIX}{path}: --set {name}",
-                found=f"{name}={value}",
-                expected=f"context, or a field of {config_class.__name__}: {names}",
-                fix=f"use one of these names{nearest(name, known.to_dict())}",
+                f"{PREFIX}{path}: --set {where}{name}",
+                found=f"{where}{name}={value}",
+                expected=f"{'' if where else 'context, or '}a field of {config_class.__name__}: {', '.join(names)}",
+                fix=f"use one of these names{nearest(f'{part}.NAME' if field else name, names)}",
             )
         if name == "num_labels":
             found.pop("id2label", None)
             found.pop("label2id", None)
         found[config_class.attribute_map.get(name, name)] = value
+    for part, fields in of_parts.items():
+        own = getattr(known, part)
+        given = found.get(part) or {"model_type": own.model_type}
+        found[part] = _with_overrides(type(own), path, given, fields, where=f"{where}{part}.")
     layers = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return _with_layers(found, layers, n_layers=getattr(known, layers, None)), context
+    return _with_layers(found, layers, n_layers=getattr(known, layers, None))
 
 
 def _with_layers(values: dict[str, Any], layers: str, *, n_layers: Any) -> dict[str, Any]:

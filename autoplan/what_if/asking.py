@@ -119,8 +119,10 @@ def clusters_of(hw: Sequence[str], hosts: Sequence[int]) -> tuple[tuple[str, int
 def trace_all(question: Question, models: Sequence[Overrides]) -> dict[str, OpGraph]:
     """The graph of the model under each set of arguments, by the `repr` of these.
 
-    Raises: UsageError when tokens are asked for and the model reads none.
+    Raises: UsageError for an option that is not possible, before the first trace, or when tokens are asked for and the
+        model reads none.
     """
+    checked(question.options)
     found = {}
     for overrides in models:
         path, arguments = model_file(question.model, dict(overrides))

@@ -118,6 +118,16 @@ def recurrent(name, n_gates, n_states):
     return function, [(size, 12), (size, 6), (size,), (size,)]
 
 
+def cell(name, n_gates, n_states):
+    def function(x, *weights):
+        state = x[:, 1, :6]
+        found = getattr(torch, f"{name}_cell")(x[:, 0], [state] * 2 if n_states == 2 else state, *weights)
+        return list(found) if n_states == 2 else found
+
+    size = n_gates * 6
+    return function, [(size, 12), (size, 6), (size,), (size,)]
+
+
 CALLS = {
     "linear": (lambda x, w, b: F.linear(x, w, b), [(24, 12), (24,)]),
     "linear without bias": (lambda x, w: F.linear(x, w), [(24, 12)]),
@@ -146,4 +156,8 @@ CALLS = {
     "gru": recurrent("gru", 3, 1),
     "rnn tanh": recurrent("rnn_tanh", 1, 1),
     "rnn relu": recurrent("rnn_relu", 1, 1),
+    "lstm cell": cell("lstm", 4, 2),
+    "gru cell": cell("gru", 3, 1),
+    "rnn tanh cell": cell("rnn_tanh", 1, 1),
+    "rnn relu cell": cell("rnn_relu", 1, 1),
 }

@@ -70,6 +70,20 @@ def vocabulary(n_rows):
     return function, [(n_rows, 24)]
 
 
+def bags(x, w):
+    tokens = ids(x, 12)
+    starts = torch.arange(0, tokens.numel(), 4, device=x.device)
+    flat, scales = tokens.flatten(), (x * 0.5).sum(-1).flatten()
+    return [
+        F.embedding_bag(tokens, w, mode="sum"),
+        F.embedding_bag(tokens, w),
+        F.embedding_bag(tokens, w, mode="max"),
+        F.embedding_bag(flat, w, starts, mode="sum", padding_idx=1),
+        F.embedding_bag(tokens, w, mode="sum", per_sample_weights=scales.reshape(tokens.shape)),
+        ATEN.embedding_bag.default(w, flat, starts, False, 0)[0],
+    ]
+
+
 def reductions(x, w):
     y = x * w
     return [
@@ -139,6 +153,7 @@ CALLS = {
     "counter": (lambda x, w, count: x * w + count.add_(1.0), [(12,), (0, 12)]),
     "reductions": (reductions, [(12,)]),
     "along a dim": (along, [(12,)]),
+    "bags": (bags, [(12, 24)]),
     "vocabulary": vocabulary(12),
     "odd vocabulary": vocabulary(13),
     **{f"losses, {r}": losses(r) for r in ("none", "mean", "sum")},

@@ -120,7 +120,16 @@ def views(x, w):
     ]  # fmt: skip
 
 
+def complex_numbers(x, w):
+    """Pairs of the last dim as numbers, and lengths and angles; not in bfloat16, in which models are traced."""
+    y = (x * w).to(torch.float64)
+    pairs = torch.view_as_complex(y.unflatten(-1, (6, 2)))
+    turned = torch.polar(y, y * 3.0)
+    return [torch.view_as_real(pairs), pairs.imag, turned.real, torch.view_as_real(turned)]
+
+
 CALLS = {
+    "complex numbers": (complex_numbers, [(12,)]),
     "reads": (reads, [(12,), (8, 24)]),
     "writes": (writes, [(12,), (12,)]),
     "moves": (moves, [(12,)]),
