@@ -16,6 +16,7 @@ from autoplan.answers.answer import (
     step_interval_s,
     tokens_per_s,
     trust,
+    with_confidence,
 )
 from autoplan.answers.comparisons import SensitivityRow
 from autoplan.answers.intervals import COVERAGE
@@ -135,7 +136,12 @@ def _basis(best: Candidate) -> str:
 
 def _decision(answer: Answer) -> list[tuple[str, str]]:
     fix = () if answer.request is None else answer.request.options.fix
-    return [*plan_rows(answer.best.plan, answer.splits), *([("asked for", fix_text(fix))] if fix else [])]
+    sure = with_confidence(answer.result)
+    return [
+        *plan_rows(answer.best.plan, answer.splits),
+        *([("asked for", fix_text(fix))] if fix else []),
+        *([("compared with plans that fit", sure.strip())] if sure else []),
+    ]
 
 
 def _kinds_text(answer: Answer) -> str:

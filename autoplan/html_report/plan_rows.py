@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, trust
+from autoplan.answers.answer import (
+    Answer,
+    chance_short,
+    mfu,
+    samples_per_s,
+    short_words,
+    step_interval_s,
+    tokens_per_s,
+    trust,
+)
 from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.plan_charts import cost_usd, named_candidates
 from autoplan.html_report.provenance import provenance_kind, trust_kind
@@ -48,8 +57,12 @@ def candidates_table(answer: Answer) -> Table:
 def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: bool) -> tuple[Cell, ...]:
     estimate = item.estimate
     peak_bytes, limit_bytes = tightest_bytes(estimate)
-    row = [Cell(name), Cell(describe_mesh(item.plan.mesh)), Cell(recompute_text(item.plan))]
-    if estimate.fits:
+    row = [
+        Cell(", ".join(filter(None, (name, short_words(estimate))))),
+        Cell(describe_mesh(item.plan.mesh)),
+        Cell(recompute_text(item.plan)),
+    ]
+    if estimate.fits_as_computed:
         share, slower = mfu(answer.workload, item), estimate.step_s / answer.best.estimate.step_s - 1
         row += cells(
             (format_seconds(estimate.step_s), estimate.step_s),
@@ -198,6 +211,7 @@ def _candidate_record(answer: Answer, name: str, item: Candidate) -> Record:
         "recompute": plan.recompute,
         "precision": plan.precision,
         "fits": estimate.fits,
+        "chance_short_of_memory": chance_short(estimate),
         "step_s": estimate.step_s,
         "step_low_s": low_s,
         "step_high_s": high_s,
