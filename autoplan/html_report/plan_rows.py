@@ -24,7 +24,7 @@ from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values, recompute_text
-from autoplan.report.plan import REASONS, tightest_bytes
+from autoplan.report.plan import reason_text, tightest_bytes
 from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
@@ -139,7 +139,7 @@ def memory_table(answer: Answer) -> Table:
 def rejections_table(answer: Answer) -> Table:
     """The nearest of the meshes that are not the answer, and why."""
     rows = [
-        cells(describe_mesh(item.mesh), REASONS.get(item.reason, item.reason), item.detail)
+        cells(describe_mesh(item.mesh), reason_text(item.reason, answer.result), item.detail)
         for item in nearest_rejections(answer.result.rejected, most=MAX_REJECTIONS)
     ]
     return Table(("plan", "reason", "detail"), tuple(rows))

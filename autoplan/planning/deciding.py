@@ -16,7 +16,7 @@ from autoplan.answers.answer import Answer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware.cluster import Cluster, load_hardware
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import Estimate, Plan
 from autoplan.plan_words import describe_mesh
 from autoplan.planning.answering import answer_of
@@ -64,9 +64,13 @@ def decide(
     """
     result = _search(problem, warm_start=warm_start, clock=clock, patience_s=patience_s)
     if result.best is not None:
-        met = replace(problem, options=replace(problem.options, memory_confidence=result.memory_confidence))
+        met = _with_confidence(problem, result.memory_confidence)
         result = replace(result, best=replace(result.best, estimate=judge(met, result.best.plan)))
     return answer_of(problem, result)
+
+
+def _with_confidence(problem: Problem, confidence: float) -> Problem:
+    return replace(problem, options=replace(problem.options, memory_confidence=confidence))
 
 
 def _with_ops(problem: Problem, answer: Answer) -> Answer:
@@ -93,7 +97,7 @@ def score(problem: Problem, plan: Plan) -> Answer:
             f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"
             f"  fix: add --precision {plan.precision}"
         )
-    estimate = judge(problem, plan)
+    estimate = judge(_with_confidence(problem, AS_COMPUTED), plan)
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
     problem = replace(problem, options=replace(problem.options, precision=plan.precision))

@@ -50,7 +50,7 @@ _STATUS = {
     "unknown": "unknown: stopped before any plan was found",
     "given": "given: this plan was scored as it is, nothing was searched",
 }
-REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.reason`
+_REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.reason`
     "memory": "too large for the memory",
     "bound": "proved slower, without working out a plan",
     "slower": "worked out, and slower",
@@ -361,13 +361,19 @@ def _speed(answer: Answer) -> str:
     return "\n".join(lines)
 
 
+def reason_text(reason: str, result: SearchResult) -> str:
+    """Why a mesh is not the answer, after a number."""
+    sure = with_confidence(result)
+    return f"too large to fit{sure}" if reason == "memory" and sure else _REASONS.get(reason, reason)
+
+
 def rejections_text(result: SearchResult) -> str:
     """How many meshes fell to each reason, and the nearest misses of memory."""
     rejected, counts = result.rejected, result.rejected_by_reason
     if not rejected:
         return ""
     lines = [f"Not chosen, of {count(sum(counts.values()), 'mesh', 'meshes')}:"]
-    lines += [f"  {number} {REASONS.get(reason, reason)}" for reason, number in sorted(counts.items())]
+    lines += [f"  {number} {reason_text(reason, result)}" for reason, number in sorted(counts.items())]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
     misses = dict.fromkeys(
         f"  {describe_mesh(item.mesh)}:\n      {item.detail}" for item in near

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import date
 from typing import Any
 
+from autoplan.options import AS_COMPUTED
 from autoplan.parallel_plan import Breakdown
 from autoplan.plain_text import count, percent
 from autoplan.search import GOOD_ENOUGH
@@ -187,6 +188,7 @@ class Assumptions:
         prices: the user's price file.
         shipped: that of autoplan.
         today: prices are old or fresh by it.
+        memory_confidence: with which plans fit, see `Options`; rows without such a plan have a warning.
     """
 
     shipped: PriceBook
@@ -194,6 +196,7 @@ class Assumptions:
     condition: Condition = Condition()
     prices: PriceBook | None = None
     given_usd: tuple[tuple[str, float], ...] = ()
+    memory_confidence: float = AS_COMPUTED
 
 
 def row_of(
