@@ -20,7 +20,7 @@ from autoplan import api, cli
 from autoplan.answers.answer import Answer, answer_from_json, answer_to_json, chance_short, short_words
 from autoplan.answers.intervals import MEMORY_ERRORS, Errors, chance_above, margin_of, memory_margin
 from autoplan.errors import UsageError
-from autoplan.html_report import chart_files
+from autoplan.html_report import chart_files, plan_page
 from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import Mesh
 from autoplan.planning import questions
@@ -204,6 +204,7 @@ def test_where_nothing_fits_so_the_plan_that_fits_as_computed_is_told_with_its_c
     values = json.loads(answer_to_json(answer))
     assert (values["memory_confidence"], values["unmet_confidence"]) == (AS_COMPUTED, 0.95)
     assert answer_from_json(answer_to_json(answer)).result.unmet_status == "infeasible"
+    assert "no plan was found that fits with 95% confidence" in plan_page(answer)
     # the command succeeds; questions about it are asked with the confidence that was met
     monkeypatch.setattr(api, "make_problem", lambda *_, **__: problem)
     assert cli.run(["plan", str(MLP), "--hw", "dgx_a100_x8"]) == 0
