@@ -6,6 +6,7 @@ module --trace--> OpGraph --plan on rank 0--> Plan --generate--> parallel_model.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from autoplan.runtime import ParallelModel
+    from autoplan.search.result import SearchResult
     from autoplan.tracing.trace import ModelSource
 
 
@@ -125,15 +127,26 @@ def _run_modules(source: ModelSource, module: nn.Module) -> OpGraph:
 
 def _best_plan(graph: OpGraph, hardware: HardwareProfile, options: Options, n_processes: int) -> Plan:
     from autoplan.measure_model.lookup import measurements_of
+    from autoplan.planning.confidence import search_confidently
     from autoplan.search import search
     from autoplan.space.priced import priced_space
 
     global_batch = options.global_batch or default_global_batch(n_processes)
     measured = measurements_of(options, graph, hardware, model=graph.name)
-    offered = priced_space(
-        graph, hardware, options, global_batch=global_batch, n_devices=n_processes, measured=measured
-    )
-    result = search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+
+    def under(options: Options, planless_share: float) -> SearchResult:
+        offered = priced_space(
+            graph, hardware, options, global_batch=global_batch, n_devices=n_processes, measured=measured
+        )
+        return search(
+            offered.space,
+            price=offered.price,
+            options=options,
+            make_plan=offered.make_plan,
+            planless_share=planless_share,
+        )
+
+    result = search_confidently(under, options, clock=time.perf_counter)
     if result.best is None:
         raise PlanMismatchError(
             f"{hardware.name}: no plan for {n_processes} processes ({result.status})\n  found: {result.why_nothing}"

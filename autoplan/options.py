@@ -18,6 +18,7 @@ POWERSGD_START_STEP = 100  # until then gradients are summed whole, as the first
 # Long enough for the best plan of Llama-70B on 64 devices (it is there after 2 to 5 s); the proof that the rest of so
 # large a space is slower takes minutes.
 DEFAULT_TIME_LIMIT_S = 15.0
+AS_COMPUTED = 0.5  # the confidence that memory suffices of a plan that fits as computed, with nothing to spare
 MAX_TIME_LIMIT_S = 1e7  # four months; solvers count in integers
 
 
@@ -33,6 +34,8 @@ class Options:
         time_limit_s: stop searching after this long and return the best plan so far with its gap; None takes as long
             as the proof does.
         max_micro_batch_size: largest micro-batch considered; None considers all that divide a rank's part of the batch.
+        memory_confidence: with what chance memory must suffice for a plan to count as fitting, by how far peaks of
+            earlier runs were off; from `AS_COMPUTED` to below 1. Where nothing fits so, plans that fit as computed do.
         top: how many alternatives the result keeps.
         rules: files with op rules of one's own, in addition to those of `cost_models/`.
         profile: file of measurements of `autoplan profile`; None prices by the hardware profile alone.
@@ -46,6 +49,7 @@ class Options:
     time_limit_s: float | None = DEFAULT_TIME_LIMIT_S
     require_optimal: bool = False
     max_micro_batch_size: int | None = None
+    memory_confidence: float = 0.95
     top: int = 5
     strict: bool = False
     rules: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ The JSON form of each is a contract that outside scripts read: a unit in every n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 SCHEMA_VERSION = 1
@@ -267,6 +268,7 @@ class Estimate:
         memory_parts_bytes: per pipeline rank, (part, bytes) that sum to `needed_bytes`.
         memory_limit_bytes: what a device offers; of several kinds, the one with the least.
         rank_limits_bytes: per pipeline rank, what its devices offer, where they differ; empty where all are alike.
+        memory_margin: of `allocated_bytes`, the share that must be left beside `needed_bytes` for the plan to fit.
         segment_sources: per segment, whether its times are "measured", "scaled" or "calibrated"; empty without a
             measured profile.
     """
@@ -280,6 +282,7 @@ class Estimate:
     segment_sources: tuple[str, ...] = ()
     rank_limits_bytes: tuple[int, ...] = ()
     slowest_rank: int | None = None
+    memory_margin: float = 0.0
     timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
 
     @property
@@ -302,7 +305,17 @@ class Estimate:
         """The pipeline rank that has the least memory left, or lacks the most."""
         return max(range(len(self.needed_bytes)), key=lambda rank: self.needed_bytes[rank] - self.limit_bytes(rank))
 
+    def short_bytes(self, rank: int) -> int:
+        """What a pipeline rank lacks to fit, its margin included; 0 or less where it fits."""
+        margin_bytes = math.ceil(self.memory_margin * self.allocated_bytes[rank])
+        return self.needed_bytes[rank] + margin_bytes - self.limit_bytes(rank)
+
     @property
     def fits(self) -> bool:
-        """Whether every rank stays within its memory limit."""
+        """Whether every rank stays within its memory limit, its margin included."""
+        return all(self.short_bytes(rank) <= 0 for rank in range(len(self.needed_bytes)))
+
+    @property
+    def fits_as_computed(self) -> bool:
+        """Whether every rank stays within its memory limit, with nothing to spare."""
         return self.needed_bytes[self.tightest_rank] <= self.limit_bytes(self.tightest_rank)

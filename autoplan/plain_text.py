@@ -72,6 +72,11 @@ def _printable(cell: str) -> str:
     return "".join(character if character.isprintable() else " " for character in cell)
 
 
+def percent(share: float) -> str:
+    """`95%`, `99.9%`: a share that somebody wrote, in all its digits."""
+    return f"{100 * share:g}%"
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """`1 host`, `2 hosts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"

@@ -18,7 +18,7 @@ import published_rows
 
 from autoplan import api
 from autoplan.hardware import load_hardware_profile
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 
 MODEL = Path(__file__).parent.parent / "examples" / "gpt.py"
 HARDWARE = {"H100-SXM-80GB": "dgx_h100_x8"}
@@ -44,7 +44,8 @@ def predictions_s(row: published_rows.Row) -> Iterator[tuple[int, float, float]]
         fix = (
             f"dp={dp},tp={row['tp']},pp=1,zero={row['zero_stage']},micro_batch={micro_batch},recompute=none,compile=off"
         )
-        options = Options(global_batch=global_batch, fix=tuple(tuple(item.split("=")) for item in fix.split(",")))
+        fixed = tuple(tuple(item.split("=")) for item in fix.split(","))
+        options = Options(global_batch=global_batch, fix=fixed, memory_confidence=AS_COMPUTED)  # they ran
         problem = api.make_problem(MODEL, hw=HARDWARE[row["gpu"]], hosts=n_hosts, overrides=sizes, options=options)
         best = api.decide(problem).result.best
         if best is not None:

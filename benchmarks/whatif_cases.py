@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.checks.options import parse_fix
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 from autoplan.plain_text import text_table
 from autoplan.what_if.asking import ask
 from autoplan.what_if.question import Question
@@ -199,7 +199,7 @@ def row_of(run: Run) -> WhatIfRow:
         network_scales=(run.network_scale,),
         search=run.search,
         time_limit_s=SEARCH_S,
-        options=Options(fix=parse_fix([run.fix])),
+        options=Options(fix=parse_fix([run.fix]), memory_confidence=AS_COMPUTED),  # these plans ran
     )
     return ask(question, n_jobs=1).rows[0]
 

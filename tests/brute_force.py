@@ -40,6 +40,7 @@ class Toy:
     action_s: float = 0.0
     batch_copy_s: float = 0.0
     batch_bytes: int = 0
+    memory_margin: float = 0.0
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
@@ -69,6 +70,7 @@ class Toy:
             action_s=self.action_s if mesh.pp > 1 else 0.0,
             batch_copy_s=self.batch_copy_s / mesh.dp,
             batch_bytes=self.batch_bytes // mesh.dp,
+            memory_margin=self.memory_margin,
         )
 
     def _reduces_often(self, mesh: Mesh) -> bool:

@@ -17,6 +17,8 @@ PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
         ["plan", "toy.py"],
         ["plan", "toy.py", "--hw", "a", "--hosts", "0"],
         ["plan", "toy.py", "--hw", "a", "--precision", "fp8"],
+        ["plan", "toy.py", "--hw", "a", "--memory-confidence", "49"],
+        ["whatif", "toy.py", "--hw", "a", "--memory-confidence", "100"],
         ["plna"],
         ["estimate", "toy.py", "--hw", "a"],
         ["whatif", "toy.py", "--hw", "a", "--hosts", "1,x"],

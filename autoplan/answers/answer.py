@@ -13,21 +13,22 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from autoplan.answers.intervals import (
-    COMPUTED,
     MEMORY_ERRORS,
     STEP_ERRORS,
     Errors,
     chance_above,
     interval,
     is_host_bound,
+    least_known,
 )
 from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
 from autoplan.json_values import decode, encode, loads_finite
 from autoplan.measured_profile.op_times import SegmentComparison
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import SCHEMA_VERSION, Breakdown, Estimate, Plan
+from autoplan.plain_text import percent
 from autoplan.search.result import Candidate, SearchResult, nearest_rejections
 from autoplan.units import SECONDS_PER_HOUR
 
@@ -130,7 +131,7 @@ class Answer:
 
 def trust(estimate: Estimate) -> str:
     """How the times of the segments were found, by the one that is known least; of `intervals.STEP_ERRORS`."""
-    return max(estimate.segment_sources, key=SOURCES.index, default=COMPUTED)
+    return least_known(estimate.segment_sources)
 
 
 def step_interval_s(candidate: Candidate) -> tuple[float, float]:
@@ -165,6 +166,16 @@ def chance_short(estimate: Estimate) -> float:
         chance_above(max(1, allocated + estimate.limit_bytes(rank) - needed), allocated, errors)
         for rank, (allocated, needed) in enumerate(ranks)
     )
+
+
+def with_confidence(result: SearchResult) -> str:
+    """` with 95% confidence`, after "fits", of the plans found; nothing where they fit as computed."""
+    return f" with {percent(result.memory_confidence)} confidence" if result.memory_confidence > AS_COMPUTED else ""
+
+
+def short_words(estimate: Estimate) -> str:
+    """`short 26%`: with what chance memory falls short of a plan that fits as computed, but not with its margin."""
+    return f"short {chance_short(estimate):.0%}" if estimate.fits_as_computed and not estimate.fits else ""
 
 
 def interval_source(estimate: Estimate) -> str:
@@ -252,6 +263,9 @@ def answer_to_dict(answer: Answer) -> dict[str, Any]:
         "status": result.status,
         "gap": result.gap,
         **_summary(answer),
+        "memory_confidence": result.memory_confidence,
+        "unmet_confidence": result.unmet_confidence,
+        "unmet_status": result.unmet_status,
         "bound_s": result.bound_s,
         "provenance": dict(answer.workload.provenance),
         "n_meshes": result.n_meshes,

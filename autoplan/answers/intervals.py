@@ -7,6 +7,11 @@ t(n) is the 95 % quantile of Student's t distribution with n degrees of freedom 
 run falls into the interval with a chance of 90 %, half of the misses on either side; the fewer runs are known, the
 wider it is. Left out: errors are taken as normal and centred, and as alike for all models and plans of one provenance.
 
+Of memory it counts on which side a run misses. A limit L is exceeded with the chance that `chance_above` says, and this
+chance is 1 - c where it is above the prediction by the share that `margin_of` says:
+
+    chance = 1 - Phi(ln(L / predicted) / rms)        margin = exp(rms x Phi^-1(c)) - 1,   Phi the normal distribution
+
 `STEP_ERRORS` and `MEMORY_ERRORS` are the only figures; `errors_of` makes an entry from measured runs, and `coverage`
 says what share of such runs lies inside.
 """
@@ -18,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
+from autoplan.cost.table import CALIBRATED, MEASURED, SCALED, SOURCES
 
 COVERAGE = 0.90
 COMPUTED = "uncalibrated"  # without a measured profile
@@ -87,6 +92,24 @@ def interval(predicted: float, errors: Errors) -> Interval:
 def chance_above(limit: float, predicted: float, errors: Errors) -> float:
     """With what chance the measured value is above a limit, where errors are normal and their rms is known."""
     return 1.0 - NormalDist(0.0, errors.rms).cdf(math.log(limit / predicted))
+
+
+def margin_of(confidence: float, errors: Errors) -> float:
+    """By what share a limit is above a prediction where the measured value is below it with this chance.
+
+    The inverse of `chance_above`; 0 for `confidence` 0.5, since errors are centred.
+    """
+    return math.exp(NormalDist(0.0, errors.rms).inv_cdf(confidence)) - 1.0
+
+
+def memory_margin(sources: Iterable[str], *, confidence: float) -> float:
+    """`margin_of` a peak of memory whose segments were found so."""
+    return margin_of(confidence, MEMORY_ERRORS[least_known(sources)])
+
+
+def least_known(sources: Iterable[str]) -> str:
+    """The way that is known least in which any segment was found; `COMPUTED` without a measured profile."""
+    return max(sources, key=SOURCES.index, default=COMPUTED)
 
 
 def student_t_quantile(probability: float, *, n_degrees: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoplan.errors import UsageError
 from autoplan.options import (
+    AS_COMPUTED,
     BATCH_NORMS,
     GRAD_COMPRESSIONS,
     LOSS_AVERAGES,
@@ -68,6 +69,13 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
         raise UsageError(
             f"time_limit_s: found {options.time_limit_s:g}\n  expected: at most {MAX_TIME_LIMIT_S:g}\n"
             "  fix: use --require-optimal to search for as long as the proof takes"
+        )
+    if not AS_COMPUTED <= options.memory_confidence < 1.0:
+        raise UsageError.of(
+            "memory_confidence",
+            found=f"{options.memory_confidence:g}",
+            expected=f"a chance from {AS_COMPUTED:g}, for plans that fit as computed, to below 1",
+            fix="leave it out for the default",
         )
     for pair in options.fix:
         _check_pair(pair)

@@ -72,6 +72,7 @@ def whatif_command(
     time_limit_s: float | None,
     objective: str,
     module_level: bool,
+    memory_confidence: float,
     rules: tuple[str, ...],
     n_jobs: int | None,
     output_format: str,
@@ -99,7 +100,7 @@ def whatif_command(
         return
     beside = PageFiles(html, charts, png, force)
     beside.check()
-    options = Options(objective=objective, module_level=module_level, rules=rules)
+    options = Options(objective=objective, module_level=module_level, memory_confidence=memory_confidence, rules=rules)
     with stdout_kept_clean():
         question = replace(_question(model, flags, options), time_limit_s=time_limit_s)
         answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=tell_points)
@@ -141,6 +142,7 @@ def recommend_command(
     budget: str | None,
     hw: str | None,
     max_hosts: int,
+    memory_confidence: float,
     n_jobs: int | None,
     output_format: str,
     **flags: Any,
@@ -151,7 +153,9 @@ def recommend_command(
     from autoplan.what_if.sweep import default_n_jobs
 
     with stdout_kept_clean():
-        question = _question(model, {**flags, "hw": hw or ",".join(candidates())}, Options())
+        question = _question(
+            model, {**flags, "hw": hw or ",".join(candidates())}, Options(memory_confidence=memory_confidence)
+        )
         answer = recommend(
             question,
             deadline_s=None if deadline is None else parse_deadline(deadline),
@@ -179,7 +183,13 @@ def recommend_command(
 @sweep_options
 @output_option
 def advise_command(
-    model: str, deadline: str | None, max_hosts: int, n_jobs: int | None, output_format: str, **flags: Any
+    model: str,
+    deadline: str | None,
+    max_hosts: int,
+    memory_confidence: float,
+    n_jobs: int | None,
+    output_format: str,
+    **flags: Any,
 ) -> None:
     """Whether to go multi-GPU, and how: one line per rule that applies to MODEL on these devices and links."""
     from autoplan.what_if.advice_text import advice_text
@@ -189,7 +199,7 @@ def advise_command(
 
     with stdout_kept_clean():
         advice = advise(
-            _question(model, flags, Options()),
+            _question(model, flags, Options(memory_confidence=memory_confidence)),
             max_hosts=max_hosts,
             deadline_s=None if deadline is None else parse_deadline(deadline),
             n_jobs=n_jobs or default_n_jobs(),

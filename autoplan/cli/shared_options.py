@@ -54,6 +54,15 @@ rules_option = click.option(
 profile_option = click.option(
     "--profile", metavar="FILE", help="Measurements of `autoplan profile`, in place of computed times."
 )
+confidence_option = click.option(
+    "--memory-confidence",
+    type=click.FloatRange(50, 100, max_open=True),
+    metavar="PERCENT",
+    default=100 * DEFAULTS.memory_confidence,
+    show_default=True,
+    callback=lambda context, parameter, value: value / 100,
+    help="With what chance memory must suffice for a plan to count as fitting; 50: as computed.",
+)
 workload_options = combined(
     click.option(
         "--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step.  [default: 8 per device]"
@@ -73,6 +82,7 @@ workload_options = combined(
         metavar="SECONDS",
         help=f"Stop searching with the best plan so far [{DEFAULTS.time_limit_s:g}; none under --require-optimal].",
     ),
+    confidence_option,
     click.option("--strict", is_flag=True, help="An op without a cost rule is an error."),
     rules_option,
     click.option(
@@ -102,6 +112,7 @@ money_options = combined(
     ),
 )
 sweep_options = combined(
+    confidence_option,
     click.option("--search", type=click.Choice(["quick", "full"]), help="quick: one stage per rank only. [quick]"),
     click.option("--jobs", "n_jobs", type=click.IntRange(min=1), help="Processes that search. [one per core]"),
 )

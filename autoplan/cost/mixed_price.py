@@ -43,6 +43,7 @@ def make_mixed_pricer(
     rules: Mapping[str, OpRule],
     loss: str | None = None,
     compression: Compression = NO_COMPRESSION,
+    memory_margin: Callable[[tuple[str, ...]], float] = lambda sources: 0.0,
 ) -> MixedPricer:
     """A function that prices one mesh whose pipeline ranks, or shares of the batch, are on these groups, in order."""
     parts = [
@@ -54,6 +55,7 @@ def make_mixed_pricer(
             rules=rules,
             loss=loss,
             compression=compression,
+            memory_margin=memory_margin,
         )
         for group in cluster.groups
     ]

@@ -96,13 +96,15 @@ def make_pricer(
     measured: MeasuredProfile | None = None,
     loss: str | None = None,
     compression: Compression = NO_COMPRESSION,
+    memory_margin: Callable[[tuple[str, ...]], float] = lambda sources: 0.0,
 ) -> Pricer:
     """A function that prices one mesh; what several meshes share is computed once.
 
     `measured` replaces computed times of segments and of the optimizer; see `cost.measured`. `loss` is "whole",
     "chunked", or None for either: then the last segment is chunked where it is chosen to be "recomputed". Gradients are
-    compressed on meshes on which they can be.
+    compressed on meshes on which they can be. `memory_margin` is that of the table, by its `sources`.
     """
+    margin_of = cache(memory_margin)
     collective = cache(lambda kind, n_bytes, group: collective_s(kind, n_bytes, group=group, hardware=hardware))
     element_s = None if measured is None else measured.optimizer_element_s
     contexts = work_contexts(graph, hardware, precision, rules)
@@ -162,6 +164,7 @@ def make_pricer(
             batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=hardware.device.memory_bytes,
+            memory_margin=margin_of(sources),
             sources=sources,
         )
 

@@ -102,6 +102,8 @@ class CostTable:
         reserved_fixed_bytes: device context and communication buffers, outside of the allocator.
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.
+        memory_margin: of what a plan allocates, the share that must be left beside what it needs, since it may
+            allocate more than is computed; the same in all `rank_tables`.
         sources: per kind, one of SOURCES; empty when nothing was measured.
         rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
             `cut_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`, `per_step_s`,
@@ -134,6 +136,7 @@ class CostTable:
     action_s: float = 0.0
     batch_copy_s: float = 0.0
     batch_bytes: int = 0
+    memory_margin: float = 0.0
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""
@@ -151,6 +154,11 @@ class CostTable:
     def constant_bytes(self) -> int:
         """What every rank has allocated all step, whatever its segments."""
         return self.workspace_bytes + self.batch_bytes
+
+    @property
+    def taken_ratio(self) -> float:
+        """Bytes of the device that each allocated byte takes: with gaps of the allocator, and the margin."""
+        return self.reserved_ratio + self.memory_margin
 
     @property
     def overlap_extra(self) -> float:

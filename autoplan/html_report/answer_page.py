@@ -16,6 +16,7 @@ from autoplan.answers.answer import (
     step_interval_s,
     tokens_per_s,
     trust,
+    with_confidence,
 )
 from autoplan.answers.comparisons import SensitivityRow
 from autoplan.answers.intervals import COVERAGE
@@ -39,7 +40,7 @@ from autoplan.html_report.png import chart_texts
 from autoplan.html_report.provenance import KINDS, provenance_kind, trust_kind
 from autoplan.html_report.table import Card, Table, cells
 from autoplan.html_report.timeline import MemoryCurve
-from autoplan.plain_text import rate_text
+from autoplan.plain_text import percent, rate_text
 from autoplan.plan_words import describe_mesh, lanes_of, plan_rows
 from autoplan.report.plan import fix_text, shortage_text, tightest_bytes
 from autoplan.search.result import Candidate
@@ -135,7 +136,13 @@ def _basis(best: Candidate) -> str:
 
 def _decision(answer: Answer) -> list[tuple[str, str]]:
     fix = () if answer.request is None else answer.request.options.fix
-    return [*plan_rows(answer.best.plan, answer.splits), *([("asked for", fix_text(fix))] if fix else [])]
+    sure, unmet = with_confidence(answer.result), answer.result.unmet_confidence
+    return [
+        *plan_rows(answer.best.plan, answer.splits),
+        *([("asked for", fix_text(fix))] if fix else []),
+        *([("compared with plans that fit", sure.strip())] if sure else []),
+        *([("memory", f"no plan was found that fits with {percent(unmet)} confidence")] if unmet else []),
+    ]
 
 
 def _kinds_text(answer: Answer) -> str:

@@ -35,7 +35,7 @@ def named_candidates(answer: Answer) -> list[tuple[str, Candidate]]:
 def cost_usd(answer: Answer, candidate: Candidate) -> tuple[float, str] | None:
     """(US dollars, of what): of a billion tokens, or of a million samples; None without a price."""
     workload = answer.workload
-    if workload.price_usd_per_device_hour is None or not candidate.estimate.fits:
+    if workload.price_usd_per_device_hour is None or not candidate.estimate.fits_as_computed:
         return None
     n_tokens = workload.tokens_per_sample
     n_samples, unit = (MILLION, "a million samples") if n_tokens is None else (BILLION / n_tokens, "a billion tokens")

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, trust
+from autoplan.answers.answer import (
+    Answer,
+    chance_short,
+    mfu,
+    samples_per_s,
+    short_words,
+    step_interval_s,
+    tokens_per_s,
+    trust,
+)
 from autoplan.answers.comparisons import SensitivityRow
 from autoplan.html_report.plan_charts import cost_usd, named_candidates
 from autoplan.html_report.provenance import provenance_kind, trust_kind
@@ -15,7 +24,7 @@ from autoplan.html_report.table import Cell, Table, Value, cells, records_csv
 from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values, recompute_text
-from autoplan.report.plan import REASONS, tightest_bytes
+from autoplan.report.plan import reason_text, tightest_bytes
 from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
@@ -48,8 +57,12 @@ def candidates_table(answer: Answer) -> Table:
 def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: bool) -> tuple[Cell, ...]:
     estimate = item.estimate
     peak_bytes, limit_bytes = tightest_bytes(estimate)
-    row = [Cell(name), Cell(describe_mesh(item.plan.mesh)), Cell(recompute_text(item.plan))]
-    if estimate.fits:
+    row = [
+        Cell(", ".join(filter(None, (name, short_words(estimate))))),
+        Cell(describe_mesh(item.plan.mesh)),
+        Cell(recompute_text(item.plan)),
+    ]
+    if estimate.fits_as_computed:
         share, slower = mfu(answer.workload, item), estimate.step_s / answer.best.estimate.step_s - 1
         row += cells(
             (format_seconds(estimate.step_s), estimate.step_s),
@@ -126,7 +139,7 @@ def memory_table(answer: Answer) -> Table:
 def rejections_table(answer: Answer) -> Table:
     """The nearest of the meshes that are not the answer, and why."""
     rows = [
-        cells(describe_mesh(item.mesh), REASONS.get(item.reason, item.reason), item.detail)
+        cells(describe_mesh(item.mesh), reason_text(item.reason, answer.result), item.detail)
         for item in nearest_rejections(answer.result.rejected, most=MAX_REJECTIONS)
     ]
     return Table(("plan", "reason", "detail"), tuple(rows))
@@ -198,6 +211,7 @@ def _candidate_record(answer: Answer, name: str, item: Candidate) -> Record:
         "recompute": plan.recompute,
         "precision": plan.precision,
         "fits": estimate.fits,
+        "chance_short_of_memory": chance_short(estimate),
         "step_s": estimate.step_s,
         "step_low_s": low_s,
         "step_high_s": high_s,

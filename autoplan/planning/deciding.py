@@ -16,10 +16,11 @@ from autoplan.answers.answer import Answer
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, InputError, UsageError
 from autoplan.hardware.cluster import Cluster, load_hardware
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import Estimate, Plan
 from autoplan.plan_words import describe_mesh
 from autoplan.planning.answering import answer_of
+from autoplan.planning.confidence import search_confidently
 from autoplan.planning.problem import Problem, global_batch_size
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds
@@ -63,8 +64,13 @@ def decide(
     """
     result = _search(problem, warm_start=warm_start, clock=clock, patience_s=patience_s)
     if result.best is not None:
-        result = replace(result, best=replace(result.best, estimate=judge(problem, result.best.plan)))
+        met = _with_confidence(problem, result.memory_confidence)
+        result = replace(result, best=replace(result.best, estimate=judge(met, result.best.plan)))
     return answer_of(problem, result)
+
+
+def _with_confidence(problem: Problem, confidence: float) -> Problem:
+    return replace(problem, options=replace(problem.options, memory_confidence=confidence))
 
 
 def _with_ops(problem: Problem, answer: Answer) -> Answer:
@@ -91,7 +97,7 @@ def score(problem: Problem, plan: Plan) -> Answer:
             f"--profile: read for {problem.options.precision}, the plan is in {plan.precision}\n"
             f"  fix: add --precision {plan.precision}"
         )
-    estimate = judge(problem, plan)
+    estimate = judge(_with_confidence(problem, AS_COMPUTED), plan)
     best = Candidate(plan, estimate, bound_s=estimate.step_s)
     result = SearchResult("given", best, (), (), (), bound_s=None, n_meshes=1, search_s=0.0)
     problem = replace(problem, options=replace(problem.options, precision=plan.precision))
@@ -115,10 +121,11 @@ def cost_table(problem: Problem, plan: Plan) -> CostTable:
     from autoplan.space.mixed_space import price_mixed_plan
     from autoplan.space.priced import price_plan
 
-    graph, hardware, rules = problem.graph, problem.hardware, problem.options.rules
+    graph, hardware, options = problem.graph, problem.hardware, problem.options
+    rules, confidence = options.rules, options.memory_confidence
     if isinstance(hardware, Cluster):
-        return price_mixed_plan(graph, hardware, plan, rule_files=rules)
-    return price_plan(graph, hardware, plan, rule_files=rules, measured=problem.measured)
+        return price_mixed_plan(graph, hardware, plan, rule_files=rules, memory_confidence=confidence)
+    return price_plan(graph, hardware, plan, rule_files=rules, measured=problem.measured, memory_confidence=confidence)
 
 
 def _search(
@@ -128,6 +135,27 @@ def _search(
     clock: Callable[[], float] = time.perf_counter,
     patience_s: float | None = None,
 ) -> SearchResult:
+    def under(options: Options, planless_share: float) -> SearchResult:
+        return _search_once(
+            replace(problem, options=options),
+            warm_start=warm_start,
+            clock=clock,
+            patience_s=patience_s,
+            planless_share=planless_share,
+        )
+
+    return search_confidently(under, problem.options, clock=clock)
+
+
+def _search_once(
+    problem: Problem,
+    *,
+    warm_start: Plan | None,
+    clock: Callable[[], float],
+    patience_s: float | None,
+    planless_share: float,
+) -> SearchResult:
+    """The search with the memory confidence of the options, whatever comes of it."""
     from autoplan.search import search
     from autoplan.search.mixed_search import search_mixed
     from autoplan.space.mixed_space import mixed_space
@@ -137,7 +165,9 @@ def _search(
     try:
         if isinstance(hardware, Cluster):
             mixed = mixed_space(graph, hardware, options, global_batch=batch)
-            return search_mixed(mixed, options=options, clock=clock, patience_s=patience_s)
+            return search_mixed(
+                mixed, options=options, clock=clock, patience_s=patience_s, planless_share=planless_share
+            )
         offered = priced_space(graph, hardware, options, global_batch=batch, measured=problem.measured)
         return search(
             offered.space,
@@ -147,6 +177,7 @@ def _search(
             warm_start=warm_start,
             clock=clock,
             patience_s=patience_s,
+            planless_share=planless_share,
         )
     except InfeasibleError as error:
         return _nothing("infeasible", str(error))

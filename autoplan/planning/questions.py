@@ -49,13 +49,12 @@ def asked_again(answer: Answer, *, folder: Path | None = None) -> Problem:
         raise InputError.of(
             "the plan", found="no plan, or not what was asked for it", expected="an answer of plan", fix="plan again"
         )
+    options = replace(request.options, memory_confidence=answer.result.memory_confidence)  # as was met
     model, overrides = request.model, parse_overrides(request.overrides)
     if folder is not None and not Path(model.removeprefix(PREFIX)).exists():
         # the copy of an hf: model holds the values it was built with
         model, overrides = str(folder / "model.py"), {} if model.startswith(PREFIX) else overrides
-    problem = make_problem(
-        model, hw=request.hw, hosts=request.n_hosts, overrides=overrides, options=_quick(request.options)
-    )
+    problem = make_problem(model, hw=request.hw, hosts=request.n_hosts, overrides=overrides, options=_quick(options))
     score(problem, answer.best.plan)
     return problem
 

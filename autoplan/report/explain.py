@@ -7,11 +7,12 @@ plan.json                          explain_report
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from autoplan.answers.answer import Answer
 from autoplan.answers.comparisons import SensitivityRow, WhyNot
-from autoplan.plain_text import page, text_table
+from autoplan.plain_text import WIDTH, page, text_table
 from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.figures import figures_text
 from autoplan.report.ops import beside_ops_text, ops_text
@@ -29,7 +30,7 @@ from autoplan.report.plan import (
     status_text,
     tightest_bytes,
 )
-from autoplan.report.rivals import AS_FAST, one_device_text
+from autoplan.report.rivals import AS_FAST, memory_risk, one_device_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
@@ -48,7 +49,7 @@ def explain_report(answer: Answer) -> str:
     if answer.result.baselines:
         recipes = [_baseline_line(answer.best, item) for item in answer.result.baselines]
         if answer.result.one_device is not None:
-            recipes.append(f"  {one_device_text(answer.result.one_device, than_s=answer.best.estimate.step_s)}")
+            recipes.append(f"  {one_device_text(answer.result, than_s=answer.best.estimate.step_s)}")
         lines += ["Plain recipes", "\n".join(recipes)]
     word = lanes_of(answer.best.plan).word
     lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops), _beside_ops(answer)]
@@ -74,17 +75,21 @@ def why_not_report(why: WhyNot) -> str:
     elif instead.plan == why.chosen.plan:
         lines += ["The chosen plan has it.", describe_plan(why.chosen.plan)]
     else:
-        lines += [f"{_verdict(why.chosen, instead)}:\n{describe_plan(instead.plan)}", status_text(why.instead)]
+        is_unsure = why.instead.result.unmet_confidence is not None
+        verdict = _verdict(why.chosen, instead, is_unsure=is_unsure)
+        lines += [f"{textwrap.fill(f'{verdict}:', WIDTH)}\n{describe_plan(instead.plan)}", status_text(why.instead)]
         lines += [_difference(why.chosen, instead, other_name="instead")]
     return page(lines)
 
 
-def _verdict(chosen: Candidate, instead: Candidate) -> str:
+def _verdict(chosen: Candidate, instead: Candidate, *, is_unsure: bool) -> str:
     ratio = instead.estimate.step_s / chosen.estimate.step_s - 1.0
     if -GOOD_ENOUGH <= ratio < AS_FAST:
         return "The best plan found that has it is as fast"
     if ratio > 0:
         return f"The best plan found that has it is {ratio:.1%} slower"
+    if is_unsure:
+        return f"The best plan found that has it is {-ratio:.1%} faster, but memory is less sure to suffice"
     return f"It is {-ratio:.1%} faster than the chosen plan, which was not the fastest: plan again, with more time"
 
 
@@ -140,9 +145,10 @@ def _baseline_line(best: Candidate, item: Candidate) -> str:
     if short_bytes > 0:
         return f"  {item.baseline}: does not fit, by {short_bytes / GiB:.1f} GiB\n      {plan}"
     slower = item.estimate.step_s / best.estimate.step_s - 1
+    short = "".join(f"; {line}" for line in memory_risk(item.estimate)) if not item.estimate.fits else ""
     word = "slower" if slower > 0 else "faster"
     cost = "as fast" if abs(slower) < ROUNDED else f"{abs(slower):.0%} {word}"
-    return f"  {item.baseline}: {format_seconds(item.estimate.step_s)} a step, {cost}\n      {plan}"
+    return f"  {item.baseline}: {format_seconds(item.estimate.step_s)} a step, {cost}{short}\n      {plan}"
 
 
 def _sources(answer: Answer) -> str:

@@ -10,15 +10,18 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.answers.answer import (
     Answer,
+    chance_short,
     mfu,
     samples_per_s,
     segment_sources_text,
+    short_words,
     step_interval_s,
     tokens_per_s,
     trust,
+    with_confidence,
 )
 from autoplan.parallel_plan import Estimate, Mesh, Plan
-from autoplan.plain_text import WIDTH, count, page, rate_text, si_count, text_table
+from autoplan.plain_text import WIDTH, count, page, percent, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
     EAGER,
@@ -47,7 +50,7 @@ _STATUS = {
     "unknown": "unknown: stopped before any plan was found",
     "given": "given: this plan was scored as it is, nothing was searched",
 }
-REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.reason`
+_REASONS = {  # why a mesh is not the answer, after a number; see `Rejection.reason`
     "memory": "too large for the memory",
     "bound": "proved slower, without working out a plan",
     "slower": "worked out, and slower",
@@ -110,11 +113,21 @@ def plan_table(answer: Answer) -> str:
     rows = [_plan_row(answer, candidate, note, meshes) for candidate, note in shown]
     rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
-    table = text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9}))
+    table = "\n".join(
+        filter(None, [text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9})), _short_text(answer)])
+    )
     if not answer.best.plan.mesh.compile:
         return table
     has_eager = any(EAGER in row[-1] for row in rows)
     return f"{table}\nall of them compiled{f', but for those marked {EAGER}' if has_eager else ''}"
+
+
+def _short_text(answer: Answer) -> str:
+    """What the mark of `short_words` says, where a recipe has it."""
+    if not any(short_words(item.estimate) for item in answer.result.baselines):
+        return ""
+    text = f"short N%: memory falls short with that chance, so it does not fit{with_confidence(answer.result)}"
+    return textwrap.fill(text, WIDTH)
 
 
 def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[Mesh]) -> tuple[str, ...]:
@@ -131,10 +144,14 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[
         micro_batches_text(mesh),
         mesh.schedule.removesuffix("_v").replace("_", " ") if mesh.pp > 1 else "-",
         plan.recompute,
-        format_seconds(estimate.step_s) if estimate.fits else "too big",
-        "-" if share is None or not estimate.fits else format_share(share),
+        format_seconds(estimate.step_s) if estimate.fits_as_computed else "too big",
+        "-" if share is None or not estimate.fits_as_computed else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        ", ".join(filter(None, (note, *words_beside(plan, answer.best.plan), *unlike_words(mesh, others)))),
+        ", ".join(
+            filter(
+                None, (note, short_words(estimate), *words_beside(plan, answer.best.plan), *unlike_words(mesh, others))
+            )
+        ),
     )
 
 
@@ -235,11 +252,14 @@ def status_text(answer: Answer) -> str:
     """What is proved of the answer, of which plans, and what the search took."""
     result = answer.result
     if result.status == "optimal" and result.n_meshes == 1 and _fix(answer):
-        return textwrap.fill(f"given: there is one mesh {_of_these(answer)}, and this is its fastest plan", WIDTH)
+        fastest = f"given: there is one mesh {_of_these(answer)}, and this is its fastest plan{_that_fits(result)}"
+        return "\n".join([*_unmet(answer), textwrap.fill(fastest, WIDTH)])
     if result.status == "feasible":
         status = f"feasible: the search {_STOPPED[result.stopped_by]};\n{_worst_case(answer)}"
     else:
-        status = _STATUS[result.status].format(better=_word(answer, "faster", "cheaper"), of_these=_of_these(answer))
+        status = _STATUS[result.status].format(
+            better=_word(answer, "faster", "cheaper"), of_these=_of_these(answer) + _that_fits(result)
+        )
     if result.status == "given" or result.n_meshes == 0:
         return status
     if _is_beyond(answer):
@@ -248,7 +268,26 @@ def status_text(answer: Answer) -> str:
             f"other such plans may be {_word(answer, 'faster', 'cheaper')}"
         )
     considered = f"{count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
-    return "\n".join([*(textwrap.fill(line, WIDTH) for line in status.splitlines()), considered])
+    return "\n".join([*_unmet(answer), *(textwrap.fill(line, WIDTH) for line in status.splitlines()), considered])
+
+
+def _that_fits(result: SearchResult) -> str:
+    """What else is true of the plans that are compared, where some margin of memory is asked for."""
+    sure = with_confidence(result)
+    return f" that fits{sure}" if sure else ""
+
+
+def _unmet(answer: Answer) -> list[str]:
+    """Where memory suffices for no plan with the confidence asked for: that, and what it is for the chosen one."""
+    result = answer.result
+    if result.unmet_confidence is None:
+        return []
+    nothing = "it is proved that nothing" if result.unmet_status == "infeasible" else "nothing was found that"
+    these = f" {_of_these(answer)}" if _fix(answer) else ""
+    chance = f"its memory falls short with a chance of {chance_short(answer.best.estimate):.0%}"
+    sure = f"{percent(result.unmet_confidence)} confidence"
+    text = f"{nothing}{these} fits with {sure}; this plan fits as computed, {chance}"
+    return textwrap.wrap(text, WIDTH)
 
 
 def _is_beyond(answer: Answer) -> bool:
@@ -263,7 +302,8 @@ def _worst_case(answer: Answer) -> str:
         return "nothing is proved of how good its plan is"
     excess = max(0.0, answer.best.estimate.step_s / answer.result.bound_s - 1.0)
     share = f"{excess:.1%}" if excess >= GOOD_ENOUGH else f"{excess:.2%}"
-    return f"its plan is at most {share} {_word(answer, 'slower', 'dearer')} than any other {_of_these(answer)}"
+    better = _word(answer, "slower", "dearer")
+    return f"its plan is at most {share} {better} than any other {_of_these(answer)}{_that_fits(answer.result)}"
 
 
 def _word(answer: Answer, of_time: str, of_cost: str) -> str:
@@ -316,9 +356,15 @@ def _speed(answer: Answer) -> str:
     if n_idle:
         is_of_time = answer.workload.objective == "time"
         is_proved = is_of_time and answer.result.status == "optimal" and not _is_beyond(answer)
-        faster = f"faster plan {_of_these(answer)}" if _fix(answer) else "faster plan"
+        faster = (f"faster plan {_of_these(answer)}" if _fix(answer) else "faster plan") + _that_fits(answer.result)
         lines.append(f"{count(n_idle, 'device')} left idle" + (f": no {faster} uses them" if is_proved else ""))
     return "\n".join(lines)
+
+
+def reason_text(reason: str, result: SearchResult) -> str:
+    """Why a mesh is not the answer, after a number."""
+    sure = with_confidence(result)
+    return f"too large to fit{sure}" if reason == "memory" and sure else _REASONS.get(reason, reason)
 
 
 def rejections_text(result: SearchResult) -> str:
@@ -327,7 +373,7 @@ def rejections_text(result: SearchResult) -> str:
     if not rejected:
         return ""
     lines = [f"Not chosen, of {count(sum(counts.values()), 'mesh', 'meshes')}:"]
-    lines += [f"  {number} {REASONS.get(reason, reason)}" for reason, number in sorted(counts.items())]
+    lines += [f"  {number} {reason_text(reason, result)}" for reason, number in sorted(counts.items())]
     near = sorted((i for i in rejected if i.short_bytes is not None), key=lambda item: item.short_bytes or 0)
     misses = dict.fromkeys(
         f"  {describe_mesh(item.mesh)}:\n      {item.detail}" for item in near

@@ -1,12 +1,13 @@
 """Why the chosen plan, in a line each: the next best mesh, the best plain recipe, one device, and what they lose by;
-and, where memory may be short, the best of these that has room.
+and with what chance its memory falls short, where that is worth a line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust
+from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust, with_confidence
+from autoplan.parallel_plan import Estimate
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
     choice_words,
@@ -17,8 +18,7 @@ from autoplan.plan_words import (
     zero_text,
 )
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.preference import is_tight
-from autoplan.search.result import Candidate, OneDevice
+from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import GiB, format_seconds
 
 AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
@@ -34,26 +34,17 @@ def rivals_text(answer: Answer) -> list[str]:
         recipe = min(recipes, key=value)
         lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
-        lines.append(one_device_text(result.one_device, than_s=best.estimate.step_s))
-    return [*lines, *_memory_risk(answer)]
+        lines.append(one_device_text(result, than_s=best.estimate.step_s))
+    return [*lines, *memory_risk(best.estimate)]
 
 
-def _memory_risk(answer: Answer) -> list[str]:
-    """`memory falls short with a chance of 29%: uncalibrated peaks are off by 4.1%`, and what has room for that."""
-    best, result = answer.best, answer.result
-    loss, value = _measures(answer)
-    chance = chance_short(best.estimate)
+def memory_risk(estimate: Estimate) -> list[str]:
+    """`memory falls short with a chance of 29%: uncalibrated peaks are off by 4.1%`; nothing where that is unlikely."""
+    chance = chance_short(estimate)
     if chance < RISKY:
         return []
-    off = f"{trust(best.estimate)} peaks are off by {memory_errors(best.estimate).rms:.1%}"
-    lines = [f"memory falls short with a chance of {chance:.0%}: {off}"]
-    is_fixed = answer.request is not None and bool(answer.request.options.fix)
-    recipes = () if is_fixed else result.baselines  # these are priced whatever is fixed
-    safe = [item for item in (*result.alternatives, *recipes) if chance_short(item.estimate) < RISKY]
-    if safe:
-        item = min(safe, key=value)
-        lines.append(f"with room: {_degrees(item, than=best)}, {loss(best, item)}")
-    return lines
+    off = f"{trust(estimate)} peaks are off by {memory_errors(estimate).rms:.1%}"
+    return [f"memory falls short with a chance of {chance:.0%}: {off}"]
 
 
 def _measures(answer: Answer) -> tuple[Callable[[Candidate, Candidate], str], Callable[[Candidate], float]]:
@@ -61,11 +52,14 @@ def _measures(answer: Answer) -> tuple[Callable[[Candidate, Candidate], str], Ca
     return (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
 
 
-def one_device_text(alone: OneDevice, *, than_s: float) -> str:
-    """`one device: 143 s, 7.6 times the step`, or how much it lacks at the least."""
+def one_device_text(result: SearchResult, *, than_s: float) -> str:
+    """`one device: 143 s, 7.6 times the step`, or how much it needs at the least."""
+    alone = result.one_device
+    assert alone is not None
     if alone.step_s is None:
         needed, limit = alone.needed_bytes / GiB, alone.memory_limit_bytes / GiB
-        return f"one device: does not fit: {needed:.1f} GiB or more of {limit:.1f} GiB"
+        sure = with_confidence(result) if alone.needed_bytes <= alone.memory_limit_bytes else ""
+        return f"one device: does not fit{sure}: {needed:.1f} GiB or more of {limit:.1f} GiB"
     return f"one device: {format_seconds(alone.step_s)}, {alone.step_s / than_s:.1f} times the step"
 
 
@@ -100,8 +94,7 @@ def _loss(best: Candidate, item: Candidate) -> str:
     if slower < -GOOD_ENOUGH:  # a recipe is priced whatever is fixed
         return f"{slower:+.1%}, but not what --fix asks for"
     if slower < 0:  # within the gap of the search
-        is_tighter = is_tight(item.estimate) and not is_tight(best.estimate)
-        return f"{slower:+.2%}, but {'leaves less memory' if is_tighter else 'less simple'}"
+        return f"{slower:+.2%}, but less simple"
     parts = [
         (getattr(item.estimate.breakdown, field) - getattr(best.estimate.breakdown, field), label)
         for field, label in BREAKDOWN_LABELS

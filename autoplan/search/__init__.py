@@ -78,6 +78,7 @@ def search(
     warm_start: Plan | None = None,
     clock: Callable[[], float] = time.perf_counter,
     patience_s: float | None = None,
+    planless_share: float = 1.0,
 ) -> SearchResult:
     """The best plan of `space`, or the proof that none fits.
 
@@ -87,12 +88,13 @@ def search(
     that may be good, say the best one on a similar cluster; where the space has its mesh, it is judged first.
 
     The time limit counts from the start, and what the answer takes to write is within it. With patience it counts from
-    when all meshes are known and a plan is; a search without any plan goes on for `patience_s`.
+    when all meshes are known and a plan is; a search without any plan goes on for `patience_s`. It ends after
+    `planless_share` of either when no plan is known by then.
 
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
     """
-    state = SearchState(options, price, clock, clock(), patience_s)
+    state = SearchState(options, price, clock, clock(), patience_s, planless_share)
     found: tuple[Baseline, ...] = ()
     alone = None
     try:

@@ -145,7 +145,8 @@ def _baselines(name: str, table: CostTable, recompute: tuple[bool, ...], *, spac
 
 def _short_bytes(plan: Baseline) -> int:
     """What a plan that does not fit lacks."""
-    return max(plan.judged.estimate.needed_bytes) - plan.judged.estimate.memory_limit_bytes
+    estimate = plan.judged.estimate
+    return max(map(estimate.short_bytes, range(len(estimate.needed_bytes))))
 
 
 def _judge(table: CostTable, stages: tuple[StagePlan, ...]) -> Judged:

@@ -183,11 +183,11 @@ def in_flight(mesh: Mesh, stage: int) -> int:
 
 
 def memory_room_bytes(table: CostTable, *, stages: Iterable[int] = ()) -> float:
-    """What the segments of a rank may allocate so that its reserved bytes stay within the limit.
+    """What the segments of a rank may allocate so that what is needed, and the margin, stay within the limit.
 
     With its stages, what these need at the least to send and to receive is taken off.
     """
-    allocated_bytes = (table.memory_limit_bytes - table.reserved_fixed_bytes) / table.reserved_ratio
+    allocated_bytes = (table.memory_limit_bytes - table.reserved_fixed_bytes) / table.taken_ratio
     least = sum(_least_buffer_bytes(table, stage) for stage in stages)
     return allocated_bytes - table.constant_bytes - least
 
@@ -210,7 +210,18 @@ def _least_message_bytes(message_bytes: tuple[int, ...], cut_s: tuple[float | No
 
 
 def shortfall_bytes(table: CostTable) -> int:
-    """How many bytes some rank lacks at the least, whatever the plan; 0 when that is not proved by this.
+    """How many bytes some rank lacks at the least, its margin included; 0 when that is not proved by this."""
+    taken = math.floor(least_allocated_bytes(table) * table.taken_ratio + table.reserved_fixed_bytes)
+    return max(0, taken - table.memory_limit_bytes)
+
+
+def least_needed_bytes(table: CostTable) -> int:
+    """No plan of the mesh needs less on all ranks."""
+    return math.floor(least_allocated_bytes(table) * table.reserved_ratio + table.reserved_fixed_bytes)
+
+
+def least_allocated_bytes(table: CostTable) -> float:
+    """What some rank allocates at the least, whatever the plan.
 
     While one segment runs in a later pass than the first of its stage, that stage holds the gradients of all its
     segments; while the last one of a stage runs, all activations. With several stages per rank not all need accumulate
@@ -239,8 +250,7 @@ def shortfall_bytes(table: CostTable) -> int:
     if leaves_all_gradients(table):
         average = max(average, _total(table, partial(after_pass_bytes, table)) / mesh.pp)
     buffers = min(_least_buffer_bytes(table, stage) for stage in (0, mesh.n_stages - 1))
-    allocated = max(average, largest) + table.constant_bytes + buffers
-    return max(0, math.floor(allocated * table.reserved_ratio + table.reserved_fixed_bytes) - table.memory_limit_bytes)
+    return max(average, largest) + table.constant_bytes + buffers
 
 
 def alone_bytes(table: CostTable, cost: SegmentCost) -> int:

@@ -6,7 +6,7 @@ from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import MakePlan
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.preference import Scored, is_tight, simplest
+from autoplan.search.preference import Scored, simplest
 from autoplan.search.rejections import rejected
 from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
@@ -45,6 +45,7 @@ def result_of(
         first_plan_s=state.first_plan_s,
         stopped_by=_stopped_by(state, status, bound),
         one_device=alone,
+        memory_confidence=state.options.memory_confidence,
     )
 
 
@@ -53,10 +54,7 @@ def _simplest_first(state: SearchState, bound: float) -> list[int]:
     ranking = list(state.ranking())
     if not ranking:
         return ranking
-    scored = [
-        Scored(state.score(index), state.meshes[index], plan.stages, is_tight=is_tight(plan.estimate))
-        for index, plan in ((index, state.plans[index]) for index in ranking)
-    ]
+    scored = [Scored(state.score(index), state.meshes[index], state.plans[index].stages) for index in ranking]
     answer = ranking.pop(simplest(scored, bound=bound, gap=state.gap))
     return [answer, *ranking]
 

@@ -10,7 +10,7 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.mixed_rejections import least_short
 from autoplan.search.mixed_state import Found, MixedState
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.preference import Scored, is_tight, simplest
+from autoplan.search.preference import Scored, simplest
 from autoplan.search.result import Candidate, OneDevice, Rejection, SearchResult
 from autoplan.solver.linear_model import INFINITY
 
@@ -49,6 +49,7 @@ def result_of(state: MixedState) -> SearchResult:
         first_plan_s=state.first_plan_s,
         stopped_by=_stopped_by(state, bound_s) if status in ("feasible", "unknown") else state.stopped,
         one_device=_one_device(state),
+        memory_confidence=state.options.memory_confidence,
     )
 
 
@@ -69,10 +70,9 @@ def _simplest_first(candidates: list[Candidate], *, bound_s: float, gap: float) 
     """The answer, then the others, fastest first."""
     if not candidates:
         return candidates
-    plans = [(item, item.plan) for item in candidates]
     scored = [
-        Scored(item.estimate.step_s, plan.mesh, plan.stages, max(1, len(plan.groups)), is_tight(item.estimate))
-        for item, plan in plans
+        Scored(item.estimate.step_s, item.plan.mesh, item.plan.stages, max(1, len(item.plan.groups)))
+        for item in candidates
     ]
     chosen = simplest(scored, bound=bound_s, gap=gap)
     return [candidates[chosen], *candidates[:chosen], *candidates[chosen + 1 :]]

@@ -34,8 +34,8 @@ def repaired(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str 
         estimate = simulate(table, stages)
         if estimate.fits:
             return fitting(table, [stages], recompute=recompute)
-        short_bytes = [needed - estimate.limit_bytes(rank) for rank, needed in enumerate(estimate.needed_bytes)]
-        more = tuple(_recomputing_more(table, rank, stage, short_bytes[rank]) for rank, stage in enumerate(stages))
+        ranks = enumerate(stages)
+        more = tuple(_recomputing_more(table, rank, stage, estimate.short_bytes(rank)) for rank, stage in ranks)
         if more == stages:
             return None
         stages = more

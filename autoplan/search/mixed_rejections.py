@@ -7,6 +7,7 @@ import numpy as np
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh
 from autoplan.search.mixed_meshes import Family, Groups
+from autoplan.search.rejections import with_margin
 from autoplan.search.result import Rejection
 from autoplan.solver.linear_model import INFINITY
 from autoplan.units import GiB
@@ -33,6 +34,6 @@ def rejection(table: CostTable, groups: Groups, *, bound_s: float) -> Rejection:
     """Of a mesh without a plan that fits and is faster than `bound_s`."""
     where = _where(table.mesh, groups)
     if bound_s == INFINITY:
-        detail = f"{where}: some stage needs more than its device has"
+        detail = f"{where}: some stage needs more{with_margin(table)} than its device has"
         return Rejection(table.mesh, "memory", detail, short_bytes=1)
     return Rejection(table.mesh, "bound", f"{where}: no plan of it is faster than {bound_s:.6g} s")

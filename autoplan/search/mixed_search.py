@@ -56,14 +56,15 @@ def search_mixed(
     options: Options,
     clock: Callable[[], float] = time.perf_counter,
     patience_s: float | None = None,
+    planless_share: float = 1.0,
 ) -> SearchResult:
-    """The best plan of `space`, with the bound that is proved; see `search`.
+    """The best plan of `space`, with the bound that is proved; for the last two see `search`.
 
     Of the pipelines over several groups, those examined are among the result's `rejected`, the rest are only counted.
 
     Raises: InfeasibleError if there is no mesh at all; InputError for a wrong fix.
     """
-    state = MixedState(space, options, clock, clock(), patience_s)
+    state = MixedState(space, options, clock, clock(), patience_s, planless_share)
     try:
         state.shapes = tuple(shapes(space, options))
         state.queue = MeshQueue(space, state.shapes)

@@ -34,6 +34,7 @@ class MixedState:
     clock: Callable[[], float]
     started_s: float
     patience_s: float | None = None  # the time limit while there is no plan
+    planless_share: float = 1.0  # of the time limit, while there is no plan
     shapes: tuple[Shape, ...] = ()
     queue: MeshQueue | None = None  # of pipelines, not yet
     shares: ShareQueue | None = None  # not yet
@@ -73,7 +74,9 @@ class MixedState:
         limit_s = self.options.time_limit_s
         if limit_s is not None and self.patience_s is not None and self.best_s == INFINITY:
             limit_s = self.patience_s
-        return INFINITY if limit_s is None else limit_s
+        if limit_s is None:
+            return INFINITY
+        return self.planless_share * limit_s if self.best_s == INFINITY else limit_s
 
     def remaining_s(self) -> float:
         """Time left; INFINITY when there is no limit."""

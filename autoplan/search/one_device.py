@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autoplan.options import Options
 from autoplan.search.baselines import best_of
-from autoplan.search.bounds import shortfall_bytes
+from autoplan.search.bounds import least_needed_bytes, shortfall_bytes
 from autoplan.search.meshes import Price, SearchSpace, meshes_of
 from autoplan.search.result import OneDevice
 
@@ -27,8 +27,7 @@ def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevi
     possible = [mesh for mesh in meshes if short[mesh] <= 0]
     if not possible:  # proved, so nothing is replayed
         closest = min(meshes, key=lambda mesh: short[mesh])
-        limit_bytes = price(closest).memory_limit_bytes
-        return OneDevice(None, limit_bytes + short[closest], limit_bytes)
+        return OneDevice(None, least_needed_bytes(price(closest)), price(closest).memory_limit_bytes)
     found = best_of("one device", [possible], (False, True), space=space, price=price)
     assert found is not None
     estimate = found.judged.estimate

@@ -229,7 +229,7 @@ def least_memory(
     if solution.objective is None or solution.bound is None:
         return None
     stages = decode(form, solution.values)
-    short_bytes = int(max(0.0, solution.bound) * MiB * table.reserved_ratio)
+    short_bytes = int(max(0.0, solution.bound) * MiB * table.taken_ratio)
     return Judged(stages, simulate(table, stages)), short_bytes
 
 

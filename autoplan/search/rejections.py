@@ -18,11 +18,16 @@ STOPS = {"interrupted": "interrupted", "time limit": "not examined in time"}  # 
 def short_somewhere(table: CostTable, short_bytes: int) -> Rejection:
     """That every plan of the mesh lacks so many bytes somewhere, or more."""
     needed = (table.memory_limit_bytes + short_bytes) / GiB
-    limit = table.memory_limit_bytes / GiB
-    detail = f"some stage needs at least {needed:.1f} GiB, device has {limit:.1f} GiB"
+    limit, margin = table.memory_limit_bytes / GiB, with_margin(table)
+    detail = f"some stage needs at least {needed:.1f} GiB{margin}, device has {limit:.1f} GiB"
     if short_bytes < MiB:  # proved, but not by how much
-        detail = f"some stage always needs more than the {limit:.1f} GiB that a device has"
+        detail = f"some stage always needs more{margin} than the {limit:.1f} GiB that a device has"
     return Rejection(table.mesh, "memory", detail, short_bytes=short_bytes)
+
+
+def with_margin(table: CostTable) -> str:
+    """What stands after the bytes that something needs, where the margin is among them."""
+    return " with its margin" if table.memory_margin else ""
 
 
 def slow(mesh: Mesh, bound_s: float) -> Rejection:
@@ -33,14 +38,15 @@ def slow(mesh: Mesh, bound_s: float) -> Rejection:
 def explain_memory(state: SearchState) -> None:
     """When nothing fits, say of the closest meshes which stage lacks how much.
 
-    They are taken in the order of the least that they lack, until no other can lack less than one of them does.
+    They are taken in the order of the least that they lack, until no other can lack less than one of them does. With a
+    margin nothing is said: what is short of memory is told of the whole device.
     """
     if state.plans or state.stopped:
         return
     short = ((item.short_bytes, index) for index, item in state.rejections.items() if item.short_bytes is not None)
     least = INFINITY
     for short_bytes, index in sorted(short)[:N_CLOSEST]:
-        if short_bytes >= least or state.is_late():
+        if short_bytes >= least or state.is_late() or state.table(state.meshes[index]).memory_margin:
             return
         _explain_shortage(state, index)
         least = min(least, state.rejections[index].short_bytes or 0)
@@ -78,7 +84,7 @@ def _rejection(state: SearchState, index: int, *, queued: dict[int, float], to_b
         step_s = state.plans[index].estimate.step_s
         detail = f"its best plan found takes {step_s:.6g} s"
         if state.score(index) < chosen:
-            detail += ", which no proof tells from the chosen one, and is less simple or leaves less memory"
+            detail += ", which no proof tells from the chosen one, and is less simple"
         return Rejection(mesh, "slower", detail, step_s=step_s)
     if index in state.rejections:
         return state.rejections[index]

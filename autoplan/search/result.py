@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass
 
+from autoplan.options import AS_COMPUTED
 from autoplan.parallel_plan import Estimate, Mesh, Plan
 
 
@@ -68,7 +69,8 @@ class OneDevice:
 
     Attributes:
         step_s: of the fastest plan that fits; None when none does.
-        needed_bytes: of that plan; of the one that needs the least, or fewer, when none fits.
+        needed_bytes: of that plan; of the one that needs the least, or fewer, when none fits. Then it may still be
+            within `memory_limit_bytes`, but not with the margin (see `CostTable.memory_margin`).
     """
 
     step_s: float | None
@@ -100,6 +102,10 @@ class SearchResult:
             are left whose bounds would not rise any further), or "" when nothing worth looking for is left.
         first_plan_s: when the first plan that fits was known, from the start of the search.
         one_device: the same step on one device; None where there is no other, or none may be left idle.
+        memory_confidence: the chance with which memory suffices for the plans found; `bound_s` is of all plans for
+            which it does (see `Options.memory_confidence`). `AS_COMPUTED` of a plan that was only judged.
+        unmet_confidence: the higher one that was asked for, where no plan was found that fits so; else None.
+        unmet_status: whether that is proved ("infeasible") or there was no time to look further ("unknown").
     """
 
     status: str
@@ -116,6 +122,9 @@ class SearchResult:
     remedies: tuple[Remedy, ...] = ()
     rejected_counts: tuple[tuple[str, int], ...] = ()
     one_device: OneDevice | None = None
+    memory_confidence: float = AS_COMPUTED
+    unmet_confidence: float | None = None
+    unmet_status: str = ""
 
     @property
     def rejected_by_reason(self) -> dict[str, int]:

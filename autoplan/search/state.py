@@ -28,6 +28,7 @@ class SearchState:
     clock: Callable[[], float]
     started_s: float
     patience_s: float | None = None
+    planless_share: float = 1.0  # of the time limit, while no plan is known
     kept_share: float = 0.0  # of the time limit, which what is done now must leave
     ready_s: float = 0.0  # when every mesh was in the queue
     meshes: tuple[Mesh, ...] = ()
@@ -71,11 +72,12 @@ class SearchState:
         """When the search ends; see `search.search` for patience."""
         if self.options.time_limit_s is None:
             return None
-        limit_s = self.options.time_limit_s * (1.0 - self.kept_share)
+        share = self.planless_share if self.first_plan_s is None else 1.0
+        limit_s = share * self.options.time_limit_s * (1.0 - self.kept_share)
         if self.patience_s is None:
             return limit_s - self.answer_s
         if self.first_plan_s is None:
-            return max(self.patience_s, self.ready_s + limit_s)
+            return max(share * self.patience_s, self.ready_s + limit_s)
         return max(self.first_plan_s, self.ready_s) + limit_s
 
     def is_late(self) -> bool:

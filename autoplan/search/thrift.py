@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoplan.cost.table import CostTable
-from autoplan.parallel_plan import Estimate, StagePlan
+from autoplan.parallel_plan import StagePlan
 from autoplan.search.one_mesh import Judged
 from autoplan.search.paths import Shape
 from autoplan.search.plans import piece_edges, stage_sizes
@@ -90,8 +90,7 @@ def thrifty_plan(
         estimate = simulate(table, plan)
         if estimate.fits:
             return Judged(plan, estimate)
-        short = _short_bytes(estimate)
-        helped = [need.raise_for(n_bytes) for need, n_bytes in zip(needs, short, strict=True)]
+        helped = [need.raise_for(estimate.short_bytes(rank)) for rank, need in enumerate(needs)]
         if not all(helped):
             return None
     return None
@@ -104,12 +103,6 @@ def _candidates(segments: Segments, spans: list[tuple[int, int]], shape: Shape, 
     own = (range(*spans[shape.stages_of[rank][place]]) for place in places)
     able = [index for span in own for index in span if segments.spared_bytes[index] > 0.0]
     return sorted(able, key=lambda index: segments.easy_bytes[index] == 0.0)
-
-
-def _short_bytes(estimate: Estimate) -> list[int]:
-    """What each rank lacks; 0 or less where it fits."""
-    limits = estimate.rank_limits_bytes or (estimate.memory_limit_bytes,) * len(estimate.needed_bytes)
-    return [n_bytes - limit for n_bytes, limit in zip(estimate.needed_bytes, limits, strict=True)]
 
 
 @dataclass(slots=True)

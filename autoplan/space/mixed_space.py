@@ -14,13 +14,14 @@ from dataclasses import replace
 from functools import partial
 from math import gcd
 
+from autoplan.answers.intervals import memory_margin
 from autoplan.cost.grad_compression import Compression
 from autoplan.cost.mixed_price import make_mixed_pricer
 from autoplan.cost.table import CostTable
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware.cluster import Cluster
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
 from autoplan.search.meshes import MakePlan, divisors, fixed_int
@@ -48,6 +49,7 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
             rules=rules,
             loss=loss_choice(options),
             compression=compression_choice(options),
+            memory_margin=partial(memory_margin, confidence=options.memory_confidence),
         )
         for size, shardings in shardings_by_size(graph, cluster.groups[0], options, rules).items()
     }
@@ -63,7 +65,14 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
     )
 
 
-def price_mixed_plan(graph: OpGraph, cluster: Cluster, plan: Plan, *, rule_files: Sequence[str] = ()) -> CostTable:
+def price_mixed_plan(
+    graph: OpGraph,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    rule_files: Sequence[str] = (),
+    memory_confidence: float = AS_COMPUTED,
+) -> CostTable:
     """The cost table of one given plan, as `priced.price_plan`."""
     price = make_mixed_pricer(
         graph,
@@ -73,6 +82,7 @@ def price_mixed_plan(graph: OpGraph, cluster: Cluster, plan: Plan, *, rule_files
         rules=load_rules(rule_files),
         loss=plan.loss,
         compression=Compression(plan.grad_compression, plan.powersgd_rank),
+        memory_margin=partial(memory_margin, confidence=memory_confidence),
     )
     return price(plan.mesh, plan.groups)
 

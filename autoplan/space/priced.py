@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from autoplan.analysis.head_group import head_group
+from autoplan.answers.intervals import memory_margin
 from autoplan.checks.fixes import check_fixed
 from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.cost.grad_compression import Compression
@@ -17,7 +19,7 @@ from autoplan.cost.table import CostTable
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
-from autoplan.options import Options
+from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import load_rules
 from autoplan.search.meshes import MakePlan, Price, SearchSpace
@@ -79,6 +81,7 @@ def priced_space(
             measured=measured,
             loss=loss_choice(options),
             compression=compression_choice(options),
+            memory_margin=partial(memory_margin, confidence=options.memory_confidence),
         )
         for size, shardings in by_size.items()
     }
@@ -93,6 +96,7 @@ def price_plan(
     *,
     rule_files: Sequence[str] = (),
     measured: MeasuredProfile | None = None,
+    memory_confidence: float = AS_COMPUTED,
 ) -> CostTable:
     """The cost table of one given plan, with the tensor-parallel assignment that the plan carries."""
     way, degree, rules = plan.mesh.execution, plan.mesh.tp, load_rules(rule_files)
@@ -112,5 +116,6 @@ def price_plan(
         measured=measured,
         loss=plan.loss,
         compression=Compression(plan.grad_compression, plan.powersgd_rank),
+        memory_margin=partial(memory_margin, confidence=memory_confidence),
     )
     return pricer(plan.mesh)

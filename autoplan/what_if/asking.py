@@ -108,6 +108,7 @@ def assumptions_of(question: Question, *, today: date) -> Assumptions:
         condition=question.conditions[0],
         prices=None if question.prices_file is None else read_prices(question.prices_file),
         given_usd=question.given_usd,
+        memory_confidence=question.options.memory_confidence,
     )
 
 

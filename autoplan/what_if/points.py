@@ -18,7 +18,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from autoplan.answers.answer import Answer, mfu, samples_per_s, step_interval_s, tokens_per_s, tokens_per_sample
+from autoplan.answers.answer import (
+    Answer,
+    chance_short,
+    mfu,
+    samples_per_s,
+    step_interval_s,
+    tokens_per_s,
+    tokens_per_sample,
+)
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware.cluster import device_names, mean_price_usd_per_device_hour
@@ -65,6 +73,8 @@ class PointResult:
         status: of the search, or "unusable" when the cluster cannot train the model as asked; see `detail`.
         gap: share of the step that a better plan of the space searched might save.
         fix: what `autoplan plan --fix` takes to get this plan.
+        chance_short_of_memory: with what chance the memory of its plan falls short, by earlier errors of peaks.
+        unmet_confidence: the confidence in memory with which no plan was found; None where this plan has it.
         breakdown: (part, seconds) pairs that sum to `step_s`.
         model_state_bytes: weights and optimizer state of the whole model, which is what a checkpoint holds.
         price_usd_per_device_hour: that hardware profiles name, on average over devices.
@@ -90,6 +100,8 @@ class PointResult:
     breakdown: tuple[tuple[str, float], ...] = ()
     peak_bytes: int | None = None
     memory_limit_bytes: int | None = None
+    chance_short_of_memory: float | None = None
+    unmet_confidence: float | None = None
 
 
 def points(
@@ -190,6 +202,8 @@ def _result(problem: Problem, answer: Answer) -> PointResult:
         breakdown=tuple((name, getattr(estimate.breakdown, name)) for name in estimate.breakdown.__dataclass_fields__),
         peak_bytes=estimate.needed_bytes[rank],
         memory_limit_bytes=estimate.limit_bytes(rank),
+        chance_short_of_memory=chance_short(estimate),
+        unmet_confidence=answer.result.unmet_confidence,
     )
 
 

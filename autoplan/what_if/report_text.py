@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autoplan.plain_text import WIDTH, count
+from autoplan.options import AS_COMPUTED
+from autoplan.plain_text import WIDTH, count, percent
 from autoplan.units import GB, SECONDS_PER_HOUR, format_seconds
 from autoplan.what_if.asking import WhatIf
 from autoplan.what_if.row_text import bullets, whatif_table
@@ -40,7 +41,9 @@ def assumption_texts(given: Assumptions) -> tuple[str, ...]:
             f"hardware profiles, and {given.shipped.where} (each with its date)",
         ]
     )
+    sure = f"memory: plans that fit with {percent(given.memory_confidence)} confidence, by the errors of earlier peaks"
     return (
+        *([sure] if given.memory_confidence > AS_COMPUTED else []),
         f"failures: one per device in {reliability.device_mtbf_s / SECONDS_PER_HOUR:,.0f} h, restart "
         f"{format_seconds(reliability.restart_s)}, {checkpoint}{spares}",
         f"{prices}; rent: {money.rent.replace('_', '-')}; totals as of {given.today.isoformat()}",

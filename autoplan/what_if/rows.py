@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 from datetime import date
 from typing import Any
 
+from autoplan.options import AS_COMPUTED
 from autoplan.parallel_plan import Breakdown
-from autoplan.plain_text import count
+from autoplan.plain_text import count, percent
 from autoplan.search import GOOD_ENOUGH
 from autoplan.units import BILLION, SECONDS_PER_HOUR
 from autoplan.what_if.conditions import Condition, WallTime, wall_time
@@ -46,6 +47,7 @@ class WhatIfRow:
         fix: what `autoplan plan --fix` takes to get this plan.
         n_idle_devices: devices that the plan leaves idle.
         peak_bytes, memory_limit_bytes: of the pipeline rank with the least memory left.
+        chance_short_of_memory: with what chance the memory falls short; see `Options.memory_confidence`.
         step_wall_s: step with stragglers and loading of data.
         goodput: share of wall time in which the plan's steps run, without stragglers, loading, checkpoints, failures.
         mtbf_s: mean time between failures of the cluster.
@@ -84,6 +86,7 @@ class WhatIfRow:
     mfu: float | None = None
     peak_bytes: int | None = None
     memory_limit_bytes: int | None = None
+    chance_short_of_memory: float | None = None
     step_wall_s: float | None = None
     goodput: float | None = None
     mtbf_s: float | None = None
@@ -185,6 +188,7 @@ class Assumptions:
         prices: the user's price file.
         shipped: that of autoplan.
         today: prices are old or fresh by it.
+        memory_confidence: with which plans fit, see `Options`; rows without such a plan have a warning.
     """
 
     shipped: PriceBook
@@ -192,6 +196,7 @@ class Assumptions:
     condition: Condition = Condition()
     prices: PriceBook | None = None
     given_usd: tuple[tuple[str, float], ...] = ()
+    memory_confidence: float = AS_COMPUTED
 
 
 def row_of(
@@ -239,14 +244,24 @@ def _with_speed(row: WhatIfRow, result: PointResult, wall: WallTime) -> WhatIfRo
         mfu=result.mfu,
         peak_bytes=result.peak_bytes,
         memory_limit_bytes=result.memory_limit_bytes,
+        chance_short_of_memory=result.chance_short_of_memory,
         step_wall_s=wall.step_wall_s,
         goodput=None if total_s is None else result.step_s / total_s,
         mtbf_s=wall.mtbf_s,
         checkpoint_s=wall.checkpoint_s,
         checkpoint_interval_steps=None if wall.goodput is None else wall.goodput.n_steps,
         shares=() if total_s is None else tuple((name, parts[f"{name}_s"] / total_s) for name in SHARES),
-        warnings=wall.warnings,
+        warnings=(*wall.warnings, *_memory_warnings(row, result)),
     )
+
+
+def _memory_warnings(row: WhatIfRow, result: PointResult) -> tuple[str, ...]:
+    """Where nothing was found whose memory suffices with the confidence asked for."""
+    if result.unmet_confidence is None or result.chance_short_of_memory is None:
+        return ()
+    where = f"{count(row.n_hosts, 'host')} of {row.hardware}, batch {row.global_batch}, {row.precision}"
+    text = f"no plan was found that fits with {percent(result.unmet_confidence)} confidence"
+    return (f"{where}: {text}; memory falls short with a chance of {result.chance_short_of_memory:.0%}",)
 
 
 def _with_totals(

@@ -41,6 +41,12 @@ def _is_outdone(result: PointResult, best: PointResult, task: Task) -> bool:
     return _score(result, task) * (1.0 - GOOD_ENOUGH) > _score(best, task)
 
 
+def _is_better(result: PointResult, before: PointResult, task: Task) -> bool:
+    """Whether a plan is faster, and its memory no less sure to suffice."""
+    is_sure = result.unmet_confidence is None or before.unmet_confidence is not None
+    return is_sure and _score(result, task) < _score(before, task)
+
+
 def _score(result: PointResult, task: Task) -> float:
     """What the search makes as small as it can."""
     assert result.step_s is not None and result.n_used_devices is not None
@@ -52,7 +58,7 @@ def with_judged(sweep: Sweep, tasks: Mapping[int, Task], judged: Sweep) -> Sweep
     results = list(sweep.results)
     for (place, task), result in zip(tasks.items(), judged.results, strict=True):
         before = results[place]
-        if result.step_s is None or (before.step_s is not None and _score(before, task) <= _score(result, task)):
+        if result.step_s is None or (before.step_s is not None and not _is_better(result, before, task)):
             continue
         gap = None
         if before.step_s is not None and before.gap is not None:
