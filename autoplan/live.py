@@ -6,7 +6,6 @@ module --trace--> OpGraph --plan on rank 0--> Plan --generate--> parallel_model.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +145,7 @@ def _best_plan(graph: OpGraph, hardware: HardwareProfile, options: Options, n_pr
             planless_share=planless_share,
         )
 
-    result = search_confidently(under, options, clock=time.perf_counter)
+    result = search_confidently(under, options)
     if result.best is None:
         raise PlanMismatchError(
             f"{hardware.name}: no plan for {n_processes} processes ({result.status})\n  found: {result.why_nothing}"

@@ -106,19 +106,20 @@ def test_rejections_name_the_margin_and_what_lacks_it_on_no_device_is_not_told_t
 
 def test_a_search_that_knows_no_plan_gives_way_after_half_of_its_time_and_the_whole_device_is_tried() -> None:
     asked: list[tuple[float, float | None, float]] = []
-    clock = itertools.count(0.0, 4.0)
-    nothing = SearchResult("unknown", None, (), (), (), None, 3, 5.0, stopped_by="time limit")
+    nothing = SearchResult("unknown", None, (), (), (), None, 3, 4.0, stopped_by="time limit")
     found = replace(nothing, status="optimal", best=make_candidate(), search_s=1.0)
 
     def under(options: Options, planless_share: float) -> SearchResult:
         asked.append((options.memory_confidence, options.time_limit_s, planless_share))
         return nothing if options.memory_confidence > AS_COMPUTED else found
 
-    result = search_confidently(under, Options(time_limit_s=10.0), clock=lambda: next(clock))
+    result = search_confidently(under, Options(time_limit_s=10.0))
     assert asked == [(0.95, 10.0, 0.5), (AS_COMPUTED, 6.0, 1.0)]
-    assert (result.unmet_confidence, result.unmet_status, result.search_s) == (0.95, "unknown", 6.0)
+    assert (result.unmet_confidence, result.unmet_status, result.search_s) == (0.95, "unknown", 5.0)
+    search_confidently(under, Options(time_limit_s=1.0), is_patient=True)
+    assert asked[-1] == (AS_COMPUTED, 1.0, 1.0)
     interrupted = replace(nothing, stopped_by="interrupted")
-    assert search_confidently(lambda *_: interrupted, Options(), clock=lambda: 0.0) == interrupted
+    assert search_confidently(lambda *_: interrupted, Options()) == interrupted
 
 
 def test_a_search_without_a_plan_ends_after_its_planless_share() -> None:

@@ -19,15 +19,19 @@ PLANLESS_SHARE = 0.5  # of the time limit, after which a search that knows no pl
 SearchUnder = Callable[[Options, float], SearchResult]  # searches under other options, with a `planless_share`
 
 
-def search_confidently(search: SearchUnder, options: Options, *, clock: Callable[[], float]) -> SearchResult:
-    """The result of the first of the searches above that finds a plan; that of the whole device where none does."""
+def search_confidently(search: SearchUnder, options: Options, *, is_patient: bool = False) -> SearchResult:
+    """The result of the first of the searches above that finds a plan; that of the whole device where none does.
+
+    `is_patient`: the time limit of each counts from its first plan on (see `search.search`), so the second has it all.
+    """
     if options.memory_confidence <= AS_COMPUTED:
         return search(options, 1.0)
-    started_s = clock()
     sure = search(options, PLANLESS_SHARE)
     if sure.best is not None or sure.n_meshes == 0 or sure.stopped_by == "interrupted":
         return sure
-    left_s = None if options.time_limit_s is None else max(0.0, options.time_limit_s - (clock() - started_s))
+    left_s = options.time_limit_s
+    if left_s is not None and not is_patient:
+        left_s = max(0.0, left_s - sure.search_s)
     found = search(replace(options, memory_confidence=AS_COMPUTED, time_limit_s=left_s), 1.0)
     if found.best is None:
         return replace(found, search_s=sure.search_s + found.search_s)

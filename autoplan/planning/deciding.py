@@ -144,7 +144,7 @@ def _search(
             planless_share=planless_share,
         )
 
-    return search_confidently(under, problem.options, clock=clock)
+    return search_confidently(under, problem.options, is_patient=patience_s is not None)
 
 
 def _search_once(
