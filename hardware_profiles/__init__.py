@@ -32,6 +32,7 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
 
     [host_link]                                    left out when a host has one device
     kind = "nvlink3"                               one of [link_kind.*] in shared.toml
+    n_hosts = 18                              -    hosts that these links join, where they do not end at the host
     rate_per_device_one_direction = {...}     *    data sheet                       "300 GB/s"
     latency_per_step = {...}                  *    start-up of one step             "3.5 us"
     half_rate_size = {...}                    *    bytes a rank moves at half the achieved rate  "6.5 MiB"

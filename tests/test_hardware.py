@@ -14,7 +14,7 @@ from autoplan.registry import load_table
 
 REQUIRED = {
     "dgx_a100_x8", "dgx_a100_40g_x8", "dgx_h100_x8", "hgx_h200_x8", "h200_x4", "dgx_b200_x8", "a100_pcie_x8", "v100_x8",
-    "rtx4090_x8", "l40s_x8",
+    "rtx4090_x8", "l40s_x8", "a10g_x8", "l4_x8", "h100_pcie_x8", "h100_nvl_x2", "a100_40g_pcie_x8", "gb200_nvl72_x4",
 }  # fmt: skip
 
 TOY = """
@@ -98,12 +98,13 @@ def test_every_shipped_profile_loads_over_every_network_with_a_source_for_each_f
 
 @pytest.mark.parametrize("name", hardware_names())
 def test_every_shipped_link_rate_is_plausible_for_one_direction(name):
-    hardware = load_hardware_profile(name, n_hosts=2)
+    hardware = load_hardware_profile(name, n_hosts=36)
     for link in hardware.links:
         assert 0 < link.bus_efficiency <= 1
         assert all(0 < efficiency <= 1 for _, efficiency in link.kind_bus_efficiency)
-    assert hardware.links[0].bytes_per_s <= 900e9
-    assert hardware.links[1].bytes_per_s <= 50e9
+    *own, network = hardware.links
+    assert all(link.bytes_per_s <= 900e9 for link in own)
+    assert network.bytes_per_s <= 50e9
 
 
 def test_dgx_a100_has_the_figures_of_its_data_sheet():
@@ -129,6 +130,33 @@ def test_one_port_per_host_is_shared_by_its_devices():
 
 def test_v100_does_not_support_bf16():
     assert "bf16" not in dict(load_hardware_profile("v100_x8").device.peak_flops_per_s)
+
+
+def test_peaks_of_the_profiles_are_dense():
+    # what their data sheets give with sparsity is twice that
+    with_sparsity = {"h100_pcie_x8": 1513e12, "h100_nvl_x2": 1671e12, "a10g_x8": 140e12, "l4_x8": 242e12}
+    for name, sparse in with_sparsity.items():
+        peak = dict(load_hardware_profile(name).device.peak_flops_per_s)["bf16"]
+        assert peak == pytest.approx(sparse / 2, rel=1e-3), name
+
+
+def test_nvlink_of_gb200_joins_18_hosts_of_4_and_infiniband_racks():
+    def links(n_hosts, name="gb200_nvl72_x4"):
+        return [
+            (link.name, link.n_devices, link.bytes_per_s) for link in load_hardware_profile(name, n_hosts=n_hosts).links
+        ]
+
+    host, pair, rack = (("nvlink", n, 900e9) for n in (4, 8, 72))
+    assert links(1) == [host]
+    assert links(2) == [host, pair]
+    assert links(18) == [host, rack]
+    assert links(36) == [host, rack, ("infiniband", 144, 50e9)]
+    assert [n for _, n, _ in links(18, "gb200_nvl72_x4/1")] == [18]
+    # 10 Gbit/s of a host for 4 devices, between racks only
+    assert links(19, "gb200_nvl72_x4+ethernet_10g")[1:] == [rack, ("ethernet", 76, 1.25e9 / 4)]
+    joined = [load_hardware_profile("gb200_nvl72_x4", n_hosts=n).n_devices_joined for n in (1, 2, 18, 36)]
+    assert joined == [4, 8, 72, 72]
+    assert load_hardware_profile("dgx_b200_x8", n_hosts=4).n_devices_joined == 8
 
 
 def test_one_host_has_one_link_tier():
@@ -246,6 +274,8 @@ MISTAKES = {
     ),
     "unknown section": ("[host_link]", "[hostlink]", ["my_box.toml: hostlink", 'did you mean "host_link"?']),
     "unknown precision": ("bf16 =", "bfloat16 =", ["device.peak.bfloat16", 'did you mean "bf16"?']),
+    "one host joined": ('kind = "nvlink3"', 'kind = "nvlink3"\nn_hosts = 1', ["host_link.n_hosts", "2 to 1024"]),
+    "text joined": ('kind = "nvlink3"', 'kind = "nvlink3"\nn_hosts = "2"', ["host_link.n_hosts", "a whole number"]),
     "unknown kind": ('"nvlink3"', '"nvlink9"', ["host_link.kind", "pcie4", "did you mean"]),
     "missing source": ('"80 GiB", source = "by hand"', '"80 GiB"', ["device.memory", "source"]),
     "empty source": ('"80 GiB", source = "by hand"', '"80 GiB", source = " "', ["device.memory.source"]),

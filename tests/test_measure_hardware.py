@@ -209,6 +209,13 @@ def test_sources_name_versions_transport_and_the_slow_down_of_both_sides():
     assert "NCCL_NVLS_ENABLE=0" in hardware.description
 
 
+def test_that_nvlink_joins_hosts_is_taken_from_the_data_sheet():
+    host = replace(H200, device_name="NVIDIA GB200", link_kind="nvlink5")
+    assert loaded(host).n_hosts_joined == 18
+    times = tuple(replace(time, seconds=time.seconds * 10) for time in host.times)
+    assert loaded(replace(host, link_kind="host_memory", times=times)).n_hosts_joined == 1
+
+
 def test_a_device_without_a_data_sheet_has_its_best_rates_as_peaks():
     device = loaded(replace(H200, device_name="NVIDIA Unheard-of")).device
     peaks = dict(device.peak_flops_per_s)

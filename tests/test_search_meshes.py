@@ -10,7 +10,7 @@ from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import SearchSpace
-from autoplan.search.meshes import device_counts, enumerate_meshes
+from autoplan.search.meshes import device_counts, enumerate_meshes, legal_tensor_degrees, tensor_degrees
 
 SPACE = SearchSpace(
     n_devices=8,
@@ -39,6 +39,24 @@ def test_every_mesh_is_in_canonical_form() -> None:
         assert mesh.pp > 1 or (mesh.schedule, mesh.n_chunks) == ("1f1b", 1)
         assert (mesh.n_chunks > 1) == (mesh.schedule in ("interleaved", "zero_bubble_v"))
         assert (mesh.tp == 1) == (mesh.sharding == "")
+
+
+def test_tensor_parallelism_leaves_a_host_only_on_links_that_join_hosts() -> None:
+    assert tensor_degrees(n_devices_per_host=4, n_on_links=4) == (1, 2, 4)
+    # 18 hosts: those of 2, 4, 8 and 16 of them
+    assert tensor_degrees(n_devices_per_host=4, n_on_links=72) == (1, 2, 4, 8, 16, 32, 64)
+    assert legal_tensor_degrees(SPACE, Options()) == (1, 2, 4)
+    joined = replace(SPACE, n_devices_joined=8)
+    assert legal_tensor_degrees(joined, Options()) == (1, 2, 4, 8)
+    assert set(meshes(joined)) > set(meshes())  # more joined devices take no mesh away
+    with pytest.raises(InfeasibleError, match="on the links of a host, which join 8 devices"):
+        meshes(joined, fix=(("dp", "3"),))
+
+
+def test_zero_shards_over_the_host_or_all_on_its_links() -> None:
+    rack = replace(SPACE, n_devices=16, n_devices_joined=8)
+    found = {mesh.zero_shard_degree for mesh in meshes(rack) if (mesh.dp, mesh.tp, mesh.zero_stage) == (16, 1, 3)}
+    assert found == {4, 8, 16}
 
 
 def test_schedule_plain_is_1f1b_and_gpipe_where_1f1b_lacks_micro_batches() -> None:

@@ -52,6 +52,15 @@ def test_nics_and_nvlink_are_axes_of_a_sweep() -> None:
     assert one > eight and eight_off > eight and one_off > eight_off
 
 
+def test_links_that_join_hosts_are_no_network_and_have_no_other_in_their_place() -> None:
+    racks = autoplan.load_hardware_profile("gb200_nvl72_x4", n_hosts=36)
+    slower = changed(racks, Point(racks.name, 36, 8, "bf16", network_scale=0.5))
+    assert slower.links[:2] == racks.links[:2]
+    assert slower.links[2].bytes_per_s == racks.links[2].bytes_per_s / 2
+    with pytest.raises(InputError, match="links that join 72 devices of several hosts"):
+        changed(racks, Point(racks.name, 36, 8, "bf16", host_link="pcie5"))
+
+
 def test_nvlink_off_is_the_pci_express_of_the_same_devices() -> None:
     for name, kind in (("dgx_a100_x8", "pcie4"), ("dgx_h100_x8", "pcie5"), ("dgx_b200_x8", "pcie5")):
         hardware = autoplan.load_hardware_profile(name)

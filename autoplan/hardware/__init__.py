@@ -4,6 +4,9 @@
 
 A file in `hardware_profiles/` describes one kind of host; `load_hardware_profile` makes a cluster of them. Ranks fill
 hosts, hosts fill racks, racks fill sites, in order. Most networks have one tier; a cluster has those that it reaches.
+Where the links of a host join several hosts (a rack of GB200), they are the first tier beyond the host, too:
+
+    devices --links[0] (NVLink)--> host of 4 --links[1] (NVLink)--> 18 hosts --links[2] (InfiniBand)--> racks
 
 file reads a hardware file with what fields says of each figure and networks of links beyond the host; cluster has
 groups of hosts of several kinds.
@@ -132,12 +135,13 @@ class HardwareProfile:
     """A cluster: `n_hosts` equal hosts, of which `n_devices_per_host` devices each are ours.
 
     Attributes:
-        links: tiers from the innermost outwards: the in-host tier where we have several devices of a host, then each
-            network tier that the hosts reach.
+        links: tiers from the innermost outwards: the in-host tier where we have several devices of a host, the same
+            links between the hosts that they join, then each network tier that the hosts reach.
         overlap_slowdown: factor on compute and communication while they overlap.
         price_usd_per_device_hour: None when unknown.
         sources: (field, source) pairs; "assumed: ..." where the figure was not measured on this hardware.
         values: (field, value) pairs of the same fields, as they are written in the file.
+        n_hosts_joined: hosts that the links of a host join, where there are as many; 1 unless they leave the host.
     """
 
     name: str
@@ -150,11 +154,17 @@ class HardwareProfile:
     price_usd_per_device_hour: float | None
     sources: tuple[tuple[str, str], ...]
     values: tuple[tuple[str, str], ...] = ()
+    n_hosts_joined: int = 1
 
     @property
     def n_devices(self) -> int:
         """Devices of the whole cluster."""
         return self.n_devices_per_host * self.n_hosts
+
+    @property
+    def n_devices_joined(self) -> int:
+        """Devices on the links of one host: its own, and those of the other hosts that these links join."""
+        return self.n_devices_per_host * min(self.n_hosts, self.n_hosts_joined)
 
     @property
     def host_link(self) -> LinkTier | None:
@@ -163,7 +173,7 @@ class HardwareProfile:
 
     @property
     def networks(self) -> tuple[LinkTier, ...]:
-        """How hosts talk to each other, then racks, then sites; empty when there is one host."""
+        """How hosts talk to each other, over links of their own or not, then racks, then sites; empty for one host."""
         return self.links[1:] if self.n_devices_per_host > 1 else self.links
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -186,15 +187,16 @@ def build_hardware_profile(
     assumed = _shared()["assumed"]
     sources: Sources = []
     host_table = inner_table(table, where, "host")
-    host = _host_shape(host_table, where, n_devices_per_host)
+    host = _host_shape(table, where, n_devices_per_host)
     host_figures = section(
         host_table, f"{where}: host", HOST_FIELDS, others=("n_devices",), fallback=assumed["host"], sources=sources
     )
     device = _device(inner_table(table, where, "device"), where, assumed["device"], sources)
-    host_sources: Sources = sources if host.n_used > 1 else []
+    is_linked = host.n_used > 1 or min(n_hosts, host.n_joined) > 1
     links = []
     if host.n_devices > 1:
-        links.append(_host_link(inner_table(table, where, "host_link"), where, host.n_devices, host_sources))
+        link_sources: Sources = sources if is_linked else []
+        links = _own_links(inner_table(table, where, "host_link"), where, host, n_hosts, link_sources)
     default_network = plain(table, where, "default_network", str, "network between hosts")
     chosen = default_network + network if network and network.startswith(":") else network or default_network
     error = UsageError if network else InputError
@@ -206,16 +208,17 @@ def build_hardware_profile(
         device=device,
         n_devices_per_host=host.n_used,
         n_hosts=n_hosts,
-        links=(*(links if host.n_used > 1 else ()), *tiers),
+        links=(*links, *tiers),
         overlap_slowdown=1.0 + host_figures["exposed_when_overlapped"].value,
         price_usd_per_device_hour=price.value if price else None,
         sources=tuple((field, source) for field, source, _ in sources),
         values=tuple((field, text) for field, _, text in sources),
+        n_hosts_joined=host.n_joined,
     )
 
 
 def _host_shape(table: Table, where: str, n_used: int | None) -> HostShape:
-    n_devices = plain(table, f"{where}: host", "n_devices", int, "devices of one host")
+    n_devices = plain(inner_table(table, where, "host"), f"{where}: host", "n_devices", int, "devices of one host")
     if not 1 <= n_devices <= 1024:
         raise InputError.of(
             f"{where}: host.n_devices", found=n_devices, expected="1 to 1024", fix="count the devices of a host"
@@ -227,7 +230,22 @@ def _host_shape(table: Table, where: str, n_used: int | None) -> HostShape:
             expected=f"1 to {n_devices}, which a host has",
             fix=f"write /{n_devices} or less after the name, and ask for more hosts",
         )
-    return HostShape(n_devices, n_used or n_devices)
+    return HostShape(n_devices, n_used or n_devices, _n_joined(table.get("host_link"), f"{where}: host_link"))
+
+
+def _n_joined(table: Any, label: str) -> int:
+    """How many hosts the links of a host join: 1, unless the file says more."""
+    if not isinstance(table, dict) or "n_hosts" not in table:
+        return 1
+    count: int = plain(table, label, "n_hosts", int, "hosts that these links join")
+    if not 2 <= count <= 1024:
+        raise InputError.of(
+            f"{label}.n_hosts",
+            found=count,
+            expected="2 to 1024: hosts that these links join",
+            fix="count them, or leave it out where the links end at the host",
+        )
+    return count
 
 
 def _full_name(name: str, host: HostShape, network: str) -> str:
@@ -269,6 +287,14 @@ def _sharding(table: Any, label: str, assumed: Table, sources: Sources) -> Shard
     return ShardingHost(**{f"{key}_s": figure.value for key, figure in figures.items()})
 
 
+def _own_links(table: Table, where: str, host: HostShape, n_hosts: int, sources: Sources) -> list[LinkTier]:
+    """The links of a host within it, where several of its devices are ours, and between the hosts that they join."""
+    link = _host_link(table, where, host.n_devices, sources)
+    n_joined = min(n_hosts, host.n_joined)
+    between = replace(link, n_devices=n_joined * host.n_used, group_bus_efficiency=(), multicast_bus_efficiency=None)
+    return [link] * (host.n_used > 1) + [between] * (n_joined > 1)
+
+
 def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> LinkTier:
     label = f"{where}: host_link"
     kinds = _shared()["link_kind"]
@@ -278,7 +304,7 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
         table,
         label,
         HOST_LINK_FIELDS,
-        others=("kind", "all_reduce_bus_rate_of_group"),
+        others=("kind", "n_hosts", "all_reduce_bus_rate_of_group"),
         fallback=kinds[kind],
         sources=sources,
     )

@@ -27,10 +27,11 @@ MAX_DOMAINS = 10**6
 
 @dataclass(frozen=True, slots=True)
 class HostShape:
-    """Devices of one host: all of them, and those we use."""
+    """Devices of one host: all of them, those we use, and how many hosts its own links join."""
 
     n_devices: int
     n_used: int
+    n_joined: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class _Tier:
 def read_network(table: Any, label: str, *, host: HostShape, n_hosts: int, sources: Sources) -> tuple[LinkTier, ...]:
     """The tiers that `n_hosts` hosts reach, innermost first; appends the sources of these.
 
-    The whole table is checked, whatever they reach.
+    The whole table is checked, whatever they reach. What joins no more hosts than their own links do is not reached.
     Raises: InputError for a wrong table, UsageError for more hosts than the network joins.
     """
     if not isinstance(table, dict):
@@ -79,11 +80,12 @@ def _reached(tiers: list[_Tier], label: str, host: HostShape, n_hosts: int, sour
             expected=f"at most {most}, which {_path(label)} joins ({label.partition(':')[0]})",
             fix="ask for fewer hosts, or leave out n_domains of its outermost tier",
         )
-    found, n_below = [], 1
+    found, n_below = [], host.n_joined
     for tier in tiers:
-        if n_hosts > n_below:
+        reached = min(n_hosts, tier.n_hosts or n_hosts)
+        if reached > n_below:
             sources.extend(tier.sources)
-            n_below = min(n_hosts, tier.n_hosts or n_hosts)
+            n_below = reached
             found.append(replace(tier.link, n_devices=n_below * host.n_used))
     return tuple(found)
 

@@ -176,6 +176,8 @@ def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> It
     kind, rate, rate_source = _link_rate(host, fit, sheet)
     yield "[host_link]"
     yield f"kind = {_quoted(kind)}"
+    if sheet is not None and sheet.n_hosts_joined > 1 and kind.startswith("nvlink"):
+        yield f"n_hosts = {sheet.n_hosts_joined}  # as in the profile {sheet.name}: not measured"
     if rate is None:
         yield "# rate_per_device_one_direction is left out: it is that of the kind"
     else:

@@ -9,11 +9,13 @@ from autoplan.plain_text import page, text_table
 from autoplan.report.figures import figures_text
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
 
+NOT_LISTED = "not listed: autoplan hw measure --out my_box.toml writes that of this machine"
+
 
 def hardware_list(profiles: Sequence[HardwareProfile]) -> str:
-    """One line per hardware profile."""
+    """One line per hardware profile, and how to make one of a machine that is not among them."""
     rows = [(item.name, f"{item.n_devices_per_host} x {item.device.name}", item.description) for item in profiles]
-    return text_table(("profile", "one host", "description"), rows)
+    return page([text_table(("profile", "one host", "description"), rows), NOT_LISTED])
 
 
 def hardware_sheet(hardware: HardwareProfile) -> str:

@@ -71,7 +71,8 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
 def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
     """Per number of pipeline stages, fewest first, its meshes."""
     keys = dict(space.shardings)
-    tp = max(tp for tp in legal_tensor_degrees(space, options) if space.n_devices % tp == 0)
+    beyond = range(space.n_devices_per_host + 1, space.n_on_links + 1)
+    tp = max(tp for tp in legal_tensor_degrees(space, options) if space.n_devices % tp == 0 and tp not in beyond)
     for pp in divisors(space.n_devices // tp):
         dp = space.n_devices // tp // pp
         if pp > space.n_pieces or space.global_batch % dp != 0:

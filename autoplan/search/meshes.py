@@ -5,7 +5,7 @@ A mesh is in the space when all of this holds:
     dp * micro_batch_size * n_micro_batches = global_batch      exactly; no ragged batch
     n_micro_batches <= 8192                                     `MAX_MICRO_BATCHES`; each is replayed
     dp * tp * pp = a device count                               see `device_counts`
-    tp within one host                                          unless the user fixes tp
+    tp one of `tensor_degrees`: within a host, or its links     unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
     n_chunks a power of two <= 4, pp * n_chunks <= 32           unless the user fixes chunks, or one stage per rank
     1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
@@ -61,6 +61,7 @@ class SearchSpace:
         executions: how modules may run, as far as that has a price.
         generated: whether programs without tensor and pipeline parallelism may be, or must be, generated code.
         wraps_head: whether programs of the user's own classes have the head in a group of its own.
+        n_devices_joined: devices on the links of one host, where these join several hosts; None where they do not.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -79,6 +80,12 @@ class SearchSpace:
     generated: tuple[bool, ...] = (False,)
     wraps_head: bool = False
     why_uncut: str = ""
+    n_devices_joined: int | None = None
+
+    @property
+    def n_on_links(self) -> int:
+        """Devices on the links of one host."""
+        return self.n_devices_joined or self.n_devices_per_host
 
     @property
     def n_segments(self) -> int:
@@ -95,6 +102,16 @@ def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def tensor_degrees(*, n_devices_per_host: int, n_on_links: int) -> tuple[int, ...]:
+    """Degrees of tensor parallelism that are tried, ascending.
+
+    The divisors of the devices of a host; where its links join several hosts, `n_on_links` devices, also the devices
+    of 2, 4, 8, ... of these hosts.
+    """
+    n_hosts = n_on_links // n_devices_per_host
+    return (*divisors(n_devices_per_host), *(n_devices_per_host * 2**k for k in range(1, n_hosts.bit_length())))
 
 
 def fixed(options: Options, name: str) -> str | None:
@@ -187,11 +204,10 @@ def is_deeper(mesh: Mesh, space: SearchSpace | None = None) -> bool:
 
 
 def legal_tensor_degrees(space: SearchSpace, options: Options) -> tuple[int, ...]:
-    """Tensor-parallel degrees that exist for the model and stay within one host (a fixed one may leave it)."""
+    """Tensor-parallel degrees that exist for the model and stay on the links of a host (a fixed one may leave them)."""
     is_free = fixed(options, "tp") is not None
-    return tuple(
-        tp for tp, keys in space.shardings if keys and (is_free or tp == 1 or space.n_devices_per_host % tp == 0)
-    )
+    near = tensor_degrees(n_devices_per_host=space.n_devices_per_host, n_on_links=space.n_on_links)
+    return tuple(tp for tp, keys in space.shardings if keys and (is_free or tp in near))
 
 
 def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int) -> Iterator[Mesh]:
@@ -249,10 +265,10 @@ def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple
 
 
 def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
-    """(zero_stage, zero_shard_degree): over all of `dp`, or over the ranks of one host (hybrid sharding)."""
+    """(zero_stage, zero_shard_degree): over `dp`, or the ranks of a host or on its links (hybrid sharding)."""
     stages = {stage for stage in space.zero_stages if stage == 0 or dp > 1}
-    in_host = max(1, space.n_devices_per_host // tp)
-    shard_degrees = (dp, in_host) if 1 < in_host < dp and dp % in_host == 0 else (dp,)
+    near = dict.fromkeys((space.n_devices_per_host // tp, space.n_on_links // tp))
+    shard_degrees = (dp, *(degree for degree in near if 1 < degree < dp and dp % degree == 0))
     choices = [(s, d) for s in sorted(stages) for d in ((1,) if s == 0 else shard_degrees)]
     zero, shard, compression = (
         fixed_int(options, "zero"),
@@ -315,7 +331,10 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
     """Raise an error that names the legal numbers: next to each fixed one, and of each degree."""
     legal_dp = [d for d in divisors(space.global_batch) if d <= space.n_devices]
     legal_tp = legal_tensor_degrees(space, replace(options, fix=()))
-    tp_line = f"  legal tp (exists for the model, within a host of {space.n_devices_per_host}): {_listed(legal_tp)}\n"
+    near = f"within a host of {space.n_devices_per_host}"
+    if space.n_on_links > space.n_devices_per_host:
+        near = f"on the links of a host, which join {space.n_on_links} devices"
+    tp_line = f"  legal tp (exists for the model, {near}): {_listed(legal_tp)}\n"
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
     largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
     raise InfeasibleError(

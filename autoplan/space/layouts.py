@@ -15,7 +15,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.rules import OpRule
-from autoplan.search.meshes import divisors, fixed_int
+from autoplan.search.meshes import divisors, fixed_int, tensor_degrees
 from autoplan.solver.solve import minimize
 from autoplan.tensor_parallel.layout_cache import Layouts, cached_layouts
 from autoplan.tensor_parallel.sharding import shard_graph
@@ -55,7 +55,7 @@ def of_size(by_size: Mapping[int, Value], mesh: Mesh) -> Value:
 def all_shardings(
     graph: OpGraph, hardware: HardwareProfile, options: Options, rules: Mapping[str, OpRule], *, batch_size: int
 ) -> Shardings:
-    """The tensor-parallel assignments of every degree a host (or the user) allows; none that splits nothing.
+    """The tensor-parallel assignments of every degree a host, its links (or the user) allow; none that splits nothing.
 
     They are the best for micro-batches of `batch_size`. `rules` are those that `options` name; what was solved before
     is read from the user's cache. Where the degree that is fixed is slower than none, its assignments are the best ones
@@ -64,7 +64,8 @@ def all_shardings(
     Raises: UsageError for a degree that is fixed and has no place, or nothing to split.
     """
     wanted = fixed_int(options, "tp")
-    degrees = divisors(hardware.n_devices_per_host) if wanted is None else (wanted,)
+    host, on_links = hardware.n_devices_per_host, hardware.n_devices_joined
+    degrees = tensor_degrees(n_devices_per_host=host, n_on_links=on_links) if wanted is None else (wanted,)
     found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
     graph_hash = graph.content_hash()
     if wanted is not None:

@@ -58,7 +58,12 @@ def mixed_space(graph: OpGraph, cluster: Cluster, options: Options, *, global_ba
             GroupSpace(own.space, own.price, partial(_plan_in_group, own.make_plan, cluster, index))
             for index, own in enumerate(offered)
         ),
-        pipelines=replace(offered[0].space, n_devices=cluster.n_devices, n_devices_per_host=_common_host_size(cluster)),
+        pipelines=replace(
+            offered[0].space,
+            n_devices=cluster.n_devices,
+            n_devices_per_host=_common_host_size(cluster),
+            n_devices_joined=None,
+        ),
         price=lambda mesh, groups: of_size(pricers, mesh)(mesh, groups),
         make_plan=partial(_plan_over_groups, offered[0].make_plan, cluster),
         layout_sizes=tuple(pricers),

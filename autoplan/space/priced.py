@@ -62,6 +62,7 @@ def priced_space(
         n_devices=n_devices or hardware.n_devices,
         uses_all_devices=n_devices is not None,
         n_devices_per_host=hardware.n_devices_per_host,
+        n_devices_joined=hardware.n_devices_joined,
         global_batch=global_batch,
         kinds=tuple(segment.kind for segment in graph.segments),
         cuts=legal_cuts(graph),

@@ -26,12 +26,20 @@ def changed(hardware: Hardware, point: Point) -> Hardware:
         raise InputError.of(
             hardware.name, found="a mixed cluster", expected="one kind of host for other links", fix="edit its file"
         )
-    n_own = len(hardware.links) - len(hardware.networks)
+    joins_hosts = hardware.n_devices_joined > hardware.n_devices_per_host
+    n_own = len(hardware.links) - len(hardware.networks) + joins_hosts
     own = hardware.links[:n_own]
+    if point.host_link and joins_hosts:
+        raise InputError.of(
+            f"{hardware.name}: other links in a host",
+            found=f"links that join {hardware.n_devices_joined} devices of several hosts",
+            expected="links that end at the host",
+            fix="ask for one host, or edit a copy of its file",
+        )
     if point.host_link and own:
         kind = kind_without_nvlink(hardware) if point.host_link == NO_NVLINK else point.host_link
         own = (generic_host_link(kind, n_devices=own[0].n_devices),)
-    return replace(hardware, links=(*own, *(scaled(tier, point.network_scale) for tier in hardware.networks)))
+    return replace(hardware, links=(*own, *(scaled(tier, point.network_scale) for tier in hardware.links[n_own:])))
 
 
 def scaled(tier: LinkTier, factor: float) -> LinkTier:
