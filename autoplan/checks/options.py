@@ -34,6 +34,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "schedule": (),
     "chunks": None,
     "recompute": _RECOMPUTE,
+    "keep_attention": _SWITCH,
     "loss": LOSSES,
     "compile": _SWITCH,
     "memory_format": MEMORY_FORMATS,

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.fusions import FusedSegment, Fusion
+from autoplan.cost.kept_attention import kept_attention
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
@@ -63,6 +64,9 @@ def compiled_work(
         working_bytes=_working_bytes(context, local, fused, batch_size),
         n_kept_tensors=len(fused.kept),
         repeated=WHOLE_PASS,
+        attention=kept_attention(
+            context, local, dict(zip(fused.single, single, strict=True)), batch_size, launches=KERNEL_LAUNCHES
+        ),
     )
     weight_backward_s = eager.weight_backward_s * over(found.backward_s, eager.backward_s)
     return replace(found, weight_backward_s=weight_backward_s, chunked=chunked_as(found, eager))
