@@ -78,7 +78,7 @@ class _Keeping(_Seeing):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = op(*args, **(kwargs or {}))
         if op in _FUSED_OPS:
-            kept = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
+            kept = pytree.tree_map_only(torch.Tensor, _detached, results)
             self.calls.append(_Call(kept, _versions(kept), _numbers(args[0].device).get_state()))
         return results
 
@@ -94,6 +94,12 @@ class _HandingOut(_Seeing):  # type: ignore[no-untyped-call]
         call = self.calls.popleft()
         _numbers(args[0].device).set_state(call.numbers)
         return call.handed_out()
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version, so that who writes into one is seen in the other; here autograd is switched off."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def _versions(results: Any) -> tuple[int, ...]:
