@@ -42,8 +42,8 @@ def recomputes_kept(table: CostTable, stages: tuple[StagePlan, ...]) -> bool:
 def spares_cheaply(table: CostTable, twin: CostTable) -> bool:
     """Whether a second of recomputation spares clearly more bytes of some segment where that keeps attention.
 
-    If it spares fewer, a plan that recomputes fewer segments, and these whole, is as fast and needs as little memory, but for what
-    whole segments cannot share out. Such twins are not of the space.
+    If it spares fewer, a plan that recomputes fewer segments, and these whole, is as fast and needs as little memory,
+    but for what whole segments cannot share out. Such twins are not of the space.
     """
     pairs = zip(table.costs, twin.costs, strict=True)
     return any(
