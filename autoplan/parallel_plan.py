@@ -55,6 +55,8 @@ class Mesh:
             it was measured faster; false with tensor or pipeline parallelism, which have no other way.
         wraps_head: whether the head is a group of `fully_shard` by itself (`analysis.head_group`), gathered and reduced
             beside the blocks; false where the program is generated, whose head is no module.
+        keeps_attention: whether blocks that are recomputed keep what fused attention made: its result and log-sum-exp.
+            Never of a plan that recomputes no attention.
         shares: where data parallelism spans groups of a mixed cluster, what the ranks of each take of the batch, in
             order of rank; no shard group spans two of them. The two fields on micro-batches are then the first one's.
             Empty where all ranks take the same.
@@ -74,6 +76,7 @@ class Mesh:
     memory_format: str = "contiguous"
     generated: bool = False
     wraps_head: bool = False
+    keeps_attention: bool = False
     shares: tuple[BatchShare, ...] = ()
 
     @property

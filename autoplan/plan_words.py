@@ -41,7 +41,7 @@ class Lanes:
 
 
 PIPELINE = Lanes()
-COMPILED, EAGER = "compiled", "eager"
+COMPILED, EAGER, KEPT = "compiled", "eager", "attention kept"
 
 
 def lanes_of(plan: Plan) -> Lanes:
@@ -54,10 +54,11 @@ def lanes_of(plan: Plan) -> Lanes:
 
 
 def choice_words(plan: Plan) -> tuple[str, ...]:
-    """All of them, in a word each."""
+    """All of them, in a word or two each."""
     loss = ["chunked"] * (plan.loss == "chunked")
     gradients = [f"grads {_how(plan)}"] * (plan.grad_compression != "none")
-    return (*execution_words(plan.mesh), *loss, *gradients)
+    attention = [KEPT] * plan.mesh.keeps_attention
+    return (*execution_words(plan.mesh), *attention, *loss, *gradients)
 
 
 def words_beside(plan: Plan, chosen: Plan) -> tuple[str, ...]:
@@ -187,9 +188,10 @@ def recompute_text(plan: Plan) -> str:
 
 
 def _recomputed_segments(plan: Plan) -> str:
-    """`selective (12 of 30 segments)`; nothing where nothing is recomputed."""
+    """`selective (12 of 30 segments, attention kept)`; nothing where nothing is recomputed."""
     counts = [len(stage.recomputed) for stage in plan.stages]
     if not any(counts):
         return ""
     n_recomputed = " + ".join(map(str, counts)) if plan.mesh.shares else str(sum(counts))
-    return f"{plan.recompute} ({n_recomputed} of {plan.stages[-1].stop} segments)"
+    kept = f", {KEPT}" if plan.mesh.keeps_attention else ""
+    return f"{plan.recompute} ({n_recomputed} of {plan.stages[-1].stop} segments{kept})"

@@ -16,6 +16,7 @@ from autoplan.parallel_plan import Estimate, Mesh, Plan, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search import SearchSpace
 from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.twins import has_twin, spares_cheaply, twin_of
 from autoplan.simulator.simulate import simulate
 
 MIB = 2**20
@@ -26,6 +27,7 @@ class Toy:
     """A toy model on a toy cluster: a SearchSpace and what `price` needs.
 
     `kind_costs` are for one sample, without sharding. `comm_factor` scales everything that is communicated.
+    `attention_share`: of the forward pass that recomputation spares where it keeps attention.
     """
 
     space: SearchSpace
@@ -41,6 +43,7 @@ class Toy:
     batch_copy_s: float = 0.0
     batch_bytes: int = 0
     memory_margin: float = 0.0
+    attention_share: float = 0.0
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
@@ -83,10 +86,12 @@ class Toy:
         accumulates = mesh.n_micro_batches > 1 and not self._reduces_often(mesh)
         forward_s, backward_s = cost.forward_s * (0.3 + size) / tp, cost.backward_s * (0.3 + size) / tp
         tp_s = comm * cost.tp_forward_s * size * (tp > 1)
+        keeps = again and mesh.keeps_attention and cost is not self.kind_costs[0]  # the first kind has no attention
+        kept_bytes = cost.saved_bytes * size // tp // 4 * keeps
         return SegmentCost(
             forward_s=forward_s,
             backward_s=backward_s,
-            recompute_s=forward_s + tp_s if again else 0.0,
+            recompute_s=(forward_s + tp_s) * (1.0 - self.attention_share * bool(kept_bytes)) if again else 0.0,
             launch_forward_s=cost.launch_forward_s,
             launch_backward_s=cost.launch_backward_s,
             tp_forward_s=tp_s,
@@ -97,8 +102,9 @@ class Toy:
             state_bytes=cost.state_bytes // tp // shard,
             gathered_bytes=cost.gathered_bytes // tp if is_sharded else 0,
             gradient_bytes=cost.gradient_bytes // tp // (1 if accumulates else shard),
-            saved_bytes=cost.saved_bytes * size // tp // (8 if again else 1),
+            saved_bytes=cost.saved_bytes * size // tp // (8 if again else 1) + kept_bytes,
             working_bytes=cost.working_bytes * size // tp + (cost.saved_bytes * size // tp if again else 0),
+            kept_bytes=kept_bytes,
             weight_backward_s=cost.weight_backward_s * (0.3 + size) / tp,
             pending_bytes=cost.pending_bytes * size // tp,
             reduced_bytes=cost.gradient_bytes // tp // shard,
@@ -222,7 +228,7 @@ def best_by_trying(
 ) -> float | None:
     """The least weighted step time over all plans that fit; None when none does."""
     best: float | None = None
-    for mesh in enumerate_meshes(toy.space, options):
+    for mesh in [mesh for own in enumerate_meshes(toy.space, options) for mesh in with_twin(toy, own)]:
         table = toy.price(mesh)
         for stages in all_stages(toy, mesh):
             estimate: Estimate = simulate(table, stages)
@@ -230,6 +236,14 @@ def best_by_trying(
                 score = estimate.step_s * weight(mesh)
                 best = score if best is None else min(best, score)
     return best
+
+
+def with_twin(toy: Toy, mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, and the one of the space that keeps attention."""
+    yield mesh
+    may_keep = True in toy.space.keeps_attention and has_twin(mesh)
+    if may_keep and spares_cheaply(toy.price(mesh), toy.price(twin_of(mesh))):
+        yield twin_of(mesh)
 
 
 def make_plan(mesh: Mesh, stages: tuple[StagePlan, ...]) -> Plan:

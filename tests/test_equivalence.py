@@ -23,6 +23,7 @@ def assert_equal_to_one_process(tmp_path, cases, *, n_ranks, tolerance=TOLERANCE
 BOUNDARIES = {"R": "whole", "S(1)": "sequence"}
 # What depends on the code generated for a model; the rest of the cases wraps the classes of its file, whichever it is.
 LLAMA_TOO = (
+    "zero3_attention", "tp2_attention", "attention_compiled",
     "zero3", "zero3_generated", "pp2_interleaved", "tp2_recompute", "tp2_whole", "tp2_sequence",
     "tp4", "tp4_sequence", "tp2_zero3", "tp2_pp2",
 )  # fmt: skip
@@ -52,6 +53,12 @@ def two_rank_cases(model):
         "pp2_gpipe_recompute": make_plan(model, pp=2, n_micro_batches=2, schedule="gpipe", recompute="half"),
         "pp2_interleaved": make_plan(model, pp=2, n_micro_batches=4, schedule="interleaved", n_chunks=2),
         "tp2_recompute": make_plan(model, tp=2, sharding="R", n_micro_batches=2, recompute="full"),
+        "zero3_attention": make_plan(
+            model, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2, recompute="full", keeps_attention=True
+        ),
+        "pp2_attention": make_plan(model, pp=2, n_micro_batches=2, recompute="half", keeps_attention=True),
+        "tp2_attention": make_plan(model, tp=2, sharding="S(1)", recompute="full", keeps_attention=True),
+        "attention_compiled": make_plan(model, dp=2, recompute="full", keeps_attention=True, compile=True),
     }
     for boundary, name in BOUNDARIES.items():
         cases[f"tp2_{name}"] = make_plan(model, tp=2, sharding=boundary, micro_batch_size=3)

@@ -35,6 +35,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "schedule": (),
     "chunks": None,
     "recompute": _RECOMPUTE,
+    "keep_attention": _SWITCH,
     "loss": LOSSES,
     "compile": _SWITCH,
     "memory_format": MEMORY_FORMATS,

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from autoplan.analysis.chunked_loss import can_chunk, why_whole
 from autoplan.analysis.head_group import head_group
+from autoplan.analysis.kept_attention import kinds_with_attention, recomputes_attention
 from autoplan.analysis.semantics import check_loss_average, own_gradients
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
@@ -73,11 +74,21 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
     if graph.replaces_weights and not graph.is_module_level and not plan.mesh.needs_generated_model:
         _refuse("mesh.generated", False, "true, since the model calls modules by torch.func.functional_call")
     _check_stages(plan.stages, plan.mesh, graph)
+    _check_kept_attention(plan, graph, hardware)
     _check_split_backward(plan)
     rules = load_rules(rule_files)
     _check_shardings(plan, graph, rules)
     if plan.loss == "chunked" and not can_chunk(graph, plan.mesh, plan.shardings, rules=rules):
         _refuse("loss", plan.loss, f'"whole": found {why_whole(graph) or "a layout or compiled part in its way"}')
+
+
+def _check_kept_attention(plan: Plan, graph: OpGraph, hardware: Hardware) -> None:
+    device = (hardware.groups[0] if isinstance(hardware, Cluster) else hardware).device
+    kinds = kinds_with_attention(graph, precision=plan.precision, is_cpu=device.is_cpu)
+    recomputed = [index for stage in plan.stages for index in stage.recomputed]
+    if plan.mesh.keeps_attention and not recomputes_attention(graph, kinds, recomputed):
+        expected = "false, since no block is recomputed that has attention which torch runs as one kernel"
+        _refuse("mesh.keeps_attention", True, expected)
 
 
 def _check_compression(plan: Plan) -> None:

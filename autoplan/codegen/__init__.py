@@ -106,6 +106,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "batch_norm": plan.batch_norm,
         "ignored_target": ignored_target(graph) if plan.loss_average == "global_batch" else None,
         "recompute": recomputed,
+        **({"keep_attention": True} if mesh.keeps_attention else {}),
         "blocks": tuple(dict.fromkeys(blocks)),
         **({"head_group": head_group(graph)} if mesh.wraps_head else {}),
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),

@@ -3,7 +3,7 @@
 op_time, collective_time, launch, batch           one op, one collective, the host, a copy
 local_segment -> segment_work -> segment_cost     one kind of segment: its ops, their sum, with parameters and again
 kept_tensors                                      what autograd keeps of a segment
-measured, chunked_loss, grad_compression          what changes the work
+measured, chunked_loss, kept_attention, grad_compression    what changes the work
 fusions -> compiled_work                          the work where a segment is compiled: its ops as fused kernels
 parameters                                        what is kept beside it
 boundaries, between, outside_allocator            between stages, between groups of hosts, outside of the allocator

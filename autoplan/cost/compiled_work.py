@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.fusions import FusedSegment, Fusion
+from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
@@ -71,6 +72,7 @@ class CompiledPasses:
     saved_bytes: int
     working_bytes: int
     n_kept_tensors: int
+    attention: KeptAttention | None
 
 
 def compiled_work(
@@ -108,6 +110,9 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
         saved_bytes=_saved_bytes(context, local, fused, batch_size),
         working_bytes=working_bytes(segment.around, batch_size, weight_item_bytes=item_bytes),
         n_kept_tensors=len(fused.kept),
+        attention=kept_attention(
+            context, local, dict(zip(fused.single, single, strict=True)), batch_size, launches=KERNEL_LAUNCHES
+        ),
     )
 
 
@@ -123,6 +128,7 @@ def as_compiled(eager: SegmentWork, passes: CompiledPasses) -> SegmentWork:
         working_bytes=passes.working_bytes,
         n_kept_tensors=passes.n_kept_tensors,
         repeated=WHOLE_PASS,
+        attention=passes.attention,
     )
     weight_backward_s = eager.weight_backward_s * fraction_of(found.backward_s, eager.backward_s)
     return replace(found, weight_backward_s=weight_backward_s, chunked=chunked_as(found, eager))

@@ -12,7 +12,9 @@ What other segments took says nothing about the device time of an eager one (ben
 corrected by what was measured of it as it runs (`execution_of`). A program of the user's own classes is corrected by
 what was measured of these, where they could be measured. Bytes are only scaled, never calibrated: they are counted, not
 rated. A measured backward pass includes that of the weights, which is taken to be as large a part of it as computed.
-The chunked loss is not measured: what it takes beyond the whole one is scaled as that is.
+The chunked loss is not measured: what it takes beyond the whole one is scaled as that is. Nor is attention, which
+recomputation may keep: it is taken to be as large a part of a measured forward pass as of the computed one, of eager
+operators. Compiled it is a larger part of less, so that keeping it spares more than is said.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from autoplan.cost.chunked_loss import chunked_as
+from autoplan.cost.kept_attention import KeptAttention
 from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.graph import IMAGE_DIMS, LOSS_PATH, OpGraph
@@ -97,7 +100,8 @@ class Correction:
         """The work as measured, or as close to that as the measurements come, and which of these it is."""
         found, source = self._corrected(work, kind=kind, tp=tp, sharding=sharding, micro_batch_size=micro_batch_size)
         if self.executions[kind].compile:  # one op to autograd, which keeps what it made
-            found = replace(found, repeated=WHOLE_PASS)
+            attention = None if found.attention is None else replace(found.attention, n_seen_ops=0)
+            found = replace(found, repeated=WHOLE_PASS, attention=attention)
         return replace(found, chunked=chunked_as(found, work)), source
 
     def _corrected(
@@ -174,6 +178,11 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
         host_forward_s=row.host_forward_s,
         host_backward_s=row.host_backward_s,
         weight_backward_s=work.weight_backward_s * fraction_of(row.backward_s, work.backward_s),
+        attention=_attention(
+            work,
+            forward=fraction_of(row.forward_s, work.forward_s),
+            host_forward=fraction_of(row.host_forward_s, work.host_forward_s),
+        ),
         saved_bytes=row.saved_bytes,
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
@@ -183,6 +192,7 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
     """The host's time does not depend on the micro-batch."""
     return replace(
         _timed(work, forward=ratio.forward, backward=ratio.backward),
+        attention=_attention(work, forward=ratio.forward, host_forward=ratio.host_forward),
         host_forward_s=work.host_forward_s * ratio.host_forward,
         host_backward_s=work.host_backward_s * ratio.host_backward,
         saved_bytes=round(work.saved_bytes * ratio.saved),
@@ -197,9 +207,11 @@ def _calibrated(work: SegmentWork, *, of_device: Sequence[_Ratio], of_host: Sequ
         work = _timed(work, forward=forward, backward=backward)
     if not of_host:
         return work
+    host_forward = median(r.host_forward for r in of_host)
     return replace(
         work,
-        host_forward_s=work.host_forward_s * median(r.host_forward for r in of_host),
+        attention=_attention(work, host_forward=host_forward),
+        host_forward_s=work.host_forward_s * host_forward,
         host_backward_s=work.host_backward_s * median(r.host_backward for r in of_host),
     )
 
@@ -210,4 +222,10 @@ def _timed(work: SegmentWork, *, forward: float, backward: float) -> SegmentWork
         forward_s=work.forward_s * forward,
         backward_s=work.backward_s * backward,
         weight_backward_s=work.weight_backward_s * backward,
+        attention=_attention(work, forward=forward),
     )
+
+
+def _attention(work: SegmentWork, *, forward: float = 1.0, host_forward: float = 1.0) -> KeptAttention | None:
+    """As much longer or shorter as the whole forward pass."""
+    return None if work.attention is None else work.attention.timed(forward=forward, host_forward=host_forward)

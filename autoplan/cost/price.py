@@ -203,7 +203,7 @@ def _segments_pricer(
         run = _Run(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         splits = splits_backward(mesh.schedule)
-        found = costs(run, placement, mesh.pp > 1, mesh.wraps_head, splits, loss_here)
+        found = costs(run, placement, mesh.pp > 1, mesh.wraps_head, splits, loss_here, mesh.keeps_attention)
         return found, () if measured is None else tuple(source for _, source in works(run))
 
     return segments
@@ -293,10 +293,11 @@ def _costs_pricer(
     context: ParameterContext,
     local: LocalPricer,
     works: Callable[[_Run], Works],
-) -> Callable[[_Run, Placement, bool, bool, bool, str | None], Costs]:
-    """The costs of (run, placement, is_cut, wraps_head, splits, loss).
+) -> Callable[[_Run, Placement, bool, bool, bool, str | None, bool], Costs]:
+    """The costs of (run, placement, is_cut, wraps_head, splits, loss, keeps_attention).
 
-    `is_cut`: whether there are stages; `splits`: whether the backward pass is split; `loss`: how it is computed.
+    `is_cut`: whether there are stages; `splits`: whether the backward pass is split; `loss`: how it is computed;
+    `keeps_attention`: as in `Mesh`.
     """
     first = graph.first_of_kind()
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
@@ -319,7 +320,15 @@ def _costs_pricer(
         )
 
     @cache
-    def costs(run: _Run, placement: Placement, is_cut: bool, wraps_head: bool, splits: bool, loss: str | None) -> Costs:
+    def costs(
+        run: _Run,
+        placement: Placement,
+        is_cut: bool,
+        wraps_head: bool,
+        splits: bool,
+        loss: str | None,
+        keeps_attention: bool,
+    ) -> Costs:
         pairs = zip(
             first.values(),
             local(run.tp, run.sharding).values(),
@@ -336,6 +345,7 @@ def _costs_pricer(
                 splits=splits,
                 repeats=placement.repeats,
                 loss=loss,
+                keeps_attention=keeps_attention,
             )
             for segment, here, (work, _), cost in pairs
         )

@@ -1,4 +1,6 @@
-"""SegmentCost from the work of a segment and its parameters: plain, recomputed, with its loss in slices."""
+"""SegmentCost from the work of a segment and its parameters: plain, recomputed (with attention kept or not), with its
+loss in slices.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ def segment_costs(
     splits: bool,
     repeats: bool,
     loss: str | None,
+    keeps_attention: bool = False,
 ) -> tuple[SegmentCost, ...]:
     """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
+
+    `keeps_attention`: recomputation keeps what fused attention made.
 
     The last segment has its loss whole and in slices instead, or twice the one that is asked for.
     """
@@ -44,16 +49,21 @@ def segment_costs(
         return (plain,)
     if not is_block:
         return plain, chunked
-    input_bytes = min(work.input_bytes, work.saved_bytes)
-    again = work.repeated
+    again, kept = work.repeated, work.attention if keeps_attention else None
+    kept_bytes = 0 if kept is None else kept.n_bytes
+    saved_bytes = min(work.input_bytes + kept_bytes, work.saved_bytes)
     again_s = again.device * work.forward_s + again.tp * work.tp_forward_s
     host_again_s = again.host * work.host_forward_s + again.collectives * work.collectives_forward_s
     host_again_s += work.n_kept_tensors * KEPT_TENSOR_HOST_S
+    if kept is not None:
+        again_s = max(0.0, again_s - kept.forward_s)
+        host_again_s = max(0.0, host_again_s - kept.host_forward_s) + kept.seen_s
     full = replace(
         plain,
         recompute_s=max(again_s, host_again_s),
-        saved_bytes=input_bytes,
-        working_bytes=work.working_bytes + work.saved_bytes - input_bytes,
+        saved_bytes=saved_bytes,
+        working_bytes=work.working_bytes + work.saved_bytes - saved_bytes,
+        kept_bytes=kept_bytes,
     )
     return plain, full
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.kept_tensors import KeptTensor, is_nothing
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
@@ -81,6 +82,7 @@ class SegmentWork:
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
         n_kept_tensors: how often autograd keeps a tensor; see `kept_tensors`.
         repeated: how large a part of its forward pass recomputation runs again.
+        attention: the fused attention that recomputation may keep; None where there is none.
         chunked: the same with the loss in slices, where it can be; see `cost.chunked_loss`.
     """
 
@@ -101,6 +103,7 @@ class SegmentWork:
     pending_bytes: int
     n_kept_tensors: int
     repeated: PassParts
+    attention: KeptAttention | None = None
     chunked: SegmentWork | None = None
 
 
@@ -130,6 +133,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         pending_bytes=pending_bytes,
         n_kept_tensors=segment.n_kept_tensors,
         repeated=_forward_pass(context, repeated_part(segment), times, batch_size).fraction_of(forward),
+        attention=kept_attention(context, segment, dict(enumerate(times)), batch_size),
     )
 
 

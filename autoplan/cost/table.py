@@ -28,6 +28,7 @@ class SegmentCost:
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         gather_s: one all-gather of the segment's parameters over the ZeRO group; 0 when nothing is sharded.
         reduce_s: one reduction of its gradients over the data-parallel group.
+        kept_bytes: the part of `saved_bytes` that attention made, where recomputation keeps it.
         replicas_s: what the last reduction of a step takes longer, where all others stay within a copy of the shards.
         optimizer_s: what comes once per step: its share of the optimizer, copies, and `launch_once_s`.
         state_bytes: what stays all step: (shards of) parameters, optimizer state, buffers; outer parameters under
@@ -72,6 +73,7 @@ class SegmentCost:
     lead_s: float = 0.0
     is_kept: bool = False
     replicas_s: float = 0.0
+    kept_bytes: int = 0
 
     @property
     def last_reduce_s(self) -> float:

@@ -45,6 +45,8 @@ def accelerate_file(subject: Subject) -> Configuration:
         )
     if plan.recompute == "selective" or (plan.recompute == "full" and not shards):
         missing.append(f"Recomputation ({plan.recompute}): it has all blocks or none, with FSDP only.")
+    if mesh.keeps_attention:
+        missing.append("Attention that is kept: it recomputes all of a block.")
     if plan.grad_compression == "bf16":
         missing.append("Gradients reduced in bf16: a comm_hook of DistributedDataParallelKwargs, set in code.")
     missing.append(

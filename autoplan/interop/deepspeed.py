@@ -36,6 +36,8 @@ def deepspeed_file(subject: Subject) -> Configuration:
         missing.append(f"The pipeline of {mesh.n_stages} stages: build the model as a PipelineModule in code.")
     if plan.recompute != "none":
         missing.append(f"Recomputation ({plan.recompute}): call its checkpointing in the code of the blocks.")
+    if plan.mesh.keeps_attention:
+        missing.append("Attention that is kept: its checkpointing recomputes all that it is given.")
     if mesh.compile:
         missing.append("Compiled blocks: call engine.compile() in code; it compiles the model as a whole.")
     use = "Start with `deepspeed train.py --deepspeed --deepspeed_config deepspeed.json`."

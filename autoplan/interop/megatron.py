@@ -59,6 +59,10 @@ def _layout(subject: Subject) -> str:
 def _recompute(subject: Subject, missing: list[str]) -> list[str]:
     if subject.plan.recompute == "none":
         return []
+    if subject.plan.mesh.keeps_attention:
+        missing.append(
+            "Attention that is kept: its granularity selective is the opposite, which recomputes that alone."
+        )
     n_first = subject.recomputed_first() if subject.plan.mesh.n_chunks == 1 else None
     if subject.plan.recompute == "full":
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]

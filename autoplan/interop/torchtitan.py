@@ -47,10 +47,15 @@ def torchtitan_file(subject: Subject) -> Configuration:
     if piped:
         parallelism |= _pipeline(subject, missing)
     recompute: dict[str, object] = {"mode": "none"}
-    if plan.recompute == "full":
+    if plan.recompute == "full" and mesh.keeps_attention:
+        recompute = {"mode": "selective", "selective_ac_option": "op"}
+        missing.append("What is kept besides attention: this mode also keeps every second product, and collectives.")
+    elif plan.recompute == "full":
         recompute = {"mode": "full"}
     elif plan.recompute == "selective":
         missing.append("Which blocks are recomputed: its selective mode takes every n-th; none are set here.")
+        if mesh.keeps_attention:
+            missing.append("Attention that is kept: its selective mode by op does so, in all blocks.")
     sections: dict[str, dict[str, object]] = {
         "training": training,
         "parallelism": parallelism,

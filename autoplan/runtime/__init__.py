@@ -10,8 +10,8 @@ It is copied as it stands into the folder of a program.
     attention, experts, vocabulary, random     what else generated code calls
     seeds                  where every random number of a run begins
     model_calls            the user's model and loss, whatever their inputs look like
-    compiled, chunked_loss, padded_head, memory_format, recompute, scalar_parameters, zero, grad_compression, pipeline,
-    stage_shell, gradients, batch_norm, loss_average, unused, in_place
+    compiled, chunked_loss, padded_head, memory_format, recompute, kept_attention, scalar_parameters, zero,
+    grad_compression, pipeline, stage_shell, gradients, batch_norm, loss_average, unused, in_place
     stage_order            all of it, applied to a stage in order
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
     checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on

@@ -50,6 +50,7 @@ class Config:
         grad_compression: how gradients are made smaller for their reduction: "none", "bf16" or "powersgd"; see the
             module of that name. `powersgd_rank` is that of P and Q, `powersgd_start_step` the first step with them.
         recompute: names of modules whose activations are computed again in the backward pass.
+        keep_attention: whether these keep what fused attention made; see `kept_attention`.
         blocks: names of the modules that are gathered and reduced one by one (generated stages name their own).
         head_group: the module behind the blocks that is gathered and reduced by itself, too; "" for none.
         writes_in_place: a block of the user's own writes into its inputs, or others into what it returned.
@@ -83,6 +84,7 @@ class Config:
     powersgd_rank: int = 0
     powersgd_start_step: int = 0
     recompute: tuple[str, ...] = ()
+    keep_attention: bool = False
     blocks: tuple[str, ...] = ()
     head_group: str = ""
     writes_in_place: bool = False
@@ -111,6 +113,8 @@ class Config:
             found = f"recompute: found {self.recompute}" if self.recompute else "compile: found True"
             raise ValueError(f"{found}, expected none with schedule {self.schedule!r}, whose backward pass is split")
 
+        if self.keep_attention and not (self.recompute or any(self.share_recompute)):
+            raise ValueError("keep_attention: found True, expected False because nothing is recomputed")
         self._check_compression()
         if self.shares:
             self._check_shares()

@@ -13,9 +13,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from .kept_attention import kept_attention
 
-def apply_recompute(root: nn.Module, names: Iterable[str]) -> None:
+
+def apply_recompute(root: nn.Module, names: Iterable[str], *, keeps_attention: bool = False) -> None:
     """Recompute the submodules `names`; those that `root` lacks live in another pipeline stage and are skipped.
+
+    `keeps_attention`: all but fused attention, see `kept_attention`.
 
     Only `forward` is replaced, so the names of modules and parameters stay. Random state is restored for the second
     forward, so dropout draws the same mask, and what it writes into buffers is forgotten, so running statistics advance
@@ -25,7 +29,7 @@ def apply_recompute(root: nn.Module, names: Iterable[str]) -> None:
     modules = dict(root.named_modules())
     for name in names:
         if name in modules:
-            modules[name].forward = _Block(name, modules[name], modules[name].forward)
+            modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention)
 
 
 @contextmanager
@@ -57,6 +61,7 @@ class _Block:
     name: str
     module: nn.Module
     forward: Callable[..., Any]
+    keeps_attention: bool = False
     written: dict[bool, frozenset[int]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +85,7 @@ class _Block:
 
         # Empty tensors in place of the inputs tell it of which devices to restore the random state.
         devices = [tensor.new_empty(0) for tensor in tensors.values()]
-        contexts = functools.partial(_contexts, self.module)
+        contexts = functools.partial(_contexts, self.module, self.keeps_attention)
         outputs = checkpoint(run, *devices, use_reentrant=False, context_fn=contexts)
         if mode not in self.written:
             self.written[mode] = self._written(tensors, versions)
@@ -113,6 +118,17 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(
+    module: nn.Module, keeps_attention: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Of the first and of the second forward pass."""
-    return nullcontext(), unchanged_buffers(module)
+    if not keeps_attention:
+        return nullcontext(), unchanged_buffers(module)
+    keeping, handing_out = kept_attention()
+    return keeping, _both(unchanged_buffers(module), handing_out)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

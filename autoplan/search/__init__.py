@@ -26,7 +26,7 @@ forward or backward pass to that of `bounds.computes_least` than to any other: t
 
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
-    the space       meshes, baselines, one_device: what is tried        beyond: and what else
+    the space       meshes, twins, baselines, one_device: what is tried        beyond: and what else
     the answer      result, found: what is returned        preference, rejections, remedies: which, and why no other
     the queue       state, examination: where it stands, and one mesh of it examined
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
@@ -46,9 +46,10 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from autoplan.options import Options
-from autoplan.parallel_plan import Plan
+from autoplan.parallel_plan import Mesh, Plan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.beyond import look_beyond
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
@@ -62,6 +63,7 @@ from autoplan.search.preference import mesh_complexity
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
 from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, SearchState
+from autoplan.search.twins import spares_cheaply
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 
@@ -94,7 +96,8 @@ def search(
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
     """
-    state = SearchState(options, price, clock, clock(), patience_s, planless_share)
+    may_keep = True in space.keeps_attention
+    state = SearchState(options, price, clock, clock(), patience_s, planless_share, may_keep_attention=may_keep)
     found: tuple[Baseline, ...] = ()
     alone = None
     try:
@@ -103,7 +106,7 @@ def search(
     except KeyboardInterrupt:
         state.stopped = "interrupted"
     recipes_s = clock() - state.started_s
-    state.meshes = enumerate_meshes(space, options)
+    state.meshes = list(enumerate_meshes(space, options))
     state.answer_s = clock() - state.started_s - recipes_s
     try:
         _start(state, found, warm_start, recipes_s=recipes_s)
@@ -129,7 +132,7 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
         if index is not None and obeys and baseline.judged.estimate.fits:
             state.keep(index, baseline.judged)
             state.first_plan_s = recipes_s
-    index = None if warm_start is None else state.index_of(warm_start.mesh)
+    index = None if warm_start is None else _index_of_warm_start(state, warm_start.mesh)
     if warm_start is not None and index is not None:
         consider(state, index, warm_start.stages)
     keys = tuple(map(compute_key, state.meshes))
@@ -139,6 +142,17 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
         bound_s = compute_bound_s(mesh, forward_s=forward_s, backward_s=backward_s)
         state.queue.append((bound_s * state.weight(mesh), index, UNPRICED))
     state.ready_s = state.clock() - state.started_s
+
+
+def _index_of_warm_start(state: SearchState, mesh: Mesh) -> int | None:
+    """Where its mesh stands; a twin that the search would look at enters the space for it."""
+    index = state.index_of(mesh)
+    if index is not None or not (mesh.keeps_attention and state.may_keep_attention):
+        return index
+    other = state.index_of(replace(mesh, keeps_attention=False))
+    if other is None or not spares_cheaply(state.table(state.meshes[other]), state.table(mesh)):
+        return None
+    return state.add_twin(other)
 
 
 def _prove(state: SearchState, space: SearchSpace) -> None:

@@ -14,8 +14,9 @@ from autoplan.search.plans import obeys_recompute
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.rejections import short_somewhere, slow
 from autoplan.search.replayed_cuts import cuts_below
-from autoplan.search.state import CUT, RELAXED, SearchState
+from autoplan.search.state import CUT, PRICED, RELAXED, SearchState
 from autoplan.search.thrift import balanced_stages, thrifty_plan
+from autoplan.search.twins import has_twin, recomputes_kept, spares_cheaply, twin_of
 from autoplan.simulator.simulate import simulate
 from autoplan.solver.linear_model import INFINITY
 
@@ -33,10 +34,23 @@ def examine(state: SearchState, *, to_beat: float) -> None:
         bound_s = RAISE_BOUND[examined](state, index)
         if index not in state.rejections:
             heapq.heapreplace(state.queue, (max(score, bound_s * weight), index, examined + 1))
+            if examined == PRICED and _needs_twin(state, index):
+                heapq.heappush(state.queue, (score, state.add_twin(index), PRICED))
             return
     heapq.heappop(state.queue)
     state.tables.pop(mesh, None)
     state.programs.pop(index, None)
+
+
+def _needs_twin(state: SearchState, index: int) -> bool:
+    """Whether the twin of a mesh that has just been cut may hold a better plan; see `twins`."""
+    mesh = state.meshes[index]
+    if not state.may_keep_attention or index in state.twins or not has_twin(mesh):
+        return False
+    table, plan = state.table(mesh), state.plans.get(index)
+    twin = state.price(twin_of(mesh))
+    is_worth_it = spares_cheaply(table, twin)
+    return is_worth_it and (mesh.pp > 1 or plan is None or recomputes_kept(twin, plan.stages))
 
 
 def _is_settled(state: SearchState, index: int, bound_s: float) -> bool:

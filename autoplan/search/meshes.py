@@ -14,8 +14,12 @@ A mesh is in the space when all of this holds:
 
 Beyond the space, `beyond` tries pipelines with n_chunks up to 8 and pp * n_chunks up to 128; no proof is of these.
 
+Where recomputation may keep attention, each mesh but those of zero_bubble_v has a twin that does; it enters the search
+only when its mesh has been looked at, see `twins`.
+
 Each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage 0;
-pp = 1 has schedule "1f1b" and one chunk. How many pieces each stage may have, says `plans.stage_sizes`.
+pp = 1 has schedule "1f1b" and one chunk; a plan that recomputes no attention does not keep it. How many pieces each
+stage may have, says `plans.stage_sizes`.
 
 **More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one
 host the powers of two and the divisors of the host, then k hosts for every k of at most `MAX_SIGNIFICANT_BITS`
@@ -62,6 +66,7 @@ class SearchSpace:
         generated: whether programs without tensor and pipeline parallelism may be, or must be, generated code.
         wraps_head: whether programs of the user's own classes have the head in a group of its own.
         n_devices_joined: devices on the links of one host, where these join several hosts; None where they do not.
+        keeps_attention: whether recomputation may, or must, keep attention; where it may, see `twins`.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -79,6 +84,7 @@ class SearchSpace:
     executions: tuple[Execution, ...] = (Execution(),)
     generated: tuple[bool, ...] = (False,)
     wraps_head: bool = False
+    keeps_attention: tuple[bool, ...] = (False,)
     why_uncut: str = ""
     n_devices_joined: int | None = None
 
@@ -194,7 +200,7 @@ def deeper_meshes(space: SearchSpace, options: Options, *, near: Mesh) -> Iterat
         for mesh in meshes_of(wide, options, tp=tp, pp=pp, dp=dp):
             is_like = (mesh.sharding, mesh.execution, mesh.micro_batch_size, mesh.zero_stage) == like
             if is_like and mesh.schedule == "interleaved" and is_deeper(mesh, space):
-                yield mesh
+                yield replace(mesh, keeps_attention=near.keeps_attention)
 
 
 def is_deeper(mesh: Mesh, space: SearchSpace | None = None) -> bool:
@@ -240,6 +246,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
                 memory_format=execution.memory_format,
                 generated=generated,
                 wraps_head=space.wraps_head and tp == pp == 1 and not generated,
+                keeps_attention=space.keeps_attention[0] and not splits_backward(schedule) and recompute != "none",
             )
 
 

@@ -9,18 +9,20 @@ from autoplan.search.baselines import best_of
 from autoplan.search.bounds import least_needed_bytes, shortfall_bytes
 from autoplan.search.meshes import Price, SearchSpace, meshes_of
 from autoplan.search.result import OneDevice
+from autoplan.search.twins import has_twin, twin_of
 
 
 def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevice | None:
     """The same global batch on one device, at its best, with or without recomputation, whatever the user fixed.
 
     Its modules run in all the ways that those of the plans may (`SearchSpace.executions`), else a plan with
-    channels_last would be compared with one device without.
+    channels_last would be compared with one device without, and so does what it recomputes.
     None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch.
     """
     if space.n_devices == 1 or space.uses_all_devices:
         return None
     meshes = list(meshes_of(space, replace(options, fix=()), tp=1, pp=1, dp=1))
+    meshes += [twin_of(mesh) for mesh in meshes if has_twin(mesh)] if True in space.keeps_attention else []
     if not meshes:
         return None
     short = {mesh: shortfall_bytes(price(mesh)) for mesh in meshes}

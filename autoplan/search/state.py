@@ -13,6 +13,7 @@ from autoplan.search.meshes import Price, fixed
 from autoplan.search.one_mesh import Judged, MeshProgram
 from autoplan.search.paths import shape_of
 from autoplan.search.result import Rejection
+from autoplan.search.twins import recomputes_kept, twin_of
 from autoplan.solver.linear_model import INFINITY
 
 UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
@@ -31,7 +32,7 @@ class SearchState:
     planless_share: float = 1.0  # of the time limit, while no plan is known
     kept_share: float = 0.0  # of the time limit, which what is done now must leave
     ready_s: float = 0.0  # when every mesh was in the queue
-    meshes: tuple[Mesh, ...] = ()
+    meshes: list[Mesh] = field(default_factory=list)
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
@@ -40,13 +41,21 @@ class SearchState:
     bounds_s: dict[int, float] = field(default_factory=dict)  # proved bound of the meshes solved, per index
     rejections: dict[int, Rejection] = field(default_factory=dict)
     beyond_s: dict[int, float] = field(default_factory=dict)  # bound by arithmetic of the meshes beyond the space
+    may_keep_attention: bool = False  # whether meshes have twins; see `twins`
+    twins: dict[int, int] = field(default_factory=dict)  # index of a mesh -> that of its twin, where it has entered
+    mesh_of_twin: dict[int, int] = field(default_factory=dict)  # and the other way
     agreed_s: dict[int, float] = field(default_factory=dict)  # limit of the last `_agree_on_sizes`, per index
     stopped: str = ""
     first_plan_s: float | None = None  # when the first plan that fits was known
     ranked: list[int] | None = None  # `ranking`, while no plan has been added
 
     def keep(self, index: int, plan: Judged) -> None:
-        """Remember the best plan found of a mesh."""
+        """Remember the best plan found of a mesh; where it keeps no attention, that of a twin is its mesh's."""
+        if index in self.mesh_of_twin and not recomputes_kept(self.table(self.meshes[index]), plan.stages):
+            index = self.mesh_of_twin[index]
+            known = self.plans.get(index)
+            if known is not None and known.estimate.step_s <= plan.estimate.step_s:
+                return
         self.plans[index] = plan
         self.ranked = None
         if self.first_plan_s is None:
@@ -55,9 +64,16 @@ class SearchState:
     def keep_beyond(self, table: CostTable, plan: Judged) -> None:
         """Add a mesh that is not of the space, after those that are, with a plan of it."""
         index = len(self.meshes)
-        self.meshes = (*self.meshes, table.mesh)
+        self.meshes.append(table.mesh)
         self.beyond_s[index] = step_bound_s(table)
         self.keep(index, plan)
+
+    def add_twin(self, index: int) -> int:
+        """Let the twin of a mesh be one of the space."""
+        twin = self.twins[index] = len(self.meshes)
+        self.mesh_of_twin[twin] = index
+        self.meshes.append(twin_of(self.meshes[index]))
+        return twin
 
     def index_of(self, mesh: Mesh) -> int | None:
         """Where a mesh stands in the enumeration; most others have another dp, and are not compared any further."""

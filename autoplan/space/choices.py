@@ -1,15 +1,24 @@
-"""What the options fix of a plan, and what they leave to the search: loss, compression, how modules run."""
+"""What the options fix of a plan, and what they leave to the search: loss, compression, how modules run, attention."""
 
 from __future__ import annotations
 
+from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.cost.grad_compression import Compression
 from autoplan.cost.measured import execution_of
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import Device
 from autoplan.measured_profile.segment_times import MeasuredProfile
-from autoplan.options import DEFAULT_POWERSGD_RANK, GRAD_COMPRESSIONS, LOSSES, MEMORY_FORMATS, Options
+from autoplan.options import (
+    DEFAULT_POWERSGD_RANK,
+    GRAD_COMPRESSIONS,
+    LOSSES,
+    MEMORY_FORMATS,
+    PLAIN_SCHEDULE,
+    Options,
+)
 from autoplan.parallel_plan import Execution
+from autoplan.schedules import splits_backward
 from autoplan.search.meshes import fixed, fixed_int
 
 CHANNELS_LAST = MEMORY_FORMATS[1]
@@ -55,6 +64,31 @@ def executions(
         for layout in (MEMORY_FORMATS if memory_format is None else (memory_format,))
     ]
     return tuple(way for way in found if not why_unknown(graph, measured, way, degree=tp)) or tuple(found[:1])
+
+
+def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tuple[bool, ...]:
+    """Whether recomputation may keep attention: as is fixed, and else where there is any to keep.
+
+    Fixed on, it is kept wherever blocks are recomputed; a plan that recomputes none has nothing to keep.
+
+    Raises: UsageError when it is to be kept and cannot be.
+    """
+    wanted, recompute, schedule = (fixed(options, name) for name in ("keep_attention", "recompute", "schedule"))
+    has_any = bool(kinds_with_attention(graph, precision=options.precision, is_cpu=device.is_cpu))
+    cannot = recompute == "none" or (schedule is not None and schedule != PLAIN_SCHEDULE and splits_backward(schedule))
+    if wanted == "on" and not (has_any and not cannot):
+        found = "no block with attention that torch runs as one kernel"
+        if has_any:
+            found = "recompute=none" if recompute == "none" else f"schedule={schedule}, which recomputes nothing"
+        raise UsageError.of(
+            "--fix keep_attention=on",
+            found=found,
+            expected="blocks that call F.scaled_dot_product_attention, and a plan that may recompute them",
+            fix="leave keep_attention out",
+        )
+    if wanted is not None:
+        return (wanted == "on",)
+    return (False, True) if has_any and not cannot else (False,)
 
 
 def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:

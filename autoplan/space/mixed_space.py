@@ -24,7 +24,7 @@ from autoplan.hardware.cluster import Cluster
 from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
-from autoplan.search.meshes import MakePlan, divisors, fixed_int
+from autoplan.search.meshes import MakePlan, divisors, fixed, fixed_int
 from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
 from autoplan.space.choices import compression_choice, loss_choice
 from autoplan.space.layouts import of_size, shardings_by_size
@@ -107,6 +107,13 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             "--profile",
             found=options.profile,
             expected=f"nothing: measurements are of one device, {cluster.name} has several kinds",
+            fix=f"leave it out, {alone}",
+        )
+    if fixed(options, "keep_attention") == "on":
+        raise UsageError.of(
+            "--fix keep_attention",
+            found="on",
+            expected=f"nothing: no plan over several groups of {cluster.name} keeps attention",
             fix=f"leave it out, {alone}",
         )
     tp, common = fixed_int(options, "tp"), _common_host_size(cluster)

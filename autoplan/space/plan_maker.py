@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.analysis.chunked_loss import can_chunk
+from autoplan.analysis.kept_attention import recomputes_attention
 from autoplan.cost.price import Shardings
 from autoplan.graph import OpGraph
 from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, Options
@@ -24,6 +25,7 @@ class PlanMaker:
         by_size: tensor-parallel assignments per micro-batch size that they are solved for.
         graph_hash: of `graph`, which takes a while.
         hardware: name of the hardware profile.
+        attention: the kinds of segments whose attention recomputation may keep.
     """
 
     graph: OpGraph
@@ -33,9 +35,13 @@ class PlanMaker:
     options: Options
     hardware: str
     n_hosts: int
+    attention: frozenset[int] = frozenset()
 
     def plan(self, mesh: Mesh, stages: tuple[StagePlan, ...]) -> Plan:
-        """The plan; only blocks are recomputed, and in place of the last segment its loss is chunked."""
+        """The plan; only blocks are recomputed, and in place of the last segment its loss is chunked.
+
+        One that recomputes no attention does not keep it.
+        """
         graph, options = self.graph, self.options
         shardings = of_size(self.by_size, mesh).get((mesh.tp, mesh.sharding), ())
         last = len(graph.segments) - 1
@@ -45,6 +51,9 @@ class PlanMaker:
         kept = tuple(
             StagePlan(s.start, s.stop, tuple(i for i in s.recomputed if graph.segments[i].is_block)) for s in stages
         )
+        recomputed = [index for stage in kept for index in stage.recomputed]
+        if mesh.keeps_attention and not recomputes_attention(graph, self.attention, recomputed):
+            mesh = replace(mesh, keeps_attention=False)
         compression = compression_choice(options).under(mesh)
         return Plan(
             mesh=mesh,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from autoplan.analysis.head_group import head_group
+from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.answers.intervals import memory_margin
 from autoplan.checks.fixes import check_fixed
 from autoplan.cost.boundaries import legal_cuts, why_uncut
@@ -23,7 +24,14 @@ from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import Execution, Plan
 from autoplan.rules import load_rules
 from autoplan.search.meshes import MakePlan, Price, SearchSpace
-from autoplan.space.choices import check_execution, codes, compression_choice, executions, loss_choice
+from autoplan.space.choices import (
+    attention_choices,
+    check_execution,
+    codes,
+    compression_choice,
+    executions,
+    loss_choice,
+)
 from autoplan.space.current_code import with_current_code
 from autoplan.space.layouts import of_size, shardings_by_size
 from autoplan.space.plan_maker import PlanMaker
@@ -71,6 +79,7 @@ def priced_space(
         generated=codes(graph, options, measured),
         wraps_head=bool(head_group(graph)),
         why_uncut=why_uncut(graph),
+        keeps_attention=attention_choices(graph, options, device=hardware.device),
     )
     pricers = {
         size: make_pricer(
@@ -86,7 +95,9 @@ def priced_space(
         )
         for size, shardings in by_size.items()
     }
-    maker = PlanMaker(graph, graph.content_hash(), by_size, rules, options, hardware.name, hardware.n_hosts)
+    attention = kinds_with_attention(graph, precision=options.precision, is_cpu=hardware.device.is_cpu)
+    content_hash = graph.content_hash()
+    maker = PlanMaker(graph, content_hash, by_size, rules, options, hardware.name, hardware.n_hosts, attention)
     return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), maker.plan)
 
 
