@@ -39,7 +39,7 @@ N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150
 HARDWARE = "h200_x4"
 FIRST_PORT = 29600
-EXAMPLES = {"llama": HERE.parent / "examples" / "llama.py"}
+EXAMPLES = {name: HERE.parent / "examples" / f"{name}.py" for name in ("gpt", "llama")}
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,10 @@ class Case:
         return EXAMPLES.get(self.model, HERE / "models" / f"{self.model}.py")
 
     @property
-    def overrides(self) -> dict[str, str]:
-        return {"size": self.set} if self.set else {}
+    def overrides(self) -> dict[str, str | int]:
+        """`set` is a size, or several `name=value`."""
+        pairs = (item.split("=") for item in (self.set if "=" in self.set else f"size={self.set}").split())
+        return {name: int(value) if value.isdecimal() else value for name, value in pairs if value}
 
     @property
     def fixed(self) -> tuple[tuple[str, str], ...]:
@@ -149,14 +151,16 @@ def run(folder: Path, results: Path, links: str = "nvlink", seconds: str = "inf"
     waiting = [case for case in waiting if case.devices <= len(free) and (folder / case.folder / "train.py").exists()]
     waiting.sort(key=lambda case: -case.devices)
     for case in {case.model: case for case in waiting}.values():
-        import_once(folder / case.folder)
+        import_once(folder.absolute() / case.folder)
     with results.open("a") as file:
         while waiting or running:
             waiting = waiting if time.perf_counter() < stop_s else []
             fitting = next((case for case in waiting if case.devices <= len(free)), None)
             if fitting is not None:
                 waiting.remove(fitting)
-                running.append(Run(fitting, folder / fitting.folder, [free.pop() for _ in range(fitting.devices)]))
+                running.append(
+                    Run(fitting, folder.absolute() / fitting.folder, [free.pop() for _ in range(fitting.devices)])
+                )
                 continue
             time.sleep(0.05)
             for done in [item for item in running if item.is_done()]:

@@ -37,9 +37,9 @@ FURTHER_PASSES = {
     "aten.batch_norm.default": (2.5, 6.5),
 }
 # What the host takes, as launches of eager ops: for a call (guards, the autograd function around it), forward and
-# backward, and for each of its kernels. By hand between these blocks alone (20 and 28, 0.8; ResNet-152 twice that) and
-# whole programs, which take less.
-CALL_LAUNCHES = (15, 24)
+# backward, and for each of its kernels. Chosen among four pairs for the 14 compiled runs on H200 that wait for the host
+# (results/predictions_compiled_h200_2026-11-25_data_sheet.txt): blocks measured alone take about 20 and 28.
+CALL_LAUNCHES_fit = (8, 14)
 KERNEL_LAUNCHES = 0.8
 
 
@@ -99,8 +99,8 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
     passes = [known[place] for place in segment.alike_fusions]
     added_bytes = sum(n_passes * _n_bytes(context, [spec], batch_size) for n_passes, spec in fused.additions)
     bandwidth = context.device.copy_bytes_per_s
-    n_forward = CALL_LAUNCHES[0] + KERNEL_LAUNCHES * sum(time.n_launches for time in (*passes, *single))
-    n_backward = CALL_LAUNCHES[1] + KERNEL_LAUNCHES * sum(time.n_backward_launches for time in (*passes, *single))
+    n_forward = CALL_LAUNCHES_fit[0] + KERNEL_LAUNCHES * sum(time.n_launches for time in (*passes, *single))
+    n_backward = CALL_LAUNCHES_fit[1] + KERNEL_LAUNCHES * sum(time.n_backward_launches for time in (*passes, *single))
     item_bytes = element_bytes(context.precision).gathered
     return CompiledPasses(
         forward_s=sum(time.forward_s for time in (*passes, *single)),
