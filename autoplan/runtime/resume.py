@@ -46,16 +46,16 @@ def add_checkpoint_options(parser: ArgumentParser) -> None:
         f"{EXIT_INTERRUPTED}; torchrun gives that 30 s, or those of TORCH_ELASTIC_SHUTDOWN_TIMEOUT. "
         "Ctrl-C again: end at once",
     )
-    group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="save here; all hosts must see it")
+    group.add_argument("--checkpoint-dir", type=Path, metavar="DIR", help="Save here, where all hosts can read.")
     group.add_argument(
-        "--checkpoint-every", type=count, default=STEPS_PER_SAVE, metavar="N", help="steps between two checkpoints"
+        "--checkpoint-every", type=count, default=STEPS_PER_SAVE, metavar="N", help="Save after every N steps."
     )
-    group.add_argument("--keep", type=count, default=KEEP, metavar="K", help="remove all but the newest K checkpoints")
+    group.add_argument("--keep", type=count, default=KEEP, metavar="K", help="Keep only the newest K checkpoints.")
     group.add_argument(
-        "--resume", default="auto", metavar="auto|none|PATH", help="auto: the newest of --checkpoint-dir"
+        "--resume", default="auto", metavar="auto|none|PATH", help="Go on from PATH, or auto: from the newest."
     )
-    group.add_argument("--init-from", type=Path, metavar="FILE", help="initial weights: safetensors or a state_dict")
-    group.add_argument("--export", type=Path, metavar="FILE", help="in the end, write the weights as safetensors")
+    group.add_argument("--init-from", type=Path, metavar="FILE", help="Start from safetensors or a state_dict.")
+    group.add_argument("--export", type=Path, metavar="FILE", help="Write the final weights as safetensors.")
 
 
 class Run:
