@@ -8,7 +8,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).parent.parent
 RESULTS = CHECKOUT / "benchmarks" / "results"
-FOLDERS = ("autoplan", "benchmarks", "cost_models", "hardware_profiles")
+FOLDERS = ("autoplan", "benchmarks", "cost_models", "docs", "hardware_profiles")
 TEXTS = [
     CHECKOUT / "README.md",
     *(path for name in FOLDERS for path in (CHECKOUT / name).rglob("*") if path.suffix in {".md", ".py", ".toml"}),

@@ -17,6 +17,7 @@ import autoplan
 from autoplan import cli
 
 CHECKOUT = Path(__file__).parent.parent
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 OWN_LOOP = CHECKOUT / "examples" / "in_your_own_loop.py"
 EXAMPLES = sorted(path for path in (CHECKOUT / "examples").glob("*.py") if path != OWN_LOOP)
 
@@ -45,15 +46,17 @@ def test_large_gpt_is_planned_faster_than_the_text_book_layout() -> None:
     assert not ddp.estimate.fits and ddp.plan.mesh.micro_batch_size == 1
 
 
-@pytest.mark.parametrize("path", [*EXAMPLES, CHECKOUT / "README.md"], ids=lambda path: path.stem)
+def blocks(path: Path) -> list[str]:
+    """What stands between fences that name no language."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in fenced if not language]
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, *PAGES], ids=lambda path: path.stem)
 def test_commands_in_the_documentation_parse(path: Path) -> None:
-    text = path.read_text()
-    if path.suffix == ".md":
-        text = "\n".join(re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    else:
-        text = ast.get_docstring(ast.parse(text)) or ""
+    text = "\n".join(blocks(path)) if path.suffix == ".md" else ast.get_docstring(ast.parse(path.read_text())) or ""
     commands = re.findall(r"^\s*(?:\$ )?autoplan ([a-z].*)$", text, re.MULTILINE)
-    assert commands
+    assert commands or path in PAGES[1:]
     for command in commands:
         arguments = shlex.split(command, comments=True)
         group = cli.cli
@@ -105,14 +108,14 @@ def test_a_loop_of_ones_own_trains_as_on_one_process_whatever_is_planned(tmp_pat
 
 
 def shown_runs() -> list[tuple[str, list[str]]]:
-    """(command, lines that it prints) of each example in the README; what was left out is "..."."""
-    blocks = re.findall(r"^```\n(\$ autoplan .*?)^```$", (CHECKOUT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    runs = [(block.splitlines()[0].removeprefix("$ autoplan "), block.splitlines()[1:]) for block in blocks]
+    """(command, lines that it prints) of each example in the README and the docs; what was left out is "..."."""
+    shown = [block.splitlines() for page in PAGES for block in blocks(page) if block.startswith("$ autoplan ")]
+    runs = [(lines[0].removeprefix("$ autoplan "), lines[1:]) for lines in shown]
     return [(command, lines) for command, lines in runs if lines and not lines[0].startswith("$")]
 
 
 @pytest.mark.nightly
-def test_examples_in_the_readme_print_what_is_shown(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_examples_in_the_documentation_print_what_is_shown(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(CHECKOUT / "examples")
     (tmp_path / "plans").mkdir()
