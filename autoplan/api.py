@@ -105,6 +105,7 @@ def measurement_folder(
         measurement_files,
         value_ranges,
     )
+    from autoplan.tracing.local_modules import local_files
     from autoplan.tracing.trace import example_batch, model_source
 
     hardware, chosen = load_hardware_profile(hw), checked(Options(**options))
@@ -124,6 +125,7 @@ def measurement_folder(
         chosen,
         model=path.name,
         model_text=read_text_file(path),
+        local_files=local_files(path),
         overrides=overrides,
         degrees=tuple(degrees),
         micro_batch_sizes=tuple(micro_batch_sizes),
@@ -194,6 +196,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     from autoplan.report.plan import program_header
     from autoplan.rules import load_rules
     from autoplan.tracing.hugging_face import is_hugging_face
+    from autoplan.tracing.local_modules import local_files
 
     model_text = read_text_file(problem.model_file)
     program = generate(
@@ -202,6 +205,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
         rules=load_rules(problem.options.rules),
         header=program_header(answer, launch_line=launch_command(answer)),
         model_text=model_text,
+        local_files=local_files(problem.model_file),
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
         device_bytes=answer.best.estimate.allocator_bytes,
         workload={

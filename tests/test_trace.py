@@ -388,12 +388,6 @@ def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path)
         load_model_file(write(tmp_path, "import no_such_package\n"))
 
 
-def test_a_module_beside_the_model_file_is_not_to_be_installed(tmp_path):
-    (tmp_path / "my_layers.py").write_text("")
-    with pytest.raises(InputError, match=f"fix: it lies beside the file: run PYTHONPATH={tmp_path} autoplan"):
-        load_model_file(write(tmp_path, "import my_layers\n"))
-
-
 def _ctc(lengths):
     """The loss of 8 frames with lengths as this function of targets gives them."""
 

@@ -1,7 +1,7 @@
 """Codegen: OpGraph x Plan -> Program, the text of every file that trains the model without autoplan.
 
 train.py            the program
-model.py            the user's file as it is
+model.py            the user's file as it is, and beside it the modules that it imports from its folder
 parallel_model.py   the model rewritten for one rank; with tensor or pipeline parallelism, or where it is faster
 runtime/            copied as it is from `autoplan.runtime`
 
@@ -52,15 +52,16 @@ def generate(
     rules: Mapping[str, OpRule],
     header: str,
     model_text: str,
+    local_files: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any],
     workload: Mapping[str, Any] | None = None,
     device_bytes: tuple[int, ...] = (),
 ) -> Program:
     """The program of a plan; `header` becomes the docstring of train.py.
 
-    `model_text` is the user's model file, `overrides` the arguments of its build_model, `workload` the fields of
-    `runtime.PlannedFigures`, `device_bytes` what the program is expected to reserve, per pipeline rank; it refuses
-    devices that have less.
+    `model_text` is the user's model file, `local_files` what it imports from beside it, by path, `overrides` the
+    arguments of its build_model, `workload` the fields of `runtime.PlannedFigures`, `device_bytes` what the program is
+    expected to reserve, per pipeline rank; it refuses devices that have less.
     """
     found = {
         "train.py": train_script(
@@ -72,6 +73,7 @@ def generate(
             has_convolutions=any(map(is_convolution, graph.ops)),
         ),
         "model.py": model_text,
+        **(local_files or {}),
     }
     if plan.mesh.needs_generated_model:
         found["parallel_model.py"] = parallel_model_text(graph, plan, rules=rules)

@@ -43,7 +43,8 @@ class MeasurementRequest:
     """What the user asks to be measured.
 
     Attributes:
-        model: name of the model file, `model_text` what it says, `overrides` the arguments of its build_model.
+        model: name of the model file, `model_text` what it says, `local_files` what it imports from beside it, by path,
+            `overrides` the arguments of its build_model.
         degrees: of tensor parallelism; none stands for all that a host has and the model gains by.
         ranges: values that integer inputs take.
         compile: a key of COMPILE_WAYS, for what the program can compile.
@@ -55,6 +56,7 @@ class MeasurementRequest:
     options: Options
     model: str
     model_text: str
+    local_files: Mapping[str, str]
     overrides: Mapping[str, Any]
     degrees: tuple[int, ...]
     micro_batch_sizes: tuple[int, ...]
@@ -102,7 +104,7 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
         indent=1,
     )
     if has_own_ops or any(region["own"] for region in regions.values()):
-        found["model.py"] = request.model_text
+        found |= {"model.py": request.model_text, **request.local_files}
     return {**found, **measuring_files(), **runtime_files()}
 
 

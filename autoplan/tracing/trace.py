@@ -38,6 +38,7 @@ from autoplan.graph import IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.in_place_writes import writes_across_blocks
+from autoplan.tracing.local_modules import search_beside
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.second_run import record_run
@@ -78,6 +79,7 @@ def load_model_file(path: Path) -> ModuleType:
             expected="a Python model file",
             fix="name the .py file; a Hugging Face config is hf:PATH",
         )
+    search_beside(path)
     spec = importlib.util.spec_from_file_location(f"autoplan_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -85,7 +87,8 @@ def load_model_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        fix = f"\n  fix: {_how_to_get(error.name or '', path)}" if isinstance(error, ModuleNotFoundError) else ""
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        fix = f"\n  fix: pip install {package}" if package else ""
         raise InputError(f"{path}: importing the model file failed: {user_frame(error, path)}{fix}") from error
     for name, signature in (
         ("build_model", "(**overrides) -> nn.Module"),
@@ -100,14 +103,6 @@ def load_model_file(path: Path) -> ModuleType:
                 fix=f"add `def {name}` to the file; examples/mlp.py is the shortest example",
             )
     return module
-
-
-def _how_to_get(module: str, path: Path) -> str:
-    """What makes a missing module importable: the folder of the model file, where it lies, is not searched."""
-    package = module.partition(".")[0]
-    if (path.parent / package).is_dir() or (path.parent / f"{package}.py").is_file():
-        return f"it lies beside the file: run PYTHONPATH={path.parent} autoplan ..., and torchrun likewise"
-    return f"pip install {package}"
 
 
 def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:

@@ -1,0 +1,83 @@
+"""The modules beside a model file that it imports, and those that they import: part of the model.
+
+They are found from the text of the files, wherever in it an import stands, so that a traced graph from the cache has
+them too. An import counts where a file or package of that name lies in the folder of the model file, which Python looks
+into first when it runs that file.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from autoplan.errors import InputError
+from autoplan.files import read_text_file
+
+OF_PROGRAM = ("train", "parallel_model", "model", "runtime", "launch", "report")  # what an output folder has itself
+
+
+def local_files(model_file: Path) -> dict[str, str]:
+    """Text of each of these modules, by path relative to the folder of the model file.
+
+    Raises: InputError where one has the name of a part of the program, beside which it would be written.
+    """
+    folder, found, waiting = model_file.parent, dict[str, str](), [model_file]
+    while waiting:
+        for path in _imported(waiting.pop(), folder):
+            name = path.relative_to(folder).as_posix()
+            if name in found or path == model_file:
+                continue
+            if Path(name).parts[0].removesuffix(".py") in OF_PROGRAM:
+                raise InputError.of(
+                    str(model_file),
+                    found=f"import of {name}",
+                    expected="a name that no part of the program has: " + ", ".join(OF_PROGRAM),
+                    fix="rename the module",
+                )
+            found[name] = read_text_file(path)
+            waiting.append(path)
+    return dict(sorted(found.items()))
+
+
+def search_beside(model_file: Path) -> None:
+    """Let Python find what lies beside a model file, first and anew, as when it runs that file itself."""
+    folder = str(model_file.parent.resolve())
+    sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
+    for path in local_files(model_file):
+        name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        sys.modules.pop(name, None)  # of another folder, or as it was before
+
+
+def _imported(path: Path, folder: Path) -> Iterator[Path]:
+    """Files in the folder that one file imports, with the packages around them."""
+    try:
+        tree = ast.parse(read_text_file(path))
+    except SyntaxError:  # importing it says where
+        return
+    package = path.relative_to(folder).parent.parts
+    for node in ast.walk(tree):
+        for parts in _names(node, package):
+            yield from _files_of(parts, folder)
+
+
+def _names(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The dotted names that a statement may import, as parts."""
+    if isinstance(node, ast.Import):
+        yield from (tuple(alias.name.split(".")) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) - node.level + 1] if node.level else ()
+        home = (*base, *(node.module.split(".") if node.module else ()))
+        yield home
+        yield from ((*home, alias.name) for alias in node.names)
+
+
+def _files_of(parts: tuple[str, ...], folder: Path) -> Iterator[Path]:
+    for end in range(1, len(parts) + 1):
+        place = folder.joinpath(*parts[:end])
+        found = next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.is_file()), None)
+        if found is not None:
+            yield found
+        elif not place.is_dir():
+            return
