@@ -32,7 +32,7 @@ from autoplan.plain_text import text_table
 from autoplan.report.explain import explain_report
 from autoplan.report.hardware import hardware_sheet
 from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
-from autoplan.report.rivals import rivals_text
+from autoplan.report.rivals import host_risk, rivals_text
 from autoplan.search.result import Rejection
 from autoplan.units import GiB
 
@@ -302,6 +302,14 @@ def test_the_report_says_with_what_chance_memory_falls_short(answer: Answer) -> 
     assert json.loads(answer_to_json(full))["chance_short_of_memory"] == pytest.approx(0.5)
     assert 0.0 < chance_short(shown(round(1.01 * most)).best.estimate) < 0.5
     assert not any(line.startswith("memory") for line in rivals_text(shown(2 * most)))
+
+
+def test_a_step_that_hardly_computes_is_said_to_wait_for_python(answer):
+    busy = answer.best.estimate
+    parts = replace(busy.breakdown, compute_s=0.1 * busy.step_s, recompute_s=0.0, optimizer_s=0.0)
+    waiting = replace(busy, breakdown=replace(parts, launch_s=0.9 * busy.step_s))
+    assert host_risk(busy) == []
+    assert host_risk(waiting) == ["computes in 10% of the step, and waits for Python: estimates are then off by 17%"]
 
 
 def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust, with_confidence
+from autoplan.answers.intervals import STEP_ERRORS, is_host_bound
 from autoplan.parallel_plan import Estimate
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
@@ -21,6 +22,7 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import GiB, format_seconds
 
+HARDLY = 0.25  # of a step
 AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 
 
@@ -35,7 +37,17 @@ def rivals_text(answer: Answer) -> list[str]:
         lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
         lines.append(one_device_text(result, than_s=best.estimate.step_s))
-    return [*lines, *memory_risk(best.estimate)]
+    return [*lines, *memory_risk(best.estimate), *host_risk(best.estimate)]
+
+
+def host_risk(estimate: Estimate) -> list[str]:
+    """`computes in 5% of the step, and waits for Python: estimates are then off by 17%`; nothing above a quarter."""
+    parts = estimate.breakdown
+    share = (parts.compute_s + parts.recompute_s + parts.optimizer_s) / estimate.step_s
+    if share > HARDLY or not is_host_bound(parts.launch_s, estimate.step_s):
+        return []
+    off = STEP_ERRORS[trust(estimate), True].rms
+    return [f"computes in {share:.0%} of the step, and waits for Python: estimates are then off by {off:.0%}"]
 
 
 def memory_risk(estimate: Estimate) -> list[str]:
