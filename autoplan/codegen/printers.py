@@ -262,9 +262,11 @@ def slice_(call: Call) -> str:
 
 
 def narrow(call: Call) -> str:
-    """x[:, start : start + length]."""
+    """x[:, start : start + length], or x[:, -length:]."""
     rank, start = len(call.result.shape), call.op.args[2]
-    text = f"{start}:{start + call.op.args[3]}"
+    stop = start + call.op.args[3]
+    is_to_the_end = start < 0 and stop == 0
+    text = f"{start}:{'' if is_to_the_end else stop}"
     return f"{call.operands[0]}[{indexed(call.op.args[1] % rank, rank, text)}]"
 
 
