@@ -6,6 +6,7 @@ Bags of rows, which are added up, averaged or of which the largest counts, are l
 import math
 from collections.abc import Iterator
 
+from autoplan.equations import argument
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import P, R, padded, sharded
 from autoplan.rules import LocalCall, OpRule, Specs, Strategy
@@ -21,7 +22,9 @@ _ADDED_FRACTION, _SORTING_S, _N_SORTED = 0.057, 100e-6, 3072
 
 
 def _embedding(op: Op, operands: Specs) -> str:
-    ids = " ".join("abde"[: len(operands[1].shape)])
+    """Where gradients are divided by how often an id occurs, a rank needs all ids to count."""
+    names, counts = "abde"[: len(operands[1].shape)], bool(argument(op, 3, "scale_grad_by_freq", False))
+    ids = " ".join(f"{name}^" if counts else name for name in names)
     return f"v^ c, {ids} -> {ids} c"
 
 

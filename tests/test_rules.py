@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from rule_calls import CALLS
+from rule_calls.toys import operator
 from torch import nn
 from torch.nn import functional as F
 
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.forward import printed_spec
-from autoplan.graph import PADDED_LINEAR, GraphFacts, extent_at
+from autoplan.graph import COMPUTE, PADDED_LINEAR, GraphFacts, PerSample, Ref, Symbol, extent_at
 from autoplan.layout import D, R, local_spec, sharded
 from autoplan.rules import forward_flops, load_rules, operand_names
 from autoplan.runtime import attention, collectives, experts, vocabulary
@@ -104,6 +105,11 @@ def run(op, operands, result, *, function="", tp=None, n_unpadded=None):
     home = importlib.import_module(f"autoplan.runtime.{FUNCTION_MODULES.get(function, 'collectives')}")
     functions = {function: getattr(home, function)} if function else {}
     return eval(text, {**known, **functions, **dict(zip(names, operands, strict=True))})
+
+
+def printed(op, operands):
+    """The whole op, as the generated program prints it."""
+    return run(op, operands, op.outputs[0])
 
 
 # ---------------------------------------------------------------- layouts
@@ -252,10 +258,33 @@ def seeds_of(results):
     return [torch.rand(result.shape, generator=generator, dtype=torch.float64).to(result.dtype) for result in results]
 
 
-def computed_whole(op, values, facts):
+def given(argument, operands):
+    """An argument of the traced call as the operator takes it; `operands` are those still to come."""
+    if isinstance(argument, Ref):
+        return next(operands)
+    if isinstance(argument, tuple):
+        return [given(item, operands) for item in argument]
+    if isinstance(argument, PerSample):
+        return argument.count * BATCH
+    if isinstance(argument, Symbol):
+        name = argument.text.removeprefix("dtype:")
+        names = {"device": torch.device("cpu"), COMPUTE: torch.float64}
+        return names[name] if name in names else getattr(torch, name.removeprefix("torch."))
+    return argument
+
+
+def called(op, operands):
+    """The operator itself on these tensors, not as it is printed."""
+    rest = iter(operands)
+    arguments = [given(argument, rest) for argument in op.args]
+    keywords = {key: given(argument, rest) for key, argument in op.kwargs}
+    return operator(op.target.removeprefix("aten."))(*arguments, **keywords)
+
+
+def computed_whole(op, values, facts, *, run=printed):
     """The operands, with their gradients, the results and the gradients that arrived at these."""
     operands = [differentiable(values[name], name, facts.gradients) for name in operand_names(op)]
-    results = as_tuple(run(op, operands, op.outputs[0]))
+    results = as_tuple(run(op, operands))
     seeds = seeds_of(results)
     if any(result.requires_grad for result in results):
         backward(results, seeds)
@@ -347,6 +376,25 @@ def test_every_strategy_of_the_rule_equals_the_whole_op(name, degrees, monkeypat
                     layouts = ", ".join(map(str, strategy.operands))
                     error.add_note(f"{op.target} {op.args}: {layouts} -> {strategy.result} on {degree}")
                     raise
+
+
+PRINTED_OTHERWISE = {"aten.histc.default"}  # of integers, which torch counts on GPUs only
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_call_is_printed_as_what_its_operator_computes(name):
+    graph = traced(name)
+    facts, values = GraphFacts.of(graph), whole_values(graph)
+    for op in graph.ops:
+        if not op.target.startswith("aten.") or op.target in UNDEFINED | PRINTED_OTHERWISE:
+            continue
+        (operands, results, _), (wanted_operands, wanted, _) = (
+            computed_whole(op, values, facts, run=way) for way in (printed, called)
+        )
+        gradients, wanted_gradients = ([x.grad for x in side] for side in (operands, wanted_operands))
+        for found, expected in zip((*results, *gradients), (*wanted, *wanted_gradients), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(op))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -134,10 +134,11 @@ def spread_method(name: str) -> Printer:
 
 
 def infix(symbol: str) -> Printer:
-    """`a + b`, or `a + 2 * b`."""
+    """`a + b`, `a + 2 * b`, or `(-1) ** b`, which without the parentheses is -(1 ** b)."""
 
     def printer(call: Call) -> str:
         left, right, *_ = call.arguments()
+        left = f"({left})" if left.startswith("-") else left
         scale = dict(call.op.kwargs).get("alpha", 1)
         return f"{left} {symbol} {right}" if scale == 1 else f"{left} {symbol} {scale!r} * {right}"
 

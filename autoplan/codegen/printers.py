@@ -36,10 +36,12 @@ def to_copy(call: Call) -> str:
 
 
 def embedding(call: Call) -> str:
-    """F.embedding(ids, table)."""
-    table, ids, *_ = call.operands
-    padding = call.op.args[2] if len(call.op.args) > 2 else -1
-    return f"F.embedding({ids}, {table}{f', padding_idx={padding}' if padding != -1 else ''})"
+    """F.embedding(ids, table, ...)."""
+    table, ids = call.operands
+    defaults = {"padding_idx": -1, "scale_grad_by_freq": False, "sparse": False}
+    values = zip(defaults.items(), call.op.args[2:], strict=False)
+    options = [f"{key}={value!r}" for (key, default), value in values if value != default]
+    return f"F.embedding({', '.join([ids, table, *options])})"
 
 
 def attention(call: Call) -> str:
@@ -262,9 +264,11 @@ def slice_(call: Call) -> str:
 
 
 def narrow(call: Call) -> str:
-    """x[:, start : start + length]."""
+    """x[:, start : start + length], or x[:, -length:]."""
     rank, start = len(call.result.shape), call.op.args[2]
-    text = f"{start}:{start + call.op.args[3]}"
+    stop = start + call.op.args[3]
+    is_to_the_end = start < 0 and stop == 0
+    text = f"{start}:{'' if is_to_the_end else stop}"
     return f"{call.operands[0]}[{indexed(call.op.args[1] % rank, rank, text)}]"
 
 

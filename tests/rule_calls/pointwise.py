@@ -52,7 +52,14 @@ def written(x, w):
     return [y]
 
 
+def below_zero(x, w):
+    """Numbers below zero on the left of an operator."""
+    signs = torch.arange(12, device=x.device)
+    return [(-2.0) ** (x > 0.5).to(x.dtype), (-1) ** signs, -1.5 - x * w, -2 / (x * w), -((x * w) ** 2), (-x * w) ** 2]
+
+
 CALLS = {
+    "below zero": (below_zero, [(12,)]),
     "written": (written, [(12,)]),
     "unary": each(
         "abs acos asin asinh atan atanh celu cos cosh digamma elu erf erfc erfinv exp2 expm1 frac hardshrink"

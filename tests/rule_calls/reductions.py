@@ -64,7 +64,8 @@ def vocabulary(n_rows):
         return [
             F.cross_entropy(scores, targets),
             F.cross_entropy(scores, targets, reduction="sum", label_smoothing=0.1),
-            F.embedding(tokens, w, padding_idx=1),
+            F.embedding(tokens, w, padding_idx=0),
+            F.embedding(tokens, w, padding_idx=-2, scale_grad_by_freq=True),
         ]
 
     return function, [(n_rows, 24)]

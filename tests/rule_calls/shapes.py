@@ -103,6 +103,7 @@ def cuts(x, w):
     y = x * w
     return [
         y[:, 2:6], y[:, :, 3:], y[:, ::2], y[:, 0:8], y.narrow(1, 2, 3), y.narrow(2, 0, 12), F.pad(y, (1, 1)),
+        y.narrow(1, -3, 3), y.narrow(2, -4, 2),
         F.pad(y, (0, 0, 1, -1)), F.pad(y, (1, 1), mode="reflect"), F.pad(y, (2, 0), value=1.5),
         ATEN.constant_pad_nd(y, [0, 0, 1, 0], 2.0), y.repeat(1, 2, 1), y.repeat(2, 1, 1, 1), y.tile(2, 1),
         y.repeat_interleave(2, dim=1), y.repeat_interleave(3), torch.stack([y, x], 1), torch.stack([y, x], -1),
