@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import traceback
@@ -63,18 +64,32 @@ def users_line(stack: traceback.StackSummary) -> str:
     return f" at {found[-1].filename}:{found[-1].lineno}: {found[-1].line}" if found else ""
 
 
-def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str) -> Any:
-    """What the user's `make_batch` gives.
+def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str, has_overrides: bool = False) -> Any:
+    """What the user's `make_batch` gives; `has_overrides` tells whether --set values may be why it fails.
 
     Raises: InputError with the line of the user's file that failed.
     """
+    _check_takes_size(make_batch, where)
     try:
         return make_batch(batch_size)
     except Exception as error:
         found = f"{type(error).__name__}: {first_line(error)}{users_place(error)}"
-        fix = "correct it, or the --set values it works with"
+        fix = "correct it, or the --set values it works with" if has_overrides else "correct it"
         raise InputError.of(
             f"{where}: make_batch failed", found=found, expected="(inputs, targets)", fix=fix
+        ) from error
+
+
+def _check_takes_size(make_batch: Callable[[int], Any], where: str) -> None:
+    signature = inspect.signature(make_batch)
+    try:
+        signature.bind(1)
+    except TypeError as error:
+        raise InputError.of(
+            f"{where}: make_batch",
+            found=f"make_batch{signature}",
+            expected="make_batch(batch_size) -> (inputs, targets)",
+            fix="let it take the number of samples, the first dim of every tensor, as its only argument",
         ) from error
 
 

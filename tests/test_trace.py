@@ -245,9 +245,20 @@ def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
 def test_a_make_batch_that_takes_no_batch_size_is_not_blamed_on_a_file_of_ours(tmp_path):
     model = "def build_model():\n    return nn.Linear(4, 4)\n"
     path = write(tmp_path, model + MAKE_BATCH.replace("make_batch(n)", "make_batch()") + LOSS)
-    with pytest.raises(InputError, match="make_batch failed") as raised:
+    with pytest.raises(InputError, match=r"expected: make_batch\(batch_size\) -> \(inputs, targets\)") as raised:
         trace_model(model_source(path, {}))
-    assert "user_errors.py" not in str(raised.value)
+    assert "user_errors.py" not in str(raised.value) and "--set" not in str(raised.value)
+
+
+def test_values_are_only_blamed_where_some_were_given(tmp_path):
+    model = "def build_model(width=4):\n    return nn.Linear(width, width)\n"
+    path = write(tmp_path, model + "def make_batch(n):\n    raise RuntimeError('no')\n" + LOSS)
+    for overrides, fix in (({}, "correct it$"), ({"width": 8}, "correct it, or the --set values it works with$")):
+        with pytest.raises(InputError, match=f"make_batch failed(.|\n)*fix: {fix}"):
+            trace_model(model_source(path, overrides))
+    broken = write(tmp_path, "def build_model():\n    raise RuntimeError('no')\n" + MAKE_BATCH + LOSS)
+    with pytest.raises(InputError, match=r"build_model\(\) failed(.|\n)*without arguments\n  fix: correct it$"):
+        trace_model(model_source(broken, {}))
 
 
 LINEAR = "def build_model():\n    return nn.Linear(4, 4)\n"

@@ -56,6 +56,7 @@ class ModelSource:
         where: what an error names: the path of the file, or the class of the module.
         make_batch: batch size -> (inputs, targets).
         loss_fn: None when the model returns its loss.
+        has_overrides: whether build_model is given --set values.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelSource:
     build_model: Callable[[], nn.Module]
     make_batch: Callable[[int], tuple[Any, Any]]
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    has_overrides: bool = False
 
 
 def load_model_file(path: Path) -> ModuleType:
@@ -114,6 +116,7 @@ def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
         build_model=lambda: _build(module.build_model, overrides, path),
         make_batch=module.make_batch,
         loss_fn=getattr(module, "loss_fn", None),
+        has_overrides=bool(overrides),
     )
 
 
@@ -293,8 +296,12 @@ def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A batch with its values, as the model file makes it once a model is built."""
     with torch.device("meta"):
         source.build_model()
-    inputs, targets = with_dicts(made_batch(source.make_batch, batch_size, where=source.where))
+    inputs, targets = with_dicts(_made_batch(source, batch_size))
     return inputs, targets
+
+
+def _made_batch(source: ModelSource, batch_size: int) -> Any:
+    return made_batch(source.make_batch, batch_size, where=source.where, has_overrides=source.has_overrides)
 
 
 def with_dicts(batch: Any) -> Any:
@@ -307,7 +314,7 @@ def with_dicts(batch: Any) -> Any:
 def meta_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A checked batch of the model file, on the meta device."""
     where = f"{source.where}: make_batch({batch_size})"
-    batch = with_dicts(made_batch(source.make_batch, batch_size, where=source.where))
+    batch = with_dicts(_made_batch(source, batch_size))
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise InputError.of(where, found=type(batch).__name__, expected="(inputs, targets)", fix="return a pair")
 
@@ -354,6 +361,10 @@ def _quiet() -> Iterator[None]:
 # ---------------------------------------------------------------- errors of the user's code
 
 
+_WITH_VALUES = "\n  expected: build_model{} to accept these --set values\n  fix: give values the model file knows"
+_WITHOUT_VALUES = "\n  expected: build_model{} to build the model without arguments\n  fix: correct it"
+
+
 def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
     try:
         return build_model(**overrides)
@@ -361,9 +372,8 @@ def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], pat
         if not isinstance(error, TypeError) or "got an unexpected keyword argument" not in str(error):
             raise InputError(
                 f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"
-                f" {user_frame(error, path)}\n"
-                f"  expected: build_model{inspect.signature(build_model)} to accept these --set values\n"
-                "  fix: give values the model file knows"
+                f" {user_frame(error, path)}"
+                + (_WITH_VALUES if overrides else _WITHOUT_VALUES).format(inspect.signature(build_model))
             ) from error
         raise InputError.of(
             f"{path}: build_model",
