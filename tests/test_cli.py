@@ -205,8 +205,8 @@ def test_search_says_what_ended_it() -> None:
 
 
 def test_no_mesh_divides_is_an_infeasible_answer_in_json_and_in_the_library(capsys) -> None:
-    # dp 8 does not divide a global batch of 12
-    arguments = ["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "12", "--fix", "dp=8"]
+    # dp 4 divides a global batch of 12, but not into micro-batches of 5
+    arguments = ["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "12", "--fix", "dp=4,micro_batch=5"]
     assert cli.run([*arguments, "--format", "json"]) == 5
     found = json.loads(capsys.readouterr().out)
     assert (
@@ -214,8 +214,37 @@ def test_no_mesh_divides_is_an_infeasible_answer_in_json_and_in_the_library(caps
     )
     assert cli.run(arguments) == 5
     assert "legal dp" in capsys.readouterr().out
-    result = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "8"),))
+    result = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "4"), ("micro_batch", "5")))
     assert (result.status, result.best) == ("infeasible", None)
+
+
+def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsys) -> None:
+    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "7", "--fix", "dp=8"]) == 2
+    error = capsys.readouterr().err
+    assert "--fix dp=8 does not divide --global-batch 7" in error
+    assert "fix: use dp=1, or a global batch that is a multiple of 8" in error
+    with pytest.raises(errors.UsageError, match="use dp=4, or"):
+        autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "8"),))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--gpus", "Devices are given by --hw NAME/N, for N of each host, and --hosts."),
+        ("--batch-size", "The samples of a step are given by --global-batch;"),
+        ("--hsots", "'--hosts'"),
+    ],
+)
+def test_an_option_of_other_programs_is_answered_with_ours(option: str, said: str, capsys) -> None:
+    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", option, "8"]) == 2
+    error = capsys.readouterr().err
+    assert f"No such option '{option}'. " in error and said in error and "--rules" not in error
+
+
+@pytest.mark.parametrize(("name", "ours"), [("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32")])
+def test_precisions_may_have_the_names_of_torch(name: str, ours: str, capsys) -> None:
+    assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8/2", "--precision", name, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["precision"] == ours
 
 
 def test_ops_without_a_rule_are_reported_and_refused_under_strict(tmp_path: Path, capsys) -> None:

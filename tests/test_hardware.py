@@ -181,6 +181,16 @@ def test_a_generic_figure_is_marked_as_assumed():
 # --- choosing --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "names"), [("h100_x8", '"dgx_h100_x8"'), ("v100", '"v100_x8"'), ("H100_pcie", '"h100_pcie_x8"')]
+)
+def test_a_name_that_others_hold_is_answered_with_these(name, names):
+    with pytest.raises(UsageError, match=rf"did you mean {names}\?"):
+        load_hardware_profile(name)
+    with pytest.raises(UsageError, match=r'did you mean one of "a100_40g_pcie_x8", .*"dgx_a100_x8"\?'):
+        load_hardware_profile("a100")
+
+
 def test_an_unknown_name_is_a_usage_error_with_the_nearest_name_and_the_list():
     with pytest.raises(UsageError) as error:
         load_hardware_profile("dgx_a10_x8")

@@ -40,6 +40,14 @@ def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
         check_options(Options(fix=parse_fix(["schedule=1f1"])), schedules=("1f1b", "gpipe"))
 
 
+def test_a_name_with_its_value_joined_is_answered_with_both() -> None:
+    for text in ("zero2", "zero_2"):
+        with pytest.raises(errors.UsageError, match="fix: write --fix zero=2$"):
+            parse_fix([text])
+    with pytest.raises(errors.UsageError, match="fix: write --fix stage2=VALUE$"):
+        parse_fix(["stage2"])
+
+
 @pytest.mark.parametrize("fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes"])
 def test_impossible_fix_values_are_refused(fix: str) -> None:
     with pytest.raises(errors.UsageError, match=fix.partition("=")[0]):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
+import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,6 +89,20 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
     return options
 
 
+def check_batch(options: Options) -> None:
+    """Refuse a fixed dp that a given global batch cannot be divided by, into micro-batches of whatever size.
+
+    Raises: UsageError with a dp and a global batch that can be.
+    """
+    dp, batch = int(dict(options.fix).get("dp", "1")), options.global_batch
+    if batch is not None and batch % dp:
+        raise UsageError(
+            f"--fix dp={dp} does not divide --global-batch {batch}\n"
+            f"  expected: as many samples on each of the {dp} data-parallel ranks\n"
+            f"  fix: use dp={math.gcd(dp, batch)}, or a global batch that is a multiple of {dp}"
+        )
+
+
 def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """`dp=4,zero=1` (any number of such texts) as (name, value) pairs; the same name twice is an error."""
     pairs: dict[str, str] = {}
@@ -140,9 +156,10 @@ def nearest(word: str, words: Iterable[str]) -> str:
 def _split_pair(option: str, text: str) -> tuple[str, str]:
     name, separator, value = (part.strip() for part in text.partition("="))
     if not (name and separator and value):
-        raise UsageError(
-            f"{option}: found {text!r}\n  expected: name=value\n  fix: write {option} {name or 'name'}=VALUE"
-        )
+        joined = re.fullmatch(r"([a-z_]+?)_?(\d+)", text.strip())  # as zero2 is often called
+        is_fix = option == "--fix" and joined is not None and joined[1] in FIX_VALUES
+        wanted = f"{joined[1]}={joined[2]}" if joined and is_fix else f"{name or 'name'}=VALUE"
+        raise UsageError(f"{option}: found {text!r}\n  expected: name=value\n  fix: write {option} {wanted}")
     return name, value
 
 

@@ -31,6 +31,14 @@ INTERRUPTED = 130
 # What a command makes (modules, graphs, models of the solver) lives to its end. By default Python looks through
 # all of it again and again, whenever there are 700 new objects: a fifth of the time of a cold `plan`.
 NEW_OBJECTS_PER_COLLECTION = 20_000
+_DEVICES = "Devices are given by --hw NAME/N, for N of each host, and --hosts."
+_BATCH = "The samples of a step are given by --global-batch; --fix micro_batch=N is what a rank computes at once."
+# option of other programs -> ours that says it, and how
+OTHER_NAMES = {
+    **dict.fromkeys(("--gpus", "--n-gpus", "--num-gpus", "--devices", "--nproc-per-node"), ("--hw", _DEVICES)),
+    **dict.fromkeys(("--nodes", "--nnodes", "--num-nodes"), ("--hosts", _DEVICES)),
+    **dict.fromkeys(("--batch-size", "--batch", "--global-batch-size"), ("--global-batch", _BATCH)),
+}
 
 
 def main() -> None:
@@ -57,6 +65,9 @@ def run(arguments: Sequence[str], *, is_interrupted: Callable[[], bool] = lambda
     try:
         code = cli.main(args=list(arguments), prog_name="autoplan", standalone_mode=False)
         return code if isinstance(code, int) else 0
+    except click.NoSuchOption as error:
+        _with_our_option(error).show()
+        return UsageError.exit_code
     except click.ClickException as error:
         error.show()
         return UsageError.exit_code
@@ -69,6 +80,15 @@ def run(arguments: Sequence[str], *, is_interrupted: Callable[[], bool] = lambda
             return _report_error("interrupted", INTERRUPTED, show_traceback=False)
         text = f"internal error: {type(error).__name__}: {error}\n  this is a bug; --debug shows where it happened"
         return _report_error(text, AutoplanError.exit_code, show_traceback=show_traceback)
+
+
+def _with_our_option(error: click.NoSuchOption) -> click.NoSuchOption:
+    """The error with what an option of other programs is called here, where the command has that."""
+    ours, text = OTHER_NAMES.get(error.option_name, ("", ""))
+    known = {name for own in (error.ctx.command.params if error.ctx else ()) for name in own.opts}
+    if ours not in known:
+        return error
+    return click.NoSuchOption(error.option_name, f"{error.format_message().partition('.')[0]}. {text}", ctx=error.ctx)
 
 
 def _report_error(text: str, code: int, *, show_traceback: bool) -> int:

@@ -10,16 +10,16 @@ from typing import Any
 import click
 
 from autoplan.errors import UsageError
-from autoplan.options import MEMORY_FORMATS, PRECISIONS
+from autoplan.options import MEMORY_FORMATS
 
 from .console import json_text, print_result, stdout_kept_clean, tell, told_while_tracing
-from .shared_options import DEFAULTS, model_argument, output_option, rules_option
+from .shared_options import DEFAULTS, PrecisionName, model_argument, output_option, rules_option
 
 
 @click.command("profile")
 @model_argument
 @click.option("--hw", required=True, metavar="NAME|FILE", help="Hardware profile whose device this machine has.")
-@click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True)
+@click.option("--precision", type=PrecisionName(), default=DEFAULTS.precision, show_default=True)
 @click.option("--tp", "degrees", metavar="1,2,...", help="Tensor-parallel degrees [all that fit into a host].")
 @click.option("--micro-batch", "sizes", default="1,2,4", show_default=True, metavar="1,2,...", help="Samples.")
 @click.option(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from autoplan.checks.options import FIX_VALUES
-from autoplan.options import OBJECTIVES, PRECISIONS, Options
+from autoplan.options import OBJECTIVES, PRECISIONS, TORCH_PRECISIONS, Options
 
 DEFAULTS = Options()
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -24,6 +24,17 @@ def combined(*decorators: Callable[[_Command], _Command]) -> Callable[[_Command]
         return command
 
     return decorate
+
+
+class PrecisionName(click.Choice[str]):
+    """A precision, by our name or by that of torch's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(PRECISIONS)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """Our name of what was given."""
+        return super().convert(TORCH_PRECISIONS.get(value, value), parameter, context)
 
 
 output_option = combined(
@@ -67,7 +78,7 @@ workload_options = combined(
     click.option(
         "--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step.  [default: 8 per device]"
     ),
-    click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True),
+    click.option("--precision", type=PrecisionName(), default=DEFAULTS.precision, show_default=True),
     click.option("--objective", type=click.Choice(OBJECTIVES), default=DEFAULTS.objective, show_default=True),
     click.option(
         "--fix",

@@ -108,7 +108,10 @@ def _find(base: str) -> tuple[str, str, str]:
             "hardware",
             found=base,
             expected=f"a path ending in .toml, or one of {', '.join(shipped_names())}",
-            fix=_several_hosts(base) or did_you_mean(base, shipped_names()) or "list them with: autoplan hw list",
+            fix=_several_hosts(base)
+            or _names_with(base)
+            or did_you_mean(base, shipped_names())
+            or "list them with: autoplan hw list",
         )
     file = f"{base}.toml"
     return base, file, files(PROFILE_PACKAGE).joinpath(file).read_text(encoding="utf-8")
@@ -119,6 +122,12 @@ def _several_hosts(base: str) -> str:
     found = re.fullmatch(r"(?P<before>\d*)[x*]?(?P<name>\w+?)(?:\*(?P<after>\d+))?", base)
     n_hosts = found and (found["before"] or found["after"])
     return f"--hw {found['name']} --hosts {n_hosts}" if found and n_hosts and found["name"] in shipped_names() else ""
+
+
+def _names_with(base: str) -> str:
+    """The names that hold this one, as `dgx_h100_x8` does `h100_x8`; empty without any."""
+    names = [f'"{name}"' for name in shipped_names() if base and base.lower() in name]
+    return f"did you mean {'one of ' if len(names) > 1 else ''}{', '.join(names)}?" if names else ""
 
 
 def read_path(path: Path) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.checks.options import check_options
+from autoplan.checks.options import check_batch, check_options
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
@@ -111,7 +111,9 @@ def _check_hardware(hardware: Hardware, options: Options) -> None:
     from autoplan.space.mixed_space import check_mixed_options
 
     if isinstance(hardware, Cluster):
-        check_mixed_options(options, hardware)
+        check_mixed_options(options, hardware)  # whose groups may share a batch unevenly
+    else:
+        check_batch(options)
 
 
 def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from autoplan.checks.options import parse_overrides, parse_prices
 from autoplan.errors import UsageError
 from autoplan.hardware.fields import Table
+from autoplan.options import TORCH_PRECISIONS
 
 OWN_LINK = "own"  # how --host-link calls the links of the hardware profile
 OPTIONS = ("global_batch", "precision", "fix")  # fields of `Options` that a whatif.toml names, too
@@ -46,7 +47,7 @@ def flag_tables(
                 "tokens": n_tokens,
                 "samples": n_samples,
                 "global_batch": _numbers(batches, "--global-batch", int),
-                "precision": None if precisions is None else _words(precisions, "--precision"),
+                "precision": None if precisions is None else _precisions(precisions),
                 "scaling": scaling,
                 "search": search,
                 "fix": ",".join(fix) or None,
@@ -106,6 +107,10 @@ def keyword_tables(
 
 def _present(table: Table) -> Table:
     return {key: value for key, value in table.items() if value is not None}
+
+
+def _precisions(text: str) -> list[str]:
+    return [TORCH_PRECISIONS.get(name, name) for name in _words(text, "--precision")]
 
 
 def _words(text: str, option: str) -> list[str]:
