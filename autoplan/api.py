@@ -105,7 +105,7 @@ def measurement_folder(
         measurement_files,
         value_ranges,
     )
-    from autoplan.tracing.local_modules import local_files
+    from autoplan.tracing.local_modules import files_beside
     from autoplan.tracing.trace import example_batch, model_source
 
     hardware, chosen = load_hardware_profile(hw), checked(Options(**options))
@@ -125,7 +125,7 @@ def measurement_folder(
         chosen,
         model=path.name,
         model_text=read_text_file(path),
-        local_files=local_files(path),
+        local_files=files_beside(path),
         overrides=overrides,
         degrees=tuple(degrees),
         micro_batch_sizes=tuple(micro_batch_sizes),
@@ -196,16 +196,16 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
     from autoplan.report.plan import program_header
     from autoplan.rules import load_rules
     from autoplan.tracing.hugging_face import is_hugging_face
-    from autoplan.tracing.local_modules import local_files
+    from autoplan.tracing.local_modules import files_beside
 
-    model_text = read_text_file(problem.model_file)
+    model_text, beside = read_text_file(problem.model_file), files_beside(problem.model_file)
     program = generate(
         problem.graph,
         answer.best.plan,
         rules=load_rules(problem.options.rules),
         header=program_header(answer, launch_line=launch_command(answer)),
         model_text=model_text,
-        local_files=local_files(problem.model_file),
+        local_files=beside,
         overrides={} if is_hugging_face(problem.model) else dict(problem.overrides),
         device_bytes=answer.best.estimate.allocator_bytes,
         workload={
@@ -213,7 +213,7 @@ def program_files(problem: Problem, answer: Answer) -> dict[str, str | bytes]:
             "tokens_per_sample": answer.workload.tokens_per_sample,
             "peak_flops_per_s": answer.workload.peak_flops_per_s,
             "device": answer.workload.device,
-            "libraries": libraries_of(model_text),
+            "libraries": libraries_of((model_text, *beside.values())),
         },
     )
     return {**dict(program.files), **report_files(answer, memory=memory_curves(problem, answer.best.plan))}

@@ -12,7 +12,7 @@ import torch
 from autoplan import api, trace
 from autoplan.errors import InputError
 from autoplan.options import Options
-from autoplan.tracing.local_modules import local_files
+from autoplan.tracing.local_modules import files_beside, local_files
 
 MODEL = """
 from torch import nn
@@ -93,7 +93,7 @@ def test_a_module_with_the_name_of_a_part_of_the_program_is_refused(tmp_path: Pa
     (tmp_path / "train.py").write_text("")
     path = written(tmp_path, model="import train\n" + MODEL)
     with pytest.raises(InputError, match=r"found 'import of train.py'(.|\n)*fix: rename the module"):
-        local_files(path)
+        files_beside(path)
 
 
 def test_what_is_installed_is_not_local(tmp_path: Path) -> None:

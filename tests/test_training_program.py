@@ -182,7 +182,7 @@ def test_mfu_is_given_on_the_planned_device_only():
 def test_libraries_of_other_versions_than_planned_with_are_named(capsys):
     text = "import json\nimport torch\n\ndef build_model():\n    from transformers import BertModel\n"
     installed = metadata.version("transformers")
-    assert libraries_of(text) == (("transformers", installed),)
+    assert libraries_of((text,)) == (("transformers", installed),)
     assert list(PlannedFigures(libraries=(("transformers", installed),)).other_libraries()) == []
     planned = PlannedFigures(libraries=(("transformers", "4.0"), ("no-such-library", "1.0")))
     mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))

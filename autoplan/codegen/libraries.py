@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from importlib import metadata
 
 
-def libraries_of(model_text: str) -> tuple[tuple[str, str], ...]:
-    """(package, version) of what a model file imports and what itself is built on torch; torch is not among them."""
+def libraries_of(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """(package, version) of what modules of a model import and what is built on torch itself; torch is not among them."""
     imported: set[str] = set()
-    for node in ast.walk(ast.parse(model_text)):
+    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Import):
             imported |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -97,6 +97,7 @@ def measurement_files(request: MeasurementRequest) -> dict[str, str | bytes]:
             "device": request.hardware.device.name,
             "has_own_ops": has_own_ops,
             "overrides": dict(request.overrides),
+            "beside_model": list(request.local_files),
             "inputs": _model_inputs(request),
             "float32_buffers": sorted(float32_buffers(request.graph)),
             "regions": list(regions.values()),

@@ -236,7 +236,8 @@ def _result_cache(
     own_texts = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
     own_hash = hashlib.sha256(own_texts.encode()).hexdigest()
     measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": backend, "measuring": own_hash}
-    text = model.read_text() if model.exists() else ""
+    paths = (model, *map(folder.joinpath, plan["beside_model"])) if model.exists() else ()
+    text = "".join(path.read_text() for path in paths)
     return ResultCache(path, measured_with=measured_with, model_text=text, has_own_ops=plan["has_own_ops"])
 
 

@@ -15,30 +15,36 @@ from pathlib import Path
 from autoplan.errors import InputError
 from autoplan.files import read_text_file
 
-OF_PROGRAM = ("train", "parallel_model", "model", "runtime", "launch", "report")  # what an output folder has itself
+OF_PROGRAM = ("train.py", "parallel_model.py", "model.py", "runtime")  # modules that an output folder has itself
 
 
 def local_files(model_file: Path) -> dict[str, str]:
-    """Text of each of these modules, by path relative to the folder of the model file.
-
-    Raises: InputError where one has the name of a part of the program, beside which it would be written.
-    """
+    """Text of each of these modules, by path relative to the folder of the model file."""
     folder, found, waiting = model_file.parent, dict[str, str](), [model_file]
     while waiting:
         for path in _imported(waiting.pop(), folder):
             name = path.relative_to(folder).as_posix()
             if name in found or path == model_file:
                 continue
-            if Path(name).parts[0].removesuffix(".py") in OF_PROGRAM:
-                raise InputError.of(
-                    str(model_file),
-                    found=f"import of {name}",
-                    expected="a name that no part of the program has: " + ", ".join(OF_PROGRAM),
-                    fix="rename the module",
-                )
             found[name] = read_text_file(path)
             waiting.append(path)
     return dict(sorted(found.items()))
+
+
+def files_beside(model_file: Path) -> dict[str, str]:
+    """Likewise, to be written beside a program.
+
+    Raises: InputError where one has the name of a part of the program.
+    """
+    found = local_files(model_file)
+    if clash := next((name for name in found if name.partition("/")[0] in OF_PROGRAM), None):
+        raise InputError.of(
+            str(model_file),
+            found=f"import of {clash}",
+            expected="a module that is not called like one of the program: " + ", ".join(OF_PROGRAM),
+            fix="rename the module",
+        )
+    return found
 
 
 def search_beside(model_file: Path) -> None:
@@ -47,7 +53,8 @@ def search_beside(model_file: Path) -> None:
     sys.path[:] = [folder, *(place for place in sys.path if place != folder)]
     for path in local_files(model_file):
         name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        sys.modules.pop(name, None)  # of another folder, or as it was before
+        if name.partition(".")[0] not in sys.stdlib_module_names:
+            sys.modules.pop(name, None)  # of another folder, or as it was before
 
 
 def _imported(path: Path, folder: Path) -> Iterator[Path]:
