@@ -9,7 +9,7 @@ from importlib import metadata
 
 
 def libraries_of(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """(package, version) of what modules of a model import and what is built on torch itself; torch is not among them."""
+    """(package, version) of what modules of a model import that is built on torch itself; torch is not among them."""
     imported: set[str] = set()
     for node in (node for text in texts for node in ast.walk(ast.parse(text))):
         if isinstance(node, ast.Import):
