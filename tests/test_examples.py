@@ -7,17 +7,18 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from print_shown_runs import NOT_DONE, PAGES, blocks, printed_by, renewed, renewed_page, shown_run
 from torch.nn import functional as F
 
 import autoplan
 from autoplan import cli
 
 CHECKOUT = Path(__file__).parent.parent
-PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
 OWN_LOOP = CHECKOUT / "examples" / "in_your_own_loop.py"
 EXAMPLES = sorted(path for path in (CHECKOUT / "examples").glob("*.py") if path != OWN_LOOP)
 
@@ -46,15 +47,10 @@ def test_large_gpt_is_planned_faster_than_the_text_book_layout() -> None:
     assert not ddp.estimate.fits and ddp.plan.mesh.micro_batch_size == 1
 
 
-def blocks(path: Path) -> list[str]:
-    """What stands between fences that name no language."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
-    return [text for language, text in fenced if not language]
-
-
 @pytest.mark.parametrize("path", [*EXAMPLES, *PAGES], ids=lambda path: path.stem)
 def test_commands_in_the_documentation_parse(path: Path) -> None:
-    text = "\n".join(blocks(path)) if path.suffix == ".md" else ast.get_docstring(ast.parse(path.read_text())) or ""
+    text = path.read_text()
+    text = "\n".join(blocks(text)) if path.suffix == ".md" else ast.get_docstring(ast.parse(text)) or ""
     commands = re.findall(r"^\s*(?:\$ )?autoplan ([a-z].*)$", text, re.MULTILINE)
     assert commands or path in PAGES[1:]
     for command in commands:
@@ -107,22 +103,47 @@ def test_a_loop_of_ones_own_trains_as_on_one_process_whatever_is_planned(tmp_pat
     assert right is not None and float(right[1]) > 50.0  # a guess is right in 1 of 31
 
 
-def shown_runs() -> list[tuple[str, list[str]]]:
-    """(command, lines that it prints) of each example in the README and the docs; what was left out is "..."."""
-    shown = [block.splitlines() for page in PAGES for block in blocks(page) if block.startswith("$ autoplan ")]
-    runs = [(lines[0].removeprefix("$ autoplan "), lines[1:]) for lines in shown]
-    return [(command, lines) for command, lines in runs if lines and not lines[0].startswith("$")]
+def shown(page: Path) -> list[tuple[str, list[str]]]:
+    return [run for block in blocks(page.read_text()) if (run := shown_run(block)) is not None]
+
+
+def test_every_page_that_shows_a_plan_shows_runs() -> None:
+    assert {page.name for page in PAGES if shown(page)} >= {"README.md", "reading_a_plan.md", "mixed_clusters.md"}
 
 
 @pytest.mark.nightly
-def test_examples_in_the_documentation_print_what_is_shown(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(CHECKOUT / "examples")
-    (tmp_path / "plans").mkdir()
-    runs = shown_runs()
-    assert len(runs) >= 4
-    for command, lines in runs:
-        assert cli.run(shlex.split(command)) == 0
-        printed = re.sub(r" in [\d.]+ m?s$", "", capfd.readouterr().out, flags=re.MULTILINE).splitlines()
-        shown = [re.sub(r" in [\d.]+ m?s$", "", line) for line in lines if line != "..."]
-        assert [line for line in shown if line not in printed] == [], command
+def test_examples_in_the_documentation_print_what_is_shown(tmp_path: Path) -> None:
+    """Where not: `python tests/print_shown_runs.py`."""
+    run = cache(lambda command: printed_by(command, tmp_path))
+    for page in PAGES:
+        for command, lines in shown(page):
+            assert any(NOT_DONE in line for line in run(command)) or renewed(lines, run(command)) == lines, page
+
+
+def test_a_shown_run_is_renewed_with_the_same_lines_left_out() -> None:
+    old = ["a plan of 8 devices", "...", "step 16.9 s", "dp 8, tp 1", "...", "memory 69 GiB"]
+    new = ["a plan of 8 devices", "found", "", "step 17.3 s", "more", "dp 4, tp 2", "", "memory 66 GiB", "end"]
+    assert renewed(old, new) == [new[0], "...", *new[3:6], "...", *new[7:]]
+    assert renewed(old[:-1], new) == [new[0], "...", *new[3:6], "..."]
+    assert renewed(["2 meshes in 1.2 s", "x"], ["2 meshes in 450 ms", "x"]) == ["2 meshes in 1.2 s", "x"]
+
+
+def test_a_block_of_a_language_is_no_command_and_its_end_begins_none() -> None:
+    page = "```python\n$ autoplan x\n```\ntext\n```\n$ autoplan plan m.py\nstep 1 s\n```\n"
+    assert [shown_run(block) for block in blocks(page)] == [("autoplan plan m.py", ["step 1 s"])]
+    assert renewed_page(page, lambda command: ["step 2 s"]) == page.replace("step 1 s", "step 2 s")
+
+
+def _anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "benchmarks" / "README.md"], ids=lambda page: page.stem)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            assert file.exists(), target
+            assert not anchor or anchor in _anchors(file), target
