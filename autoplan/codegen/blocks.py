@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoplan.codegen.containers import weights_tree
 from autoplan.codegen.forward import Body, add_ops
-from autoplan.codegen.text import INDENT, access, indented, quoted, shard_text
+from autoplan.codegen.layout_text import statement
+from autoplan.codegen.text import INDENT, access, indented, names_text, quoted, shard_text
 from autoplan.codegen.writer import Writer, different_names, foreign_parameters, forward_head, leaving_layouts
 from autoplan.graph import Segment
+from autoplan.layout import V
 
 
 def block_class(writer: Writer, segment: Segment) -> str:
@@ -28,12 +30,14 @@ def block_class(writer: Writer, segment: Segment) -> str:
         for name, path in relative.items()
         if layouts.produced[name].kind == "S"
     }
+    partial = [path for name, path in relative.items() if layouts.produced[name] == V]
     return "\n".join(
         [
             f"class {writer.class_names[segment.kind]}(nn.Module):",
             f'{INDENT}"""{_described([s.module_path for s in instances])}."""',
             "",
             *([f"{INDENT}SHARDS = {_shards_text(shards)}", ""] if shards else []),
+            *([*_partial_lines(partial), ""] if partial else []),
             f"{INDENT}def __init__(self, tp: ProcessGroup | None) -> None:",
             f"{INDENT * 2}super().__init__()",
             f"{INDENT * 2}self.{writer.context.group} = tp",
@@ -60,6 +64,11 @@ def _described(instances: list[str]) -> str:
     if len(instances) == 1:
         return f"`{instances[0]}`"
     return f"`{instances[0]}` to `{instances[-1]}`, {len(instances)} in all"
+
+
+def _partial_lines(names: Sequence[str]) -> list[str]:
+    comment = f"{INDENT}# of whose gradients every rank has a share; they are summed once per step"
+    return [comment, *indented(statement(f"PARTIAL_GRADIENTS = {names_text(names)}", 1), 1)]
 
 
 def _shards_text(shards: Mapping[str, str]) -> str:

@@ -3,8 +3,7 @@
     one class per kind of block      local tensors, the user's parameter names, explicit collectives
     one class per pipeline stage     blocks in a loop; what stands between blocks is written out
     loss_fn                          the loss on the outputs of the last stage
-    SHARDS, INPUTS, BOUNDARIES, TIED what the runtime must know: sharded parameters, the arguments of the first stage,
-                                     what crosses a cut, tied weights
+    INPUTS, BOUNDARIES, SHARDS, ...  what the runtime must know; see `plan_tables`
 
 The program is text from the graph and the plan alone; the user's module code is not needed to run it.
 """

@@ -1,18 +1,21 @@
-"""What the runtime must know: stages, what the first one takes, what crosses cuts, sharded parameters, tied weights."""
+"""What the runtime must know: stages, what the first one takes, what crosses cuts, how parameters lie, tied weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from autoplan.codegen.layout_text import statement
+from autoplan.codegen.layout_text import LINE_LENGTH, statement
 from autoplan.codegen.text import INDENT, names_text, quoted, range_text, shard_text, tuple_text
 from autoplan.codegen.writer import Writer
 from autoplan.graph import COMPUTE, PerSample, Segment, TensorSpec
-from autoplan.layout import R, can_shard, local_spec, parse_layout
+from autoplan.layout import Layout, R, can_shard, local_spec, parse_layout
 
 
 def runtime_tables(writer: Writer) -> str:
-    """STAGES, INPUTS, BOUNDARIES, OUTPUTS, SHARDS and TIED."""
+    """STAGES, INPUTS, BOUNDARIES, OUTPUTS, SHARDS, PARTIAL_GRADIENTS and TIED.
+
+    PARTIAL_GRADIENTS are parameters that every tensor-parallel rank holds whole, with its share of the gradient.
+    """
     graph, plan = writer.graph, writer.plan
     n_stages = len(plan.program_stages)
     stages = ", ".join(f"Stage{i}" for i in range(n_stages)) + ("," if n_stages == 1 else "")
@@ -23,7 +26,8 @@ def runtime_tables(writer: Writer) -> str:
             *statement(f"INPUTS: tuple[tuple[str | int, ...], ...] = {_inputs_text(writer)}"),
             *statement(f"BOUNDARIES: tuple[tuple[Boundary, ...], ...] = {_boundaries_text(writer)}"),
             *statement(f"OUTPUTS: tuple[Shard | str, ...] = {_outputs_text(writer)}"),
-            f"SHARDS: dict[str, Shard] = {_all_shards_text(writer)}",
+            f"SHARDS: dict[str, Shard] = {_shards_text(writer)}",
+            _partial_text(writer),
             *statement(f"TIED: tuple[tuple[str, ...], ...] = {tuple_text([names_text(group) for group in tied])}"),
         ]
     )
@@ -73,37 +77,62 @@ def _shape_text(spec: TensorSpec) -> str:
     return tuple_text([f"PerSample({x.count})" if isinstance(x, PerSample) else str(x) for x in spec.shape])
 
 
-def _all_shards_text(writer: Writer) -> str:
+def _shards_text(writer: Writer) -> str:
+    def row(alias: str, layout: Layout, spec: TensorSpec) -> str:
+        return f"{quoted(alias)}: {shard_text(layout, spec)}"
+
+    def block_row(key: str, numbers: str, class_name: str) -> str:
+        return f"**{{{key}: part for i in {numbers} for name, part in {class_name}.SHARDS.items()}}"
+
+    return _lines_text("{}", _rows(writer, "S", row, block_row))
+
+
+def _partial_text(writer: Writer) -> str:
+    def block_row(key: str, numbers: str, class_name: str) -> str:
+        return f"*({key} for i in {numbers} for name in {class_name}.PARTIAL_GRADIENTS)"
+
+    head = "PARTIAL_GRADIENTS: tuple[str, ...] = "
+    rows = _rows(writer, "V", lambda alias, layout, spec: quoted(alias), block_row)
+    is_short = len(rows) == 1 and len(f"{head}({rows[0]},)") <= LINE_LENGTH
+    return f"{head}({rows[0]},)" if is_short else head + _lines_text("()", rows)
+
+
+def _lines_text(brackets: str, rows: list[str]) -> str:
+    lines = "".join(f"{INDENT}{row},\n" for row in rows)
+    return f"{brackets[0]}\n{lines}{brackets[1]}" if rows else brackets
+
+
+def _rows(
+    writer: Writer,
+    kind: str,
+    row: Callable[[str, Layout, TensorSpec], str],
+    block_row: Callable[[str, str, str], str],
+) -> list[str]:
+    """One row for every name of a parameter in a layout of this kind, and one for all blocks of a class."""
     rows: list[str] = []
     done: set[int | str] = set()
     for segment in writer.graph.segments:
         layouts = writer.layouts_of(segment).produced
-        own_prefix = segment.module_path + "."
-        if segment.is_block and segment.kind not in done:
+        own = [name for name in segment.parameters if segment.is_block and name.startswith(f"{segment.module_path}.")]
+        if segment.kind not in done and any(layouts[name].kind == kind for name in own):
             done.add(segment.kind)
-            rows += _block_shard_rows(writer, segment)
+            class_name = writer.class_names[segment.kind]
+            rows += [block_row(*place, class_name) for place in _places(writer, segment)]
         for name in segment.parameters:
-            is_own = segment.is_block and name.startswith(own_prefix)
-            if not is_own and name not in done and layouts[name].kind == "S":
+            if name not in own and name not in done and layouts[name].kind == kind:
                 done.add(name)
-                for alias in writer.parameters[name].aliases:
-                    rows.append(f"{quoted(alias)}: {shard_text(layouts[name], writer.parameters[name].spec)}")
-    return "{\n" + "".join(f"{INDENT}{row},\n" for row in rows) + "}" if rows else "{}"
-
-
-def _block_shard_rows(writer: Writer, segment: Segment) -> list[str]:
-    layouts = writer.layouts_of(segment).produced
-    own = [name for name in segment.parameters if name.startswith(segment.module_path + ".")]
-    if not any(layouts[name].kind == "S" for name in own):
-        return []
-    paths = dict.fromkeys(s.module_path for s in writer.graph.segments if s.kind == segment.kind)
-    name = writer.class_names[segment.kind]
-    rows = []
-    for parent, numbers in _ranges(paths):
-        key = f'f"{parent}.{{i}}.{{name}}"' if parent else 'f"{i}.{name}"'
-        source = f"i in {range_text(numbers.start, numbers.stop)}"
-        rows.append(f"**{{{key}: part for {source} for name, part in {name}.SHARDS.items()}}")
+                parameter = writer.parameters[name]
+                rows += [row(alias, layouts[name], parameter.spec) for alias in parameter.aliases]
     return rows
+
+
+def _places(writer: Writer, segment: Segment) -> list[tuple[str, str]]:
+    """Where the blocks of a kind stand: the expression of a name in block `i`, and what `i` runs over."""
+    paths = dict.fromkeys(s.module_path for s in writer.graph.segments if s.kind == segment.kind)
+    return [
+        (f'f"{parent}.{{i}}.{{name}}"' if parent else 'f"{i}.{name}"', range_text(numbers.start, numbers.stop))
+        for parent, numbers in _ranges(paths)
+    ]
 
 
 def _ranges(paths: Iterable[str]) -> list[tuple[str, range]]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from autoplan.cost.collective_time import axis_group, route_of
 from autoplan.cost.local_segment import local_op
-from autoplan.cost.parameters import optimizer_s
+from autoplan.cost.parameters import element_bytes, optimizer_s
 from autoplan.cost.segment_work import LOSS_STATISTIC_BYTES, conversion_s, timed
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import Op, OpGraph, TensorSpec
 from autoplan.hardware import NO_SHARDING, HardwareProfile
-from autoplan.layout import EXCHANGE, Conversion, Layout, local_spec
+from autoplan.layout import EXCHANGE, Conversion, Layout, V, local_spec
 from autoplan.rules import OpRule, Strategy, exchanged_specs
 from autoplan.tensor_parallel.sharding import ShardingPrices
 
@@ -42,7 +42,13 @@ def sharding_prices(
 
     def parameter_s(spec: TensorSpec, layout: Layout) -> float:
         n_elements = local_spec(spec, layout, degree).n_elements(1)
-        return optimizer_s(n_elements, device=hardware.device, precision=precision)
+        update_s = optimizer_s(n_elements, device=hardware.device, precision=precision)
+        return update_s + (communication * summed_s(n_elements) if layout == V else 0.0)
+
+    def summed_s(n_elements: int) -> float:
+        """What a gradient adds to the one sum of all that ranks have shares of."""
+        n_bytes = n_elements * element_bytes(precision).reduced
+        return context.tp_collective_s("all_reduce", n_bytes) - context.tp_collective_s("all_reduce", 1)
 
     def converted_s(spec: TensorSpec, step: Conversion) -> float:
         return communication * conversion_s(context, spec.n_bytes(batch_size, precision), step)

@@ -14,7 +14,7 @@ from autoplan.cost.kept_tensors import KeptTensor, is_nothing, kept_tensors, n_k
 from autoplan.cost.work_context import WorkContext
 from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
-from autoplan.layout import EXCHANGE, Conversion, Layout, R, conversion, local_spec
+from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, local_spec
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
@@ -79,6 +79,7 @@ class LocalSegment:
         weight_ops: indices of the ops that compute gradients of weights; see `_weight_ops`.
         weights: (parameter name, local elements) of the trainable parameters it reads; `first_dims` of each.
         weight_elements: for each op, of how many elements of weights backward has gradients once it is done with it.
+        n_shared: elements of weights that are stored as V: of their gradients every rank has a share.
         fixed_bytes: buffers and frozen parameters.
         n_kept_tensors: how often autograd keeps a tensor, weights and what is inside an op too; see `kept_tensors`.
         n_repeated_ops: how many of its first ops recomputation runs again; see `kept_tensors`.
@@ -97,6 +98,7 @@ class LocalSegment:
     weights: tuple[tuple[str, int], ...]
     first_dims: tuple[int, ...]
     weight_elements: tuple[int, ...]
+    n_shared: int
     fixed_bytes: int
     n_kept_tensors: int
     n_repeated_ops: int
@@ -129,6 +131,7 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
         weights=weights,
         first_dims=first_dims,
         weight_elements=_weight_elements(graph.ops_of(segment), weights),
+        n_shared=sum(count for name, count in weights if layouts.produced[name] == V),
         fixed_bytes=fixed_bytes,
         n_kept_tensors=n_kept_tensors(context, segment, layouts),
         n_repeated_ops=n_repeated,

@@ -41,6 +41,7 @@ from autoplan.cost.parameters import (
     ParameterContext,
     ParameterCost,
     Placement,
+    element_bytes,
     parameter_cost,
 )
 from autoplan.cost.rank_segments import rank_segments
@@ -130,6 +131,12 @@ def make_pricer(
         conversions = (c for segment in local(tp, sharding).values() for _, c in segment.conversions)
         return any("all_to_all" in (c.forward, c.backward) for c in conversions)
 
+    def shared_bytes(mesh: Mesh) -> float:
+        """Gradients that the tensor-parallel ranks of a stage sum once per step, where stages have equal shares."""
+        found = local(mesh.tp, mesh.sharding)
+        n_elements = sum(found[kind].n_shared for kind in kinds) / (mesh.pp * mesh.zero_shard_degree)
+        return n_elements * element_bytes(precision).reduced
+
     def price(mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
         n_here = n_ranks or mesh.pp
         groups = groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
@@ -150,7 +157,8 @@ def make_pricer(
             keeps_gathered=mesh.zero_stage < 3,
             overlap_slowdown=hardware.overlap_slowdown,
             per_step_s=collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
-            + collective("all_reduce", tied_bytes, groups.stages),
+            + collective("all_reduce", tied_bytes, groups.stages)
+            + contexts(mesh.tp).tp_collective_s("all_reduce", shared_bytes(mesh)),
             reserved_fixed_bytes=outside_allocator_bytes(
                 mesh,
                 has_tied_weights=bool(tied),

@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward pass and the optimizer: tied weights, global norm, clipping.
+"""What happens to gradients between the backward pass and the optimizer: sums over ranks, global norm, clipping.
 
 The squared global norm is a sum over ranks, whatever the mesh: each rank adds the squares of the elements it holds,
 divided by the number of ranks that hold the same ones,
@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 
 from .zero import local_part
 
+MOST_COPIED_ELEMENTS = 2**20  # of a gradient that is summed together with others
+
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
@@ -29,11 +31,13 @@ class NamedParameter:
     Attributes:
         name: its first name in the user's model.
         norm_share: which fraction of its squared gradient this rank adds to the global norm.
+        is_partial: whether each tensor-parallel rank has a share of its gradient after the backward pass.
     """
 
     name: str
     parameter: nn.Parameter
     norm_share: float
+    is_partial: bool = False
 
     def local_gradient(self) -> torch.Tensor | None:
         """The elements of its gradient that this rank holds."""
@@ -58,6 +62,24 @@ def sum_tied_gradients(tied: Sequence[TiedWeight]) -> None:
             dist.all_reduce(total, group=weight.group)
         for gradient in gradients:
             gradient.copy_(total)
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Sequence[NamedParameter], tp: ProcessGroup | None) -> None:
+    """Give all tensor-parallel ranks the sum of their shares: large ones one by one, the others in one all-reduce."""
+    copied = []
+    for gradient in (entry.local_gradient() for entry in parameters if entry.is_partial):
+        if gradient is None:
+            continue
+        if gradient.numel() > MOST_COPIED_ELEMENTS and gradient.is_contiguous():
+            dist.all_reduce(gradient, group=tp)
+        else:
+            copied.append(gradient)
+    if copied:
+        total = torch.cat([gradient.flatten() for gradient in copied])
+        dist.all_reduce(total, group=tp)
+        parts = torch.split(total, [gradient.numel() for gradient in copied])
+        torch._foreach_copy_(copied, [part.view_as(own) for part, own in zip(parts, copied, strict=True)])
 
 
 @torch.no_grad()

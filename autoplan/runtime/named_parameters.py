@@ -18,6 +18,7 @@ def name_parameters(
 ) -> tuple[list[NamedParameter], list[TiedWeight]]:
     """The trainable parameters of this rank, and those that are tied across stages; all ranks must call it."""
     sharded = {} if parallel_model is None else parallel_model.SHARDS
+    partial = set() if parallel_model is None else set(parallel_model.PARTIAL_GRADIENTS)
     first_stage_of, tied = _find_ties(stages, parallel_model, config, mesh)
     named = []
     for index, stage in zip(config.stages_of(mesh.pp_rank), stages, strict=True):
@@ -25,7 +26,7 @@ def name_parameters(
             if parameter.requires_grad:
                 n_holders = mesh.n_replicas * (1 if name in sharded else config.tp)
                 share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
-                named.append(NamedParameter(name, parameter, share))
+                named.append(NamedParameter(name, parameter, share, is_partial=name in partial))
     return named, tied
 
 

@@ -25,7 +25,13 @@ from .experts import use_float64_grouped_products
 from .finite import finite_update
 from .float32_products import set_float32_products
 from .grad_compression import PowerSGD
-from .gradients import clip_gradients, scale_gradients, squared_norm_share, sum_tied_gradients
+from .gradients import (
+    clip_gradients,
+    scale_gradients,
+    squared_norm_share,
+    sum_partial_gradients,
+    sum_tied_gradients,
+)
 from .learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
 from .loss_average import total_count, weigh
 from .loss_scale import LossScale
@@ -150,6 +156,7 @@ class ParallelModel(nn.Module):
         self._count_targets(batches)
         local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
         with torch.profiler.record_function(OPTIMIZER_MARK):
+            sum_partial_gradients(self._parameters_of_rank, self.mesh.tp_group)
             sum_tied_gradients(self._tied)
             sums, own = self._reduce_loss_and_norm(local_loss)
             loss = sums[0] / self._scale

@@ -166,14 +166,17 @@ def _merged(sets: Iterable[set[Item]]) -> list[tuple[Item, ...]]:
 
 
 def _wanted_layouts(graph: OpGraph, segment: Segment, priced: PricedStrategies) -> list[tuple[Layout, ...]]:
-    """Of each parameter R and every split in which some strategy would read it; buffers are whole on every rank."""
+    """Of each parameter R, and V and every split in which some strategy would read it; buffers are whole on every rank.
+
+    Of a parameter that is stored as V the ranks sum their shares of its gradient once per step, not in every pass.
+    """
     wanted: dict[str, dict[Layout, None]] = {name: {R: None} for name in segment.parameters}
-    split = set(segment.parameters).difference(item.name for item in graph.parameters if item.is_buffer)
+    trained = set(segment.parameters).difference(item.name for item in graph.parameters if item.is_buffer)
     for op, strategies in zip(graph.ops_of(segment), priced, strict=True):
         for position, name in enumerate(operand_names(op)):
-            if name in split:
+            if name in trained:
                 operands = (strategy.operands[position] for strategy in strategies)
-                wanted[name].update({layout: None for layout in operands if layout is not None and layout.kind == "S"})
+                wanted[name].update({layout: None for layout in operands if layout is not None and layout.kind in "SV"})
     return [tuple(layouts) for layouts in wanted.values()]
 
 

@@ -103,6 +103,7 @@ def parallel_model(n_stages):
 
     return SimpleNamespace(
         SHARDS={},
+        PARTIAL_GRADIENTS=(),
         STAGES=tuple(stage_class(first) for first in range(0, N_BLOCKS, per_stage)),
         INPUTS=((),),
         BOUNDARIES=((Boundary((PerSample(1), WIDTH, POINTS)),),) * (n_stages - 1),

@@ -113,6 +113,7 @@ def parallel_model(tp_degree, n_stages):
     )
     return SimpleNamespace(
         SHARDS=shards if tp_degree > 1 else {},
+        PARTIAL_GRADIENTS=(),
         STAGES=tuple(stage_class(first) for first in range(0, N_LAYERS, per_stage)),
         INPUTS=((),),
         BOUNDARIES=(cut,) * (n_stages - 1),

@@ -8,15 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from runtime.collectives import (
-    all_gather,
-    all_gather_reduce_grad,
-    all_to_all,
-    copy_to_tp,
-    pad_to_partial,
-    reduce_scatter,
-    shard,
-)
+from runtime.collectives import all_gather, all_gather_reduce_grad, all_to_all, pad_to_partial, reduce_scatter, shard
 from runtime.pipeline import Boundary, PerSample
 from runtime.vocabulary import vocab_parallel_cross_entropy
 from runtime.weights import Shard, Weights
@@ -36,6 +28,9 @@ class Block(nn.Module):
         "down.bias": Shard(0),
     }
 
+    # of whose gradients every rank has a share; they are summed once per step
+    PARTIAL_GRADIENTS = ("norm_1.weight", "norm_1.bias", "norm_2.weight", "norm_2.bias")
+
     def __init__(self, tp: ProcessGroup | None) -> None:
         super().__init__()
         self.tp = tp
@@ -51,11 +46,7 @@ class Block(nn.Module):
         batch = x.shape[0]
         # all-gather of the gradient of x, of which every rank has a part: 4,096 bytes per sample backward
         x = shard(x, 1, self.tp)
-        # all-reduce of the gradient of norm_1.weight, to which every rank has a share: 256 bytes backward
-        norm_1_weight = copy_to_tp(self.norm_1.weight, self.tp)
-        # all-reduce of the gradient of norm_1.bias, to which every rank has a share: 256 bytes backward
-        norm_1_bias = copy_to_tp(self.norm_1.bias, self.tp)
-        norm_1 = F.layer_norm(x, (32,), norm_1_weight, norm_1_bias, 1e-05)
+        norm_1 = F.layer_norm(x, (32,), self.norm_1.weight, self.norm_1.bias, 1e-05)
         # all-gather of the parts of norm_1, reduce-scatter of its gradient: 4,096 bytes per sample each way
         norm_1 = all_gather_reduce_grad(norm_1, 1, self.tp)
         q, k, v = F.linear(norm_1, self.attention.qkv.weight, self.attention.qkv.bias).split(16, dim=2)
@@ -70,11 +61,7 @@ class Block(nn.Module):
         # way
         out = reduce_scatter(out, 1, self.tp)
         x = x + out
-        # all-reduce of the gradient of norm_2.weight, to which every rank has a share: 256 bytes backward
-        norm_2_weight = copy_to_tp(self.norm_2.weight, self.tp)
-        # all-reduce of the gradient of norm_2.bias, to which every rank has a share: 256 bytes backward
-        norm_2_bias = copy_to_tp(self.norm_2.bias, self.tp)
-        norm_2 = F.layer_norm(x, (32,), norm_2_weight, norm_2_bias, 1e-05)
+        norm_2 = F.layer_norm(x, (32,), self.norm_2.weight, self.norm_2.bias, 1e-05)
         # all-gather of the parts of norm_2, reduce-scatter of its gradient: 4,096 bytes per sample each way
         norm_2 = all_gather_reduce_grad(norm_2, 1, self.tp)
         up = F.linear(norm_2, self.up.weight, self.up.bias)
@@ -95,15 +82,13 @@ class Stage0(nn.Module):
     def __init__(self, tp: ProcessGroup | None) -> None:
         super().__init__()
         self.tp = tp
-        self.tokens = Weights(weight=(64, 32))
+        self.tokens = Weights(weight=(128, 16))
         self.positions = Weights(weight=(16, 16))
         self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(2)})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(16, device=inputs.device)
-        # all-to-all of tokens.weight to a split along another dim, all-to-all of its gradient: 32,768 bytes each way
-        tokens_weight = all_to_all(self.tokens.weight, 0, 1, self.tp)
-        tokens = F.embedding(inputs, tokens_weight)
+        tokens = F.embedding(inputs, self.tokens.weight)
         positions_2 = F.embedding(positions, self.positions.weight)
         x = tokens + positions_2
         # all-gather of the parts of x: 4,096 bytes per sample forward
@@ -122,7 +107,7 @@ class Stage1(nn.Module):
         super().__init__()
         self.tp = tp
         self.norm = Weights(weight=(32,), bias=(32,))
-        self.tokens = Weights(weight=(64, 32))
+        self.tokens = Weights(weight=(128, 16))
         self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(2, 4)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,19 +115,17 @@ class Stage1(nn.Module):
             x = block(x)
         # all-gather of the gradient of x, of which every rank has a part: 4,096 bytes per sample backward
         x = shard(x, 1, self.tp)
-        # all-reduce of the gradient of norm.weight, to which every rank has a share: 256 bytes backward
-        norm_weight = copy_to_tp(self.norm.weight, self.tp)
-        # all-reduce of the gradient of norm.bias, to which every rank has a share: 256 bytes backward
-        norm_bias = copy_to_tp(self.norm.bias, self.tp)
-        norm = F.layer_norm(x, (32,), norm_weight, norm_bias, 1e-05)
-        # all-gather of the parts of norm, reduce-scatter of its gradient: 4,096 bytes per sample each way
-        norm = all_gather_reduce_grad(norm, 1, self.tp)
-        outputs = F.linear(norm, self.tokens.weight)
+        norm = F.layer_norm(x, (32,), self.norm.weight, self.norm.bias, 1e-05)
+        # all-gather of the parts of tokens.weight, reduce-scatter of its gradient: 32,768 bytes each way
+        tokens_weight = all_gather_reduce_grad(self.tokens.weight, 1, self.tp)
+        outputs = F.linear(norm, tokens_weight)
         return outputs
 
 
 def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
     """The loss of one micro-batch, the same on every tensor-parallel rank."""
+    # all-to-all of head to a split along another dim, all-to-all of its gradient: 16,384 bytes per sample each way
+    outputs = all_to_all(outputs, 1, 2, tp)
     flatten = outputs.flatten(0, 1)
     flatten_2 = targets.flatten()
     # all-reduce of the statistics of flatten: 384 bytes per sample forward
@@ -153,11 +136,16 @@ def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | Non
 STAGES = (Stage0, Stage1)
 INPUTS: tuple[tuple[str | int, ...], ...] = ((),)
 BOUNDARIES: tuple[tuple[Boundary, ...], ...] = ((Boundary((PerSample(1), 16, 32)),),)
-OUTPUTS: tuple[Shard | str, ...] = (Shard(2),)
+OUTPUTS: tuple[Shard | str, ...] = (Shard(1),)
 SHARDS: dict[str, Shard] = {
-    "tokens.weight": Shard(0),
-    "head.weight": Shard(0),
+    "tokens.weight": Shard(1),
+    "head.weight": Shard(1),
     "positions.weight": Shard(1),
     **{f"blocks.{i}.{name}": part for i in range(4) for name, part in Block.SHARDS.items()},
 }
+PARTIAL_GRADIENTS: tuple[str, ...] = (
+    *(f"blocks.{i}.{name}" for i in range(4) for name in Block.PARTIAL_GRADIENTS),
+    "norm.weight",
+    "norm.bias",
+)
 TIED: tuple[tuple[str, ...], ...] = (("tokens.weight", "head.weight"),)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from runtime.collectives import all_gather, all_gather_reduce_grad, all_to_all, copy_to_tp, reduce_scatter, shard
+from runtime.collectives import all_gather, all_gather_reduce_grad, all_to_all, reduce_scatter, shard
 from runtime.pipeline import Boundary
 from runtime.vocabulary import vocab_parallel_cross_entropy
 from runtime.weights import Shard, Weights
@@ -27,6 +27,9 @@ class Block(nn.Module):
         "down.weight": Shard(1),
     }
 
+    # of whose gradients every rank has a share; they are summed once per step
+    PARTIAL_GRADIENTS = ("attention_norm.weight", "ffn_norm.weight")
+
     def __init__(self, tp: ProcessGroup | None) -> None:
         super().__init__()
         self.tp = tp
@@ -43,9 +46,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch = x.shape[0]
-        # all-reduce of the gradient of attention_norm.weight, to which every rank has a share: 512 bytes backward
-        attention_norm_weight = copy_to_tp(self.attention_norm.weight, self.tp)
-        attention_norm = F.rms_norm(x, (64,), attention_norm_weight, 1e-05)
+        attention_norm = F.rms_norm(x, (64,), self.attention_norm.weight, 1e-05)
         # all-gather of the parts of attention_norm, reduce-scatter of its gradient: 8,192 bytes per sample each way
         attention_norm = all_gather_reduce_grad(attention_norm, 1, self.tp)
         q = F.linear(attention_norm, self.attention.q.weight).reshape(batch, 16, 4, 8).transpose(1, 2)
@@ -61,9 +62,7 @@ class Block(nn.Module):
         # way
         out = reduce_scatter(out, 1, self.tp)
         x = x + out
-        # all-reduce of the gradient of ffn_norm.weight, to which every rank has a share: 512 bytes backward
-        ffn_norm_weight = copy_to_tp(self.ffn_norm.weight, self.tp)
-        h = F.rms_norm(x, (64,), ffn_norm_weight, 1e-05)
+        h = F.rms_norm(x, (64,), self.ffn_norm.weight, 1e-05)
         # all-gather of the parts of ffn_norm, reduce-scatter of its gradient: 8,192 bytes per sample each way
         h = all_gather_reduce_grad(h, 1, self.tp)
         gate = F.linear(h, self.gate.weight)
@@ -108,9 +107,7 @@ class Stage0(nn.Module):
         sin = all_gather(sin, 0, self.tp)
         for block in self.layers.values():
             x = block(x, cos, sin)
-        # all-reduce of the gradient of norm.weight, to which every rank has a share: 512 bytes backward
-        norm_weight = copy_to_tp(self.norm.weight, self.tp)
-        norm = F.rms_norm(x, (64,), norm_weight, 1e-05)
+        norm = F.rms_norm(x, (64,), self.norm.weight, 1e-05)
         # all-gather of the parts of norm, reduce-scatter of its gradient: 8,192 bytes per sample each way
         norm = all_gather_reduce_grad(norm, 1, self.tp)
         outputs = F.linear(norm, self.head.weight)
@@ -135,4 +132,8 @@ SHARDS: dict[str, Shard] = {
     **{f"layers.{i}.{name}": part for i in range(4) for name, part in Block.SHARDS.items()},
     "head.weight": Shard(0),
 }
+PARTIAL_GRADIENTS: tuple[str, ...] = (
+    *(f"layers.{i}.{name}" for i in range(4) for name in Block.PARTIAL_GRADIENTS),
+    "norm.weight",
+)
 TIED: tuple[tuple[str, ...], ...] = ()

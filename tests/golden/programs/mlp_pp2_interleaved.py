@@ -110,4 +110,5 @@ BOUNDARIES: tuple[tuple[Boundary, ...], ...] = (
 )
 OUTPUTS: tuple[Shard | str, ...] = ("whole",)
 SHARDS: dict[str, Shard] = {}
+PARTIAL_GRADIENTS: tuple[str, ...] = ()
 TIED: tuple[tuple[str, ...], ...] = ()
