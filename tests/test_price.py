@@ -79,6 +79,16 @@ def test_a_tied_weight_is_paid_once_on_one_stage_and_twice_in_a_pipeline():
     assert piped[0][0].state_bytes == single[0][0].state_bytes
 
 
+def test_gradients_that_tensor_parallel_ranks_have_shares_of_are_summed_once_per_step():
+    # examples/gpt.py, sequence split: the norms of its blocks and the last one, weight and bias, 4 bytes an element
+    price, _ = pricer_of("gpt")
+    graph = graph_of("gpt")
+    norms = [p.spec.n_elements(1) for p in graph.parameters if "norm" in p.name]
+    split, replicas = price(Mesh(tp=2, sharding="S(1)")), price(Mesh(dp=2))
+    summed_s = work_contexts(graph, PROFILE, "bf16", RULES)(2).tp_collective_s("all_reduce", 4 * sum(norms))
+    assert split.per_step_s - replicas.per_step_s == pytest.approx(summed_s)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_batch_is_copied_in_the_precision_of_the_dataset_and_held_twice_and_as_it_is_computed(precision):
     price, _ = pricer_of("resnet", degrees=(), precision=precision)

@@ -68,6 +68,18 @@ def test_sequence_parallelism_follows_from_a_boundary_split_along_the_sequence()
     assert layouts.strategies["rms_norm"].operands[1] == V  # its weight sees a share of the rows
 
 
+def test_vectors_of_which_ranks_see_shares_are_stored_so_and_matrices_are_not():
+    # so their gradients are summed once per step; a matrix that is read so would be held whole by every rank
+    specs, layouts = graph_of("gpt").specs(), layouts_of("gpt", 2, "S(1)")
+    norms = [f"blocks.0.norm_{i}.{name}" for i in (1, 2) for name in ("weight", "bias")]
+    assert [layouts[1].produced[name] for name in norms] == [V] * 4
+    for found in layouts.values():
+        stored = [
+            name for name in found.produced if name in {parameter.name for parameter in graph_of("gpt").parameters}
+        ]
+        assert all(len(specs[name].shape) == 1 for name in stored if found.produced[name] == V)
+
+
 def test_loss_is_split_over_the_vocabulary_and_the_tied_weight_has_one_layout():
     layouts = layouts_of("gpt", 2, "R")
     assert layouts[2].strategies["cross_entropy_loss"].function == "vocab_parallel_cross_entropy"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from autoplan.codegen.layout_text import LINE_LENGTH, statement
-from autoplan.codegen.text import INDENT, names_text, quoted, range_text, shard_text, tuple_text
+from autoplan.codegen.layout_text import statement
+from autoplan.codegen.text import INDENT, LINE_LENGTH, names_text, quoted, range_text, shard_text, tuple_text
 from autoplan.codegen.writer import Writer
 from autoplan.graph import COMPUTE, PerSample, Segment, TensorSpec
 from autoplan.layout import Layout, R, can_shard, local_spec, parse_layout

@@ -21,8 +21,6 @@ from torch.distributed import ProcessGroup
 
 from .zero import local_part
 
-MOST_COPIED_ELEMENTS = 2**20  # of a gradient that is summed together with others
-
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
@@ -66,20 +64,14 @@ def sum_tied_gradients(tied: Sequence[TiedWeight]) -> None:
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Sequence[NamedParameter], tp: ProcessGroup | None) -> None:
-    """Give all tensor-parallel ranks the sum of their shares: large ones one by one, the others in one all-reduce."""
-    copied = []
-    for gradient in (entry.local_gradient() for entry in parameters if entry.is_partial):
-        if gradient is None:
-            continue
-        if gradient.numel() > MOST_COPIED_ELEMENTS and gradient.is_contiguous():
-            dist.all_reduce(gradient, group=tp)
-        else:
-            copied.append(gradient)
-    if copied:
-        total = torch.cat([gradient.flatten() for gradient in copied])
+    """Give all tensor-parallel ranks the sum of their shares, in one all-reduce."""
+    found = [entry.local_gradient() for entry in parameters if entry.is_partial]
+    gradients = [gradient for gradient in found if gradient is not None]
+    if gradients:
+        total = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(total, group=tp)
-        parts = torch.split(total, [gradient.numel() for gradient in copied])
-        torch._foreach_copy_(copied, [part.view_as(own) for part, own in zip(parts, copied, strict=True)])
+        sums = torch.split(total, [gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(own) for part, own in zip(sums, gradients, strict=True)])
 
 
 @torch.no_grad()

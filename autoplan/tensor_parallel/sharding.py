@@ -166,17 +166,21 @@ def _merged(sets: Iterable[set[Item]]) -> list[tuple[Item, ...]]:
 
 
 def _wanted_layouts(graph: OpGraph, segment: Segment, priced: PricedStrategies) -> list[tuple[Layout, ...]]:
-    """Of each parameter R, and V and every split in which some strategy would read it; buffers are whole on every rank.
+    """Of each parameter R, and every split in which some strategy would read it, and likewise V of a vector.
 
-    Of a parameter that is stored as V the ranks sum their shares of its gradient once per step, not in every pass.
+    Of what is stored as V the ranks sum their shares of the gradient once per step, not in every pass. A matrix is not,
+    although that may be faster: tensor parallelism is to split what is large. Buffers are whole on every rank.
     """
     wanted: dict[str, dict[Layout, None]] = {name: {R: None} for name in segment.parameters}
-    trained = set(segment.parameters).difference(item.name for item in graph.parameters if item.is_buffer)
+    parameters = {item.name: item for item in graph.parameters}
     for op, strategies in zip(graph.ops_of(segment), priced, strict=True):
         for position, name in enumerate(operand_names(op)):
-            if name in trained:
+            if name in wanted and not parameters[name].is_buffer:
+                kinds = "SV" if len(parameters[name].spec.shape) <= 1 else "S"
                 operands = (strategy.operands[position] for strategy in strategies)
-                wanted[name].update({layout: None for layout in operands if layout is not None and layout.kind in "SV"})
+                wanted[name].update(
+                    {layout: None for layout in operands if layout is not None and layout.kind in kinds}
+                )
     return [tuple(layouts) for layouts in wanted.values()]
 
 

@@ -82,13 +82,15 @@ class Stage0(nn.Module):
     def __init__(self, tp: ProcessGroup | None) -> None:
         super().__init__()
         self.tp = tp
-        self.tokens = Weights(weight=(128, 16))
+        self.tokens = Weights(weight=(64, 32))
         self.positions = Weights(weight=(16, 16))
         self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(2)})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(16, device=inputs.device)
-        tokens = F.embedding(inputs, self.tokens.weight)
+        # all-to-all of tokens.weight to a split along another dim, all-to-all of its gradient: 32,768 bytes each way
+        tokens_weight = all_to_all(self.tokens.weight, 0, 1, self.tp)
+        tokens = F.embedding(inputs, tokens_weight)
         positions_2 = F.embedding(positions, self.positions.weight)
         x = tokens + positions_2
         # all-gather of the parts of x: 4,096 bytes per sample forward
@@ -107,7 +109,7 @@ class Stage1(nn.Module):
         super().__init__()
         self.tp = tp
         self.norm = Weights(weight=(32,), bias=(32,))
-        self.tokens = Weights(weight=(128, 16))
+        self.tokens = Weights(weight=(64, 32))
         self.blocks = nn.ModuleDict({str(i): Block(tp) for i in range(2, 4)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,16 +118,14 @@ class Stage1(nn.Module):
         # all-gather of the gradient of x, of which every rank has a part: 4,096 bytes per sample backward
         x = shard(x, 1, self.tp)
         norm = F.layer_norm(x, (32,), self.norm.weight, self.norm.bias, 1e-05)
-        # all-gather of the parts of tokens.weight, reduce-scatter of its gradient: 32,768 bytes each way
-        tokens_weight = all_gather_reduce_grad(self.tokens.weight, 1, self.tp)
-        outputs = F.linear(norm, tokens_weight)
+        # all-gather of the parts of norm, reduce-scatter of its gradient: 4,096 bytes per sample each way
+        norm = all_gather_reduce_grad(norm, 1, self.tp)
+        outputs = F.linear(norm, self.tokens.weight)
         return outputs
 
 
 def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | None) -> torch.Tensor:
     """The loss of one micro-batch, the same on every tensor-parallel rank."""
-    # all-to-all of head to a split along another dim, all-to-all of its gradient: 16,384 bytes per sample each way
-    outputs = all_to_all(outputs, 1, 2, tp)
     flatten = outputs.flatten(0, 1)
     flatten_2 = targets.flatten()
     # all-reduce of the statistics of flatten: 384 bytes per sample forward
@@ -136,10 +136,10 @@ def loss_fn(outputs: torch.Tensor, targets: torch.Tensor, tp: ProcessGroup | Non
 STAGES = (Stage0, Stage1)
 INPUTS: tuple[tuple[str | int, ...], ...] = ((),)
 BOUNDARIES: tuple[tuple[Boundary, ...], ...] = ((Boundary((PerSample(1), 16, 32)),),)
-OUTPUTS: tuple[Shard | str, ...] = (Shard(1),)
+OUTPUTS: tuple[Shard | str, ...] = (Shard(2),)
 SHARDS: dict[str, Shard] = {
-    "tokens.weight": Shard(1),
-    "head.weight": Shard(1),
+    "tokens.weight": Shard(0),
+    "head.weight": Shard(0),
     "positions.weight": Shard(1),
     **{f"blocks.{i}.{name}": part for i in range(4) for name, part in Block.SHARDS.items()},
 }
