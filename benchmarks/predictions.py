@@ -44,7 +44,7 @@ EXAMPLES = {name: HERE.parent / "examples" / f"{name}.py" for name in ("gpt", "l
 
 @dataclass(frozen=True)
 class Case:
-    """One line of cases.csv; `fix` is what `autoplan plan --fix` takes."""
+    """One line of cases.csv; `fix` is what `autoplan plan --fix` takes, and the precision where that is not bf16."""
 
     links: str
     name: str
@@ -70,7 +70,12 @@ class Case:
 
     @property
     def fixed(self) -> tuple[tuple[str, str], ...]:
-        return tuple(tuple(item.split("=")) for item in self.fix.split(","))
+        pairs = (tuple(item.split("=")) for item in self.fix.split(","))
+        return tuple(pair for pair in pairs if pair[0] != "precision")
+
+    @property
+    def precision(self) -> str:
+        return dict(item.split("=") for item in self.fix.split(",")).get("precision", "bf16")
 
 
 def cases() -> list[Case]:
@@ -84,7 +89,12 @@ def problem(case: Case, hardware: str, *, profile: Path | None = None, fix: bool
     from autoplan import api
     from autoplan.options import Options
 
-    options = Options(global_batch=case.global_batch, fix=case.fixed if fix else (), profile=profile and str(profile))
+    options = Options(
+        global_batch=case.global_batch,
+        precision=case.precision,
+        fix=case.fixed if fix else (),
+        profile=profile and str(profile),
+    )
     return api.make_problem(case.file, hw=f"{hardware}/{case.devices}", overrides=case.overrides, options=options)
 
 
