@@ -55,10 +55,15 @@ def is_compared(row: dict) -> bool:
     return bool(is_unsplit and row.get("compiled") and row.get("forward_s", 0.0) >= SHORTEST_S and row["saved_bytes"])
 
 
-def compared(results: Path, hw: str) -> Iterator[Compared]:
+def compared(results: Path, hw: str, *, only: str = "") -> Iterator[Compared]:
+    """Those of all models, or of one of cases.csv."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     hardware, rules = load_hardware_profile(hw), load_rules()
-    models = {(str(case.file), json.dumps(case.overrides, sort_keys=True)): case for case in predictions.cases()}
+    models = {
+        (str(case.file), json.dumps(case.overrides, sort_keys=True)): case
+        for case in predictions.cases()
+        if only in ("", case.model)
+    }
     for case in models.values():
         graph = trace_model(case.file, overrides=case.overrides)
         facts, context = GraphFacts.of(graph), work_contexts(graph, hardware, "bf16", rules)(1)

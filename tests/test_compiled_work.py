@@ -175,7 +175,7 @@ def test_compiled_blocks_of_llama_are_computed_as_they_were_measured() -> None:
     import compiled_blocks
 
     results = CHECKOUT / "benchmarks" / "results" / "profile_h200_x2_2026-11-22_one_machine.jsonl"
-    found = [item for item in compiled_blocks.compared(results, "h200_x4") if item.model == "llama" and item.is_block]
+    found = [item for item in compiled_blocks.compared(results, "h200_x4", only="llama") if item.is_block]
     assert len(found) == 4
     for item in found:
         errors = item.errors()
