@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -107,7 +108,8 @@ def check_folder(folder: Path) -> None:
     for name, sha256 in _manifest_sums(folder).items():
         path = folder / name
         if not path.is_file():
-            raise InputError.of(str(path), found="no file", expected="a complete output folder", fix="plan again")
+            missing = FileNotFoundError()
+            raise InputError.unreadable(str(path), missing, expected="a complete output folder", fix="plan again")
         if _sha256(path.read_bytes()) != sha256:
             raise InputError.of(
                 str(path),
@@ -115,6 +117,19 @@ def check_folder(folder: Path) -> None:
                 expected=f"the SHA-256 sum of {MANIFEST}",
                 fix="plan again; or copy the folder and remove its MANIFEST.json to keep your edit",
             )
+
+
+def check_file(path: Path, *, expected: str) -> None:
+    """Return when there is a file.
+
+    Raises: InputError that says what is there instead.
+    """
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return
+    except OSError as error:
+        raise InputError.unreadable(str(path), error, expected=expected) from error
+    raise InputError.unreadable(str(path), IsADirectoryError(), expected=expected)
 
 
 def read_text_file(path: Path) -> str:
@@ -126,9 +141,10 @@ def read_text_file(path: Path) -> str:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InputError.of(str(path), found="a huge file", expected="a text of autoplan", fix="check the path")
         return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise InputError.of(str(path), found=reason, expected="a readable text file", fix="check the path") from error
+    except OSError as error:
+        raise InputError.unreadable(str(path), error, expected="a text file") from error
+    except UnicodeDecodeError as error:
+        raise InputError.of(str(path), found="no text", expected="a text file", fix="check the path") from error
 
 
 def _manifest_sums(folder: Path) -> dict[str, str]:

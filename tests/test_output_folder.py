@@ -287,5 +287,5 @@ def test_train_job_names_hosts_and_processes() -> None:
 
 
 def test_a_folder_that_is_not_there_is_told_from_an_unreadable_one(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nothing there[^$]*a folder that plan --out wrote"):
+    with pytest.raises(InputError, match="missing: no such file\n[^$]*a folder that plan --out wrote"):
         read_answer(tmp_path / "missing")

@@ -85,8 +85,12 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
 def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
     """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
     from autoplan.tracing.hugging_face import is_hugging_face, write_model_file
+    from autoplan.tracing.local_modules import check_model_file
 
-    return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
+    if is_hugging_face(model):
+        return write_model_file(model, overrides), {}
+    check_model_file(Path(model))
+    return Path(model), overrides
 
 
 def global_batch_size(problem: Problem) -> int:
