@@ -455,3 +455,32 @@ def test_a_trace_that_takes_long_says_what_may_shorten_it_and_then_that_it_goes_
     with told_while_tracing("model.py", first_s=30.0):
         pass
     assert capsys.readouterr().err == "tracing model.py ...\n"
+
+
+def test_once_points_are_searched_no_trace_takes_long(capsys) -> None:
+    with told_while_tracing("model.py", first_s=0.2, every_s=0.05) as tell_points:
+        tell_points(0, 3)
+        time.sleep(0.5)
+    assert capsys.readouterr().err == f"tracing model.py ...\n[{' ' * 30}] 0 of 3 points\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"plan {MLP} --hw dgx_a100_x8",
+        f"whatif {MLP} --hw dgx_a100_x8 --jobs 1",
+        f"recommend {MLP} --among dgx_a100_x8 --samples 1e6 --budget 9 --max-hosts 1 --jobs 1",
+        f"advise {MLP} --hw dgx_a100_x8 --max-hosts 1 --jobs 1",
+        "explain {} --why-not dp=4",
+    ],
+)
+def test_every_command_that_traces_says_what_may_shorten_that(
+    command: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    if command.startswith("explain"):
+        assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--out", str(tmp_path / "out")]) == 0
+        capsys.readouterr()
+    monkeypatch.setitem(told_while_tracing.__wrapped__.__kwdefaults__, "first_s", 0.0)
+    cli.run(command.format(tmp_path / "out").split())
+    assert re.match(r"tracing (\S+/)?mlp.py ...\ntracing takes long", capsys.readouterr().err)

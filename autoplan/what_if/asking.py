@@ -97,6 +97,11 @@ def ask(
     return WhatIf(rows, sweep, given)
 
 
+def continued(progress: Progress, *, n_before: int, n_all: int) -> Progress:
+    """The progress of one question of several, after `n_before` points of `n_all`."""
+    return lambda done, total: progress(n_before + done, n_all)
+
+
 def _hardware(name: str, n_hosts: int, n_nics: int | None) -> Hardware:
     if n_nics is not None and is_cluster_file(name):
         raise InputError.of("nics", found=name, expected="one kind of host", fix="edit its file, or leave nics out")
