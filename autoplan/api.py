@@ -66,11 +66,12 @@ def discover_rules(
     model: str | Path, *, overrides: Overrides | None = None, ops: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> str:
     """A file of rules for these ops of the model, or for all that have none, found by trial."""
+    path, overrides = model_file(model, overrides or {})
+
     from autoplan.analysis.model_flops import ops_without_rule
     from autoplan.tensor_parallel import rule_discovery
-    from autoplan.tracing import trace
+    from autoplan.tracing import trace  # which takes seconds, only now
 
-    path, overrides = model_file(model, overrides or {})
     graph = trace.trace_model(trace.model_source(path, dict(overrides)))  # not cached: the file defines its operators
     targets = ops or ops_without_rule(graph, rule_files=rules)
     return rule_discovery.rules_text(rule_discovery.discover_rules(graph, targets))
@@ -106,7 +107,6 @@ def measurement_folder(
         value_ranges,
     )
     from autoplan.tracing.local_modules import files_beside
-    from autoplan.tracing.trace import example_batch, model_source
 
     hardware, chosen = load_hardware_profile(hw), checked(Options(**options))
     if chosen.module_level:
@@ -117,6 +117,9 @@ def measurement_folder(
         expected = ", ".join(FORMAT_WAYS)
         raise UsageError(f"profile: memory_format: found {memory_format!r}\n  expected: one of {expected}")
     path, overrides = model_file(model, overrides or {})
+
+    from autoplan.tracing.trace import example_batch, model_source  # which takes seconds, only now
+
     graph = trace_model(path, overrides=overrides)
     batch = example_batch(model_source(path, dict(overrides)), 1)
     request = MeasurementRequest(

@@ -33,6 +33,13 @@ class InputError(AutoplanError):
         """An error in the one form all of them share: where, found, expected, fix."""
         return cls(f"{where}: found {found!r}\n  expected: {expected}\n  fix: {fix}")
 
+    @classmethod
+    def unreadable(cls, where: str, error: OSError, *, expected: str, fix: str = "check the path") -> "InputError":
+        """Likewise of a file that is not there or cannot be read: `gpt.py: no such file`."""
+        words = {FileNotFoundError: "no such file", IsADirectoryError: "a folder, not a file"}
+        found = words.get(type(error)) or (error.strerror or str(error)).lower()
+        return cls(f"{where}: {found}\n  expected: {expected}\n  fix: {fix}")
+
 
 class UsageError(InputError):
     """The command line is wrong: an unknown name, a missing or impossible option."""

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,8 @@ _MADE_BY_RUNNING = frozenset({"__pycache__"})
 def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
     """Refuse a target that could not be written, before time is spent on a search.
 
+    An empty folder is written into. What autoplan wrote is replaced with `force`, and nothing else is.
+
     Raises: OutputError when the folder that it or its parents would be made in cannot be written, or something is there
         that may not be replaced.
     """
@@ -36,11 +39,11 @@ def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
         raise OutputError(f"{target}: {parent} {found}\n  fix: choose another {option}")
     if not os.path.lexists(target):
         return
-    if not force:
+    _check_replaceable(target, option=option)
+    if not force and any(target.iterdir()):
         raise OutputError(
             f"{target}: already exists, nothing was changed\n  fix: choose another {option}, or add --force"
         )
-    _check_replaceable(target)
 
 
 def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool = False) -> None:
@@ -76,9 +79,8 @@ def check_page(path: Path, *, force: bool) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{path}: the folder {folder} cannot be written\n  fix: create it first, or choose another")
     if os.path.lexists(path) and not (force and path.is_file()):
-        raise OutputError(
-            f"{path}: already exists, nothing was changed\n  fix: choose another --html, or add --force to replace it"
-        )
+        way = ", or add --force to replace it" if path.is_file() else ""
+        raise OutputError(f"{path}: already exists, nothing was changed\n  fix: choose another --html{way}")
 
 
 def write_page(path: Path, text: str, *, force: bool = False) -> None:
@@ -106,7 +108,8 @@ def check_folder(folder: Path) -> None:
     for name, sha256 in _manifest_sums(folder).items():
         path = folder / name
         if not path.is_file():
-            raise InputError.of(str(path), found="no file", expected="a complete output folder", fix="plan again")
+            missing = FileNotFoundError()
+            raise InputError.unreadable(str(path), missing, expected="a complete output folder", fix="plan again")
         if _sha256(path.read_bytes()) != sha256:
             raise InputError.of(
                 str(path),
@@ -114,6 +117,19 @@ def check_folder(folder: Path) -> None:
                 expected=f"the SHA-256 sum of {MANIFEST}",
                 fix="plan again; or copy the folder and remove its MANIFEST.json to keep your edit",
             )
+
+
+def check_file(path: Path, *, expected: str) -> None:
+    """Return when there is a file.
+
+    Raises: InputError that says what is there instead.
+    """
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return
+    except OSError as error:
+        raise InputError.unreadable(str(path), error, expected=expected) from error
+    raise InputError.unreadable(str(path), IsADirectoryError(), expected=expected)
 
 
 def read_text_file(path: Path) -> str:
@@ -125,9 +141,10 @@ def read_text_file(path: Path) -> str:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise InputError.of(str(path), found="a huge file", expected="a text of autoplan", fix="check the path")
         return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise InputError.of(str(path), found=reason, expected="a readable text file", fix="check the path") from error
+    except OSError as error:
+        raise InputError.unreadable(str(path), error, expected="a text file") from error
+    except UnicodeDecodeError as error:
+        raise InputError.of(str(path), found="no text", expected="a text file", fix="check the path") from error
 
 
 def _manifest_sums(folder: Path) -> dict[str, str]:
@@ -155,23 +172,31 @@ def _check_name(name: str) -> None:
         raise OutputError(f"{name!r} is not a file name inside the output folder; nothing was written")
 
 
-def _check_replaceable(target: Path) -> None:
-    """With --force only what autoplan wrote is replaced; a checkpoint or note beside it is never lost."""
+def _check_replaceable(target: Path, *, option: str) -> None:
+    """Only what autoplan wrote is ever replaced; a checkpoint or note beside it is never lost."""
     if target.is_symlink() or not target.is_dir():
-        raise OutputError(f"{target}: not a folder, nothing was changed\n  fix: choose another --out")
+        found = "a link" if target.is_symlink() else "a file"
+        raise OutputError(f"{target}: {found}, not a folder; nothing was changed\n  fix: choose another {option}")
+    if target.samefile(Path()):
+        raise OutputError(
+            f"{target}: the current folder, which is not replaced; nothing was changed\n"
+            f"  fix: choose another {option}, such as {target / 'plan'}"
+        )
+    if not any(target.iterdir()):
+        return
     try:
         ours = {*_manifest_sums(target), MANIFEST}
     except InputError as error:
         raise OutputError(
             f"{target}: was not written by autoplan (no readable {MANIFEST}), nothing was changed\n"
-            "  fix: choose another --out"
+            f"  fix: choose another {option}"
         ) from error
     for path in sorted(target.rglob("*")):
         name = path.relative_to(target)
         if path.is_file() and name.as_posix() not in ours and not _MADE_BY_RUNNING.intersection(name.parts):
             raise OutputError(
                 f"{target}: holds {name}, which autoplan did not write; nothing was changed\n"
-                "  fix: move it away, or choose another --out"
+                f"  fix: move it away, or choose another {option}"
             )
 
 

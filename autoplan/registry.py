@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from autoplan.errors import InputError
+from autoplan.files import check_file
 
 
 def load_table(package: str, table: str, files: Sequence[str] = ()) -> dict[Any, Any]:
@@ -58,8 +59,7 @@ def _file_table(file: str, table: str) -> dict[Any, Any]:
 
 
 def _loaded(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError.of(str(path), found="no such file", expected="a Python file", fix="check the path")
+    check_file(path, expected="a Python file")
     spec = spec_from_file_location(f"autoplan_extension_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError.of(str(path), found=f"suffix {path.suffix!r}", expected=".py", fix="rename the file")

@@ -18,12 +18,14 @@ import pytest
 import autoplan
 from autoplan import api, cli, errors
 from autoplan.answers.answer import Answer, answer_to_json
+from autoplan.checks.options import check_degrees, parse_fix
 from autoplan.cli.console import told_while_tracing
 from autoplan.files import write_folder
 from autoplan.options import Options
 from autoplan.output import verify
 from autoplan.output.folder import report_files
 from autoplan.parallel_plan import SCHEMA_VERSION, Plan
+from autoplan.planning import problem as problems
 from autoplan.planning.answering import model_name
 from autoplan.search import remedies
 
@@ -205,8 +207,8 @@ def test_search_says_what_ended_it() -> None:
 
 
 def test_no_mesh_divides_is_an_infeasible_answer_in_json_and_in_the_library(capsys) -> None:
-    # dp 4 divides a global batch of 12, but not into micro-batches of 5
-    arguments = ["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "12", "--fix", "dp=4,micro_batch=5"]
+    # there is nothing to shard over one data-parallel rank
+    arguments = ["plan", MLP, "--hw", "dgx_a100_x8", "--global-batch", "12", "--fix", "dp=1,zero=1"]
     assert cli.run([*arguments, "--format", "json"]) == 5
     found = json.loads(capsys.readouterr().out)
     assert (
@@ -214,7 +216,7 @@ def test_no_mesh_divides_is_an_infeasible_answer_in_json_and_in_the_library(caps
     )
     assert cli.run(arguments) == 5
     assert "legal dp" in capsys.readouterr().out
-    result = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "4"), ("micro_batch", "5")))
+    result = autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "1"), ("zero", "1")))
     assert (result.status, result.best) == ("infeasible", None)
 
 
@@ -225,6 +227,55 @@ def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsy
     assert "fix: use dp=1, or a global batch that is a multiple of 8" in error
     with pytest.raises(errors.UsageError, match="use dp=4, or"):
         autoplan.plan(CHECKOUT / MLP, hw="dgx_a100_x8", global_batch=12, fix=(("dp", "8"),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "expected", "fix"),
+    [
+        (
+            ["--hw", "dgx_a100_x8", "--fix", "dp=8,tp=2"],
+            "--fix dp=8,tp=2: found 8 x 2 = 16 devices",
+            "at most 8 devices, as the cluster has",
+            "use dp x tp of 1, 2, 4, 8, or more hosts: --hosts 2",
+        ),
+        (
+            ["--hw", "dgx_a100_x8", "--fix", "dp=3"],
+            "--fix dp=3: found 3 devices",
+            "a divisor of a number of devices that a plan may use, of 8",
+            "use dp of 1, 2, 4, 8",
+        ),
+        (  # plans for 2 of 3 hosts leave one idle, but none is for a host and a half
+            ["--hw", "dgx_a100_x8", "--hosts", "3", "--fix", "tp=4,dp=3,pp=1"],
+            "--fix tp=4,dp=3,pp=1: found 4 x 3 x 1 = 12 devices",
+            "a number of devices that a plan may use, of 24",
+            "use tp x dp x pp of 2, 4, 8, 16",
+        ),
+        (
+            ["--hw", "dgx_a100_x8", "--global-batch", "24", "--fix", "dp=4,micro_batch=16"],
+            "--fix micro_batch=16 does not divide a rank's part of --global-batch 24",
+            "a divisor of 24 / 4 ranks = 6 samples",
+            "use micro_batch=2, or a global batch that is a multiple of 64",
+        ),
+        (
+            ["--hw", "dgx_a100_x8", "--fix", "micro_batch=128"],
+            "--fix micro_batch=128 does not divide a rank's part of the default global batch of 64",
+            "a divisor of 64 samples",
+            "use micro_batch=64, or a global batch that is a multiple of 128",
+        ),
+    ],
+)
+def test_fixed_values_that_no_plan_on_the_cluster_has_are_usage_errors_before_the_trace(
+    arguments: list[str], found: str, expected: str, fix: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(problems, "trace_model", lambda *given, **options: pytest.fail("traced"))
+    assert cli.run(["plan", MLP, *arguments]) == 2
+    assert f"{found}\n  expected: {expected}\n  fix: {fix}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fix", ["dp=8", "dp=16", "dp=4,tp=2", "tp=3", "dp=2,tp=2,pp=4"])
+def test_fixed_degrees_may_leave_hosts_idle(fix: str) -> None:
+    # of 3 hosts of 8 devices: plans may use 1, 2, 4, 8, 16 or 24
+    check_degrees(Options(fix=parse_fix([fix])), counts=(24, 16, 8, 4, 2, 1), n_devices_per_host=8)
 
 
 @pytest.mark.parametrize(
@@ -404,3 +455,32 @@ def test_a_trace_that_takes_long_says_what_may_shorten_it_and_then_that_it_goes_
     with told_while_tracing("model.py", first_s=30.0):
         pass
     assert capsys.readouterr().err == "tracing model.py ...\n"
+
+
+def test_once_points_are_searched_no_trace_takes_long(capsys) -> None:
+    with told_while_tracing("model.py", first_s=0.2, every_s=0.05) as tell_points:
+        tell_points(0, 3)
+        time.sleep(0.5)
+    assert capsys.readouterr().err == f"tracing model.py ...\n[{' ' * 30}] 0 of 3 points\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"plan {MLP} --hw dgx_a100_x8",
+        f"whatif {MLP} --hw dgx_a100_x8 --jobs 1",
+        f"recommend {MLP} --among dgx_a100_x8 --samples 1e6 --budget 9 --max-hosts 1 --jobs 1",
+        f"advise {MLP} --hw dgx_a100_x8 --max-hosts 1 --jobs 1",
+        "explain {} --why-not dp=4",
+    ],
+)
+def test_every_command_that_traces_says_what_may_shorten_that(
+    command: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    if command.startswith("explain"):
+        assert cli.run(["plan", MLP, "--hw", "dgx_a100_x8", "--out", str(tmp_path / "out")]) == 0
+        capsys.readouterr()
+    monkeypatch.setitem(told_while_tracing.__wrapped__.__kwdefaults__, "first_s", 0.0)
+    cli.run(command.format(tmp_path / "out").split())
+    assert re.match(r"tracing (\S+/)?mlp.py ...\ntracing takes long", capsys.readouterr().err)

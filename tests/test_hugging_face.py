@@ -267,7 +267,7 @@ def test_code_beside_a_configuration_never_runs(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("{", "no JSON"), ("[]", "model_type: found 'list'"), ("\xff", "no JSON")],
+    [(None, "config.json: no such file\n"), ("{", "no JSON"), ("[]", "model_type: found 'list'"), ("\xff", "no JSON")],
 )
 def test_a_file_that_is_no_configuration_exits_with_3(tmp_path, capsys, text, message):
     path = tmp_path / "config.json"

@@ -15,7 +15,7 @@ import pytest
 from autoplan import files as whole_files
 from autoplan.answers.answer import Answer
 from autoplan.errors import InputError, OutputError
-from autoplan.files import check_folder, check_target, write_folder
+from autoplan.files import check_folder, check_page, check_target, write_folder
 from autoplan.output.folder import launch_size, read_answer, report_files
 from autoplan.output.launch_scripts import launch_files, launch_line, slurm_script, torchrun_script, train_job
 
@@ -65,6 +65,43 @@ def test_force_never_replaces_a_folder_autoplan_did_not_write(tmp_path: Path) ->
     with pytest.raises(OutputError, match="not written by autoplan"):
         write_folder(tmp_path / "home", FILES, force=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "important"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_empty_folder_is_written_into(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "out").mkdir()
+    check_target(tmp_path / "out", force=force)
+    write_folder(tmp_path / "out", FILES, force=force)
+    assert set(_snapshot(tmp_path / "out")) == {*FILES, "MANIFEST.json"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_force_is_not_advised_where_it_is_refused(tmp_path: Path, force: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.tex").touch()
+    write_folder(tmp_path / "trained", FILES)
+    (tmp_path / "trained" / "checkpoint.pt").touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name, fix in (
+        ("file", "choose another --charts"),
+        ("foreign", "choose another --charts"),
+        ("trained", "move it away, or choose another --charts"),
+        ("here", f"choose another --charts, such as {tmp_path}/here/plan"),
+    ):
+        with pytest.raises(OutputError) as error:
+            check_target(tmp_path / name, force=force, option="--charts")
+        assert str(error.value).endswith(f"\n  fix: {fix}")
+
+
+def test_force_is_not_advised_for_a_page_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="choose another --html$"):
+        check_page(tmp_path, force=False)
+    (tmp_path / "page.html").touch()
+    with pytest.raises(OutputError, match="choose another --html, or add --force"):
+        check_page(tmp_path / "page.html", force=False)
 
 
 def test_force_never_loses_a_checkpoint_beside_the_program(tmp_path: Path) -> None:
@@ -250,5 +287,5 @@ def test_train_job_names_hosts_and_processes() -> None:
 
 
 def test_a_folder_that_is_not_there_is_told_from_an_unreadable_one(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nothing there[^$]*a folder that plan --out wrote"):
+    with pytest.raises(InputError, match="missing: no such file\n[^$]*a folder that plan --out wrote"):
         read_answer(tmp_path / "missing")

@@ -35,7 +35,7 @@ def toy_market(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Two kinds of hosts that cost nothing to search; the list says which clusters were looked at."""
     asked: list[tuple[str, int]] = []
 
-    def ask(question, *, n_jobs, today):
+    def ask(question, *, n_jobs, today, progress=None):
         rows = []
         for name in question.hw:
             for n_hosts in question.hosts:

@@ -15,6 +15,7 @@ from distributed.launch import run_folder
 import autoplan.runtime
 from autoplan.codegen.libraries import libraries_of
 from autoplan.codegen.train_script import train_script
+from autoplan.options import PRECISIONS, TORCH_PRECISIONS
 from autoplan.runtime.learning_rate import LearningRate
 from autoplan.runtime.metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from autoplan.runtime.train import train_steps
@@ -102,8 +103,19 @@ def parse(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["train.py", *options])
         return program["parse_arguments"]()
 
-    parsed.model = model
+    parsed.model, parsed.program = model, program
     return parsed
+
+
+def test_dtype_takes_the_names_of_the_planner_and_those_of_torch(parse, capsys):
+    precisions = parse.program["PRECISIONS"]
+    for ours in PRECISIONS:
+        assert precisions[parse("--dtype", ours).dtype] == ours
+    for torchs, ours in TORCH_PRECISIONS.items():
+        assert precisions[parse("--dtype", torchs).dtype] == ours
+    with pytest.raises(SystemExit):
+        parse("--dtype", "fp8")
+    assert "invalid choice: 'fp8'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

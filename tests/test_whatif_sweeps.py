@@ -13,6 +13,7 @@ import autoplan
 from autoplan import api, cli
 from autoplan.errors import InputError
 from autoplan.options import Options
+from autoplan.what_if import asking
 from autoplan.what_if import points as whatif_points
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import ask
@@ -133,6 +134,20 @@ def test_an_unusable_cluster_is_a_row(capsys) -> None:
     assert cli.run(["whatif", MLP, "--hw", "dgx_a100_x8", "--hosts", "1,2", "--fix", "dp=16", "--jobs", "1"]) == 0
     text = capsys.readouterr().out
     assert "infeasible" in text and "fastest" in text and "global batch: 128 samples on every cluster" in text
+
+
+def test_fixed_values_that_divide_no_global_batch_are_refused_before_the_trace(
+    capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["whatif", MLP, "--hw", "dgx_a100_x8", "--jobs", "1", "--format", "json"]
+    fixed = [*arguments, "--fix", "dp=8,micro_batch=4", "--global-batch"]
+    assert cli.run([*fixed, "16,32"]) == 0  # 16 samples are 2 on each rank: a row that says so
+    assert [row["status"] == "infeasible" for row in json.loads(capsys.readouterr().out)["rows"]] == [True, False]
+    monkeypatch.setattr(asking, "trace_all", lambda *given: pytest.fail("traced"))
+    assert cli.run([*fixed, "16"]) == 2
+    assert "--fix micro_batch=4 does not divide a rank's part of --global-batch 16" in capsys.readouterr().err
+    assert cli.run([*arguments, "--fix", "dp=3"]) == 2
+    assert "--fix dp=3 does not divide the default global batch of 64" in capsys.readouterr().err
 
 
 def test_absurd_sizes_are_answered_without_infinities(capsys) -> None:

@@ -6,7 +6,7 @@ import ast
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autoplan.errors import UsageError
@@ -89,17 +89,52 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
     return options
 
 
-def check_batch(options: Options) -> None:
-    """Refuse a fixed dp that a given global batch cannot be divided by, into micro-batches of whatever size.
+def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host: int) -> None:
+    """Refuse fixed degrees that are for none of the numbers of devices that a plan may use, which are `counts`.
 
-    Raises: UsageError with a dp and a global batch that can be.
+    Raises: UsageError with the products that are.
     """
-    dp, batch = int(dict(options.fix).get("dp", "1")), options.global_batch
-    if batch is not None and batch % dp:
+    degrees = {name: int(value) for name, value in options.fix if name in ("dp", "tp", "pp")}
+    product, n_devices, is_whole = math.prod(degrees.values()), max(counts), len(degrees) == 3
+    if product in counts or (not is_whole and any(n % product == 0 for n in counts)):
+        return
+    usable = counts if is_whole else {d for d in range(1, n_devices + 1) if any(n % d == 0 for n in counts)}
+    near = ", ".join(map(str, sorted(sorted(usable, key=lambda number: abs(number - product))[:4])))
+    where = "--fix " + ",".join(f"{name}={degree}" for name, degree in degrees.items())
+    text = " x ".join(map(str, degrees.values())) + (f" = {product}" if len(degrees) > 1 else "")
+    expected, more = f"a number of devices that a plan may use, of {n_devices}", ""
+    if product > n_devices:
+        n_hosts = -(-product // n_devices_per_host)
+        expected, more = f"at most {n_devices} devices, as the cluster has", f", or more hosts: --hosts {n_hosts}"
+    elif not is_whole:
+        expected = f"a divisor of {expected}"
+    name = " x ".join(degrees)
+    raise UsageError(f"{where}: found {text} devices\n  expected: {expected}\n  fix: use {name} of {near}{more}")
+
+
+def check_batch(options: Options, *, default_batch: int) -> None:
+    """Refuse a fixed dp and micro-batch that the global batch cannot be divided by.
+
+    Raises: UsageError with values that it can be.
+    """
+    fix = dict(options.fix)
+    dp, micro_batch = int(fix.get("dp", "1")), int(fix.get("micro_batch", "1"))
+    batch = options.global_batch or default_batch
+    given = f"--global-batch {batch}" if options.global_batch else f"the default global batch of {batch}"
+    if batch % dp:
         raise UsageError(
-            f"--fix dp={dp} does not divide --global-batch {batch}\n"
+            f"--fix dp={dp} does not divide {given}\n"
             f"  expected: as many samples on each of the {dp} data-parallel ranks\n"
             f"  fix: use dp={math.gcd(dp, batch)}, or a global batch that is a multiple of {dp}"
+        )
+    share = batch // dp
+    if share % micro_batch:
+        ranks = f" / {dp} ranks = {share}" if dp > 1 else ""
+        raise UsageError(
+            f"--fix micro_batch={micro_batch} does not divide a rank's part of {given}\n"
+            f"  expected: a divisor of {batch}{ranks} samples\n"
+            f"  fix: use micro_batch={math.gcd(micro_batch, share)}, or a global batch that is a multiple of"
+            f" {dp * micro_batch}"
         )
 
 

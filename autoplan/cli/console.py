@@ -88,8 +88,13 @@ def tell(text: str) -> None:
 
 
 @contextmanager
-def told_while_tracing(model: object, *, first_s: float = 30.0, every_s: float = 60.0) -> Iterator[None]:
-    """Say that a model is traced; once that has taken `first_s` what may shorten it, and then that it goes on."""
+def told_while_tracing(
+    model: object, *, first_s: float = 30.0, every_s: float = 60.0
+) -> Iterator[Callable[[int, int], None]]:
+    """Say that a model is traced; once that has taken `first_s` what may shorten it, and then that it goes on.
+
+    Where points are searched next, the value is `tell_points`, which ends this when it is first called.
+    """
     tell(f"tracing {model}")
     is_done, started_s = threading.Event(), time.monotonic()
 
@@ -102,8 +107,13 @@ def told_while_tracing(model: object, *, first_s: float = 30.0, every_s: float =
 
     reminder = threading.Thread(target=remind, daemon=True)
     reminder.start()
+
+    def tell_first_points(n_done: int, n_all: int) -> None:
+        is_done.set()
+        tell_points(n_done, n_all)
+
     try:
-        yield
+        yield tell_first_points
     finally:
         is_done.set()
         reminder.join()

@@ -70,7 +70,7 @@ def profile_command(
     if (out is None) == (emit is None):
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
     if emit is not None:
-        check_target(emit, force=force)
+        check_target(emit, force=force, option="--emit")
     with stdout_kept_clean(), told_while_tracing(model):
         files = api.measurement_folder(
             model,

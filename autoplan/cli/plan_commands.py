@@ -175,7 +175,8 @@ def explain_command(
     fix = parse_fix(why_not)
     questions.check_why_not(answer, fix)
     with stdout_kept_clean():
-        problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
+        with told_while_tracing(answer.workload.model):
+            problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
             tell(f"searching with {', '.join(why_not)}")
             why = questions.why_not(problem, answer, fix=fix)

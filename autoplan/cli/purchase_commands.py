@@ -13,7 +13,7 @@ import click
 from autoplan.errors import InputError, StoppedError, UsageError
 from autoplan.options import OBJECTIVES, PRECISIONS, Options
 
-from .console import print_result, stdout_kept_clean, tell_points, text_width
+from .console import print_result, stdout_kept_clean, text_width, told_while_tracing
 from .page_files import PageFiles
 from .shared_options import (
     DEFAULTS,
@@ -103,7 +103,8 @@ def whatif_command(
     options = Options(objective=objective, module_level=module_level, memory_confidence=memory_confidence, rules=rules)
     with stdout_kept_clean():
         question = replace(_question(model, flags, options), time_limit_s=time_limit_s)
-        answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=tell_points)
+        with told_while_tracing(question.model) as tell_points:
+            answer = ask(question, n_jobs=n_jobs or default_n_jobs(), progress=tell_points)
     rows, notes = answer.rows, assumption_texts(answer.assumptions)
     in_words = {
         "table": lambda: whatif_report(answer, search=question.search, width=text_width()),
@@ -156,14 +157,15 @@ def recommend_command(
         question = _question(
             model, {**flags, "hw": hw or ",".join(candidates())}, Options(memory_confidence=memory_confidence)
         )
-        answer = recommend(
-            question,
-            deadline_s=None if deadline is None else parse_deadline(deadline),
-            budget_usd=None if budget is None else parse_budget(budget),
-            max_hosts=max_hosts,
-            n_jobs=n_jobs or default_n_jobs(),
-            progress=tell_points,
-        )
+        with told_while_tracing(model) as tell_points:
+            answer = recommend(
+                question,
+                deadline_s=None if deadline is None else parse_deadline(deadline),
+                budget_usd=None if budget is None else parse_budget(budget),
+                max_hosts=max_hosts,
+                n_jobs=n_jobs or default_n_jobs(),
+                progress=tell_points,
+            )
     _print_purchase(answer, recommendation_to_dict, recommendation_text, output_format=output_format)
     if answer.best is None:
         raise StoppedError("no cluster that was looked at meets it; that none does is not proved")
@@ -197,9 +199,10 @@ def advise_command(
     from autoplan.what_if.recommending import parse_deadline
     from autoplan.what_if.sweep import default_n_jobs
 
-    with stdout_kept_clean():
+    question = _question(model, flags, Options(memory_confidence=memory_confidence))
+    with stdout_kept_clean(), told_while_tracing(model) as tell_points:
         advice = advise(
-            _question(model, flags, Options(memory_confidence=memory_confidence)),
+            question,
             max_hosts=max_hosts,
             deadline_s=None if deadline is None else parse_deadline(deadline),
             n_jobs=n_jobs or default_n_jobs(),

@@ -36,7 +36,8 @@ PLANNED = PlannedFigures(
 {workload}
 )
 MODEL_OVERRIDES = {overrides}
-PRECISIONS = {{"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32", "float64": "fp64"}}
+PRECISIONS = {{name: name for name in ("bf16", "fp16", "tf32", "fp32", "fp64")}}
+PRECISIONS |= {{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}}  # torch's names
 
 
 def parse_arguments():

@@ -142,7 +142,7 @@ def read_path(path: Path) -> tuple[str, str, str]:
             raise InputError.of(str(path), found="over 1 MiB", expected="a profile of a few KiB", fix="check the path")
         return path.stem, str(path), content.decode("utf-8")
     except OSError as error:
-        raise InputError.of(str(path), found=error.strerror, expected="a readable file", fix="check the path") from None
+        raise InputError.unreadable(str(path), error, expected="a hardware file") from None
     except UnicodeDecodeError:
         raise InputError.of(str(path), found="not text", expected="TOML in UTF-8", fix="check the path") from None
 

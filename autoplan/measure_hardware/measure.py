@@ -188,7 +188,8 @@ def _check_target(file: Path, *, force: bool) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{file}: the folder {parent} cannot be written to\n  fix: choose another --out")
     if os.path.lexists(file) and not (force and file.is_file()):
-        raise OutputError(f"{file}: already exists, nothing was changed\n  fix: choose another --out, or add --force")
+        way = ", or add --force" if file.is_file() else ""
+        raise OutputError(f"{file}: already exists, nothing was changed\n  fix: choose another --out{way}")
 
 
 def _write(host: MeasuredHost, files: Sequence[Path]) -> HardwareProfile:

@@ -89,9 +89,9 @@ def read_answer(path: str | Path) -> Answer:
         check_folder(path)
         path = path / "plan.json"
     elif not path.exists():
-        raise InputError.of(
+        raise InputError.unreadable(
             str(path),
-            found="nothing there",
+            FileNotFoundError(),
             expected="a folder that plan --out wrote, or a plan.json",
             fix="check the path, or make it: autoplan plan MODEL --out FOLDER",
         )

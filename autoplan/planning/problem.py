@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.checks.options import check_batch, check_options
+from autoplan.checks.options import check_batch, check_degrees, check_options
 from autoplan.errors import InputError
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
@@ -85,8 +85,12 @@ def trace_model(model: str | Path, *, overrides: Overrides | None = None, module
 def model_file(model: str | Path, overrides: Overrides) -> tuple[Path, Overrides]:
     """The model file for MODEL, and the arguments of its build_model: `hf:PATH` is written as one, values and all."""
     from autoplan.tracing.hugging_face import is_hugging_face, write_model_file
+    from autoplan.tracing.local_modules import check_model_file
 
-    return (write_model_file(model, overrides), {}) if is_hugging_face(model) else (Path(model), overrides)
+    if is_hugging_face(model):
+        return write_model_file(model, overrides), {}
+    check_model_file(Path(model))
+    return Path(model), overrides
 
 
 def global_batch_size(problem: Problem) -> int:
@@ -108,12 +112,16 @@ def checked(options: Options) -> Options:
 
 def _check_hardware(hardware: Hardware, options: Options) -> None:
     """Refuse options that this hardware cannot have before time is spent on a trace."""
+    from autoplan.search.meshes import device_counts_of
     from autoplan.space.mixed_space import check_mixed_options
 
     if isinstance(hardware, Cluster):
         check_mixed_options(options, hardware)  # whose groups may share a batch unevenly
-    else:
-        check_batch(options)
+        return
+    n_devices, per_host = hardware.n_devices, hardware.n_devices_per_host
+    counts = device_counts_of(n_devices, n_devices_per_host=per_host)
+    check_degrees(options, counts=counts, n_devices_per_host=per_host)
+    check_batch(options, default_batch=default_global_batch(n_devices))
 
 
 def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:

@@ -142,14 +142,15 @@ def device_counts(space: SearchSpace) -> tuple[int, ...]:
     """How many devices a plan may use, largest first. See the module docstring."""
     if space.uses_all_devices:
         return (space.n_devices,)
-    host = min(space.n_devices_per_host, space.n_devices)
+    return device_counts_of(space.n_devices, n_devices_per_host=space.n_devices_per_host)
+
+
+def device_counts_of(n_devices: int, *, n_devices_per_host: int) -> tuple[int, ...]:
+    """Likewise of a cluster, where devices may be left idle."""
+    host = min(n_devices_per_host, n_devices)
     powers = {2**k for k in range(host.bit_length()) if 2**k <= host}
-    hosts = {
-        k
-        for k in range(1, space.n_devices // space.n_devices_per_host + 1)
-        if significant_bits(k) <= MAX_SIGNIFICANT_BITS
-    }
-    counts = {*powers, *divisors(host), *(k * space.n_devices_per_host for k in hosts), space.n_devices}
+    hosts = {k for k in range(1, n_devices // n_devices_per_host + 1) if significant_bits(k) <= MAX_SIGNIFICANT_BITS}
+    counts = {*powers, *divisors(host), *(k * n_devices_per_host for k in hosts), n_devices}
     return tuple(sorted(counts, reverse=True))
 
 

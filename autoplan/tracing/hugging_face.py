@@ -108,9 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except OSError as error:
-        raise InputError.of(
-            f"{PREFIX}{path}", found=error.strerror, expected="a readable config.json", fix="check the path"
-        ) from error
+        raise InputError.unreadable(f"{PREFIX}{path}", error, expected="a config.json") from error
     except (ValueError, RecursionError) as error:
         raise InputError.of(
             f"{PREFIX}{path}", found=f"no JSON: {error}", expected=_VALID_CONFIG, fix="use the file as it was published"

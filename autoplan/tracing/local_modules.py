@@ -13,9 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autoplan.errors import InputError
-from autoplan.files import read_text_file
+from autoplan.files import check_file, read_text_file
 
 OF_PROGRAM = ("train.py", "parallel_model.py", "model.py", "runtime")  # modules that an output folder has itself
+
+
+def check_model_file(path: Path) -> None:
+    """Refuse what is no Python file, before torch is imported, which takes seconds.
+
+    Raises: InputError.
+    """
+    expected = "a Python model file"
+    check_file(path, expected=expected)
+    if path.suffix != ".py":
+        fix = "name the .py file; a Hugging Face config is hf:PATH"
+        raise InputError.of(str(path), found=f"a file that ends in {path.suffix!r}", expected=expected, fix=fix)
 
 
 def local_files(model_file: Path) -> dict[str, str]:

@@ -38,7 +38,7 @@ from autoplan.graph import IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.in_place_writes import writes_across_blocks
-from autoplan.tracing.local_modules import search_beside
+from autoplan.tracing.local_modules import check_model_file, search_beside
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.second_run import record_run
@@ -72,15 +72,7 @@ def load_model_file(path: Path) -> ModuleType:
 
     Raises: InputError when the file is missing, fails to import, or lacks a function.
     """
-    if not path.is_file():
-        raise InputError.of(str(path), found="no such file", expected="a Python model file", fix="check the path")
-    if path.suffix != ".py":
-        raise InputError.of(
-            str(path),
-            found=f"a file that ends in {path.suffix!r}",
-            expected="a Python model file",
-            fix="name the .py file; a Hugging Face config is hf:PATH",
-        )
+    check_model_file(path)
     search_beside(path)
     spec = importlib.util.spec_from_file_location(f"autoplan_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None

@@ -22,7 +22,7 @@ from autoplan.planning.problem import default_global_batch
 from autoplan.what_if.advice_facts import STOPPED, AdviceAnswer, Facts, is_starved
 from autoplan.what_if.advice_rules import MAX_BATCH_FACTOR, RULES
 from autoplan.what_if.advising_mixed import advise_mixed
-from autoplan.what_if.asking import Progress, ask, trace_all
+from autoplan.what_if.asking import Progress, ask, continued, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.question import Question, check_single, checked_question
 from autoplan.what_if.row_tables import row_to_dict
@@ -90,11 +90,10 @@ def look(
     n_all = sum(len(hosts) for _, hosts in wanted)
     for hw, hosts in wanted:
         asked = replace(question, hw=(hw,), hosts=hosts, global_batches=(batch,))
-        answer = ask(asked, n_jobs=n_jobs, today=today)
+        answer = ask(asked, n_jobs=n_jobs, today=today, progress=continued(progress, n_before=len(found), n_all=n_all))
         found.update({(hw, row.n_hosts): row for row in answer.rows if row.status != INTERRUPTED})
         if answer.sweep.is_interrupted:
             return tuple(found.values())
-        progress(len(found), n_all)
     half = fragment(name, max(1, n_devices // 2))
     batches, is_interrupted = _larger_batches(question, found[name, 1], n_jobs=n_jobs, today=today)
     if is_interrupted:

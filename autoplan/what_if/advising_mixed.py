@@ -16,7 +16,7 @@ from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
 from autoplan.units import format_seconds
 from autoplan.what_if.advice_facts import LITTLE, STOPPED, Advice, AdviceAnswer, speed_up
-from autoplan.what_if.asking import Progress, ask
+from autoplan.what_if.asking import Progress, ask, continued
 from autoplan.what_if.question import Question
 from autoplan.what_if.rows import WhatIfRow
 
@@ -41,11 +41,11 @@ def advise_mixed(
     rows: list[WhatIfRow] = []
     for name, n_hosts in clusters:
         asked = replace(question, hw=(name,), hosts=(n_hosts,), global_batches=batches)
-        answer = ask(asked, n_jobs=n_jobs, today=today)
+        told = continued(progress, n_before=len(rows), n_all=len(clusters))
+        answer = ask(asked, n_jobs=n_jobs, today=today, progress=told)
         if answer.sweep.is_interrupted:
             return AdviceAnswer(STOPPED, (), tuple(rows), is_interrupted=True)
         rows += answer.rows
-        progress(len(rows), len(clusters))
     rules = mixed_rules(rows[0], rows[1:], deadline_s=deadline_s)
     return AdviceAnswer("; ".join(rule.advice for rule in rules if rule.applies), rules, tuple(rows))
 

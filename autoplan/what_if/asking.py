@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import product
 
 from autoplan.answers.answer import tokens_per_sample
+from autoplan.checks.options import check_batch
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware.cluster import Cluster, Hardware, is_cluster_file, load_hardware
@@ -62,7 +63,6 @@ def ask(
     nics = question.nics or (None,)
     profiles = {(*cluster, n): _hardware(*cluster, n) for cluster, n in product(clusters, nics)}
     models = combinations(question.sweeps, fixed=question.overrides)
-    traced = trace_all(question, models)
     asked = points(
         clusters,
         global_batches=question.global_batches or (_default_batch(question, profiles.values()),),
@@ -73,6 +73,9 @@ def ask(
         nics=nics,
         scaling=question.scaling,
     )
+    if not any(isinstance(hardware, Cluster) for hardware in profiles.values()):
+        _check_batches({point.global_batch for point in asked}, question)
+    traced = trace_all(question, models)
     hashes = {model: graph.content_hash() for model, graph in traced.items()}
     tasks = [
         task_of(point, profiles[point.hw, point.n_hosts, point.n_nics], question, graph=hashes[repr(point.overrides)])
@@ -92,6 +95,11 @@ def ask(
         for condition in question.conditions
     )
     return WhatIf(rows, sweep, given)
+
+
+def continued(progress: Progress, *, n_before: int, n_all: int) -> Progress:
+    """The progress of one question of several, after `n_before` points of `n_all`."""
+    return lambda done, total: progress(n_before + done, n_all)
 
 
 def _hardware(name: str, n_hosts: int, n_nics: int | None) -> Hardware:
@@ -151,6 +159,22 @@ def task_of(point: Point, hardware: Hardware, question: Question, *, graph: str)
     except InputError as error:
         refused = str(error)
     return Task(graph, hardware, options, point.hw, refused, DEFAULT_TIME_LIMIT_S if is_brief else None)
+
+
+def _check_batches(batches: Collection[int], question: Question) -> None:
+    """Refuse fixed values that divide none of the batches, before the trace; where some do, rows say which not.
+
+    Raises: UsageError.
+    """
+    refused = []
+    for batch in sorted(batches):
+        options = replace(question.options, global_batch=batch if question.global_batches else None)
+        try:
+            check_batch(checked(options), default_batch=batch)
+        except UsageError as error:
+            refused.append(error)
+    if len(refused) == len(batches):
+        raise refused[0]
 
 
 def _default_batch(question: Question, profiles: Iterable[Hardware]) -> int:

@@ -27,7 +27,7 @@ from autoplan.plain_text import count
 from autoplan.planning.problem import default_global_batch
 from autoplan.units import SECOND_UNITS, parse_quantity
 from autoplan.what_if.answer_changes import Limit, Swing, changes, swings, varied
-from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, trace_all
+from autoplan.what_if.asking import Progress, ask, assumptions_of, clusters_of, continued, trace_all
 from autoplan.what_if.points import combinations
 from autoplan.what_if.prices import read_prices, rent_price
 from autoplan.what_if.question import Question, check_single, checked_question
@@ -251,10 +251,11 @@ def _look(
             if not counts:
                 continue
             batch, left[name] = counts[: 2 * n_jobs], counts[2 * n_jobs :]
-            answer = ask(replace(question, hw=(name,), hosts=tuple(batch), search="quick"), n_jobs=n_jobs, today=today)
+            asked = replace(question, hw=(name,), hosts=tuple(batch), search="quick")
+            told = continued(progress, n_before=n_done, n_all=n_all)
+            answer = ask(asked, n_jobs=n_jobs, today=today, progress=told)
             done[name] += answer.rows
             n_done += len(batch)
-            progress(n_done, n_all)
             if answer.sweep.is_interrupted:
                 return tuple(row for rows in done.values() for row in rows), True
             if _is_enough(_as_assumed(done[name]), limit):
