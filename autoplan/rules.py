@@ -57,7 +57,7 @@ class Strategy:
 class LocalCall:
     """One call of an op on what a rank holds of its operands and results; `whole_operands` are those before the split.
 
-    `memory_format` is the order of images in memory, as in `parallel_plan.Execution`.
+    `memory_format` is the order of images in memory, as in `parallel_plan.Execution`; `attention` that of `Device`.
     """
 
     op: Op
@@ -67,6 +67,7 @@ class LocalCall:
     batch_size: int
     precision: str
     memory_format: str = "contiguous"
+    attention: str = "flash"
 
     @property
     def operand_format(self) -> str:

@@ -15,7 +15,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -71,7 +71,9 @@ def case_of(row: Row) -> Case:
 def problem_of(program: Program, n_devices: int, global_batch: int) -> Problem:
     n_hosts = n_devices // load_hardware_profile(program.hardware).n_devices
     options = Options(global_batch=global_batch)
-    return api.make_problem(MODEL, hw=program.hardware, hosts=n_hosts, overrides=dict(program.sizes), options=options)
+    made = api.make_problem(MODEL, hw=program.hardware, hosts=n_hosts, overrides=dict(program.sizes), options=options)
+    device = replace(made.hardware.device, attention="flash")  # torch took cuDNN's from 2.5 on
+    return replace(made, hardware=replace(made.hardware, device=device))
 
 
 def predicted(case: Case, *, reduced_in: str) -> tuple[Prediction, bool]:

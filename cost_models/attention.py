@@ -11,6 +11,15 @@ no rule of their own. Keys are never split: there is no ring, on which they trav
 mask the last rows have most to do; there ranks exchange rows first, so that each has early and late ones, and exchange
 the results back. Where there is no flash attention (32-bit numbers, GPUs before A100) they read a mask, and skip
 nothing of it; that is not priced.
+
+Which kernel runs, and what it achieves:
+
+    cudnn       16 bits, Hopper and later     F n / (n + half) d / (d + width), of a large product; n keys that a row
+                                              reads on average, of d numbers each
+    flash       16 bits, other devices        a part of a large product
+    efficient   32 bits                       a part of the peak of float32, whether products are rounded to tf32 or not
+    math        32 bits or a mask, with       products as they stand, and passes over a matrix of scores, of which one
+                fewer key than query heads    is kept for backward
 """
 
 from collections.abc import Iterator
@@ -18,13 +27,23 @@ from collections.abc import Iterator
 from autoplan.equations import Marks, argument, broadcast_marks, dim_names, write_equation
 from autoplan.graph import Extent, Op, TensorSpec, extent_at
 from autoplan.layout import V, sharded
-from autoplan.rules import OpRule, Specs, Strategy
+from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
 
 _STATISTICS_BYTES = 4
-# Achieved / rate of a large matrix product. H200, torch 2.11, bf16, causal, 4096 tokens, head dims 64 and 128: 369
-# and 440 TFLOP/s forward, 315 and 365 backward, 736 for products (benchmarks/results/kernels_h200_2026-11-20.jsonl).
-_FORWARD_FRACTION = 0.55
-_BACKWARD_FRACTION = 0.46
+_IN_32_BITS = frozenset({"fp32", "tf32", "fp64"})
+# Achieved / rate of a large matrix product, forward and backward. H200, torch 2.11, bf16, causal, 4096 tokens, head
+# dims 64 and 128: 369 and 440 TFLOP/s forward, 315 and 365 backward, 736 for products
+# (benchmarks/results/kernels_h200_2026-11-20.jsonl); and of A100, as published runs of MPT say.
+_FLASH_FRACTIONS = (0.55, 0.46)
+# (F, half, width) of forward and backward: 60 shapes of 197 to 65,536 tokens on an H200
+# (`benchmarks/attention_rates.py fit benchmarks/results/attention_rates_h200_2026-11-25.jsonl`).
+_CUDNN_fit = ((1.30, 240, 56), (1.09, 450, 40))
+# Of the peak of float32: 32.8 of 67 TFLOP/s forward and 32.9 backward, H200, 4096 tokens, head dim 64, with products in
+# float32 and in tf32 (benchmarks/results/in_32_bits_h200_2026-11-25.jsonl).
+_EFFICIENT_FRACTION = 0.49
+# Passes of the math kernel over scores: the product writes them, the mask is added in place, softmax, a product reads.
+_MATH_PASSES = (6, 7)
+_GROUPED, _MASKS = 7, 3
 
 
 def _attention(op: Op, operands: Specs) -> str:
@@ -97,8 +116,48 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     return 2 * n_matrices * s * t * (e + v) // (2 if _is_causal(op) else 1)
 
 
+def _is_math(op: Op, operands: Specs, precision: str) -> bool:
+    """Whether no fused kernel of a GPU takes these operands; see `analysis.kept_attention`."""
+    has_few_key_heads = bool(argument(op, _GROUPED, "enable_gqa", False))
+    return has_few_key_heads and (precision in _IN_32_BITS or len(operands) > _MASKS)
+
+
+def _scores_bytes(operands: Specs, batch_size: int, precision: str) -> int:
+    query, key = operands[:2]
+    return TensorSpec((*query.shape[:-1], key.shape[-2]), query.dtype).n_bytes(batch_size, precision)
+
+
+def _arithmetic(call: LocalCall) -> Arithmetic:
+    if call.attention == "cpu":
+        return Arithmetic(True, *_FLASH_FRACTIONS)
+    if _is_math(call.op, call.operands, call.precision):
+        skipped = 0.5 if _is_causal(call.op) else 1.0  # `_flops` leaves out what a fused kernel skips
+        return Arithmetic(True, skipped, skipped)
+    if call.precision in _IN_32_BITS:
+        return Arithmetic(False, _EFFICIENT_FRACTION, _EFFICIENT_FRACTION)
+    if call.attention == "flash":
+        return Arithmetic(True, *_FLASH_FRACTIONS)
+    head_dim, n_keys = (extent_at(spec.shape[dim], 1) for spec, dim in ((call.operands[0], -1), (call.operands[1], -2)))
+    n_read = n_keys / 2 if _is_causal(call.op) else n_keys
+    return Arithmetic(
+        True, *(most * n_read / (n_read + half) * head_dim / (head_dim + width) for most, half, width in _CUDNN_fit)
+    )
+
+
+def _score_passes(call: LocalCall) -> tuple[float, float]:
+    if call.attention == "cpu" or not _is_math(call.op, call.operands, call.precision):
+        return 0.0, 0.0
+    n_bytes = _scores_bytes(call.operands, call.batch_size, call.precision)
+    forward, backward = _MATH_PASSES
+    return float(forward * n_bytes), float(backward * n_bytes)
+
+
 def _kept_inside(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    """One float32 log-sum-exp per query row; and the results of other ranks' rows, before they are exchanged."""
+    """One float32 log-sum-exp per query row, or all scores; and the results of other ranks' rows, before they are
+    exchanged.
+    """
+    if _is_math(op, operands, precision):
+        return _scores_bytes(operands, batch_size, precision)
     query, value = operands[0], operands[2]
     n_rows = query.n_elements(batch_size) // int(extent_at(query.shape[-1], 1))
     is_exchanged = _is_causal(op) and query.shape[-2] != op.outputs[0].shape[-2]
@@ -117,7 +176,7 @@ RULES = {
         saves=(0, 1, 2, -1),
         extra_saved_bytes=_kept_inside,
         efficiency="matmul",
-        rate_fraction=_FORWARD_FRACTION,
-        backward_rate_fraction=_BACKWARD_FRACTION,
+        arithmetic=_arithmetic,
+        further_bytes=_score_passes,
     ),
 }

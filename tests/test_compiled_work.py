@@ -182,7 +182,7 @@ def test_compiled_blocks_of_llama_are_computed_as_they_were_measured() -> None:
         assert abs(errors["saved"]) < 0.001
         assert abs(errors["forward"]) < 0.06
         assert abs(errors["backward"]) < 0.08
-        assert item.eager.forward_s > 1.1 * item.row["forward_s"]  # eager is no price for it
+        assert item.eager.forward_s > 1.05 * item.row["forward_s"]  # eager is no price for it
 
 
 def test_without_a_profile_blocks_are_compiled_where_that_gains_and_the_report_says_that_it_is_computed() -> None:

@@ -172,6 +172,7 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
         batch_size,
         local.precision,
         context.memory_format,
+        context.device.attention,
     )
     return op_time(
         local.rule,

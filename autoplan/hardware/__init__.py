@@ -14,6 +14,7 @@ groups of hosts of several kinds.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,13 @@ NO_SHARDING = ShardingHost(*[0.0] * 7)  # where the host does not run `fully_sha
 CPU = "CPU"  # a device's name
 
 
+def attention_of(device_name: str) -> str:
+    """What `Device.attention` is: since torch 2.5 cuDNN's on Hopper and later, as the driver names them."""
+    if device_name == CPU:
+        return "cpu"
+    return "cudnn" if re.search(r"\bG?[HB]\d{2,3}\b", device_name) else "flash"
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator.
@@ -64,6 +72,7 @@ class Device:
             time it sends or receives.
         host_copy_bytes_per_s: from page-locked memory of the host to each device, all devices of the host at once; None
             when unknown.
+        attention: whose fused attention torch takes for 16-bit numbers: "flash", "cudnn", or "cpu"; `attention_of`.
     """
 
     name: str
@@ -79,6 +88,7 @@ class Device:
     pipeline_action_s: float = 0.0
     pipeline_transfer_s: float = 0.0
     host_copy_bytes_per_s: float | None = None
+    attention: str = "flash"
 
     @property
     def is_cpu(self) -> bool:

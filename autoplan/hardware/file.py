@@ -17,7 +17,7 @@ from typing import Any
 
 from autoplan import units
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import Device, HardwareProfile, LinkTier, ShardingHost
+from autoplan.hardware import Device, HardwareProfile, LinkTier, ShardingHost, attention_of
 from autoplan.hardware.fields import (
     BUS_RATE,
     DEVICE_FIELDS,
@@ -272,8 +272,9 @@ def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Devic
     peak_figures = section(peaks, f"{label}.peak", peak_fields, sources=sources, required=False)
     if not peak_figures:
         raise InputError.of(f"{label}.peak", found="nothing", expected=PEAK.purpose, fix="give at least one precision")
+    name = plain(table, label, "name", str, "what the driver calls it")
     return Device(
-        name=plain(table, label, "name", str, "what the driver calls it"),
+        name=name,
         peak_flops_per_s=tuple((precision, figure.value) for precision, figure in peak_figures.items()),
         memory_bytes=round(figures["memory"].value),
         memory_bytes_per_s=figures["memory_bandwidth"].value,
@@ -286,6 +287,7 @@ def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Devic
         pipeline_transfer_s=figures["pipeline_transfer"].value,
         host_copy_bytes_per_s=figures["host_copy_rate"].value,
         sharding=_sharding(table.get("sharding", {}), f"{label}.sharding", assumed["sharding"], sources),
+        attention=attention_of(name),
     )
 
 
