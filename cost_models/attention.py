@@ -24,6 +24,7 @@ Which kernel runs, and what it achieves:
 
 from collections.abc import Iterator
 
+from autoplan.analysis.kept_attention import is_grouped_op_by_op
 from autoplan.equations import Marks, argument, broadcast_marks, dim_names, write_equation
 from autoplan.graph import Extent, Op, TensorSpec, extent_at
 from autoplan.layout import V, sharded
@@ -43,7 +44,7 @@ _CUDNN_fit = ((1.30, 240, 56), (1.09, 450, 40))
 _EFFICIENT_FRACTION = 0.49
 # Passes of the math kernel over scores: the product writes them, the mask is added in place, softmax, a product reads.
 _MATH_PASSES = (6, 7)
-_GROUPED, _MASKS = 7, 3
+_MASKS = 3  # operands in front of a mask
 
 
 def _attention(op: Op, operands: Specs) -> str:
@@ -117,9 +118,7 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
 
 
 def _is_math(op: Op, operands: Specs, precision: str) -> bool:
-    """Whether no fused kernel of a GPU takes these operands; see `analysis.kept_attention`."""
-    has_few_key_heads = bool(argument(op, _GROUPED, "enable_gqa", False))
-    return has_few_key_heads and (precision in _IN_32_BITS or len(operands) > _MASKS)
+    return is_grouped_op_by_op(op, precision=precision, has_mask=len(operands) > _MASKS)
 
 
 def _scores_bytes(operands: Specs, batch_size: int, precision: str) -> int:

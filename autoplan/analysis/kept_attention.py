@@ -27,8 +27,12 @@ def is_fused_attention(op: Op, facts: GraphFacts, *, precision: str, is_cpu: boo
         return False
     if is_cpu:
         return not argument(op, 4, "dropout_p", 0.0)
-    has_few_key_heads = bool(argument(op, 7, "enable_gqa", False))
-    return precision != "fp64" and not (has_few_key_heads and (masks or precision not in _WITH_FEW_KEY_HEADS))
+    return precision != "fp64" and not is_grouped_op_by_op(op, precision=precision, has_mask=bool(masks))
+
+
+def is_grouped_op_by_op(op: Op, *, precision: str, has_mask: bool) -> bool:
+    """Whether no kernel of a GPU takes this attention since it has fewer key than query heads."""
+    return bool(argument(op, 7, "enable_gqa", False)) and (has_mask or precision not in _WITH_FEW_KEY_HEADS)
 
 
 def kinds_with_attention(graph: OpGraph, *, precision: str, is_cpu: bool) -> frozenset[int]:
