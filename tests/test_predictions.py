@@ -52,8 +52,8 @@ TABLES |= {
 }
 COMPILED = tuple("compiled" if name == "-" else name for name in TABLES[f"{SIX}_data_sheet.txt"])
 TABLES |= {
-    "predictions_compiled_h200_2026-11-24_data_sheet.txt": COMPILED,
-    "predictions_compiled_h100_x2_2026-11-24_data_sheet.txt": (*TWO_H100_RUNS, "compiled", "dgx_h100_x8"),
+    "predictions_compiled_h200_2026-11-25_data_sheet.txt": COMPILED,
+    "predictions_compiled_h100_x2_2026-11-25_data_sheet.txt": (*TWO_H100_RUNS, "compiled", "dgx_h100_x8"),
 }
 SLOW_LINKS = "predictions_h200_x2_2026-11-24"
 TABLES |= {
