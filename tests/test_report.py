@@ -403,3 +403,16 @@ def test_the_length_of_samples_is_said_where_nobody_chose_it(answer, model, over
     asked = replace(answer, request=Request(model, overrides, "toy_x4", 1, Options(global_batch=8)))
     line = f"{answer.workload.tokens_per_sample} tokens a sample, the default; see --set context=N"
     assert (line in plan_report(asked)) == is_said
+
+
+def test_marks_of_the_table_are_explained_below_it(answer: Answer) -> None:
+    # of the recipes DDP has ZeRO 0 and FSDP 3
+    def rows_of(*fix: tuple[str, str]) -> str:
+        request = Request("toy.py", (), "toy_x4", 1, Options(fix=fix))
+        return plan_table(replace(answer, request=request, result=replace(answer.result, best=kept)))
+
+    mesh = replace(answer.best.plan.mesh, keeps_attention=True)
+    kept = replace(answer.best, plan=replace(answer.best.plan, mesh=mesh, recompute="selective"))
+    assert "selective*" in rows_of() and "\n* attention kept: recomputed except" in rows_of()
+    assert "attention" not in plan_table(answer) and "for comparison" not in rows_of()
+    assert rows_of(("zero", "3"), ("compile", "off")).endswith("\nfor comparison, without zero=3, compile=off: DDP")

@@ -83,15 +83,17 @@ def test_a_damaged_result_is_searched_again(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_processes_and_the_command_line_give_the_same_rows(tmp_path: Path, monkeypatch, capsys) -> None:
-    alone = ask(_question())
+    alone = ask(_question(time_limit_s=60.0))  # so long that no search is cut off, however busy the machine
     monkeypatch.setattr(sweeping, "cache_entry", lambda name, key: tmp_path / f"{key}.json")
     arguments = ["whatif", GPT, "--set", "size=char", "--hw", "dgx_a100_x8", "--hosts", "1,2", "--global-batch", "64"]
-    assert cli.run([*arguments, "--tokens", "1e9", "--jobs", "2", "--format", "json"]) == 0
+    arguments += ["--tokens", "1e9", "--time-limit", "60"]
+    assert cli.run([*arguments, "--jobs", "2", "--format", "json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["n_known_before"] == 0 and "2 of 2 points" in err
     assert found["rows"] == json.loads(json.dumps([row_to_dict(row) for row in alone.rows]))
-    library = api.whatif(GPT, hw=("dgx_a100_x8",), hosts=(1, 2), n_tokens=1e9, overrides=dict(CHAR), global_batch=64)
+    asked = {"hw": ("dgx_a100_x8",), "hosts": (1, 2), "global_batch": 64, "overrides": dict(CHAR)}
+    library = api.whatif(GPT, **asked, n_tokens=1e9, time_limit_s=60.0)
     assert library == alone.rows
 
 

@@ -25,6 +25,7 @@ from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values, recompute_text
 from autoplan.report.plan import reason_text, tightest_bytes
+from autoplan.search.meshes import is_as_fixed
 from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
@@ -57,8 +58,10 @@ def candidates_table(answer: Answer) -> Table:
 def _candidate_row(answer: Answer, name: str, item: Candidate, *, with_cost: bool) -> tuple[Cell, ...]:
     estimate = item.estimate
     peak_bytes, limit_bytes = tightest_bytes(estimate)
+    fix = () if answer.request is None else answer.request.options.fix
+    unasked = "not what --fix asks for" if item.baseline and not is_as_fixed(item.plan, fix) else ""
     row = [
-        Cell(", ".join(filter(None, (name, short_words(estimate))))),
+        Cell(", ".join(filter(None, (name, unasked, short_words(estimate))))),
         Cell(describe_mesh(item.plan.mesh)),
         Cell(recompute_text(item.plan)),
     ]

@@ -6,7 +6,7 @@ Every function returns text of at most 80 columns, without colour codes.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoplan.answers.answer import (
     Answer,
@@ -25,6 +25,7 @@ from autoplan.plain_text import WIDTH, count, page, percent, rate_text, si_count
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
     EAGER,
+    KEPT,
     describe_mesh,
     dp_text,
     groups_text,
@@ -38,12 +39,13 @@ from autoplan.plan_words import (
 )
 from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.meshes import is_deeper
+from autoplan.search.meshes import is_as_fixed, is_deeper
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
 BAR_WIDTH = 24
 N_REJECTED_SHOWN = 8
+KEPT_MARK = "*"  # of what is recomputed with its attention kept
 _STATUS = {
     "optimal": "optimal: no other plan {of_these} is {better} (gap 0, proved)",
     "infeasible": "infeasible: it is proved that no plan {of_these} fits",
@@ -113,21 +115,27 @@ def plan_table(answer: Answer) -> str:
     rows = [_plan_row(answer, candidate, note, meshes) for candidate, note in shown]
     rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
-    table = "\n".join(
-        filter(None, [text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9})), _short_text(answer)])
-    )
-    if not answer.best.plan.mesh.compile:
-        return table
-    has_eager = any(EAGER in row[-1] for row in rows)
-    return f"{table}\nall of them compiled{f', but for those marked {EAGER}' if has_eager else ''}"
+    below = [*_marks(answer, [item.plan for item, _ in shown]), _beside_fix(answer)]
+    if answer.best.plan.mesh.compile:
+        has_eager = any(EAGER in row[-1] for row in rows)
+        below.append(f"all of them compiled{f', but for those marked {EAGER}' if has_eager else ''}")
+    lines = (textwrap.fill(line, WIDTH) for line in below if line)
+    return "\n".join([text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9})), *lines])
 
 
-def _short_text(answer: Answer) -> str:
-    """What the mark of `short_words` says, where a recipe has it."""
-    if not any(short_words(item.estimate) for item in answer.result.baselines):
-        return ""
-    text = f"short N%: memory falls short with that chance, so it does not fit{with_confidence(answer.result)}"
-    return textwrap.fill(text, WIDTH)
+def _marks(answer: Answer, plans: Sequence[Plan]) -> Iterator[str]:
+    """What the marks of a table say, where it has them; a recipe may fall short, and keeps no attention."""
+    if any(short_words(item.estimate) for item in answer.result.baselines):
+        yield f"short N%: memory falls short with that chance, so it does not fit{with_confidence(answer.result)}"
+    if any(plan.mesh.keeps_attention for plan in plans):
+        yield f"{KEPT_MARK} {KEPT}: recomputed except for its fused attention"
+
+
+def _beside_fix(answer: Answer) -> str:
+    """Which recipes are not what was fixed."""
+    fix = _fix(answer)
+    names = [item.baseline for item in answer.result.baselines if not is_as_fixed(item.plan, fix)]
+    return f"for comparison, without {fix_text(fix)}: {', '.join(names)}" if names else ""
 
 
 def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[Mesh]) -> tuple[str, ...]:
@@ -136,6 +144,7 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[
     zero = str(mesh.zero_stage)
     if mesh.zero_stage and mesh.zero_shard_degree != mesh.dp:
         zero += f"/{mesh.zero_shard_degree}"
+    beside = (word for word in words_beside(plan, answer.best.plan) if word != KEPT)  # which has a mark
     return (
         dp_text(mesh),
         str(mesh.tp),
@@ -143,15 +152,11 @@ def _plan_row(answer: Answer, candidate: Candidate, note: str, others: Sequence[
         zero,
         micro_batches_text(mesh),
         mesh.schedule.removesuffix("_v").replace("_", " ") if mesh.pp > 1 else "-",
-        plan.recompute,
+        plan.recompute + KEPT_MARK * mesh.keeps_attention,
         format_seconds(estimate.step_s) if estimate.fits_as_computed else "too big",
         "-" if share is None or not estimate.fits_as_computed else format_share(share),
         f"{tightest_bytes(estimate)[0] / GiB:.1f}",
-        ", ".join(
-            filter(
-                None, (note, short_words(estimate), *words_beside(plan, answer.best.plan), *unlike_words(mesh, others))
-            )
-        ),
+        ", ".join(filter(None, (note, short_words(estimate), *beside, *unlike_words(mesh, others)))),
     )
 
 

@@ -29,7 +29,7 @@ contains that of the smaller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NoReturn
@@ -363,6 +363,25 @@ MESH_FIELDS = {
     "dp": "dp", "tp": "tp", "pp": "pp", "zero": "zero_stage", "shard": "zero_shard_degree",
     "micro_batch": "micro_batch_size", "schedule": "schedule", "chunks": "n_chunks",
 }  # fmt: skip
+
+
+def is_as_fixed(plan: Plan, fix: Collection[tuple[str, str]]) -> bool:
+    """Whether a plan has what `--fix` asks for, of what decides which plans there are; plain recipes are free of it."""
+    is_any_schedule = plan.mesh.pp == 1 or ("schedule", PLAIN_SCHEDULE) in fix
+    asked = ((name, value) for name, value in fix if not (name == "schedule" and is_any_schedule))
+    return all(value_of(name, plan) in (None, value) for name, value in asked)
+
+
+def value_of(name: str, plan: Plan) -> str | None:
+    """What a plan has of what `--fix` names, as `--fix` takes it; None of names that every plan of a search obeys."""
+    if name == "recompute":
+        return plan.recompute
+    if name == "keep_attention":
+        return "on" if plan.mesh.keeps_attention else "off"
+    field = MESH_FIELDS.get(name)
+    return None if field is None else str(getattr(plan.mesh, field))
+
+
 N_NEAR = 4  # legal values shown next to a fixed one
 
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autoplan.options import Options
-from autoplan.parallel_plan import Plan
-from autoplan.search.meshes import MESH_FIELDS
+from autoplan.search.meshes import value_of
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
 # From the least to the most intrusive. Of what may be fixed, the rest changes neither time nor memory.
@@ -92,16 +91,10 @@ def _more_hosts(tries: _Tries, options: Options, *, asked: Options, n_hosts: int
 
 def _other_value(options: Options, name: str, best: Candidate, *, n_hosts: int) -> Remedy:
     """The value that the best plan has of what it was free to choose."""
-    value = _value_of(name, best.plan)
+    value = value_of(name, best.plan)
+    assert value is not None  # of every name in `FIXES`
     fix = tuple((other, value if other == name else given) for other, given in options.fix)
     return _remedy(f"{name}={value} instead of {_text(options, (name,))}", best, fix=fix, n_hosts=n_hosts)
-
-
-def _value_of(name: str, plan: Plan) -> str:
-    """As `--fix` takes it."""
-    if name == "keep_attention":
-        return "on" if plan.mesh.keeps_attention else "off"
-    return plan.recompute if name == "recompute" else str(getattr(plan.mesh, MESH_FIELDS[name]))
 
 
 def _remedy(change: str, best: Candidate, *, fix: tuple[tuple[str, str], ...], n_hosts: int) -> Remedy:
