@@ -14,7 +14,8 @@ and what the host takes to hand over the copies: for Llama-1B under ZeRO 1 or 2 
 of copying behind passes of 1 s (a save held up a step of 1.02 s by 0.05 s: 2 H200, 2026-11-22,
 benchmarks/checkpoint_times.py). The memory is page-locked, without which copies are slow and hold up the host. It is
 touched and locked block by block, beside the first steps, and kept for the next time; for Llama-8B, 48 GB a rank, that
-took 31 and 40 s, for which a save in the first of them waits (2 H200, 2026-11-23).
+took 31 and 40 s, for which a save in the first of them waits (2 H200, 2026-11-23); one after them held up training by
+0.5 s (2026-11-25).
 """
 
 from __future__ import annotations
