@@ -192,7 +192,7 @@ def test_infeasible_on_a_hardware_file_exits_5(tmp_path: Path, capsys, monkeypat
     text = (CHECKOUT / "hardware_profiles" / "dgx_a100_x8.toml").read_text()
     box = tmp_path / "my_box.toml"
     box.write_text(re.sub(r'^memory = \{ value = "[^"]*"', 'memory = { value = "2 GiB"', text, flags=re.MULTILINE))
-    arguments = ["plan", "examples/gpt.py", "--set", "size=1.5b", "--hw", str(box), "--fix", "dp=8,zero=0"]
+    arguments = ["plan", "examples/gpt.py", "--set", "size=char", "--hw", str(box), "--fix", "dp=8,zero=0"]
     assert cli.run([*arguments, "--format", "json"]) == 5
     out, err = capsys.readouterr()
     assert json.loads(out)["status"] == "infeasible" and "unknown" not in err

@@ -64,6 +64,7 @@ LOGITS = {
     "qwen2": (3, 16, 64), "qwen3": (3, 16, 64), "mistral": (3, 3),
 }  # fmt: skip
 OVERRIDES = {"t5": {"context": 8}}
+LIKE_OTHERS = ("bart", "gpt2", "qwen2", "qwen3")  # to `hf:`, as T5 and Llama are
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +88,9 @@ def constants(text: str) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS)) for name in CONFIGS]
+)
 def test_a_configuration_becomes_a_model_file_that_is_traced_and_learns(tmp_path, model_type):
     path = f"hf:{written(tmp_path, model_type)}"
     overrides = OVERRIDES.get(model_type, {})

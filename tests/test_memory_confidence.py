@@ -72,7 +72,7 @@ def test_a_plan_fits_with_a_confidence_where_its_chance_is_no_larger(confidence:
 # ------------------------------------------------------------------------------------------------------- the search
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in (1, 2))])
 def test_the_search_with_a_margin_equals_brute_force_on_60_random_toys(block: int) -> None:
     n_other = 0
     for seed in range(20 * block, 20 * block + 20):

@@ -42,7 +42,7 @@ def best_s(result: SearchResult) -> float:
 
 
 @pytest.mark.parametrize(
-    "block", [*range(10), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(10, 25))]
+    "block", [*range(5), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(5, 25))]
 )
 def test_the_search_equals_brute_force_on_500_random_toys(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
