@@ -30,7 +30,7 @@ from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 
 COMPUTED = "computed"
-MAX_REJECTIONS = 50
+MAX_REJECTIONS = 200
 MOMENTS = "memory_over_time"
 
 Record = dict[str, Value]
@@ -114,12 +114,12 @@ def stages_table(answer: Answer) -> Table:
 
 
 def memory_table(answer: Answer) -> Table:
-    """The memory of each lane, by part; parts that no lane has are left out."""
+    """The memory of each lane, by part."""
     estimate = answer.best.estimate
-    lanes = [dict(sizes) for sizes in estimate.memory_parts_bytes]
-    parts = [part for part in (lanes[0] if lanes else ()) if any(known.get(part, 0) for known in lanes)]
+    parts = tuple(part for part, _ in estimate.memory_parts_bytes[0]) if estimate.memory_parts_bytes else ()
     rows = []
-    for rank, known in enumerate(lanes):
+    for rank, sizes in enumerate(estimate.memory_parts_bytes):
+        known = dict(sizes)
         every = [
             *(known.get(part, 0) for part in parts),
             estimate.allocated_bytes[rank],
