@@ -26,7 +26,7 @@ without gradient is converted to E: rows are picked by their numbers, which then
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoplan.graph import PerSample, TensorSpec
 
@@ -108,11 +108,13 @@ class Conversion:
     Attributes:
         function: name in `runtime.collectives`, or in `runtime.experts`; "" when nothing has to run.
         forward, backward: the collective of each direction ("" for none); its full tensor is the global value.
+        is_in_order: whether the parts of the ranks lie one behind the other in the whole, so that none is moved.
     """
 
     function: str
     forward: str
     backward: str
+    is_in_order: bool = False
 
 
 _CONVERSIONS = {
@@ -149,7 +151,9 @@ def conversion(source: Layout, target: Layout, *, has_gradient: bool) -> Convers
     found = _CONVERSIONS.get((source.kind, target.kind))
     if found is None:
         return None
-    return found if has_gradient else Conversion(found.function, found.forward, "")
+    shards = source if source.kind == "S" else target
+    is_in_order = shards.kind == "S" and shards.dim == 0 and shards.blocks == 1 and source.kind != target.kind
+    return replace(found, backward=found.backward if has_gradient else "", is_in_order=is_in_order)
 
 
 def _can_exchange(source: Layout, target: Layout) -> bool:

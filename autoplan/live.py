@@ -6,8 +6,10 @@ module --trace--> OpGraph --plan on rank 0--> Plan --generate--> parallel_model.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -100,6 +102,9 @@ def parallelize(
     return runtime.ParallelModel(config, model_file, parallel_model, mesh=mesh)
 
 
+_NUMBERS = count(1)
+
+
 def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) -> tuple[Any, ModuleType | None]:
     """The runtime's Config of a plan, and its generated module (None when the user's classes are used as they are)."""
     from autoplan import runtime
@@ -111,7 +116,8 @@ def live_program(graph: OpGraph, plan: Plan, *, rule_files: Sequence[str] = ()) 
     if not plan.mesh.needs_generated_model:
         return config, None
     text = parallel_model_text(graph, plan, rules=load_rules(rule_files))
-    generated = ModuleType("parallel_model")
+    generated = ModuleType(f"parallel_model_{next(_NUMBERS)}")
+    sys.modules[generated.__name__] = generated  # where torch.compile looks for what its functions read
     code = compile(text.replace("from runtime.", "from autoplan.runtime."), "<parallel_model.py>", "exec")
     exec(code, vars(generated))
     return config, generated

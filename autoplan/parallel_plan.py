@@ -57,6 +57,7 @@ class Mesh:
             beside the blocks; false where the program is generated, whose head is no module.
         keeps_attention: whether blocks that are recomputed keep what fused attention made: its result and log-sum-exp.
             Never of a plan that recomputes no attention.
+        cuda_graph: whether the host launches all forward and backward passes of a step at once, as a CUDA graph.
         shares: where data parallelism spans groups of a mixed cluster, what the ranks of each take of the batch, in
             order of rank; no shard group spans two of them. The two fields on micro-batches are then the first one's.
             Empty where all ranks take the same.
@@ -77,6 +78,7 @@ class Mesh:
     generated: bool = False
     wraps_head: bool = False
     keeps_attention: bool = False
+    cuda_graph: bool = False
     shares: tuple[BatchShare, ...] = ()
 
     @property

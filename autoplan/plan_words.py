@@ -41,7 +41,7 @@ class Lanes:
 
 
 PIPELINE = Lanes()
-COMPILED, EAGER, KEPT = "compiled", "eager", "attention kept"
+COMPILED, EAGER, KEPT, CAPTURED, UNCAPTURED = "compiled", "eager", "attention kept", "CUDA graph", "no graph"
 
 
 def lanes_of(plan: Plan) -> Lanes:
@@ -62,10 +62,15 @@ def choice_words(plan: Plan) -> tuple[str, ...]:
 
 
 def words_beside(plan: Plan, chosen: Plan) -> tuple[str, ...]:
-    """Those of a plan in a list where what is said of the chosen one, that it is compiled, holds for all others."""
-    if not chosen.mesh.compile:
-        return choice_words(plan)
-    return (*(word for word in choice_words(plan) if word != COMPILED), *([EAGER] * (not plan.mesh.compile)))
+    """Those of a plan in a list where what is said of the chosen one holds for all others; see `said_of_all`."""
+    said, found = said_of_all(chosen.mesh), choice_words(plan)
+    lacking = (otherwise for word, otherwise in said.items() if word not in found)
+    return (*(word for word in found if word not in said), *lacking)
+
+
+def said_of_all(chosen: Mesh) -> dict[str, str]:
+    """What a list says once of the chosen plan and all others, with the word for those of which it is not true."""
+    return ({COMPILED: EAGER} if chosen.compile else {}) | ({CAPTURED: UNCAPTURED} if chosen.cuda_graph else {})
 
 
 def choice_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -102,7 +107,8 @@ def execution_words(mesh: Mesh) -> tuple[str, ...]:
     """What is not plain about how modules run."""
     is_plain = mesh.memory_format == Execution().memory_format
     formats = [] if is_plain else [mesh.memory_format]
-    return (*([COMPILED] * mesh.compile), *formats, *(["generated"] * mesh.generated))
+    graphs = [CAPTURED] * mesh.cuda_graph
+    return (*([COMPILED] * mesh.compile), *formats, *(["generated"] * mesh.generated), *graphs)
 
 
 def unlike_words(mesh: Mesh, others: Sequence[Mesh]) -> tuple[str, ...]:

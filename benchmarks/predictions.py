@@ -44,7 +44,10 @@ EXAMPLES = {name: HERE.parent / "examples" / f"{name}.py" for name in ("gpt", "l
 
 @dataclass(frozen=True)
 class Case:
-    """One line of cases.csv; `fix` is what `autoplan plan --fix` takes, and the precision where that is not bf16."""
+    """One line of cases.csv; `fix` is what `autoplan plan --fix` takes, and the precision where that is not bf16.
+
+    Passes are a CUDA graph only where it says so.
+    """
 
     links: str
     name: str
@@ -70,8 +73,8 @@ class Case:
 
     @property
     def fixed(self) -> tuple[tuple[str, str], ...]:
-        pairs = (tuple(item.split("=")) for item in self.fix.split(","))
-        return tuple(pair for pair in pairs if pair[0] != "precision")
+        pairs = dict(item.split("=") for item in self.fix.split(","))
+        return tuple({"cuda_graph": "off", **{name: pairs[name] for name in pairs if name != "precision"}}.items())
 
     @property
     def precision(self) -> str:

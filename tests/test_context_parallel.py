@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autoplan import api
 from autoplan.cost.layout_prices import sharding_prices
+from autoplan.cost.segment_work import MOVED_FRACTION
 from autoplan.cost.work_context import work_contexts
 from autoplan.hardware import load_hardware_profile
 from autoplan.layout import parse_layout, sharded
@@ -84,7 +85,10 @@ def test_what_ranks_exchange_for_equal_shares_is_priced():
     with_it, without = (price(communication=share).op_s for share in (1.0, 0.0))
     (rows,) = [s for s in all_strategies(rules[ATTENTION], op, operands=operands, degree=2) if s.result == ROWS]
     # query and result, [3, 4 heads, 16 rows, 8] of 2 bytes each, forward and backward; each is packed by one kernel
-    each_s = work_contexts(graph, hardware, "bf16", rules)(2).tp_collective_s("all_to_all", 3 * 4 * 16 * 8 * 2)
+    # before it, and put in order after it, which reads and writes a rank's half both times
+    n_bytes = 3 * 4 * 16 * 8 * 2
+    each_s = work_contexts(graph, hardware, "bf16", rules)(2).tp_collective_s("all_to_all", n_bytes)
+    each_s += 2 * 2 * (n_bytes / 2) / (MOVED_FRACTION * hardware.device.copy_bytes_per_s)
     assert with_it(op, rows) - without(op, rows) == pytest.approx(4 * each_s + 2 * hardware.device.kernel_s)
 
 

@@ -10,9 +10,11 @@ import pytest
 
 from autoplan.answers.answer import trust
 from autoplan.answers.intervals import (
+    AHEAD,
     COMPUTED,
     MEMORY_ERRORS,
     STEP_ERRORS,
+    WAITED_FOR,
     Errors,
     chance_above,
     coverage,
@@ -71,7 +73,9 @@ def test_coverage_counts_the_ends_and_is_unknown_without_runs() -> None:
 
 
 def test_every_provenance_has_errors_and_the_less_is_known_the_larger_they_are(answer) -> None:
-    waiting, busy = ({source: STEP_ERRORS[source, waits] for source in (*SOURCES, COMPUTED)} for waits in (True, False))
+    waiting, busy = (
+        {source: STEP_ERRORS[source, role] for source in (*SOURCES, COMPUTED)} for role in (WAITED_FOR, AHEAD)
+    )
     for errors in (waiting, busy, MEMORY_ERRORS):
         assert tuple(errors) == (*SOURCES, COMPUTED)
         ratios = [interval(1.0, errors[source])[1] for source in errors]

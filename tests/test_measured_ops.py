@@ -186,7 +186,10 @@ def test_explain_shows_the_longest_ops_with_their_share_and_ratio(answer: Answer
     assert answer_from_json(answer_to_json(with_ops)).ops == (BLOCK,)
 
 
-@pytest.mark.parametrize(("devices", "fix"), [(1, ()), (2, (("tp", "2"),))])
+EAGER = ("compile", "off")
+
+
+@pytest.mark.parametrize(("devices", "fix"), [(1, (EAGER, ("micro_batch", "8"))), (2, (EAGER, ("tp", "2")))])
 def test_computed_ops_add_up_to_the_computing_of_the_step(tmp_path, devices, fix) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)

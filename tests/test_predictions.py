@@ -63,6 +63,8 @@ TABLES |= {
     )
     for name, profile in (("profile", ONE[1]), ("data_sheet", "-"))
 }
+GRAPHS, GRAPHS_LINKS = "predictions_h200_x2_2026-11-25_graphs", "links_h200_x2_2026-11-25_third_machine"
+TABLES[f"{GRAPHS}_compiled_measured_rates.txt"] = (f"{GRAPHS}_compiled.jsonl", "compiled", GRAPHS_LINKS)
 QUICK_MODELS = ("vit_large", "mixture")
 
 

@@ -79,7 +79,8 @@ def test_why_not_of_what_the_plan_has_says_so(asked) -> None:
 def test_why_not_of_what_does_not_fit_says_by_how_much_and_where(asked) -> None:
     # 2 % of a GiB above the context and workspaces of a device: only plans that shard their state fit
     problem, answer = asked
-    fixed_bytes = dict(answer.best.estimate.memory_parts_bytes[0])["context_and_communicators"]
+    (ddp,) = (item for item in answer.result.baselines if item.baseline == "DDP")
+    fixed_bytes = dict(ddp.estimate.memory_parts_bytes[0])["context_and_communicators"]
     small = _with_device(problem, memory_bytes=fixed_bytes + 2**20)
     text = why_not_report(questions.why_not(small, answer, fix=(("zero", "0"),)))
     assert "it is proved that no plan with dp=4, pp=1, zero=0 fits" in text

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.analysis.across_samples import mixing_op, nonlinear_op, operator_name, sum_op
+from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
+from autoplan.analysis.random_numbers import drop_probability, is_random
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
 from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
@@ -16,24 +17,6 @@ from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Plan
 
 _MEAN = 1  # the number of the reduction "mean" in ATen
-# Where the probability stands among the arguments of ops that draw random masks, and its keyword.
-_DROPOUT = {
-    "aten.dropout.default": (1, "p"),
-    "aten.native_dropout.default": (1, "p"),
-    "aten.feature_dropout.default": (1, "p"),
-    "aten.alpha_dropout.default": (1, "p"),
-    "aten.scaled_dot_product_attention.default": (4, "dropout_p"),
-    "aten.lstm.input": (5, "dropout"),
-    "aten.gru.input": (5, "dropout"),
-}
-# Operators other than dropout that draw random numbers.
-_DRAWS = frozenset(
-    (
-        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal",
-        "normal_functional", "uniform", "bernoulli", "multinomial", "exponential", "rrelu_with_noise",
-        "rrelu_with_noise_functional", "poisson", "binomial",
-    )
-)  # fmt: skip
 # Where the ignored target stands among the arguments of losses that leave some targets out of their mean.
 _IGNORE_INDEX = {
     "aten.cross_entropy_loss.default": 4,
@@ -186,7 +169,7 @@ def _dropout(graph: OpGraph, plan: Plan) -> str:
 
 
 def _random_numbers(graph: OpGraph, plan: Plan) -> str:
-    drawing = next((op for op in graph.ops if operator_name(op) in _DRAWS), None)
+    drawing = next((op for op in graph.ops if is_random(op)), None)
     if plan.mesh.n_devices == 1 or drawing is None:
         return ""
     return (
@@ -275,14 +258,6 @@ def _has_batch_norm(graph: OpGraph) -> bool:
         graph.is_module_level and parameter.is_buffer and parameter.name.split(".")[-1] == "running_mean"
         for parameter in graph.parameters
     )
-
-
-def drop_probability(op: Op) -> float:
-    """The probability with which an op drops elements; 0 for an op that drops none."""
-    if op.target not in _DROPOUT:
-        return 0.0
-    position, keyword = _DROPOUT[op.target]
-    return float(argument(op, position, keyword) or 0.0)
 
 
 def _mean_over_targets(graph: OpGraph) -> Op | None:

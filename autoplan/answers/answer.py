@@ -18,8 +18,8 @@ from autoplan.answers.intervals import (
     Errors,
     chance_above,
     interval,
-    is_host_bound,
     least_known,
+    role_of_host,
 )
 from autoplan.cost.table import SOURCES
 from autoplan.errors import InputError
@@ -136,11 +136,13 @@ def trust(estimate: Estimate) -> str:
 
 def step_interval_s(candidate: Candidate) -> tuple[float, float]:
     """Between which two step times the truth is expected; see `intervals`."""
-    return interval(candidate.estimate.step_s, _step_errors(candidate.estimate))
+    return interval(candidate.estimate.step_s, _step_errors(candidate))
 
 
-def _step_errors(estimate: Estimate) -> Errors:
-    return STEP_ERRORS[trust(estimate), is_host_bound(estimate.breakdown.launch_s, estimate.step_s)]
+def _step_errors(candidate: Candidate) -> Errors:
+    estimate, is_graph = candidate.estimate, candidate.plan.mesh.cuda_graph
+    role = role_of_host(estimate.breakdown.launch_s, estimate.step_s, is_graph=is_graph)
+    return STEP_ERRORS[trust(estimate), role]
 
 
 def allocated_interval_bytes(candidate: Candidate) -> tuple[tuple[int, int], ...]:
@@ -178,9 +180,9 @@ def short_words(estimate: Estimate) -> str:
     return f"short {chance_short(estimate):.0%}" if estimate.fits_as_computed and not estimate.fits else ""
 
 
-def interval_source(estimate: Estimate) -> str:
+def interval_source(candidate: Candidate) -> str:
     """Where the interval of the step comes from."""
-    return f"{trust(estimate)}: {_step_errors(estimate)}"
+    return f"{trust(candidate.estimate)}: {_step_errors(candidate)}"
 
 
 def segment_sources_text(estimate: Estimate) -> str:
@@ -310,7 +312,7 @@ _SUMMARY: dict[str, Callable[[Workload, Candidate], Any]] = {
     "plan": lambda workload, best: plan_to_dict(best.plan),
     "step_s": lambda workload, best: best.estimate.step_s,
     "step_s_interval": lambda workload, best: list(step_interval_s(best)),
-    "step_s_interval_source": lambda workload, best: interval_source(best.estimate),
+    "step_s_interval_source": lambda workload, best: interval_source(best),
     "samples_per_s": lambda workload, best: samples_per_s(best),
     "tokens_per_s": tokens_per_s,
     "tokens_or_samples_per_s": lambda workload, best: tokens_per_s(workload, best) or samples_per_s(best),

@@ -41,6 +41,7 @@ FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "loss": LOSSES,
     "compile": _SWITCH,
     "memory_format": MEMORY_FORMATS,
+    "cuda_graph": _SWITCH,
     "generated": _SWITCH,
     "batch_norm": BATCH_NORMS,
     "loss_average": LOSS_AVERAGES,

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from autoplan.analysis.captured import why_shards_uncaptured, why_uncaptured
 from autoplan.analysis.chunked_loss import can_chunk, why_whole
 from autoplan.analysis.head_group import head_group
 from autoplan.analysis.kept_attention import kinds_with_attention, recomputes_attention
+from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.analysis.semantics import check_loss_average, own_gradients
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
@@ -76,6 +78,7 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
     _check_stages(plan.stages, plan.mesh, graph)
     _check_kept_attention(plan, graph, hardware)
     _check_split_backward(plan)
+    _check_captured(plan, graph, hardware)
     rules = load_rules(rule_files)
     _check_shardings(plan, graph, rules)
     if plan.loss == "chunked" and not can_chunk(graph, plan.mesh, plan.shardings, rules=rules):
@@ -89,6 +92,19 @@ def _check_kept_attention(plan: Plan, graph: OpGraph, hardware: Hardware) -> Non
     if plan.mesh.keeps_attention and not recomputes_attention(graph, kinds, recomputed):
         expected = "false, since no block is recomputed that has attention which torch runs as one kernel"
         _refuse("mesh.keeps_attention", True, expected)
+
+
+def _check_captured(plan: Plan, graph: OpGraph, hardware: Hardware) -> None:
+    device = (hardware.groups[0] if isinstance(hardware, Cluster) else hardware).device
+    why = why_uncaptured(graph, precision=plan.precision, grad_compression=plan.grad_compression, is_cpu=device.is_cpu)
+    if plan.mesh.tp > 1:
+        why = why or why_shards_uncaptured(graph)
+    if draws_numbers(graph) and any(stage.recomputed for stage in plan.stages):
+        why = why or "recomputed blocks that draw random numbers"
+    if splits_backward(plan.mesh.schedule):
+        why = why or f"schedule {plan.mesh.schedule}"
+    if plan.mesh.cuda_graph and why:
+        _refuse("mesh.cuda_graph", True, f"false: found {why}")
 
 
 def _check_compression(plan: Plan) -> None:

@@ -112,6 +112,7 @@ def config_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         "blocks": tuple(dict.fromkeys(blocks)),
         **({"head_group": head_group(graph)} if mesh.wraps_head else {}),
         **({"memory_format": mesh.memory_format} if mesh.memory_format != Execution().memory_format else {}),
+        **({"cuda_graph": True} if mesh.cuda_graph else {}),
         **_head_values(graph, plan),
         **_compression_values(plan),
         **({"writes_in_place": True} if IN_PLACE in graph.dissolved and not mesh.needs_generated_model else {}),

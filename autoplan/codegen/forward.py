@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.analysis.float32_buffers import float32_values
-from autoplan.analysis.semantics import drop_probability
+from autoplan.analysis.random_numbers import drop_probability
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.float64_products import rounded_operands

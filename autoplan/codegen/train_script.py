@@ -63,7 +63,7 @@ def parse_arguments():
     parser.add_argument("--profile-steps", type=parse_steps, metavar="A:B", help="Trace steps A to B, B exclusive.")
     parser.add_argument("--profile-dir", type=Path, default=Path("profile"), help="Write one trace per rank here.")
     parser.add_argument("--check", action="store_true", help="Compare with one process; exit 8 if it differs.")
-    add_checkpoint_options(parser)
+{launch_option}    add_checkpoint_options(parser)
     arguments = parser.parse_args()
     check_rate(parser, arguments, model_file)
     if arguments.check and arguments.checkpoint_dir:
@@ -75,7 +75,7 @@ def parse_arguments():
 def main():
     arguments = parse_arguments()
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
-{check_plainly}{try_convolutions}    start_process_group(arguments.device, config, timeout_s=arguments.timeout)
+{changes}    start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
     log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
     options = {{
@@ -128,6 +128,13 @@ def main():
 if __name__ == "__main__":
     sys.exit(main())
 '''
+_LAUNCH_OPTION = """\
+    parser.add_argument("--no-cuda-graph", action="store_true", help="Launch every kernel by itself, which is slower.")
+"""
+_LAUNCH_PLAINLY = """\
+    if arguments.no_cuda_graph:
+        config = dataclasses.replace(config, cuda_graph=False)
+"""
 _CHECK_PLAINLY = """\
     if arguments.check:  # one process loses nothing of its gradients
         config = dataclasses.replace(config, grad_compression="none")
@@ -166,8 +173,10 @@ def train_script(
         config=_fields(config),
         workload=_fields(workload or {}),
         overrides=_value(dict(overrides or {})),
-        check_plainly=_CHECK_PLAINLY if "grad_compression" in config else "",
-        try_convolutions=_TRY_CONVOLUTIONS if has_convolutions else "",
+        launch_option=_LAUNCH_OPTION if "cuda_graph" in config else "",
+        changes=_CHECK_PLAINLY * ("grad_compression" in config)
+        + _LAUNCH_PLAINLY * ("cuda_graph" in config)
+        + _TRY_CONVOLUTIONS * has_convolutions,
         parallel_model="parallel_model" if has_parallel_model else "None",
     )
 

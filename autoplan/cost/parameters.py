@@ -125,7 +125,8 @@ class ParameterCost:
         unpack_s, pack_s: copies out of and into communication buffers, where they are made in every micro-batch.
         host_forward_s, host_backward_s: what `fully_shard` takes of the host in every pass.
         host_first_s: besides, in the first forward pass of a step.
-        host_last_s: besides, in the last backward pass of a step and after it; the device is still busy with it then.
+        host_last_s: besides, in the last backward pass of a step; the device is still busy with it afterwards.
+        host_optimizer_s: after that; also while the device is still busy.
     """
 
     accumulate_s: float
@@ -145,6 +146,7 @@ class ParameterCost:
     host_backward_s: float
     host_first_s: float
     host_last_s: float
+    host_optimizer_s: float
     replicas_s: float
 
 
@@ -195,7 +197,8 @@ def parameter_cost(
         host_forward_s=hooks_s + (gather_s if gathers_often else 0.0) if is_wrapped else 0.0,
         host_backward_s=hooks_s + backward_gather_s + (reduce_s if reduces_often else 0.0) if is_wrapped else 0.0,
         host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
-        host_last_s=(0.0 if reduces_often else reduce_s) + step_s if is_wrapped else 0.0,
+        host_last_s=reduce_s if is_wrapped and not reduces_often else 0.0,
+        host_optimizer_s=step_s if is_wrapped else 0.0,
         replicas_s=reduction.replicas_s if reduces_often else 0.0,
     )
 

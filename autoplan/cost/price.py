@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 from autoplan.analysis.chunked_loss import is_in_compiled
+from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.cost.batch import make_batch_pricer
 from autoplan.cost.between import Exchange
 from autoplan.cost.boundaries import (
@@ -137,6 +138,8 @@ def make_pricer(
         n_elements = sum(found[kind].n_shared for kind in kinds) / (mesh.pp * mesh.zero_shard_degree)
         return n_elements * element_bytes(precision).reduced
 
+    draws = draws_numbers(graph)
+
     def price(mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
         n_here = n_ranks or mesh.pp
         groups = groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
@@ -149,7 +152,7 @@ def make_pricer(
         return CostTable(
             mesh=mesh,
             kinds=kinds,
-            recompute_choices=RECOMPUTE_CHOICES[:1] if splits_backward(mesh.schedule) else RECOMPUTE_CHOICES,
+            recompute_choices=RECOMPUTE_CHOICES if _may_recompute(mesh, draws=draws) else RECOMPUTE_CHOICES[:1],
             costs=found,
             cut_s=cut_s if mesh.pp > 1 else unsent,
             gathers_per_micro_batch=mesh.zero_stage == 3,
@@ -211,7 +214,9 @@ def _segments_pricer(
         run = _Run(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.execution, not mesh.needs_generated_model)
         loss_here = "whole" if is_in_compiled(graph, mesh) else loss
         splits = splits_backward(mesh.schedule)
-        found = costs(run, placement, mesh.pp > 1, mesh.wraps_head, splits, loss_here, mesh.keeps_attention)
+        found = costs(
+            run, placement, mesh.pp > 1, mesh.wraps_head, splits, loss_here, mesh.keeps_attention, mesh.cuda_graph
+        )
         return found, () if measured is None else tuple(source for _, source in works(run))
 
     return segments
@@ -301,13 +306,13 @@ def _costs_pricer(
     context: ParameterContext,
     local: LocalPricer,
     works: Callable[[_Run], Works],
-) -> Callable[[_Run, Placement, bool, bool, bool, str | None, bool], Costs]:
-    """The costs of (run, placement, is_cut, wraps_head, splits, loss, keeps_attention).
+) -> Callable[[_Run, Placement, bool, bool, bool, str | None, bool, bool], Costs]:
+    """The costs of (run, placement, is_cut, wraps_head, splits, loss, keeps_attention, is_captured).
 
     `is_cut`: whether there are stages; `splits`: whether the backward pass is split; `loss`: how it is computed;
-    `keeps_attention`: as in `Mesh`.
+    `keeps_attention`, and whether passes are captured (`cuda_graph`): as in `Mesh`.
     """
-    first = graph.first_of_kind()
+    first, draws = graph.first_of_kind(), draws_numbers(graph)
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
     equal: dict[Costs, Costs] = {}
 
@@ -336,6 +341,7 @@ def _costs_pricer(
         splits: bool,
         loss: str | None,
         keeps_attention: bool,
+        is_captured: bool,
     ) -> Costs:
         pairs = zip(
             first.values(),
@@ -354,7 +360,8 @@ def _costs_pricer(
                 repeats=placement.repeats,
                 loss=loss,
                 keeps_attention=keeps_attention,
-            )
+                is_captured=is_captured,
+            )[: 1 if draws and is_captured else None]
             for segment, here, (work, _), cost in pairs
         )
         return equal.setdefault(found, found)
@@ -407,13 +414,22 @@ class _Groups:
         )
 
 
+def _may_recompute(mesh: Mesh, *, draws: bool) -> bool:
+    """Whether blocks can be recomputed.
+
+    Not where the backward pass is split, nor where random numbers would be drawn again while a graph is captured: torch
+    cannot set their generator back then.
+    """
+    return not (splits_backward(mesh.schedule) or (draws and mesh.cuda_graph))
+
+
 def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
     """What an action waits for the host beside its segments, where the lead that this wins in the blocks is too short.
 
     `lead_s` is that of all blocks in one micro-batch; stages are taken to have equal shares of it. A stage in the
     middle receives and sends in each of two actions, one at an end does one of both.
     """
-    if mesh.pp == 1:
+    if mesh.pp == 1 or mesh.cuda_graph:
         return 0.0
     n_actions = 3 if splits_backward(mesh.schedule) else 2
     n_transfers = 2 * (1 if mesh.n_stages == 2 else 2)

@@ -31,14 +31,22 @@ def segment_costs(
     repeats: bool,
     loss: str | None,
     keeps_attention: bool = False,
+    is_captured: bool = False,
 ) -> tuple[SegmentCost, ...]:
     """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
 
-    `keeps_attention`: recomputation keeps what fused attention made.
+    `keeps_attention`: recomputation keeps what fused attention made. `is_captured`: the passes are a CUDA graph.
 
     The last segment has its loss whole and in slices instead, or twice the one that is asked for.
     """
-    cost_of = partial(_plain_cost, parameters=parameters, fixed_bytes=fixed_bytes, splits=splits, repeats=repeats)
+    cost_of = partial(
+        _plain_cost,
+        parameters=parameters,
+        fixed_bytes=fixed_bytes,
+        splits=splits,
+        repeats=repeats,
+        is_captured=is_captured,
+    )
     plain = cost_of(work)
     chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
     if loss == "chunked":
@@ -60,7 +68,7 @@ def segment_costs(
         host_again_s = max(0.0, host_again_s - kept.host_forward_s) + kept.seen_s
     full = replace(
         plain,
-        recompute_s=max(again_s, host_again_s),
+        recompute_s=again_s if is_captured else max(again_s, host_again_s),
         saved_bytes=saved_bytes,
         working_bytes=work.working_bytes + work.saved_bytes - saved_bytes,
         kept_bytes=kept_bytes,
@@ -69,7 +77,7 @@ def segment_costs(
 
 
 def _plain_cost(
-    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool
+    work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool, is_captured: bool
 ) -> SegmentCost:
     """Nothing recomputed."""
     forward_s = work.forward_s + parameters.unpack_s
@@ -78,12 +86,15 @@ def _plain_cost(
         work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
         work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
     )
+    first_s, last_s = parameters.host_first_s, parameters.host_last_s
+    if is_captured:
+        host, first_s, last_s = PassSeconds(0.0, 0.0), 0.0, 0.0
     device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
     added = launch(
         host,
         device,
-        first_s=parameters.host_first_s,
-        last_s=parameters.host_last_s,
+        first_s=first_s,
+        last_s=last_s + parameters.host_optimizer_s,
         repeats=repeats,
     )
     launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0

@@ -23,6 +23,10 @@ from autoplan.layout import Conversion
 from autoplan.rules import LocalCall
 
 LOSS_STATISTIC_BYTES = 4
+# Reading a tensor in one order and writing it in another / copying it as it lies. H200, torch 2.11: the 664 copies of
+# Llama-1B's conversions in a step, 33.5 MB each in pieces of 8 and 16 MB, take 23.5 ms, at 1.9 of 4.2 TB/s
+# (benchmarks/results/graph_kernels_h200_x2_2026-11-25.txt).
+MOVED_FRACTION = 0.45
 
 # Kernels that a conversion runs besides its collective, forward and backward together. `own_rows` also waits for the
 # device, which is not priced.
@@ -117,7 +121,10 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     forward = _forward_pass(context, segment, times, batch_size)
     return SegmentWork(
         forward_s=forward.device + cast_s,
-        backward_s=sum(t.backward_s for t in times) + additions_s + cast_s,
+        backward_s=sum(t.backward_s for t in times)
+        + additions_s
+        + cast_s
+        + _all_copies_s(context, segment, batch_size, backward=True),
         host_forward_s=forward.host,
         host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
         collectives_forward_s=forward.collectives,
@@ -147,7 +154,9 @@ def _forward_pass(context: WorkContext, segment: LocalSegment, times: Sequence[O
     """Of the ops of a segment, the first that `times` are of; without the cast of a loss."""
     own = times[: len(segment.ops)]
     return PassParts(
-        device=sum(t.forward_s for t in own) + sum(_local_s(context.device, step) for _, step in segment.conversions),
+        device=sum(t.forward_s for t in own)
+        + sum(_local_s(context.device, step) for _, step in segment.conversions)
+        + _all_copies_s(context, segment, batch_size, backward=False),
         host=host_s(context.device, sum(t.n_launches for t in own)),
         tp=_communication_s(context, segment, batch_size, backward=False),
         collectives=context.device.collective_launch_s * _n_collectives(segment, "forward"),
@@ -187,8 +196,34 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
 
 def conversion_s(context: WorkContext, n_bytes: float, step: Conversion) -> float:
     """Forward and backward time of one conversion of a value of `n_bytes` (the global tensor)."""
-    collectives = [kind for kind in (step.forward, step.backward) if kind]
-    return _local_s(context.device, step) + sum(context.tp_collective_s(kind, n_bytes) for kind in collectives)
+    kinds = [kind for kind in (step.forward, step.backward) if kind]
+    return _local_s(context.device, step) + sum(
+        context.tp_collective_s(kind, n_bytes) + copies_s(context, kind, n_bytes, is_in_order=step.is_in_order)
+        for kind in kinds
+    )
+
+
+def copies_s(context: WorkContext, kind: str, n_bytes: float, *, is_in_order: bool) -> float:
+    """What is copied beside a collective of `n_bytes`: an all-reduce sums up a copy, others put parts in order."""
+    bandwidth = context.device.copy_bytes_per_s
+    if kind == "all_reduce":
+        return 2 * n_bytes / bandwidth
+    moved_bytes = 2 * n_bytes / context.degree if kind == "all_to_all" else n_bytes  # before and after it
+    return 0.0 if is_in_order else 2 * moved_bytes / (MOVED_FRACTION * bandwidth)
+
+
+def _all_copies_s(context: WorkContext, segment: LocalSegment, batch_size: int, *, backward: bool) -> float:
+    """Those of the conversions of a segment, in one pass."""
+    return sum(
+        copies_s(
+            context,
+            step.backward if backward else step.forward,
+            spec.n_bytes(batch_size, context.precision),
+            is_in_order=step.is_in_order,
+        )
+        for spec, step in segment.conversions
+        if (step.backward if backward else step.forward)
+    )
 
 
 def _local_s(device: Device, step: Conversion) -> float:

@@ -131,7 +131,7 @@ def _slowest(best: Candidate) -> str:
 def _basis(best: Candidate) -> str:
     """What the interval of the step rests on."""
     sources = segment_sources_text(best.estimate)
-    return interval_source(best.estimate) + (f"; {sources}" if sources else "")
+    return interval_source(best) + (f"; {sources}" if sources else "")
 
 
 def _decision(answer: Answer) -> list[tuple[str, str]]:

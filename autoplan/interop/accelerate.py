@@ -37,6 +37,8 @@ def accelerate_file(subject: Subject) -> Configuration:
         }
     if mesh.compile:
         config["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    if mesh.cuda_graph:
+        missing.append("The CUDA graph of a step's passes.")
     if mesh.zero_stage == 1:
         missing.append("ZeRO 1: this is ZeRO 2, which also shards gradients.")
     if mesh.pp > 1:

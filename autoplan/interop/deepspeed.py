@@ -38,6 +38,8 @@ def deepspeed_file(subject: Subject) -> Configuration:
         missing.append(f"Recomputation ({plan.recompute}): call its checkpointing in the code of the blocks.")
     if plan.mesh.keeps_attention:
         missing.append("Attention that is kept: its checkpointing recomputes all that it is given.")
+    if mesh.cuda_graph:
+        missing.append("The CUDA graph of a step's passes: it has graphs for inference only.")
     if mesh.compile:
         missing.append("Compiled blocks: call engine.compile() in code; it compiles the model as a whole.")
     use = "Start with `deepspeed train.py --deepspeed --deepspeed_config deepspeed.json`."

@@ -39,6 +39,8 @@ def megatron_file(subject: Subject) -> Configuration:
         else:
             missing.append(f"The schedule {mesh.schedule}, and so its stages: it runs 1F1B, plain or interleaved.")
     flags += _recompute(subject, missing)
+    if mesh.cuda_graph:
+        flags += ["--cuda-graph-impl full_iteration", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
     if mesh.compile:
         missing.append("Compiled blocks: it has fused kernels of its own.")
     use = "Add to the command of Megatron-LM: `xargs -a megatron.txt torchrun ... pretrain_gpt.py ...`."

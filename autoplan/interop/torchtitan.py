@@ -44,6 +44,8 @@ def torchtitan_file(subject: Subject) -> Configuration:
         missing.append("ZeRO 1: this is ZeRO 2, which also reduces gradients in every micro-batch.")
     if not shards and mesh.dp > 1 and mesh.tp * mesh.pp > 1:
         missing.append("Replicated parameters beside tensor or pipeline parallelism: it refuses DDP there; shard them.")
+    if mesh.cuda_graph:
+        missing.append("The CUDA graph of a step's passes.")
     if piped:
         parallelism |= _pipeline(subject, missing)
     recompute: dict[str, object] = {"mode": "none"}

@@ -175,7 +175,7 @@ def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verifi
         predicted_step_s=best.estimate.step_s,
         measured_step_s=step_s,
         within_interval=all(judged) if judged else None,
-        interval_source=interval_source(best.estimate),
+        interval_source=interval_source(best),
         comparisons=comparisons,
         details=details,
     )

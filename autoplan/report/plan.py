@@ -24,7 +24,8 @@ from autoplan.parallel_plan import Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, page, percent, rate_text, si_count, text_table
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
-    EAGER,
+    CAPTURED,
+    COMPILED,
     KEPT,
     describe_mesh,
     dp_text,
@@ -34,6 +35,7 @@ from autoplan.plan_words import (
     micro_batches_text,
     plan_rows,
     recompute_text,
+    said_of_all,
     unlike_words,
     words_beside,
 )
@@ -106,7 +108,7 @@ def tightest_bytes(estimate: Estimate) -> tuple[int, int]:
 def plan_table(answer: Answer) -> str:
     """The chosen plan, the best of other meshes, and the plain recipes, one row each.
 
-    Where the chosen plan is compiled, a line says so of all of them, and those that are not are marked.
+    Where the chosen plan is compiled or a CUDA graph, a line says so of all of them, and those that are not are marked.
     """
     result = answer.result
     shown = [(answer.best, "<- chosen")]
@@ -116,11 +118,14 @@ def plan_table(answer: Answer) -> str:
     rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
     below = [*_marks(answer, [item.plan for item, _ in shown]), _beside_fix(answer)]
-    if answer.best.plan.mesh.compile:
-        has_eager = any(EAGER in row[-1] for row in rows)
-        below.append(f"all of them compiled{f', but for those marked {EAGER}' if has_eager else ''}")
+    for word, otherwise in said_of_all(answer.best.plan.mesh).items():
+        has_others = any(otherwise in row[-1] for row in rows)
+        below.append(f"all of them {_OF_ALL[word]}{f', but for those marked {otherwise}' if has_others else ''}")
     lines = (textwrap.fill(line, WIDTH) for line in below if line)
     return "\n".join([text_table(header, rows, right=frozenset({0, 1, 2, 7, 8, 9})), *lines])
+
+
+_OF_ALL = {COMPILED: "compiled", CAPTURED: "with their passes as a CUDA graph"}
 
 
 def _marks(answer: Answer, plans: Sequence[Plan]) -> Iterator[str]:

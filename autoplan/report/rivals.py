@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust, with_confidence
-from autoplan.answers.intervals import STEP_ERRORS, is_host_bound
+from autoplan.answers.intervals import STEP_ERRORS, WAITED_FOR, is_host_bound
 from autoplan.parallel_plan import Estimate
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
@@ -46,7 +46,7 @@ def host_risk(estimate: Estimate) -> list[str]:
     share = (parts.compute_s + parts.recompute_s + parts.optimizer_s) / estimate.step_s
     if share > HARDLY or not is_host_bound(parts.launch_s, estimate.step_s):
         return []
-    off = STEP_ERRORS[trust(estimate), True].rms
+    off = STEP_ERRORS[trust(estimate), WAITED_FOR].rms
     return [f"computes in {share:.0%} of the step, and waits for Python: estimates are then off by {off:.0%}"]
 
 

@@ -13,6 +13,7 @@ It is copied as it stands into the folder of a program.
     compiled, chunked_loss, padded_head, memory_format, recompute, kept_attention, scalar_parameters, zero,
     grad_compression, pipeline, stage_shell, gradients, batch_norm, loss_average, unused, in_place
     stage_order            all of it, applied to a stage in order
+    cuda_graph             forward and backward passes of a step, launched at once
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
     checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
     finite, hang_watch     numbers that are not finite, ranks that do not come

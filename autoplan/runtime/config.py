@@ -38,6 +38,7 @@ class Config:
         n_chunks: pipeline stages per rank.
         precision: "bf16", "fp16", "tf32", "fp32" or "fp64". The 16-bit ones keep parameters and optimizer state in
             float32; tf32 is float32 whose products and convolutions round their operands to 10 bits, on GPUs that can.
+        cuda_graph: forward and backward passes of a step are launched at once, on GPUs; see the module of that name.
         memory_format: of images, [sample, channel, height, width], "contiguous" or "channels_last".
         batch_norm: "local" normalizes by the statistics of a rank's own micro-batch, "synchronized" by those of all
             data-parallel ranks' micro-batches together.
@@ -74,6 +75,7 @@ class Config:
     n_chunks: int = 1
     precision: str = "fp32"
     compile: bool = False
+    cuda_graph: bool = False
     memory_format: str = "contiguous"
     batch_norm: str = "local"
     ignored_target: int | None = None
@@ -113,6 +115,11 @@ class Config:
             found = f"recompute: found {self.recompute}" if self.recompute else "compile: found True"
             raise ValueError(f"{found}, expected none with schedule {self.schedule!r}, whose backward pass is split")
 
+        if self.cuda_graph and (self.splits_backward or self.is_module_level or self.grad_compression != "none"):
+            raise ValueError(
+                "cuda_graph: found True, expected False with a split backward pass, a forward that branches on data, or"
+                " compressed gradients"
+            )
         if self.keep_attention and not (self.recompute or any(self.share_recompute)):
             raise ValueError("keep_attention: found True, expected False because nothing is recomputed")
         self._check_compression()

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import Config
+from .cuda_graph import release_graphs
 
 TIMEOUT_S = 600.0
 GIB = 2**30
@@ -146,6 +147,9 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     if device_type == "cuda":
         # Read before the first allocation. Without it gaps between large tensors took 11 GiB of Llama-1B's 128.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # NCCL would register what a CUDA graph sends, and the ranks then wait for each other for ever: seen with tensor
+        # and pipeline parallelism (torch 2.11 with NCCL 2.28, 2 H200, 2026-11-25), where segments are expandable.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
@@ -224,6 +228,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
+    release_graphs()
     dist.barrier()
     dist.destroy_process_group()
 

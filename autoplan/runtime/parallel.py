@@ -21,6 +21,7 @@ from .collectives import all_gather, all_reduce
 from .compiled import compiled, naming_a_way_without
 from .config import Config
 from .construction import build_whole_model, construction_device, local_stages, one_process_at_a_time
+from .cuda_graph import StepGraph
 from .experts import use_float64_grouped_products
 from .finite import finite_update
 from .float32_products import set_float32_products
@@ -114,6 +115,7 @@ class ParallelModel(nn.Module):
         self._pipeline = self._build_pipeline() if config.pp > 1 else None
 
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
+        self._graph = self._step_graph() if config.cuda_graph and mesh.device.type == "cuda" else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self.was_updated = True
         self._mean_divisor = config.mean_divisor(mesh.dp_rank)
@@ -151,10 +153,9 @@ class ParallelModel(nn.Module):
         `config.ignored_target`, the mean over all targets of the global batch that count. Gradients stay readable until
         the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
         """
-        batches = self._micro_batches(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        self._count_targets(batches)
-        local_loss = self._run_pipeline(batches) if self._pipeline is not None else self._run_micro_batches(batches)
+        passes = self._passes if self._graph is None else self._graph.run
+        local_loss = passes(map_tensors(self._to_device, batch))
         with torch.profiler.record_function(OPTIMIZER_MARK):
             sum_partial_gradients(self._parameters_of_rank, self.mesh.tp_group)
             sum_tied_gradients(self._tied)
@@ -290,11 +291,21 @@ class ParallelModel(nn.Module):
             finish_weights=self._finish_weights,
         )
 
+    def _step_graph(self) -> StepGraph:
+        parameters = [entry.parameter for entry in self._parameters_of_rank]
+        return StepGraph(self._passes, parameters=parameters, device=self.mesh.device)
+
     # -------------------------------------------------------------- one step
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.parameter_dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device=self.mesh.device, dtype=dtype, non_blocking=True)
+
+    def _passes(self, batch: Batch) -> torch.Tensor:
+        """Forward and backward passes of a step; this rank's part of the loss."""
+        batches = self._micro_batches(batch)
+        self._count_targets(batches)
+        return self._run_micro_batches(batches) if self._pipeline is None else self._run_pipeline(batches)
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         """On the device; for generated stages the inputs are their arguments, in that order."""

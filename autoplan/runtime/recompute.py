@@ -16,20 +16,22 @@ from torch.utils.checkpoint import checkpoint
 from .kept_attention import kept_attention
 
 
-def apply_recompute(root: nn.Module, names: Iterable[str], *, keeps_attention: bool = False) -> None:
+def apply_recompute(
+    root: nn.Module, names: Iterable[str], *, keeps_attention: bool = False, draws_again: bool = True
+) -> None:
     """Recompute the submodules `names`; those that `root` lacks live in another pipeline stage and are skipped.
 
-    `keeps_attention`: all but fused attention, see `kept_attention`.
+    `keeps_attention`: all but fused attention, see `kept_attention`. `draws_again`: random state is restored for the
+    second forward, so dropout draws the same mask; a CUDA graph cannot do that, nor does it recompute what draws.
 
-    Only `forward` is replaced, so the names of modules and parameters stay. Random state is restored for the second
-    forward, so dropout draws the same mask, and what it writes into buffers is forgotten, so running statistics advance
-    once; collectives inside the module run a second time. Inputs that the module writes in place are kept as they were
-    before, see `_Block`.
+    Only `forward` is replaced, so the names of modules and parameters stay. What the second forward writes into buffers
+    is forgotten, so running statistics advance once; collectives inside the module run a second time. Inputs that the
+    module writes in place are kept as they were before, see `_Block`.
     """
     modules = dict(root.named_modules())
     for name in names:
         if name in modules:
-            modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention)
+            modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention, draws_again)
 
 
 @contextmanager
@@ -62,6 +64,7 @@ class _Block:
     module: nn.Module
     forward: Callable[..., Any]
     keeps_attention: bool = False
+    draws_again: bool = True
     written: dict[bool, frozenset[int]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +89,9 @@ class _Block:
         # Empty tensors in place of the inputs tell it of which devices to restore the random state.
         devices = [tensor.new_empty(0) for tensor in tensors.values()]
         contexts = functools.partial(_contexts, self.module, self.keeps_attention)
-        outputs = checkpoint(run, *devices, use_reentrant=False, context_fn=contexts)
+        outputs = checkpoint(
+            run, *devices, use_reentrant=False, context_fn=contexts, preserve_rng_state=self.draws_again
+        )
         if mode not in self.written:
             self.written[mode] = self._written(tensors, versions)
             for place in tensors.keys() - self.written[mode]:

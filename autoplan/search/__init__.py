@@ -28,6 +28,7 @@ Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
     the space       meshes, twins, baselines, one_device: what is tried        beyond: and what else
     the answer      result, found: what is returned        preference, rejections, remedies: which, and why no other
+                    released: which plans go without a CUDA graph
     the queue       state, examination: where it stands, and one mesh of it examined
     bounds          bounds: by arithmetic        ranges: numbers per segment and sums over them
       one stage     partition, banded_path: where to cut        stage_memory: what a range of pieces holds

@@ -5,8 +5,8 @@
     hand rule   tp = the most a host allows, pp = as little as fits, dp = the rest, zero_stage 1, 1f1b, equal stages
 
 Each recipe takes the micro-batch (and recomputation, except DDP) with which it is fastest among those that fit, and its
-modules run in all the ways that those of the plans may (`SearchSpace.executions`): what torch.compile gains needs no
-planner.
+modules run in all the ways that those of the plans may (`SearchSpace.executions`, `cuda_graph`): what torch.compile and
+CUDA graphs gain needs no planner.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
     """
     if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0):
         return
-    for size, way in product(micro_batch_sizes(space, options, dp=dp), space.executions):
+    for size, way, is_captured in product(micro_batch_sizes(space, options, dp=dp), space.executions, space.cuda_graph):
         yield Mesh(
             dp=dp,
             zero_stage=zero_stage,
@@ -65,6 +65,7 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
             micro_batch_size=size,
             n_micro_batches=space.global_batch // dp // size,
             wraps_head=space.wraps_head,
+            cuda_graph=is_captured,
         ).run_as(way)
 
 
@@ -73,6 +74,7 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
     keys = dict(space.shardings)
     beyond = range(space.n_devices_per_host + 1, space.n_on_links + 1)
     tp = max(tp for tp in legal_tensor_degrees(space, options) if space.n_devices % tp == 0 and tp not in beyond)
+    graphs = space.cuda_graph if tp == 1 else space.cuda_graph_of_shards
     for pp in divisors(space.n_devices // tp):
         dp = space.n_devices // tp // pp
         if pp > space.n_pieces or space.global_batch % dp != 0:
@@ -87,8 +89,9 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
                 micro_batch_size=size,
                 n_micro_batches=space.global_batch // dp // size,
                 sharding=keys[tp][0],
+                cuda_graph=is_captured,
             ).run_as(way)
-            for size, way in product(micro_batch_sizes(space, options, dp=dp), space.executions)
+            for size, way, is_captured in product(micro_batch_sizes(space, options, dp=dp), space.executions, graphs)
             if pp == 1 or space.global_batch // dp // size >= pp
         ]
 

@@ -38,11 +38,11 @@ def compute_key(mesh: Mesh) -> tuple[Hashable, ...]:
     """Meshes with equal keys take about as long for a micro-batch; `computes_least` says which the least of them.
 
     That depends on `tp`, the sharding, the micro-batch size, the ZeRO stage (which may copy parameters in and out), on
-    whether there is a pipeline (which may hold tied weights twice), on whether gradients are added up, and on how
-    modules run.
+    whether there is a pipeline (which may hold tied weights twice), on whether gradients are added up, on how modules
+    run, and on whether they are a CUDA graph.
     """
     layout = mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.zero_stage
-    modules = mesh.compile, mesh.memory_format, mesh.generated, mesh.wraps_head
+    modules = mesh.compile, mesh.memory_format, mesh.generated, mesh.wraps_head, mesh.cuda_graph
     return (*layout, mesh.pp > 1, mesh.n_micro_batches > 1, *modules)
 
 

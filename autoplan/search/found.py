@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from autoplan.parallel_plan import Mesh
 from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
-from autoplan.search.meshes import MakePlan
-from autoplan.search.one_mesh import faster_than
+from autoplan.search.meshes import MakePlan, fixed
+from autoplan.search.one_mesh import RELATIVE_TOLERANCE, Judged, faster_than
 from autoplan.search.preference import Scored, simplest
 from autoplan.search.rejections import rejected
+from autoplan.search.released import without_idle_graph
 from autoplan.search.result import Candidate, OneDevice, SearchResult
 from autoplan.search.state import GOOD_ENOUGH, SearchState
 from autoplan.solver.linear_model import INFINITY
@@ -24,20 +26,14 @@ def result_of(
     status = _status(state, best, bound)
     if status == "optimal" and best is not None:
         bound = state.score(best)
+        if candidates[0].estimate.step_s * state.weight(state.meshes[best]) > bound * (1.0 + RELATIVE_TOLERANCE):
+            status = "feasible"  # it went without its graph
     weight = 1.0 if best is None else state.weight(state.meshes[best])
     return SearchResult(
         status=status,
         best=candidates[0] if candidates else None,
         alternatives=tuple(candidates[1:]),
-        baselines=tuple(
-            Candidate(
-                make_plan(baseline.table.mesh, baseline.judged.stages),
-                baseline.judged.estimate,
-                step_bound_s(baseline.table),
-                baseline.name,
-            )
-            for baseline in found
-        ),
+        baselines=tuple(_recipe(state, baseline, make_plan=make_plan) for baseline in found),
         rejected=rejected(state, best),
         bound_s=bound / weight if 0.0 < bound < INFINITY else None,
         n_meshes=len(state.meshes),
@@ -89,4 +85,17 @@ def _candidate(state: SearchState, index: int, found: tuple[Baseline, ...], *, m
     queued = {number: score / state.weight(mesh) for score, number, _ in state.queue if number == index}
     known = state.beyond_s | state.bounds_s
     bound_s = min(known.get(index, queued.get(index, 0.0)), judged.estimate.step_s)
+    mesh, judged = _released(state, mesh, judged)
     return Candidate(make_plan(mesh, judged.stages), judged.estimate, bound_s, names[0] if names else "")
+
+
+def _recipe(state: SearchState, baseline: Baseline, *, make_plan: MakePlan) -> Candidate:
+    mesh, judged = _released(state, baseline.table.mesh, baseline.judged)
+    return Candidate(make_plan(mesh, judged.stages), judged.estimate, step_bound_s(baseline.table), baseline.name)
+
+
+def _released(state: SearchState, mesh: Mesh, judged: Judged) -> tuple[Mesh, Judged]:
+    """Without a graph that gains nothing, unless one was asked for."""
+    if fixed(state.options, "cuda_graph") == "on":
+        return mesh, judged
+    return without_idle_graph(mesh, judged, price=state.price, gap=state.gap)

@@ -67,6 +67,8 @@ class SearchSpace:
         wraps_head: whether programs of the user's own classes have the head in a group of its own.
         n_devices_joined: devices on the links of one host, where these join several hosts; None where they do not.
         keeps_attention: whether recomputation may, or must, keep attention; where it may, see `twins`.
+        cuda_graph: whether passes may, or must, be a CUDA graph; `cuda_graph_of_shards` is that of tp above 1. Where
+            they can be in any plan, none goes without: `released` does so in the end, where nothing is gained.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -85,6 +87,8 @@ class SearchSpace:
     generated: tuple[bool, ...] = (False,)
     wraps_head: bool = False
     keeps_attention: tuple[bool, ...] = (False,)
+    cuda_graph: tuple[bool, ...] = (False,)
+    cuda_graph_of_shards: tuple[bool, ...] = (False,)
     why_uncut: str = ""
     n_devices_joined: int | None = None
 
@@ -194,14 +198,16 @@ def deeper_meshes(space: SearchSpace, options: Options, *, near: Mesh) -> Iterat
     if fixed(options, "chunks") is not None:
         return
     wide = replace(space, max_chunks=DEEPER_CHUNKS, max_interleaved_stages=DEEPER_STAGES)
-    like = near.sharding, near.execution, near.micro_batch_size, near.zero_stage
     for tp, pp, dp in _degrees(wide, options, n_devices=near.n_devices):
         if tp != near.tp or pp not in (near.pp, 2 * near.pp):
             continue
         for mesh in meshes_of(wide, options, tp=tp, pp=pp, dp=dp):
-            is_like = (mesh.sharding, mesh.execution, mesh.micro_batch_size, mesh.zero_stage) == like
-            if is_like and mesh.schedule == "interleaved" and is_deeper(mesh, space):
+            if _kind(mesh) == _kind(near) and mesh.schedule == "interleaved" and is_deeper(mesh, space):
                 yield replace(mesh, keeps_attention=near.keeps_attention)
+
+
+def _kind(mesh: Mesh) -> tuple[object, ...]:
+    return mesh.sharding, mesh.execution, mesh.micro_batch_size, mesh.zero_stage, mesh.cuda_graph
 
 
 def is_deeper(mesh: Mesh, space: SearchSpace | None = None) -> bool:
@@ -229,7 +235,12 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
     schedules = {n: _schedule_choices(space, options, pp=pp, n_micro_batches=n) for n in counts.values()}
     for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
         n_micro_batches = counts[micro_batch_size]
-        for schedule, n_chunks in schedules[n_micro_batches]:
+        pairs = (
+            (*own, is_captured)
+            for own in schedules[n_micro_batches]
+            for is_captured in graph_choices(space, options, tp=tp, schedule=own[0])
+        )
+        for schedule, n_chunks, is_captured in pairs:
             if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
                 continue
             yield Mesh(
@@ -248,7 +259,15 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
                 generated=generated,
                 wraps_head=space.wraps_head and tp == pp == 1 and not generated,
                 keeps_attention=space.keeps_attention[0] and not splits_backward(schedule) and recompute != "none",
+                cuda_graph=is_captured,
             )
+
+
+def graph_choices(space: SearchSpace, options: Options, *, tp: int, schedule: str) -> tuple[bool, ...]:
+    """Whether passes may, or must, be a CUDA graph; not where the backward pass is split, which nobody tried."""
+    if splits_backward(schedule):
+        return () if fixed(options, "cuda_graph") == "on" else (False,)
+    return space.cuda_graph if tp == 1 else space.cuda_graph_of_shards
 
 
 def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compiles: bool) -> bool:
@@ -365,6 +384,9 @@ MESH_FIELDS = {
 }  # fmt: skip
 
 
+SWITCHES = {"keep_attention": "keeps_attention", "cuda_graph": "cuda_graph"}
+
+
 def is_as_fixed(plan: Plan, fix: Collection[tuple[str, str]]) -> bool:
     """Whether a plan has what `--fix` asks for, of what decides which plans there are; plain recipes are free of it."""
     is_any_schedule = plan.mesh.pp == 1 or ("schedule", PLAIN_SCHEDULE) in fix
@@ -376,8 +398,8 @@ def value_of(name: str, plan: Plan) -> str | None:
     """What a plan has of what `--fix` names, as `--fix` takes it; None of names that every plan of a search obeys."""
     if name == "recompute":
         return plan.recompute
-    if name == "keep_attention":
-        return "on" if plan.mesh.keeps_attention else "off"
+    if name in SWITCHES:
+        return "on" if getattr(plan.mesh, SWITCHES[name]) else "off"
     field = MESH_FIELDS.get(name)
     return None if field is None else str(getattr(plan.mesh, field))
 

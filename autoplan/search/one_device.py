@@ -15,8 +15,8 @@ from autoplan.search.twins import has_twin, twin_of
 def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevice | None:
     """The same global batch on one device, at its best, with or without recomputation, whatever the user fixed.
 
-    Its modules run in all the ways that those of the plans may (`SearchSpace.executions`), else a plan with
-    channels_last would be compared with one device without, and so does what it recomputes.
+    Its modules run in all the ways that those of the plans may (`SearchSpace.executions`, `cuda_graph`), else a plan
+    with channels_last would be compared with one device without, and so does what it recomputes.
     None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch.
     """
     if space.n_devices == 1 or space.uses_all_devices:

@@ -54,7 +54,7 @@ def _complexity(item: Scored) -> tuple[int, ...]:
         *mesh_complexity(mesh),
         sum(len(stage.recomputed) for stage in item.stages),
         mesh.n_stages,
-        (mesh.execution != Execution()) + mesh.generated + mesh.keeps_attention,
+        (mesh.execution != Execution()) + mesh.generated + mesh.keeps_attention + mesh.cuda_graph,
         item.n_groups,
         mesh.n_devices,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from autoplan.analysis.captured import why_shards_uncaptured, why_uncaptured
 from autoplan.analysis.kept_attention import kinds_with_attention
+from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.cost.grad_compression import Compression
 from autoplan.cost.measured import execution_of
 from autoplan.errors import UsageError
@@ -89,6 +91,37 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
     if wanted is not None:
         return (wanted == "on",)
     return (False, True) if has_any and not cannot else (False,)
+
+
+def graph_choices(graph: OpGraph, options: Options, *, device: Device) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Whether passes may, or must, be a CUDA graph: without tensor parallelism, and with it.
+
+    It is as fixed. Else they are one where they can be. A block that is recomputed cannot draw its random numbers again
+    inside a graph, so plans of a model that draws some may also do without.
+
+    Raises: UsageError when a graph is asked for and cannot be.
+    """
+    fix, wanted = dict(options.fix), fixed(options, "cuda_graph")
+    why = why_uncaptured(
+        graph,
+        precision=options.precision,
+        grad_compression=fix.get("grad_compression", GRAD_COMPRESSIONS[0]),
+        is_cpu=device.is_cpu,
+    )
+    draws, recomputes = draws_numbers(graph), fix.get("recompute") in ("full", "selective")
+    if draws and recomputes:
+        why = why or "recomputed blocks that draw random numbers"
+    of_shards = why or why_shards_uncaptured(graph)
+    if wanted == "on" and (of_shards if fix.get("tp", "1") != "1" else why):
+        raise UsageError.of(
+            "--fix cuda_graph=on",
+            found=why or of_shards,
+            expected="passes of which nothing changes from step to step, and in which the host waits for nothing",
+            fix="leave cuda_graph out",
+        )
+    either = (wanted == "on",) if wanted else (True, False) if draws else (True,)
+    none = () if wanted == "on" else (False,)
+    return none if why else either, none if of_shards else either
 
 
 def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:

@@ -30,6 +30,7 @@ from autoplan.space.choices import (
     codes,
     compression_choice,
     executions,
+    graph_choices,
     loss_choice,
 )
 from autoplan.space.current_code import with_current_code
@@ -66,6 +67,7 @@ def priced_space(
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
+    graphs, graphs_of_shards = graph_choices(graph, options, device=hardware.device)
     space = SearchSpace(
         n_devices=n_devices or hardware.n_devices,
         uses_all_devices=n_devices is not None,
@@ -80,6 +82,8 @@ def priced_space(
         wraps_head=bool(head_group(graph)),
         why_uncut=why_uncut(graph),
         keeps_attention=attention_choices(graph, options, device=hardware.device),
+        cuda_graph=graphs,
+        cuda_graph_of_shards=graphs_of_shards,
     )
     pricers = {
         size: make_pricer(

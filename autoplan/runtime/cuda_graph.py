@@ -1,0 +1,163 @@
+"""A CUDA graph of a step's forward and backward passes: the host launches all of their kernels and collectives at once.
+
+    step 0     as it comes
+    step 1     as it comes, and whatever lets the host wait for the device is noticed
+    step 2     captured, which computes nothing, then replayed
+    step 3 ..  the batch is copied to where the captured one was, and the graph is replayed
+
+Norm of the gradients, clipping and optimizer stay outside: the host launches them while the device replays. A batch of
+other shapes runs as it comes. So do all steps where the host waits for the device inside the passes, which cannot be
+captured; rank 0 then says so once.
+
+All passes run on one stream of their own, because autograd remembers on which one it first saw a parameter. Gradients
+stay where the capture put them, and so does all that passes need; it is memory that a step needs in any case.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+N_STEPS_BEFORE = 2
+WAITS = "called a synchronizing CUDA operation"  # what torch's debug mode says
+
+_captured: WeakSet[StepGraph] = WeakSet()
+
+
+class StepGraph:
+    """The passes of every step, captured when they can be.
+
+    Args:
+        passes: from a batch on the device to the loss; leaves gradients in `parameters`, which have none before.
+        parameters: all that are trained on this rank.
+    """
+
+    def __init__(
+        self, passes: Callable[[Any], torch.Tensor], *, parameters: Sequence[nn.Parameter], device: torch.device
+    ) -> None:
+        self._passes, self._parameters, self._device = passes, parameters, device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._n_steps, self._may_capture = 0, True
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batch: Any = None
+        self._loss = torch.zeros((), device=device)
+        self._gradients: list[torch.Tensor | None] = []
+
+    def run(self, batch: Any) -> torch.Tensor:
+        """The loss of a step, whose gradients are then in the parameters; all ranks must call it alike."""
+        if self._graph is None and self._may_capture and self._n_steps == N_STEPS_BEFORE:
+            self._capture(batch)
+        self._n_steps += 1
+        if self._graph is not None and _is_like(batch, self._batch):
+            return self._replayed(batch)
+        if self._n_steps != N_STEPS_BEFORE:
+            with self._on_own_stream():
+                return self._passes(batch)
+        with _noticed_waits() as waits, self._on_own_stream():
+            loss = self._passes(batch)
+        self._may_capture = self._nobody_waits(waits)
+        return loss
+
+    def release(self) -> None:
+        """Forget the graph: the communicators that it holds cannot end before."""
+        self._graph, self._may_capture = None, False
+
+    def _capture(self, batch: Any) -> None:
+        self._batch = pytree.tree_map_only(torch.Tensor, torch.clone, batch)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The threads of NCCL and of a data loader may go on meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"), _going_as_before():
+                self._loss = self._passes(self._batch)
+        except Exception as error:
+            error.add_note(
+                "cuda_graph: the passes of this step could not be captured\n  fix: --no-cuda-graph, which is slower"
+                " than planned; or plan with --fix cuda_graph=off"
+            )
+            raise
+        self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
+        _captured.add(self)
+
+    def _replayed(self, batch: Any) -> torch.Tensor:
+        assert self._graph is not None
+        for own, given in zip(pytree.tree_leaves(self._batch), pytree.tree_leaves(batch), strict=True):
+            if isinstance(own, torch.Tensor):
+                own.copy_(given)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        with self._on_own_stream():
+            self._graph.replay()
+        return self._loss.clone()
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def _nobody_waits(self, waits: list[warnings.WarningMessage]) -> bool:
+        """Whether the host of no rank waited; says where it did."""
+        n_waits = torch.tensor(len(waits), device=self._device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(n_waits)
+        if waits and dist.get_rank() == 0:
+            places = dict.fromkeys(f"{found.filename}:{found.lineno}" for found in waits)
+            print(
+                f"cuda_graph: not captured, so steps take longer than planned; the host waits for the device in "
+                f"{', '.join(places)}",
+                file=sys.stderr,
+            )
+        return not n_waits.item()
+
+
+def release_graphs() -> None:
+    """Forget all graphs of this process, before its process groups end."""
+    for graph in list(_captured):
+        graph.release()
+
+
+def _is_like(batch: Any, other: Any) -> bool:
+    """Whether a batch differs from another one in the contents of its tensors only."""
+    (found, structure), (expected, of_other) = pytree.tree_flatten(batch), pytree.tree_flatten(other)
+    return structure == of_other and all(map(_is_same_kind, found, expected))
+
+
+def _is_same_kind(found: Any, expected: Any) -> bool:
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    return bool(found == expected)
+
+
+def _going_as_before() -> AbstractContextManager[Any]:
+    """Models that ask whether they are captured, so as not to wait, go as in the steps before, which did not wait.
+
+    Else those of Hugging Face make masks where they made none, and attention is two to three times slower with them.
+    """
+    return patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@contextmanager
+def _noticed_waits() -> Iterator[list[warnings.WarningMessage]]:
+    """What lets the host wait for the device, as far as torch notices it."""
+    waits: list[warnings.WarningMessage] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            waits += [warning for warning in found if WAITS in str(warning.message)]

@@ -1,0 +1,25 @@
+"""Plans whose CUDA graph gains nothing go without.
+
+In the search, meshes whose passes can be captured are (`SearchSpace.cuda_graph`): a graph takes waiting for the host
+out of every pass and adds nothing, so no plan without it is faster, and meshes need not be priced twice. In the end a
+plan whose host holds the device up by no more than the gap of the search goes without: simpler, and as fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.parallel_plan import Mesh
+from autoplan.search.meshes import Price
+from autoplan.search.one_mesh import RELATIVE_TOLERANCE, Judged
+from autoplan.simulator.simulate import simulate
+
+
+def without_idle_graph(mesh: Mesh, judged: Judged, *, price: Price, gap: float) -> tuple[Mesh, Judged]:
+    """The plan, without its graph where that is slower by no more than `gap`."""
+    if not mesh.cuda_graph:
+        return mesh, judged
+    plain = replace(mesh, cuda_graph=False)
+    estimate = simulate(price(plain), judged.stages)
+    limit_s = judged.estimate.step_s * (1.0 + max(gap, RELATIVE_TOLERANCE))
+    return (plain, Judged(judged.stages, estimate)) if estimate.step_s <= limit_s else (mesh, judged)

@@ -1,0 +1,207 @@
+"""CUDA graphs of a step's passes: where there may be one, what it gains, what the program and the report say of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from distributed.programs import graph_of, shardings_of
+from torch import nn
+
+from autoplan import api
+from autoplan.checks.plan import check_plan
+from autoplan.cost.price import make_pricer
+from autoplan.errors import InputError, UsageError
+from autoplan.hardware import load_hardware_profile
+from autoplan.options import Options
+from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.planning.problem import trace_model
+from autoplan.report.plan import plan_table
+from autoplan.rules import load_rules
+from autoplan.runtime import Config
+from autoplan.runtime.cuda_graph import _is_like
+from autoplan.runtime.recompute import apply_recompute
+from autoplan.search import search
+from autoplan.simulator.simulate import simulate
+from autoplan.space.choices import graph_choices
+from autoplan.space.priced import priced_space
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+PROFILE = load_hardware_profile("dgx_h100_x8")
+RULES = load_rules()
+ALWAYS, EITHER, NEVER = (True,), (True, False), (False,)
+DROPPING = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop = nn.Linear(32, 32), nn.Dropout(0.1)
+    def forward(self, x):
+        return x + self.drop(F.relu(self.up(x)))
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 32), torch.randn(batch_size, 32)
+
+loss_fn = F.mse_loss
+"""
+
+
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that drops elements at random."""
+    path = tmp_path_factory.mktemp("dropping") / "model.py"
+    path.write_text(DROPPING)
+    return path
+
+
+def _solved(model: Path, *fix: tuple[str, str], global_batch: int = 64, **overrides):
+    options = Options(global_batch=global_batch, fix=fix)
+    return api.solve(api.make_problem(model, hw="dgx_h100_x8", overrides=overrides, options=options))
+
+
+def test_a_small_model_waits_for_the_host_and_its_plan_has_a_graph() -> None:
+    found, without = _solved(EXAMPLES / "gpt.py"), _solved(EXAMPLES / "gpt.py", ("cuda_graph", "off"))
+    assert found.best.plan.mesh.cuda_graph
+    assert found.best.estimate.breakdown.launch_s == 0.0
+    assert not without.best.plan.mesh.cuda_graph
+    assert without.best.estimate.breakdown.launch_s > 0.5 * without.best.estimate.step_s
+    assert "all of them with their passes as a CUDA graph" in plan_table(found)
+    assert "graph" not in plan_table(without)
+
+
+def test_a_plan_whose_host_is_ahead_goes_without_unless_one_is_asked_for() -> None:
+    large = {"model": EXAMPLES / "llama.py", "global_batch": 128, "size": "8b"}
+    free, fixed = _solved(**large), _solved(large.pop("model"), ("cuda_graph", "on"), **large)
+    assert not free.best.plan.mesh.cuda_graph
+    assert not any(item.plan.mesh.cuda_graph for item in free.result.baselines)
+    assert fixed.best.plan.mesh.cuda_graph
+    assert free.best.estimate.step_s <= fixed.best.estimate.step_s * (1.0 + 1e-3)
+
+
+def test_no_plan_is_slower_with_a_graph_and_none_needs_other_memory() -> None:
+    graph = graph_of("llama")
+    shardings = {(2, key): found for key, found in shardings_of("llama", 2).items()}
+    price = make_pricer(graph, hardware=PROFILE, precision="bf16", shardings=shardings, rules=RULES)
+    stages = (StagePlan(0, len(graph.segments)),)
+    split = len(graph.segments) // 2
+    halves = (StagePlan(0, split), StagePlan(split, len(graph.segments)))
+    for mesh in (
+        Mesh(dp=8, micro_batch_size=2),
+        Mesh(dp=8, zero_stage=3, zero_shard_degree=8, n_micro_batches=4),
+        Mesh(dp=4, tp=2, sharding="S(1)", zero_stage=1, zero_shard_degree=4),
+        Mesh(dp=4, pp=2, n_micro_batches=8),
+    ):
+        plain, captured = (
+            simulate(price(replace(mesh, cuda_graph=on)), stages if mesh.pp == 1 else halves) for on in (False, True)
+        )
+        assert captured.step_s < plain.step_s
+        assert captured.needed_bytes == plain.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "choices"),
+    [
+        ("gpt", Options(), (ALWAYS, ALWAYS)),
+        ("gpt", Options(fix=(("cuda_graph", "off"),)), (NEVER, NEVER)),
+        ("gpt", Options(precision="fp16"), (NEVER, NEVER)),
+        ("gpt", Options(fix=(("grad_compression", "bf16"),)), (NEVER, NEVER)),
+        ("mixture", Options(), (ALWAYS, NEVER)),
+        ("mixture", Options(fix=(("cuda_graph", "on"),)), (ALWAYS, ())),
+    ],
+    ids=lambda value: str(getattr(value, "fix", value) or getattr(value, "precision", value)),
+)
+def test_where_there_may_be_a_graph(model: str, options: Options, choices: tuple) -> None:
+    file = EXAMPLES / "gpt.py" if model == "gpt" else BENCHMARKS / "models" / "mixture.py"
+    assert graph_choices(trace_model(file), options, device=PROFILE.device) == choices
+
+
+def test_recomputed_blocks_do_not_drop_elements_inside_a_graph(dropping: Path) -> None:
+    graph = trace_model(dropping)
+    assert graph_choices(graph, Options(), device=PROFILE.device) == (EITHER, NEVER)
+    assert graph_choices(graph, Options(fix=(("recompute", "full"),)), device=PROFILE.device) == (NEVER, NEVER)
+    space = priced_space(graph, PROFILE, Options(), global_batch=8)
+    choices = {
+        mesh.cuda_graph: space.price(mesh).recompute_choices for mesh in (Mesh(dp=8), Mesh(dp=8, cuda_graph=True))
+    }
+    assert choices == {False: ("none", "full"), True: ("none",)}
+    assert search(
+        space.space, price=space.price, options=Options(), make_plan=space.make_plan
+    ).best.plan.mesh.cuda_graph
+
+
+@pytest.mark.parametrize(
+    ("fix", "found"),
+    [
+        ((("recompute", "full"),), "draw random numbers"),
+        ((("grad_compression", "powersgd"),), "compressed by powersgd"),
+        ((("tp", "2"),), "random numbers of their own"),
+    ],
+)
+def test_a_graph_that_cannot_be_is_refused(dropping: Path, fix: tuple, found: str) -> None:
+    options = Options(fix=(("cuda_graph", "on"), *fix))
+    with pytest.raises(UsageError, match=f"cuda_graph=on(.|\n)*{found}"):
+        priced_space(trace_model(dropping), PROFILE, options, global_batch=8)
+
+
+def test_a_plan_with_a_graph_that_cannot_be_is_refused(dropping: Path) -> None:
+    graph = trace_model(dropping)
+    space = priced_space(graph, PROFILE, Options(), global_batch=8)
+    whole = StagePlan(0, len(graph.segments))
+    plan = space.make_plan(Mesh(dp=8, cuda_graph=True), (whole,))
+    check_plan(plan, graph, PROFILE)
+    block = next(index for index, segment in enumerate(graph.segments) if segment.is_block)
+    for wrong in (
+        replace(plan, precision="fp16"),
+        replace(plan, stages=(replace(whole, recomputed=(block,)),), recompute="selective"),
+    ):
+        with pytest.raises(InputError, match="cuda_graph"):
+            check_plan(wrong, graph, PROFILE)
+    for fields in ({"is_module_level": True}, {"grad_compression": "bf16"}):
+        with pytest.raises(ValueError, match="cuda_graph"):
+            Config(cuda_graph=True, **fields)
+
+
+def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_path: Path) -> None:
+    options = Options(global_batch=4, fix=(("cuda_graph", "on"),))
+    asked = api.make_problem(EXAMPLES / "mlp.py", hw="dgx_h100_x8/1", options=options)
+    api.emit(asked, api.solve(asked), tmp_path / "program")
+    for further in ([], ["--no-cuda-graph"]):
+        command = [sys.executable, "train.py", "--device", "cpu", "--steps", "4", "--dtype", "float64", "--check"]
+        command += further
+        done = subprocess.run(command, cwd=tmp_path / "program", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:
+    batch = ({"ids": torch.zeros(4, 8), "n": 3}, torch.zeros(4))
+    assert _is_like(({"ids": torch.ones(4, 8), "n": 3}, torch.ones(4)), batch)
+    for other in (
+        ({"ids": torch.zeros(4, 9), "n": 3}, torch.zeros(4)),
+        ({"ids": torch.zeros(4, 8), "n": 4}, torch.zeros(4)),
+        ({"ids": torch.zeros(4, 8), "n": 3}, torch.zeros(4, dtype=torch.int64)),
+        ({"ids": torch.zeros(4, 8)}, torch.zeros(4)),
+    ):
+        assert not _is_like(other, batch)
+
+
+def test_blocks_that_draw_nothing_are_recomputed_alike_without_random_state() -> None:
+    torch.manual_seed(0)
+    gradients = []
+    for draws_again in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        apply_recompute(model, ["0"], draws_again=draws_again)
+        model(torch.ones(2, 8)).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
