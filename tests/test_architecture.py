@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -66,13 +67,28 @@ def _name(path: Path) -> str:
     return path.relative_to(CHECKOUT).as_posix()
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _names_in(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def _imported(path: Path) -> tuple[str, ...]:
+    return tuple(_names_in(_tree(path)))
+
+
+@cache
+def _imported_to_run(path: Path) -> tuple[str, ...]:
+    return tuple(_names_in(_without_type_checking(ast.parse(path.read_text()))))
 
 
 def _without_type_checking(tree: ast.Module) -> ast.Module:
@@ -90,21 +106,18 @@ def _importers(package: str) -> list[str]:
     return [
         _name(path)
         for path in SOURCES
-        if any(
-            name == package or name.startswith(package + ".")
-            for name in _imported(_without_type_checking(ast.parse(path.read_text())))
-        )
+        if any(name == package or name.startswith(package + ".") for name in _imported_to_run(path))
     ]
 
 
+@cache
+def _called(path: Path) -> set[str]:
+    calls = (node.func for node in ast.walk(_tree(path)) if isinstance(node, ast.Call))
+    return {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
+
+
 def _callers(names: set[str]) -> list[str]:
-    found = []
-    for path in SOURCES:
-        calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        called = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
-        if called & names:
-            found.append(_name(path))
-    return found
+    return [_name(path) for path in SOURCES if _called(path) & names]
 
 
 def test_the_scanner_sees_an_import_inside_a_function() -> None:
@@ -132,7 +145,7 @@ def test_only_loaders_writers_and_the_command_line_open_files() -> None:
 def test_search_and_simulate_know_neither_model_nor_hardware() -> None:
     for path in SOURCES:
         if _name(path).startswith(NUMBERS_ONLY):
-            imported = set(_imported(_without_type_checking(ast.parse(path.read_text()))))
+            imported = set(_imported_to_run(path))
             assert not [name for name in imported if f"{name}.".startswith(MODEL_AND_HARDWARE)], _name(path)
 
 
@@ -141,7 +154,7 @@ def _units() -> Iterator[tuple[str, str]]:
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     for path in PACKAGE.rglob("*.py"):
         importer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for name in _imported(ast.parse(path.read_text())):
+        for name in _imported(path):
             parts = name.split(".")
             if parts[0] == "autoplan" and len(parts) > 1 and parts[1] in names - {importer, "cost_models"}:
                 yield importer, parts[1]
@@ -161,7 +174,7 @@ def test_only_what_writes_reports_imports_them() -> None:
 def test_of_costs_the_search_sees_the_table_only() -> None:
     for path in SOURCES:
         if _name(path).startswith(NUMBERS_ONLY):
-            of_cost = {name for name in _imported(ast.parse(path.read_text())) if name.startswith("autoplan.cost.")}
+            of_cost = {name for name in _imported(path) if name.startswith("autoplan.cost.")}
             assert all(name.startswith("autoplan.cost.table") for name in of_cost), _name(path)
 
 
@@ -174,7 +187,7 @@ def test_runtime_imports_only_torch_the_standard_library_and_itself() -> None:
     paths = sorted((PACKAGE / "runtime").glob("*.py"))
     assert paths, "the runtime is missing"
     for path in paths:
-        roots = {name.partition(".")[0] for name in _imported(ast.parse(path.read_text()))}
+        roots = {name.partition(".")[0] for name in _imported(path)}
         assert roots <= {"torch", *sys.stdlib_module_names}, _name(path)
 
 
@@ -206,8 +219,7 @@ def test_no_public_name_is_also_a_module() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=_name)
 def test_every_module_says_what_it_owns(path: Path) -> None:
-    text = path.read_text()
-    assert not text.strip() or ast.get_docstring(ast.parse(text))
+    assert not path.read_text().strip() or ast.get_docstring(_tree(path))
 
 
 MAPPED = [*sorted(PACKAGE.glob("*/__init__.py")), CHECKOUT / "cost_models" / "__init__.py"]

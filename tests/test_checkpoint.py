@@ -113,11 +113,9 @@ def two_groups(kind, **options):
     return build_optimizer
 
 
-OPTIMIZERS = {
-    "sgd": two_groups(torch.optim.SGD, momentum=0.9),
-    "nadam": two_groups(torch.optim.NAdam),
-}
+OPTIMIZERS = {"nadam": two_groups(torch.optim.NAdam)}  # which keeps numbers beside two tensors
 MORE_OPTIMIZERS = {
+    "sgd": two_groups(torch.optim.SGD, momentum=0.9),
     "adagrad": two_groups(torch.optim.Adagrad),
     "rmsprop": two_groups(torch.optim.RMSprop, momentum=0.5, centered=True),
     "asgd": two_groups(torch.optim.ASGD),

@@ -61,7 +61,11 @@ def assert_equal_to_one_process(tmp_path, monkeypatch, cases, *, n_ranks, check=
             assert max(max(step) for step in steps) <= TOLERANCE, (name, steps)
 
 
-def test_chunked_losses_on_two_ranks_equal_one_process(tmp_path, monkeypatch):
+MORE_ON_TWO_RANKS = ("tied_pp2", "pp2_gpipe", "tp2")
+
+
+@pytest.mark.parametrize("which", ["by default", pytest.param("others", marks=pytest.mark.nightly)])
+def test_chunked_losses_on_two_ranks_equal_one_process(tmp_path, monkeypatch, which):
     cases = {
         "ddp": chunked("gpt", dp=2, micro_batch_size=2, n_micro_batches=2),
         "zero3": chunked("llama", micro_batch_size=2, recompute="full", **ZERO3),
@@ -74,6 +78,7 @@ def test_chunked_losses_on_two_ranks_equal_one_process(tmp_path, monkeypatch):
         "tp2_sequence": chunked("llama", tp=2, sharding="S(1)", micro_batch_size=3),
         "tp2_odd": chunked("llama_odd", tp=2, sharding="R", micro_batch_size=2),
     }
+    cases = {name: case for name, case in cases.items() if (name in MORE_ON_TWO_RANKS) == (which == "others")}
     assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=2)
 
 
@@ -86,6 +91,7 @@ def test_chunked_losses_on_four_ranks_equal_one_process(tmp_path, monkeypatch):
     assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=4)
 
 
+@pytest.mark.nightly
 def test_chunked_and_compiled_losses_that_are_split_equal_one_process(tmp_path, monkeypatch):
     cases = {"tp2_odd": chunked("llama_odd", tp=2, sharding="R", compile=True)}
     assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=2)

@@ -23,7 +23,7 @@ from autoplan.planning.problem import trace_model
 from autoplan.report.plan import plan_table
 from autoplan.rules import load_rules
 from autoplan.runtime import Config
-from autoplan.runtime.cuda_graph import _is_like
+from autoplan.runtime.cuda_graph import _held, _host_random_state, _is_like, changed_between
 from autoplan.runtime.recompute import apply_recompute
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
@@ -173,11 +173,11 @@ def test_a_plan_with_a_graph_that_cannot_be_is_refused(dropping: Path) -> None:
 
 
 def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_path: Path) -> None:
-    options = Options(global_batch=4, fix=(("cuda_graph", "on"),))
+    options = Options(global_batch=4, fix=(("cuda_graph", "on"), ("compile", "off")))
     asked = api.make_problem(EXAMPLES / "mlp.py", hw="dgx_h100_x8/1", options=options)
     api.emit(asked, api.solve(asked), tmp_path / "program")
     for further in ([], ["--no-cuda-graph"]):
-        command = [sys.executable, "train.py", "--device", "cpu", "--steps", "4", "--dtype", "float64", "--check"]
+        command = [sys.executable, "train.py", "--device", "cpu", "--steps", "3", "--dtype", "float64", "--check"]
         command += further
         done = subprocess.run(command, cwd=tmp_path / "program", capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -205,3 +205,32 @@ def test_blocks_that_draw_nothing_are_recomputed_alike_without_random_state() ->
         model(torch.ones(2, 8)).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+class Changing(nn.Module):
+    """Counts its calls, replaces a buffer and a tensor, writes into another buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("written", torch.zeros(4))
+        self.n_calls, self.scale, self.last = 0, 2.0, torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.last = x.detach()
+        self.written.copy_(x.detach().mean(0))
+        return self.scale * x
+
+
+def test_what_a_module_puts_elsewhere_in_forward_is_named_and_what_it_writes_in_place_is_not() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Changing(), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    held, drawn = _held(model), _host_random_state()
+    model[0](torch.ones(2, 4)).sum().backward()
+    assert changed_between(held, _held(model)) == [] and drawn == _host_random_state()
+    model(torch.ones(2, 4)).sum().backward()
+    assert sorted(changed_between(held, _held(model))) == [
+        f"1.{name} changes in forward" for name in ("last", "mean", "n_calls")
+    ]
+    assert drawn != _host_random_state()  # on a CPU, dropout draws on the host

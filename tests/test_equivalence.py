@@ -23,9 +23,12 @@ def assert_equal_to_one_process(tmp_path, cases, *, n_ranks, tolerance=TOLERANCE
 BOUNDARIES = {"R": "whole", "S(1)": "sequence"}
 # What depends on the code generated for a model; the rest of the cases wraps the classes of its file, whichever it is.
 LLAMA_TOO = (
-    "zero3_attention", "tp2_attention", "attention_compiled",
-    "zero3", "zero3_generated", "pp2_interleaved", "tp2_recompute", "tp2_whole", "tp2_sequence",
-    "tp4", "tp4_sequence", "tp2_zero3", "tp2_pp2",
+    "tp2_attention", "zero3_generated", "pp2_interleaved", "tp2_whole", "tp2_sequence", "tp4_sequence", "tp2_pp2",
+)  # fmt: skip
+# What test_runtime_parallel.py runs too, as wrapped by the runtime, or what other cases here are parts of.
+PARTS = (
+    "zero1", "zero1_generated", "zero3_recompute", "pp2_attention", "pp2_gpipe_recompute",
+    "pp4", "tp4_sequence", "tp2_zero3",
 )  # fmt: skip
 
 
@@ -33,8 +36,9 @@ WHICH = pytest.mark.parametrize("which", ["by default", pytest.param("others", m
 
 
 def chosen(cases, which):
-    """The cases of gpt and those of llama in `LLAMA_TOO`, or the others."""
+    """The cases of gpt that are not in `PARTS` and those of llama in `LLAMA_TOO`, or the others."""
     others = {name for name in cases if name.startswith("llama_") and name.removeprefix("llama_") not in LLAMA_TOO}
+    others |= {f"gpt_{name}" for name in PARTS} & set(cases)
     return {name: case for name, case in cases.items() if (name in others) == (which == "others")}
 
 
@@ -121,7 +125,8 @@ def test_a_batch_norm_that_is_called_twice_equals_one_process(tmp_path):
     assert_equal_to_one_process(tmp_path, plans, n_ranks=2)
 
 
-def test_models_with_dropout_equal_one_process_where_both_leave_it_out(tmp_path):
+@WHICH
+def test_models_with_dropout_equal_one_process_where_both_leave_it_out(tmp_path, which):
     model, plans = (
         "gpt_dropout",
         {
@@ -130,7 +135,8 @@ def test_models_with_dropout_equal_one_process_where_both_leave_it_out(tmp_path)
             "compiled": {"dp": 2, "compile": True},
         },
     )
-    cases = {name: (model, make_plan(model, **mesh)) for name, mesh in plans.items()}
+    names = [name for name in plans if (name == "compiled") == (which == "others")]
+    cases = {name: (model, make_plan(model, **plans[name])) for name in names}
     assert_equal_to_one_process(tmp_path, cases, n_ranks=2)
 
 
@@ -191,20 +197,29 @@ def test_pipeline_tensor_zero_and_recompute_together_on_eight_ranks_equal_one_pr
         for model in ("gpt", "llama")
         for boundary, name in BOUNDARIES.items()
     }
-    others = ("gpt_3d_sequence", "llama_3d_whole")
-    cases = {name: case for name, case in cases.items() if (name in others) == (which == "others")}
+    cases = {name: case for name, case in cases.items() if (name == "llama_3d_sequence") == (which == "by default")}
     assert_equal_to_one_process(tmp_path, cases, n_ranks=8)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
-def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n_ranks):
+@pytest.mark.parametrize(
+    ("n_ranks", "seeds"),
+    [
+        (3, (None,)),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((3, (0, 2)), (2, (None, 0, 2)), (4, (None, 0, 2)))
+        ),
+    ],
+    ids=["3 ranks", "3 ranks, any assignment", "2 ranks", "4 ranks"],
+)
+def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n_ranks, seeds):
     cases = {
         f"{model}_{boundary[0]}_{seed}": (
             model,
             make_plan(model, seed=seed, tp=n_ranks, sharding=boundary, micro_batch_size=2, recompute="full"),
         )
         for model in ("gpt_odd", "llama_odd")
-        for seed in (None, 0, 2)
+        for seed in seeds
         for boundary in shardings_of(model, n_ranks, seed)
     }
     meshes = {
@@ -219,11 +234,13 @@ def test_a_vocabulary_and_sizes_that_do_not_divide_equal_one_process(tmp_path, n
     assert_equal_to_one_process(tmp_path, cases, n_ranks=n_ranks)
 
 
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_whatever_assignment_the_solver_may_pick_equals_one_process(tmp_path, n_ranks):
+@pytest.mark.parametrize(
+    ("n_ranks", "seed"),
+    [(2, 0), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((2, 1), (4, 0), (4, 1)))],
+)
+def test_whatever_assignment_the_solver_may_pick_equals_one_process(tmp_path, n_ranks, seed):
     cases = {
         f"{model}_{name}_{seed}": (model, make_plan(model, seed=seed, tp=n_ranks, sharding=boundary))
-        for seed in range(2)
         for model in ("gpt", "llama")
         for boundary, name in BOUNDARIES.items()
     }

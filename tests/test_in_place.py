@@ -7,7 +7,7 @@ import torch
 from distributed import in_place
 from distributed.launch import run_ranks
 from distributed.programs import check_programs, graph_of, make_plan, write_programs
-from test_runtime_zero import CollectiveCounter
+from test_runtime_zero import CollectiveOrder
 from torch import nn
 
 from autoplan.codegen import config_values
@@ -32,9 +32,9 @@ def _run(folder, rows):
     config = Config(dp=2, zero_stage=3, zero_shard_degree=2, precision="fp64", blocks=BLOCKS, writes_in_place=True)
     model = ParallelModel(config, in_place, mesh=build_rank_mesh(config, "cpu"))
     model.step(in_place.make_batch(1))
-    with CollectiveCounter() as counter:
+    with CollectiveOrder() as collectives:
         model.step(in_place.make_batch(1))
-    return differences, counter.order
+    return differences, collectives.order
 
 
 def test_writes_across_blocks_give_what_one_process_gives_and_hold_up_no_reduction(tmp_path):

@@ -290,11 +290,12 @@ def leftovers(folder):
 # The same run with less of everything, whose figures are worth nothing.
 QUICK = """
 import sys
-from autoplan.measure_hardware import device, links, measure, zero_host_time
+from autoplan.measure_hardware import device, links, measure, pipeline_host_time, zero_host_time
 
 device.SUSTAINED_S, device.N_LAUNCHES = 0.05, 200
 links.GROWTH, links.LARGEST_BYTES, links.SLOWEST_CALL_S, links.OVERLAP_S = 16, {"cpu": 2**20}, 0.02, 0.02
 zero_host_time.N_BLOCKS, zero_host_time.N_STEPS, zero_host_time.N_WARM_UP = 2, 3, 1
+pipeline_host_time.MANY, pipeline_host_time.N_STEPS, pipeline_host_time.N_WARM_UP = 12, 3, 1
 """
 COMMAND = "from autoplan import cli\n\nsys.exit(cli.run(['hw', 'measure', *sys.argv[1:]]))\n"
 

@@ -82,7 +82,7 @@ def test_the_queue_gives_every_pipeline_that_may_fit_in_the_order_of_bounds(seed
     assert queue.bound_s >= half_s
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(5, 12))])
 def test_no_bound_of_a_pipeline_exceeds_its_fastest_plan(seed: int) -> None:
     toys = two_toys(seed)
     space = mixed_space(toys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -38,37 +39,45 @@ def test_wrong_command_lines_exit_2(arguments: list[str]) -> None:
     assert cli.run(arguments) == 2
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "plan no.py --hw dgx_a100_x8",
-        "estimate no.py --hw dgx_a100_x8 --fix dp=8",
-        "whatif no.py --hw dgx_a100_x8",
-        "advise no.py --hw dgx_a100_x8",
-        "recommend no.py --among dgx_a100_x8 --tokens 1e9 --budget 9",
-        "profile no.py --hw dgx_a100_x8 --emit out",
-        "rule no.py",
-        "plan hf:no.json --hw dgx_a100_x8",
-        "plan toy.py --hw no.toml",
-        "whatif no.toml",
-        "hw validate no.toml",
-        "explain no",
-        "verify no",
-        "plan folder --hw dgx_a100_x8",
-        "plan toy.py --hw folder.toml",
-    ],
-)
-def test_a_file_that_is_not_there_is_told_alike_everywhere_and_before_torch_is_imported(
-    command: str, tmp_path: Path
-) -> None:
+MISSING = [
+    "plan no.py --hw dgx_a100_x8",
+    "estimate no.py --hw dgx_a100_x8 --fix dp=8",
+    "whatif no.py --hw dgx_a100_x8",
+    "advise no.py --hw dgx_a100_x8",
+    "recommend no.py --among dgx_a100_x8 --tokens 1e9 --budget 9",
+    "profile no.py --hw dgx_a100_x8 --emit out",
+    "rule no.py",
+    "plan hf:no.json --hw dgx_a100_x8",
+    "plan toy.py --hw no.toml",
+    "whatif no.toml",
+    "hw validate no.toml",
+    "explain no",
+    "verify no",
+    "plan folder --hw dgx_a100_x8",
+    "plan toy.py --hw folder.toml",
+]
+# Each with what it says, where it ends, and whether torch has been imported until then.
+RUN_ALL = """
+import contextlib, io, json, sys
+from autoplan import cli
+
+for command in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        code = cli.run(command.split())
+    print(json.dumps([code, "torch" in sys.modules, out.getvalue(), error.getvalue()]))
+"""
+
+
+def test_a_file_that_is_not_there_is_told_alike_everywhere_and_before_torch_is_imported(tmp_path: Path) -> None:
     for name in ("folder", "folder.toml"):
         (tmp_path / name).mkdir()
-    run = "import sys; from autoplan import cli; code = cli.run(sys.argv[1:]); print(code, 'torch' in sys.modules)"
-    arguments = [sys.executable, "-c", run, *command.split()]
+    arguments = [sys.executable, "-c", RUN_ALL, *MISSING]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout == "3 False\n"
     found = r"(hf:)?no(\.\w+)?: no such file|folder(\.toml)?: a folder, not a file"
-    assert re.search(rf"^autoplan: ({found})\n  expected: .*\n  fix: ", done.stderr, re.MULTILINE)
+    for command, line in zip(MISSING, done.stdout.splitlines(), strict=True):
+        *ends, error = json.loads(line)
+        assert ends == [3, False, ""], (command, error)
+        assert re.search(rf"^autoplan: ({found})\n  expected: .*\n  fix: ", error, re.MULTILINE), command
 
 
 def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:

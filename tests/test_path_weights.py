@@ -28,7 +28,7 @@ from autoplan.simulator.simulate import simulate
 SCHEDULES = [("interleaved", 2, 8), ("interleaved", 4, 4), ("zero_bubble_v", 2, 9)]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(6, 12))])
 def test_weights_never_bound_a_choice_of_sizes_above_a_plan_of_it_that_fits(seed: int) -> None:
     rng = random.Random(seed)
     toy = random_toy(seed, n_segments=rng.choice([6, 7]), tight=True)

@@ -42,14 +42,19 @@ TWO_RANKS = in_both_ways(
     {
         "ddp": ("tiny_norm", plan(dp=2)),
         "zero 1, three micro-batches": ("tiny_norm", plan(dp=2, zero_stage=1, zero_shard_degree=2, n_micro_batches=3)),
-        "zero 3": ("tiny_norm", plan(dp=2, **ZERO_3)),
-        "ddp with recompute": ("tiny_norm", plan(dp=2, recompute=BLOCKS)),
         "zero 3 with recompute": ("tiny_norm", plan(dp=2, recompute=BLOCKS[1:], **ZERO_3)),
-        "pp 2": ("tiny_norm", plan(pp=2, n_micro_batches=3)),
         "pp 2 with recompute": ("tiny_norm", plan(pp=2, n_micro_batches=3, recompute=BLOCKS)),
         "the user's own checkpoint": ("own_checkpoint", plan(dp=2)),
-        "resnet ddp": ("resnet", plan(dp=2, **RESNET)),
         "resnet zero 3 with recompute": ("resnet", plan(dp=2, recompute=RESNET_BLOCKS, **ZERO_3, **RESNET)),
+    }
+)
+# Each is a part of one above: without recomputation, without shards, or of another model.
+MORE_ON_TWO_RANKS = in_both_ways(
+    {
+        "zero 3": ("tiny_norm", plan(dp=2, **ZERO_3)),
+        "ddp with recompute": ("tiny_norm", plan(dp=2, recompute=BLOCKS)),
+        "pp 2": ("tiny_norm", plan(pp=2, n_micro_batches=3)),
+        "resnet ddp": ("resnet", plan(dp=2, **RESNET)),
     }
 )
 FOUR_RANKS = in_both_ways(
@@ -105,6 +110,12 @@ def test_two_ranks_train_as_one_process_that_normalizes_in_the_same_way(two_rank
         assert_exact(found)
 
 
+@pytest.mark.nightly
+def test_two_ranks_under_more_plans_train_as_one_process_that_normalizes_in_the_same_way():
+    for found in run_ranks(train_all, 2, MORE_ON_TWO_RANKS, timeout_s=200.0):
+        assert_exact(found)
+
+
 def test_four_ranks_train_as_one_process_that_normalizes_in_the_same_way():
     for found in run_ranks(train_all, 4, FOUR_RANKS, timeout_s=200.0):
         assert_exact(found)
@@ -140,14 +151,19 @@ def generated(name, *, way, **mesh):
     return {f"{name}_{way}": ("resnet", dataclasses.replace(make_plan("resnet", **fields), batch_norm=way))}
 
 
-def test_generated_stages_and_shards_of_channels_normalize_as_one_process_does(tmp_path):
+@pytest.mark.parametrize("which", ["by default", pytest.param("others", marks=pytest.mark.nightly)])
+def test_generated_stages_and_shards_of_channels_normalize_as_one_process_does(tmp_path, which):
     zero_3_again = {"recompute": "full", "zero_stage": 3, "zero_shard_degree": 2}
     cases = {
-        **generated("pp2", way="local", pp=2),
-        **generated("pp2_zero3_recompute", way="synchronized", pp=2, **zero_3_again),
-        **generated("tp2", way="synchronized", tp=2, sharding="R"),
-        **generated("tp2_recompute", way="local", tp=2, sharding="R", recompute="full"),
-    }
+        "by default": {
+            **generated("pp2_zero3_recompute", way="synchronized", pp=2, **zero_3_again),
+            **generated("tp2_recompute", way="local", tp=2, sharding="R", recompute="full"),
+        },
+        "others": {
+            **generated("pp2", way="local", pp=2),
+            **generated("tp2", way="synchronized", tp=2, sharding="R"),
+        },
+    }[which]
     rows = write_programs(tmp_path, cases)
     for differences in run_ranks(check_programs, 4, str(tmp_path), rows, N_STEPS, timeout_s=200.0):
         assert set(differences) == set(cases)
@@ -159,7 +175,7 @@ def test_generated_stages_and_shards_of_channels_normalize_as_one_process_does(t
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_two_gpus_train_as_one_that_normalizes_in_the_same_way():
-    for found in run_ranks(train_all, 2, TWO_RANKS, "cuda", backend="nccl", timeout_s=200.0):
+    for found in run_ranks(train_all, 2, TWO_RANKS | MORE_ON_TWO_RANKS, "cuda", backend="nccl", timeout_s=200.0):
         assert_exact(found)
 
 

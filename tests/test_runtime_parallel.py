@@ -45,13 +45,9 @@ LOWER_PRECISIONS = {
 }
 FOUR_RANKS = {
     "hsdp 2 x 2, zero 1": plan(dp=4, zero_stage=1, zero_shard_degree=2),
-    "hsdp 2 x 2, zero 2": plan(dp=4, zero_stage=2, zero_shard_degree=2),
     "hsdp 2 x 2, zero 3": plan(dp=4, zero_stage=3, zero_shard_degree=2),
     "tp 2 x zero 3": plan(tp=2, dp=2, zero_stage=3, zero_shard_degree=2),
-    "pp 2 x zero 0": plan(pp=2, dp=2),
-    "pp 2 x zero 1": plan(pp=2, dp=2, zero_stage=1, zero_shard_degree=2),
     "pp 2 x zero 2": plan(pp=2, dp=2, zero_stage=2, zero_shard_degree=2),
-    "pp 2 gpipe x zero 1": plan(pp=2, dp=2, schedule="gpipe", zero_stage=1, zero_shard_degree=2),
     "pp 2 interleaved x zero 1 with recompute": plan(
         pp=2,
         n_chunks=2,
@@ -62,7 +58,6 @@ FOUR_RANKS = {
         n_micro_batches=4,
         recompute=BLOCKS[1:],
     ),
-    "pp 2 x zero 3": plan(pp=2, dp=2, zero_stage=3, zero_shard_degree=2),
     "pp 2 interleaved x zero 3": plan(
         pp=2, n_chunks=2, dp=2, zero_stage=3, zero_shard_degree=2, schedule="interleaved", n_micro_batches=4
     ),
@@ -71,10 +66,17 @@ FOUR_RANKS = {
     ),
     "pp 2 zero-bubble V x tp 2": plan(pp=2, n_chunks=2, tp=2, schedule="zero_bubble_v"),
     "pp 4": plan(pp=4, n_micro_batches=5),
+}
+MORE_ON_FOUR_RANKS = {
+    "hsdp 2 x 2, zero 2": plan(dp=4, zero_stage=2, zero_shard_degree=2),
+    "pp 2 x zero 0": plan(pp=2, dp=2),
+    "pp 2 x zero 1": plan(pp=2, dp=2, zero_stage=1, zero_shard_degree=2),
+    "pp 2 gpipe x zero 1": plan(pp=2, dp=2, schedule="gpipe", zero_stage=1, zero_shard_degree=2),
+    "pp 2 x zero 3": plan(pp=2, dp=2, zero_stage=3, zero_shard_degree=2),
     "pp 2 x tp 2": plan(pp=2, tp=2),
 }
+COMPILED_TP = {"compiled tp 2 with recompute": plan(tp=2, compile=True, recompute=BLOCKS)}
 COMPILED = {
-    "compiled tp 2 with recompute": plan(tp=2, compile=True, recompute=BLOCKS),
     "compiled zero 3 with recompute": plan(dp=2, zero_stage=3, zero_shard_degree=2, compile=True, recompute=BLOCKS[:2]),
     "compiled pp 2": plan(pp=2, compile=True),
 }
@@ -157,8 +159,11 @@ def test_two_ranks_train_as_one_process_under_every_zero_stage_and_schedule():
     _assert_exact(TWO_RANKS)
 
 
-def test_four_ranks_train_as_one_process_under_hybrid_meshes():
-    _assert_exact(FOUR_RANKS)
+@pytest.mark.parametrize(
+    "configs", [FOUR_RANKS, pytest.param(MORE_ON_FOUR_RANKS, marks=pytest.mark.nightly)], ids=["default", "more"]
+)
+def test_four_ranks_train_as_one_process_under_hybrid_meshes(configs):
+    _assert_exact(configs)
 
 
 @pytest.mark.nightly
@@ -176,17 +181,20 @@ def test_lower_precisions_train_as_one_float32_process_within_their_tolerance():
     _assert_exact(LOWER_PRECISIONS)
 
 
-def test_compiled_plans_train_as_one_process():
-    _assert_exact(COMPILED)
+@pytest.mark.parametrize(
+    "configs", [COMPILED, pytest.param(COMPILED_TP, marks=pytest.mark.nightly)], ids=["default", "tensor parallel"]
+)
+def test_compiled_plans_train_as_one_process(configs):
+    _assert_exact(configs)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_two_gpus_train_as_one_over_nccl():
-    _assert_exact(TWO_RANKS | LOWER_PRECISIONS | COMPILED, device_type="cuda")
+    _assert_exact(TWO_RANKS | LOWER_PRECISIONS | COMPILED_TP | COMPILED, device_type="cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 def test_four_gpus_train_as_one_over_nccl():
-    _assert_exact(FOUR_RANKS, device_type="cuda")
+    _assert_exact(FOUR_RANKS | MORE_ON_FOUR_RANKS, device_type="cuda")

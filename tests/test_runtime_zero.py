@@ -1,8 +1,8 @@
 """When parameters are gathered and gradients reduced under each ZeRO stage: the table in `runtime.zero`, counted."""
 
-from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 import torch
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
@@ -18,16 +18,15 @@ BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
 N_SENT = 4  # tensors that cross a cut of `tiny_parallel`
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives that run inside it, and notes their order."""
+class CollectiveOrder(TorchDispatchMode):
+    """Notes the collectives that run inside it, in order."""
 
     def __init__(self):
         super().__init__()
-        self.counts, self.order = Counter(), []
+        self.order = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            self.counts[function._opname] += 1
             self.order.append(function._opname)
         return function(*args, **(kwargs or {}))
 
@@ -39,19 +38,22 @@ def _build(**fields):
 
 
 def _second_step(**fields):
-    """What was communicated in the second step."""
+    """What was communicated in the second step, in order."""
     model = _build(**fields)
     for step in range(2):
         batch = global_batch(tiny_gpt.make_batch, batch_size=model.config.global_batch_size, seed=0, step=step)
-        with CollectiveCounter() as counter:
+        with CollectiveOrder() as collectives:
             model.step(local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank))
-    return counter
+    return collectives.order
+
+
+def _counts(order):
+    """(all-gathers, reduce-scatters, all-reduces) among what was communicated."""
+    return tuple(order.count(name) for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"))
 
 
 def _count(**fields):
-    """(all-gathers, reduce-scatters, all-reduces) of the second step."""
-    counter = _second_step(**fields)
-    return tuple(counter.counts[name] for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_"))
+    return _counts(_second_step(**fields))
 
 
 def _count_on_two_ranks():
@@ -68,13 +70,21 @@ def test_zero_stages_gather_and_reduce_as_often_as_documented():
     ]
 
 
-def _count_on_four_ranks():
-    replicated = [_count(dp=4, zero_stage=stage, zero_shard_degree=2) for stage in (1, 3)]
-    return replicated + [_count(dp=2, pp=2, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)]
+def _orders_on_four_ranks():
+    """What was communicated in the second step of replicas under stages 1 and 3, and of pipelines under 1, 2 and 3."""
+    replicated = [_second_step(dp=4, zero_stage=stage, zero_shard_degree=2) for stage in (1, 3)]
+    pipelines = [_second_step(dp=2, pp=2, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)]
+    return replicated, pipelines
 
 
-def test_replicas_are_reduced_once_per_step_and_a_pipeline_changes_no_stage():
-    assert run_ranks(_count_on_four_ranks, 4)[0] == [
+@pytest.fixture(scope="module")
+def on_four_ranks():
+    return run_ranks(_orders_on_four_ranks, 4)
+
+
+def test_replicas_are_reduced_once_per_step_and_a_pipeline_changes_no_stage(on_four_ranks):
+    replicated, pipelines = on_four_ranks[0]
+    assert [_counts(order) for order in (*replicated, *pipelines)] == [
         (5, 5, 5 + 1),  # hybrid stage 1: one all-reduce over replicas per group
         (3 * (2 * 4 + 1), 3 * 5, 5 + 1),  # hybrid stage 3: the same
         # A pipeline stage has 2 blocks and the rest, 3 groups; the tied weight adds one all-reduce.
@@ -86,21 +96,16 @@ def test_replicas_are_reduced_once_per_step_and_a_pipeline_changes_no_stage():
     ]
 
 
-def _gathers_before_the_first_message():
-    """Per ZeRO stage, the all-gathers of the second step before anything is received."""
-    counters = [_second_step(dp=2, pp=2, zero_stage=stage, zero_shard_degree=2) for stage in (1, 2, 3)]
-    return [counter.order[: counter.order.index("recv_")].count("_allgather_base_") for counter in counters]
-
-
-def test_a_pipeline_stage_gathers_what_it_keeps_before_its_first_input_arrives():
+def test_a_pipeline_stage_gathers_what_it_keeps_before_its_first_input_arrives(on_four_ranks):
     # The last two ranks have the second stage: 2 blocks and the rest. Under stage 3 none can be kept until then.
-    assert run_ranks(_gathers_before_the_first_message, 4)[2:] == [[3, 3, 0]] * 2
+    for _, pipelines in on_four_ranks[2:]:
+        assert [order[: order.index("recv_")].count("_allgather_base_") for order in pipelines] == [3, 3, 0]
 
 
 def _gathers_of_the_first_rank():
     """The all-gathers of the second step before the first message is sent, and before the second one."""
     schedule = {"schedule": "interleaved", "n_chunks": 2, "n_micro_batches": 4}
-    order = _second_step(dp=2, pp=2, zero_stage=1, zero_shard_degree=2, **schedule).order
+    order = _second_step(dp=2, pp=2, zero_stage=1, zero_shard_degree=2, **schedule)
     sends = [place for place, name in enumerate(order) if name == "send"]
     return [order[:place].count("_allgather_base_") for place in sends[: 2 * N_SENT : N_SENT]]
 

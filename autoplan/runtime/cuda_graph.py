@@ -1,13 +1,13 @@
 """A CUDA graph of a step's forward and backward passes: the host launches all of their kernels and collectives at once.
 
     step 0     as it comes
-    step 1     as it comes, and whatever lets the host wait for the device is noticed
+    step 1     as it comes, and what a replay would miss is noticed: see `_missed_by_replays`
     step 2     captured, which computes nothing, then replayed
     step 3 ..  the batch is copied to where the captured one was, and the graph is replayed
 
 Norm of the gradients, clipping and optimizer stay outside: the host launches them while the device replays. A batch of
-other shapes runs as it comes. So do all steps where the host waits for the device inside the passes, which cannot be
-captured; rank 0 then says so once.
+other shapes runs as it comes. So do all steps where something would be missed; rank 0 then says so once. Python inside
+of the passes runs while they are captured, and not again.
 
 All passes run on one stream of their own, because autograd remembers on which one it first saw a parameter. Gradients
 stay where the capture put them, and so does all that passes need; it is memory that a step needs in any case.
@@ -15,9 +15,10 @@ stay where the capture put them, and so does all that passes need; it is memory 
 
 from __future__ import annotations
 
+import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -38,14 +39,20 @@ class StepGraph:
     """The passes of every step, captured when they can be.
 
     Args:
+        root: what the passes run.
         passes: from a batch on the device to the loss; leaves gradients in `parameters`, which have none before.
         parameters: all that are trained on this rank.
     """
 
     def __init__(
-        self, passes: Callable[[Any], torch.Tensor], *, parameters: Sequence[nn.Parameter], device: torch.device
+        self,
+        root: nn.Module,
+        passes: Callable[[Any], torch.Tensor],
+        *,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
     ) -> None:
-        self._passes, self._parameters, self._device = passes, parameters, device
+        self._root, self._passes, self._parameters, self._device = root, passes, parameters, device
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._n_steps, self._may_capture = 0, True
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -63,9 +70,9 @@ class StepGraph:
         if self._n_steps != N_STEPS_BEFORE:
             with self._on_own_stream():
                 return self._passes(batch)
-        with _noticed_waits() as waits, self._on_own_stream():
+        with _missed_by_replays(self._root) as missed, self._on_own_stream():
             loss = self._passes(batch)
-        self._may_capture = self._nobody_waits(waits)
+        self._may_capture = self._is_nothing_missed(missed)
         return loss
 
     def release(self) -> None:
@@ -107,19 +114,15 @@ class StepGraph:
             yield
         outer.wait_stream(self._stream)
 
-    def _nobody_waits(self, waits: list[warnings.WarningMessage]) -> bool:
-        """Whether the host of no rank waited; says where it did."""
-        n_waits = torch.tensor(len(waits), device=self._device)
+    def _is_nothing_missed(self, missed: list[str]) -> bool:
+        """Whether that is so on every rank; the first one says what it would be."""
+        n_missed = torch.tensor(len(missed), device=self._device)
         if dist.get_world_size() > 1:
-            dist.all_reduce(n_waits)
-        if waits and dist.get_rank() == 0:
-            places = dict.fromkeys(f"{found.filename}:{found.lineno}" for found in waits)
-            print(
-                f"cuda_graph: not captured, so steps take longer than planned; the host waits for the device in "
-                f"{', '.join(places)}",
-                file=sys.stderr,
-            )
-        return not n_waits.item()
+            dist.all_reduce(n_missed)
+        if missed and dist.get_rank() == 0:
+            said = "; ".join(dict.fromkeys(missed))
+            print(f"cuda_graph: not captured, so steps take longer than planned: {said}", file=sys.stderr)
+        return not n_missed.item()
 
 
 def release_graphs() -> None:
@@ -149,15 +152,44 @@ def _going_as_before() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _noticed_waits() -> Iterator[list[warnings.WarningMessage]]:
-    """What lets the host wait for the device, as far as torch notices it."""
-    waits: list[warnings.WarningMessage] = []
-    before = torch.cuda.get_sync_debug_mode()
+def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
+    """What the passes inside do that a replay would not do again, in words; known at the end.
+
+    Waiting for the device, as far as torch notices it; drawing random numbers on the host; putting another tensor or
+    another number where a module had one.
+    """
+    missed: list[str] = []
+    held, drawn = _held(root), _host_random_state()
+    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield waits
+            yield missed
         finally:
-            torch.cuda.set_sync_debug_mode(before)
-            waits += [warning for warning in found if WAITS in str(warning.message)]
+            torch.cuda.set_sync_debug_mode(mode)
+    waits = (warning for warning in found if WAITS in str(warning.message))
+    missed += [f"the host waits for the device in {wait.filename}:{wait.lineno}" for wait in waits]
+    missed += changed_between(held, _held(root))
+    if drawn != _host_random_state():
+        missed.append("the host draws random numbers in forward")
+
+
+def changed_between(held: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+    """Which of the things held have changed, in words."""
+    names = dict.fromkeys((*held, *later))
+    return [f"{name} changes in forward" for name in names if held.get(name) != later.get(name)]
+
+
+def _held(root: nn.Module) -> dict[str, Any]:
+    """By name the numbers that modules hold, and of the tensors which ones; parameters come and go by themselves."""
+    return {
+        f"{prefix}.{name}".lstrip("."): id(value) if isinstance(value, torch.Tensor) else value
+        for prefix, module in root.named_modules()
+        for name, value in (*vars(module).items(), *module._buffers.items())
+        if isinstance(value, torch.Tensor | int | float | str)
+    }
+
+
+def _host_random_state() -> tuple[Any, ...]:
+    return random.getstate(), tuple(torch.get_rng_state().tolist())

@@ -115,8 +115,9 @@ class ParallelModel(nn.Module):
         self._pipeline = self._build_pipeline() if config.pp > 1 else None
 
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
-        self._graph = self._step_graph() if config.cuda_graph and mesh.device.type == "cuda" else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
+        can_capture = mesh.device.type == "cuda" and self.loss_scale is None  # which changes, and is no tensor
+        self._graph = self._step_graph() if config.cuda_graph and can_capture else None
         self.was_updated = True
         self._mean_divisor = config.mean_divisor(mesh.dp_rank)
         self._mean_count = torch.ones((), device=mesh.device)
@@ -293,7 +294,7 @@ class ParallelModel(nn.Module):
 
     def _step_graph(self) -> StepGraph:
         parameters = [entry.parameter for entry in self._parameters_of_rank]
-        return StepGraph(self._passes, parameters=parameters, device=self.mesh.device)
+        return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device)
 
     # -------------------------------------------------------------- one step
 

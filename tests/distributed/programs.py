@@ -161,7 +161,7 @@ def make_plan(model: str, *, seed: int | None = None, recompute: str = "none", *
 
 def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[Row]:
     """Each case as modules `model_<name>` and `parallel_<name>` beside one `runtime/`; what `check_programs` needs."""
-    rows = []
+    rows, runtime = [], {}
     for name, (model, plan) in cases.items():
         file, overrides = MODELS[model]
         program = generate(
@@ -175,8 +175,9 @@ def write_programs(root: Path, cases: dict[str, tuple[str, Plan]]) -> list[Row]:
         texts = dict(program.files)
         (root / "runtime").mkdir(exist_ok=True)
         for path, text in texts.items():
-            if path.startswith("runtime/"):
+            if path.startswith("runtime/") and runtime.get(path) != text:
                 (root / path).write_text(text)
+                runtime[path] = text
         (root / f"model_{name}.py").write_text(texts["model.py"])
         if "parallel_model.py" in texts:
             (root / f"parallel_{name}.py").write_text(texts["parallel_model.py"])

@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 from profile_rows import (
@@ -87,13 +87,23 @@ def file_problem(model, hw, out):
     return api.make_problem(model, hw=hw, overrides={}, options=options)
 
 
+@pytest.fixture(scope="module")
+def measured_family(hw, tmp_path_factory):
+    """The rows and the problem of a family, measured when it is first asked for."""
+
+    @cache
+    def measured(family):
+        model, out = FAMILIES / f"{family}.py", tmp_path_factory.mktemp(family) / "m.json"
+        return measure_at_degree_1(model, hw, out), file_problem(model, hw, out)
+
+    return measured
+
+
 @pytest.mark.parametrize(
-    "family", ["vit_hf", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("t5_hf", "resnet", "gpt2_hf"))]
+    "family", ["gpt2_hf", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("t5_hf", "resnet", "vit_hf"))]
 )
-def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, hw, tmp_path) -> None:
-    out = tmp_path / "m.json"
-    rows = measure_at_degree_1(FAMILIES / f"{family}.py", hw, out)
-    problem = file_problem(FAMILIES / f"{family}.py", hw, out)
+def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, measured_family) -> None:
+    rows, problem = measured_family(family)
     first = problem.graph.first_of_kind().values()
     blocks = [segment for segment in first if segment.is_block]
     assert blocks
@@ -141,10 +151,8 @@ def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(fami
     monkeypatch.delitem(sys.modules, "model")
 
 
-def test_a_plan_of_two_stages_takes_the_generated_times_and_one_of_one_stage_the_own_ones(hw, tmp_path) -> None:
-    out = tmp_path / "m.json"
-    rows = measure_at_degree_1(FAMILIES / "gpt2_hf.py", hw, out)
-    problem = file_problem(FAMILIES / "gpt2_hf.py", hw, out)
+def test_a_plan_of_two_stages_takes_the_generated_times_and_one_of_one_stage_the_own_ones(measured_family) -> None:
+    rows, problem = measured_family("gpt2_hf")
     n_segments = len(problem.graph.segments)
     whole = whole_plan(problem)
     stages = StagePlan(0, n_segments // 2), StagePlan(n_segments // 2, n_segments)
