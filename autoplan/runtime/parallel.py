@@ -155,6 +155,9 @@ class ParallelModel(nn.Module):
         the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        if self._graph is not None:  # what a forward pass by itself gathered, a replay would take for gathered now
+            for stage in self.stages:
+                free_gathered_parameters(stage)
         passes = self._passes if self._graph is None else self._graph.run
         local_loss = passes(map_tensors(self._to_device, batch))
         with torch.profiler.record_function(OPTIMIZER_MARK):
