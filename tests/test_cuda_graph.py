@@ -27,7 +27,7 @@ from autoplan.runtime.cuda_graph import _held, _host_random_state, _is_like, cha
 from autoplan.runtime.recompute import apply_recompute
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
-from autoplan.space.choices import graph_choices
+from autoplan.space.choices import capture_choices
 from autoplan.space.priced import priced_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -124,13 +124,13 @@ def test_no_plan_is_slower_with_a_graph_and_none_needs_other_memory() -> None:
 )
 def test_where_there_may_be_a_graph(model: str, options: Options, choices: tuple) -> None:
     file = EXAMPLES / "gpt.py" if model == "gpt" else BENCHMARKS / "models" / "mixture.py"
-    assert graph_choices(trace_model(file), options, device=PROFILE.device) == choices
+    assert capture_choices(trace_model(file), options, device=PROFILE.device) == choices
 
 
 def test_recomputed_blocks_do_not_drop_elements_inside_a_graph(dropping: Path) -> None:
     graph = trace_model(dropping)
-    assert graph_choices(graph, Options(), device=PROFILE.device) == (EITHER, NEVER)
-    assert graph_choices(graph, Options(fix=(("recompute", "full"),)), device=PROFILE.device) == (NEVER, NEVER)
+    assert capture_choices(graph, Options(), device=PROFILE.device) == (EITHER, NEVER)
+    assert capture_choices(graph, Options(fix=(("recompute", "full"),)), device=PROFILE.device) == (NEVER, NEVER)
     space = priced_space(graph, PROFILE, Options(), global_batch=8)
     choices = {
         mesh.cuda_graph: space.price(mesh).recompute_choices for mesh in (Mesh(dp=8), Mesh(dp=8, cuda_graph=True))

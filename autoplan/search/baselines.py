@@ -74,7 +74,6 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
     keys = dict(space.shardings)
     beyond = range(space.n_devices_per_host + 1, space.n_on_links + 1)
     tp = max(tp for tp in legal_tensor_degrees(space, options) if space.n_devices % tp == 0 and tp not in beyond)
-    graphs = space.cuda_graph if tp == 1 else space.cuda_graph_of_shards
     for pp in divisors(space.n_devices // tp):
         dp = space.n_devices // tp // pp
         if pp > space.n_pieces or space.global_batch % dp != 0:
@@ -91,7 +90,9 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
                 sharding=keys[tp][0],
                 cuda_graph=is_captured,
             ).run_as(way)
-            for size, way, is_captured in product(micro_batch_sizes(space, options, dp=dp), space.executions, graphs)
+            for size, way, is_captured in product(
+                micro_batch_sizes(space, options, dp=dp), space.executions, space.graphs_of(tp)
+            )
             if pp == 1 or space.global_batch // dp // size >= pp
         ]
 

@@ -98,4 +98,4 @@ def _released(state: SearchState, mesh: Mesh, judged: Judged) -> tuple[Mesh, Jud
     """Without a graph that gains nothing, unless one was asked for."""
     if fixed(state.options, "cuda_graph") == "on":
         return mesh, judged
-    return without_idle_graph(mesh, judged, price=state.price, gap=state.gap)
+    return without_idle_graph(mesh, judged, price=state.table, gap=state.gap)

@@ -92,6 +92,10 @@ class SearchSpace:
     why_uncut: str = ""
     n_devices_joined: int | None = None
 
+    def graphs_of(self, tp: int) -> tuple[bool, ...]:
+        """Whether passes of this tensor-parallel degree may, or must, be a CUDA graph."""
+        return self.cuda_graph if tp == 1 else self.cuda_graph_of_shards
+
     @property
     def n_on_links(self) -> int:
         """Devices on the links of one host."""
@@ -238,7 +242,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
         pairs = (
             (*own, is_captured)
             for own in schedules[n_micro_batches]
-            for is_captured in graph_choices(space, options, tp=tp, schedule=own[0])
+            for is_captured in capture_choices(space, options, tp=tp, schedule=own[0])
         )
         for schedule, n_chunks, is_captured in pairs:
             if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
@@ -263,11 +267,11 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
             )
 
 
-def graph_choices(space: SearchSpace, options: Options, *, tp: int, schedule: str) -> tuple[bool, ...]:
+def capture_choices(space: SearchSpace, options: Options, *, tp: int, schedule: str) -> tuple[bool, ...]:
     """Whether passes may, or must, be a CUDA graph; not where the backward pass is split, which nobody tried."""
     if splits_backward(schedule):
         return () if fixed(options, "cuda_graph") == "on" else (False,)
-    return space.cuda_graph if tp == 1 else space.cuda_graph_of_shards
+    return space.graphs_of(tp)
 
 
 def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compiles: bool) -> bool:
@@ -384,6 +388,7 @@ MESH_FIELDS = {
 }  # fmt: skip
 
 
+# Of these, those that are on or off.
 SWITCHES = {"keep_attention": "keeps_attention", "cuda_graph": "cuda_graph"}
 
 

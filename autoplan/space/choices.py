@@ -93,7 +93,7 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
     return (False, True) if has_any and not cannot else (False,)
 
 
-def graph_choices(graph: OpGraph, options: Options, *, device: Device) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Whether passes may, or must, be a CUDA graph: without tensor parallelism, and with it.
 
     It is as fixed. Else they are one where they can be. A block that is recomputed cannot draw its random numbers again

@@ -26,11 +26,11 @@ from autoplan.rules import load_rules
 from autoplan.search.meshes import MakePlan, Price, SearchSpace
 from autoplan.space.choices import (
     attention_choices,
+    capture_choices,
     check_execution,
     codes,
     compression_choice,
     executions,
-    graph_choices,
     loss_choice,
 )
 from autoplan.space.current_code import with_current_code
@@ -67,7 +67,7 @@ def priced_space(
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
-    graphs, graphs_of_shards = graph_choices(graph, options, device=hardware.device)
+    graphs, graphs_of_shards = capture_choices(graph, options, device=hardware.device)
     space = SearchSpace(
         n_devices=n_devices or hardware.n_devices,
         uses_all_devices=n_devices is not None,
