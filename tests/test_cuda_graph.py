@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from distributed.programs import graph_of, shardings_of
@@ -23,8 +24,9 @@ from autoplan.planning.problem import trace_model
 from autoplan.report.plan import plan_table
 from autoplan.rules import load_rules
 from autoplan.runtime import Config
-from autoplan.runtime.cuda_graph import _held, _host_random_state, _is_like, changed_between
+from autoplan.runtime.cuda_graph import _is_like, changed_between, held_by
 from autoplan.runtime.recompute import apply_recompute
+from autoplan.runtime.seeds import host_state
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
 from autoplan.space.choices import capture_choices
@@ -192,6 +194,7 @@ def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:
         ({"ids": torch.zeros(4, 8), "n": 4}, torch.zeros(4)),
         ({"ids": torch.zeros(4, 8), "n": 3}, torch.zeros(4, dtype=torch.int64)),
         ({"ids": torch.zeros(4, 8)}, torch.zeros(4)),
+        ({"ids": torch.zeros(4, 8), "n": np.arange(3)}, torch.zeros(4)),
     ):
         assert not _is_like(other, batch)
 
@@ -209,16 +212,18 @@ def test_blocks_that_draw_nothing_are_recomputed_alike_without_random_state() ->
 
 
 class Changing(nn.Module):
-    """Counts its calls, replaces a buffer and a tensor, writes into another buffer."""
+    """Counts its calls, also in a dict, replaces a buffer and a tensor, writes into another buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("written", torch.zeros(4))
-        self.n_calls, self.scale, self.last = 0, 2.0, torch.zeros(4)
+        self.n_calls, self.scale, self.last = 0, float("nan"), torch.zeros(4)
+        self.state = {"calls": 0}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.n_calls += 1
+        self.state["calls"] += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         self.last = x.detach()
         self.written.copy_(x.detach().mean(0))
@@ -227,11 +232,22 @@ class Changing(nn.Module):
 
 def test_what_a_module_puts_elsewhere_in_forward_is_named_and_what_it_writes_in_place_is_not() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Changing(), nn.BatchNorm1d(4), nn.Dropout(0.5))
-    held, drawn = _held(model), _host_random_state()
+    held, drawn = held_by(model), host_state()
     model[0](torch.ones(2, 4)).sum().backward()
-    assert changed_between(held, _held(model)) == [] and drawn == _host_random_state()
+    assert changed_between(held, held_by(model)) == [] and drawn == host_state()
     model(torch.ones(2, 4)).sum().backward()
-    assert sorted(changed_between(held, _held(model))) == [
-        f"1.{name} changes in forward" for name in ("last", "mean", "n_calls")
+    assert sorted(changed_between(held, held_by(model))) == [
+        f"1.{name} changes in forward" for name in ("last", "mean", "n_calls", "state.calls")
     ]
-    assert drawn != _host_random_state()  # on a CPU, dropout draws on the host
+    assert drawn != host_state()  # on a CPU, dropout draws on the host
+
+
+def test_what_is_changed_between_steps_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    held = held_by(model)
+    model[1].p = 0.1
+    model[0].eval()
+    assert changed_between(held, held_by(model), when="since") == [
+        "0.training changes since",
+        "1.p changes since",
+    ]

@@ -6,8 +6,9 @@
     step 3 ..  the batch is copied to where the captured one was, and the graph is replayed
 
 Norm of the gradients, clipping and optimizer stay outside: the host launches them while the device replays. A batch of
-other shapes runs as it comes. So do all steps where something would be missed; rank 0 then says so once. Python inside
-of the passes runs while they are captured, and not again.
+other shapes runs as it comes. So do all steps where something would be missed, and those after something that the graph
+took as it was has changed; the program says so once. Python inside of the passes runs while they are captured, and not
+again.
 
 All passes run on one stream of their own, because autograd remembers on which one it first saw a parameter. Gradients
 stay where the capture put them, and so does all that passes need; it is memory that a step needs in any case.
@@ -15,24 +16,27 @@ stay where the capture put them, and so does all that passes need; it is memory 
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from .batches import flatten_tensors, map_tensors
+from .mesh import release_before_stop
+from .seeds import host_state
+from .zero import local_part
 
 N_STEPS_BEFORE = 2
 WAITS = "called a synchronizing CUDA operation"  # what torch's debug mode says
 
-_captured: WeakSet[StepGraph] = WeakSet()
+MAX_DEPTH = 2  # of lists and dicts that modules hold
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class StepGraph:
@@ -59,6 +63,7 @@ class StepGraph:
         self._batch: Any = None
         self._loss = torch.zeros((), device=device)
         self._gradients: list[torch.Tensor | None] = []
+        self._seen: dict[str, Any] = {}
 
     def run(self, batch: Any) -> torch.Tensor:
         """The loss of a step, whose gradients are then in the parameters; all ranks must call it alike."""
@@ -66,7 +71,11 @@ class StepGraph:
             self._capture(batch)
         self._n_steps += 1
         if self._graph is not None and _is_like(batch, self._batch):
-            return self._replayed(batch)
+            changed = self._changes()
+            if not changed:
+                return self._replayed(batch)
+            print(f"cuda_graph: given up, so steps take longer than planned: {'; '.join(changed)}", file=sys.stderr)
+            self.release()
         if self._n_steps != N_STEPS_BEFORE:
             with self._on_own_stream():
                 return self._passes(batch)
@@ -80,7 +89,7 @@ class StepGraph:
         self._graph, self._may_capture = None, False
 
     def _capture(self, batch: Any) -> None:
-        self._batch = pytree.tree_map_only(torch.Tensor, torch.clone, batch)
+        self._batch = map_tensors(torch.clone, batch)
         graph = torch.cuda.CUDAGraph()
         try:
             # The threads of NCCL and of a data loader may go on meanwhile.
@@ -93,13 +102,24 @@ class StepGraph:
             )
             raise
         self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
-        _captured.add(self)
+        self._seen = self._now()
+        release_before_stop(self)
+
+    def _now(self) -> dict[str, Any]:
+        """What the graph took as it was: besides what modules hold, where parameters lie and which are trained."""
+        placed = enumerate(map(local_part, self._parameters))
+        return held_by(self._root) | {
+            f"parameter {number}": (own.data_ptr(), parameter.requires_grad)
+            for (number, own), parameter in zip(placed, self._parameters, strict=True)
+        }
+
+    def _changes(self) -> list[str]:
+        return changed_between(self._seen, self._now(), when="since it was captured")
 
     def _replayed(self, batch: Any) -> torch.Tensor:
         assert self._graph is not None
-        for own, given in zip(pytree.tree_leaves(self._batch), pytree.tree_leaves(batch), strict=True):
-            if isinstance(own, torch.Tensor):
-                own.copy_(given)
+        for own, given in zip(flatten_tensors(self._batch), flatten_tensors(batch), strict=True):
+            own.copy_(given)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         with self._on_own_stream():
@@ -125,22 +145,16 @@ class StepGraph:
         return not n_missed.item()
 
 
-def release_graphs() -> None:
-    """Forget all graphs of this process, before its process groups end."""
-    for graph in list(_captured):
-        graph.release()
-
-
 def _is_like(batch: Any, other: Any) -> bool:
     """Whether a batch differs from another one in the contents of its tensors only."""
-    (found, structure), (expected, of_other) = pytree.tree_flatten(batch), pytree.tree_flatten(other)
-    return structure == of_other and all(map(_is_same_kind, found, expected))
+    try:
+        return bool(_described(batch) == _described(other))
+    except (RuntimeError, TypeError, ValueError):  # a part of it, such as an array, does not say whether it is equal
+        return False
 
 
-def _is_same_kind(found: Any, expected: Any) -> bool:
-    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
-        return (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    return bool(found == expected)
+def _described(batch: Any) -> Any:
+    return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
 
 
 def _going_as_before() -> AbstractContextManager[Any]:
@@ -156,10 +170,10 @@ def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
     """What the passes inside do that a replay would not do again, in words; known at the end.
 
     Waiting for the device, as far as torch notices it; drawing random numbers on the host; putting another tensor or
-    another number where a module had one.
+    another number where a module had one, in its lists and dicts too.
     """
     missed: list[str] = []
-    held, drawn = _held(root), _host_random_state()
+    held, drawn = held_by(root), host_state()
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -170,26 +184,37 @@ def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(mode)
     waits = (warning for warning in found if WAITS in str(warning.message))
     missed += [f"the host waits for the device in {wait.filename}:{wait.lineno}" for wait in waits]
-    missed += changed_between(held, _held(root))
-    if drawn != _host_random_state():
+    missed += changed_between(held, held_by(root))
+    if drawn != host_state():
         missed.append("the host draws random numbers in forward")
 
 
-def changed_between(held: Mapping[str, Any], later: Mapping[str, Any]) -> list[str]:
+def changed_between(held: Mapping[str, Any], later: Mapping[str, Any], *, when: str = "in forward") -> list[str]:
     """Which of the things held have changed, in words."""
     names = dict.fromkeys((*held, *later))
-    return [f"{name} changes in forward" for name in names if held.get(name) != later.get(name)]
+    return [f"{name} changes {when}" for name in names if not _is_same(held.get(name), later.get(name))]
 
 
-def _held(root: nn.Module) -> dict[str, Any]:
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or value == other  # NaN is not equal to itself
+
+
+def held_by(root: nn.Module) -> dict[str, Any]:
     """By name the numbers that modules hold, and of the tensors which ones; parameters come and go by themselves."""
-    return {
-        f"{prefix}.{name}".lstrip("."): id(value) if isinstance(value, torch.Tensor) else value
-        for prefix, module in root.named_modules()
-        for name, value in (*vars(module).items(), *module._buffers.items())
-        if isinstance(value, torch.Tensor | int | float | str)
-    }
+    found: dict[str, Any] = {}
+    for prefix, module in root.named_modules():
+        own = {name: value for name, value in vars(module).items() if name == "training" or name not in _OF_TORCH}
+        for name, value in (own | module._buffers).items():
+            found.update(_numbers(f"{prefix}.{name}".lstrip("."), value, depth=MAX_DEPTH))
+    return found
 
 
-def _host_random_state() -> tuple[Any, ...]:
-    return random.getstate(), tuple(torch.get_rng_state().tolist())
+def _numbers(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Any]]:
+    """Numbers, texts and the identity of tensors, in lists and dicts too."""
+    if isinstance(value, torch.Tensor):
+        yield name, id(value)
+    elif isinstance(value, int | float | str):
+        yield name, value
+    elif depth and isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(f"{name}.{key}", item, depth=depth - 1)

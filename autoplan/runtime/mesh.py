@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import Config
-from .cuda_graph import release_graphs
 
 TIMEOUT_S = 600.0
 GIB = 2**30
@@ -226,9 +226,24 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return any(isinstance(cause, dist.DistError) or "gloo" in str(cause) for cause in causes)
 
 
+class HoldsCommunicators(Protocol):
+    """What keeps communicators from ending until it lets go of them."""
+
+    def release(self) -> None: ...
+
+
+_holders: WeakSet[HoldsCommunicators] = WeakSet()
+
+
+def release_before_stop(holder: HoldsCommunicators) -> None:
+    """Let it go before the process groups of this process end."""
+    _holders.add(holder)
+
+
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
-    release_graphs()
+    for holder in list(_holders):
+        holder.release()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -79,3 +79,10 @@ def seeding_the_host() -> Iterator[Callable[[int], Any]]:
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
+
+
+def host_state() -> tuple[str, ...]:
+    """What the same generators would draw next, as text: equal texts mean that nothing was drawn in between."""
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy and [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()]
+    return str(random.getstate()), str(torch.default_generator.get_state().tolist()), str(numpy_state)

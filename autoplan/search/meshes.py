@@ -388,7 +388,7 @@ MESH_FIELDS = {
 }  # fmt: skip
 
 
-# Of these, those that are on or off.
+# Likewise of what is on or off.
 SWITCHES = {"keep_attention": "keeps_attention", "cuda_graph": "cuda_graph"}
 
 
