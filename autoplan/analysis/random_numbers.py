@@ -12,16 +12,20 @@ _DROPOUT = {
     "aten.native_dropout.default": (1, "p"),
     "aten.feature_dropout.default": (1, "p"),
     "aten.alpha_dropout.default": (1, "p"),
+    "aten.feature_alpha_dropout.default": (1, "p"),
     "aten.scaled_dot_product_attention.default": (4, "dropout_p"),
     "aten.lstm.input": (5, "dropout"),
     "aten.gru.input": (5, "dropout"),
+    "aten.rnn_tanh.input": (5, "dropout"),
+    "aten.rnn_relu.input": (5, "dropout"),
 }
 # Operators other than dropout that draw random numbers.
 _DRAWS = frozenset(
     (
         "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal",
         "normal_functional", "uniform", "bernoulli", "multinomial", "exponential", "rrelu_with_noise",
-        "rrelu_with_noise_functional", "poisson", "binomial",
+        "rrelu_with_noise_functional", "rrelu", "poisson", "binomial", "random", "geometric", "cauchy", "log_normal",
+        "_standard_gamma", "_sample_dirichlet",
     )
 )  # fmt: skip
 

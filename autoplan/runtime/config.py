@@ -155,6 +155,10 @@ class Config:
             if self.powersgd_start_step < 2:
                 raise ValueError(f"powersgd_start_step: found {self.powersgd_start_step}, expected 2 or more")
 
+    def runs_as_graph(self, device: torch.device) -> bool:
+        """Whether passes are to be a CUDA graph here; not in fp16, whose loss scale changes and is no tensor."""
+        return self.cuda_graph and device.type == "cuda" and self.precision != "fp16"
+
     @property
     def n_ranks(self) -> int:
         """Processes the program needs."""

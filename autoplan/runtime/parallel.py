@@ -116,8 +116,7 @@ class ParallelModel(nn.Module):
 
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
-        can_capture = mesh.device.type == "cuda" and self.loss_scale is None  # which changes, and is no tensor
-        self._graph = self._step_graph() if config.cuda_graph and can_capture else None
+        self._graph = self._step_graph() if config.runs_as_graph(mesh.device) else None
         self.was_updated = True
         self._mean_divisor = config.mean_divisor(mesh.dp_rank)
         self._mean_count = torch.ones((), device=mesh.device)

@@ -43,7 +43,7 @@ def apply_in_order(
         stage,
         config.recompute_of(mesh.dp_rank),
         keeps_attention=config.keep_attention,
-        draws_again=not config.cuda_graph,
+        draws_again=not config.runs_as_graph(mesh.device),
     )
     hold_as_vectors(stage)
     compressed = apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
