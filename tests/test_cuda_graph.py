@@ -24,7 +24,8 @@ from autoplan.planning.problem import trace_model
 from autoplan.report.plan import plan_table
 from autoplan.rules import load_rules
 from autoplan.runtime import Config
-from autoplan.runtime.cuda_graph import _is_like, changed_between, held_by
+from autoplan.runtime.cuda_graph import _is_like
+from autoplan.runtime.held_values import Watched, changed_between, held_by
 from autoplan.runtime.recompute import apply_recompute
 from autoplan.runtime.seeds import host_state
 from autoplan.search import search
@@ -242,12 +243,34 @@ def test_what_a_module_puts_elsewhere_in_forward_is_named_and_what_it_writes_in_
     assert drawn != host_state()  # on a CPU, dropout draws on the host
 
 
-def test_what_is_changed_between_steps_is_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    held = held_by(model)
-    model[1].p = 0.1
-    model[0].eval()
-    assert changed_between(held, held_by(model), when="since") == [
-        "0.training changes since",
-        "1.p changes since",
-    ]
+@pytest.mark.parametrize("name", ["training", "p", "replaced", "in_a_dict", "grown", "parameter", "frozen", "buffer"])
+def test_what_is_changed_between_steps_is_named(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Changing())
+    parameters = list(model.parameters())
+    watched = Watched(model, parameters)
+    assert watched.changes() == []
+    said = {
+        "training": (lambda: model[0].eval(), "0.training"),
+        "p": (lambda: setattr(model[1], "p", 0.1), "1.p"),
+        "replaced": (lambda: setattr(model[2], "last", torch.ones(4)), "2.last"),
+        "in_a_dict": (lambda: model[2].state.update(calls=3), "2.state.calls"),
+        "grown": (lambda: setattr(model[2], "new", 1), "2.new"),
+        "parameter": (lambda: setattr(parameters[0], "data", torch.ones(4, 4)), "parameter 0"),
+        "frozen": (lambda: parameters[1].requires_grad_(False), "parameter 1"),
+        "buffer": (lambda: setattr(model[2], "mean", torch.ones(4)), "2.mean"),
+    }
+    change, changed = said[name]
+    change()
+    assert watched.changes() == watched.changes() == [f"{changed} changes since it was captured"]
+
+
+def test_equal_values_and_new_contents_are_no_change() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Changing())
+    watched = Watched(model, list(model.parameters()))
+    model[1].state = {"calls": 0}
+    model[1].mean.add_(1)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert watched.changes() == watched.changes() == []
+    model[1].state["calls"] = 1
+    assert watched.changes() == ["1.state.calls changes since it was captured"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -28,15 +28,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .batches import flatten_tensors, map_tensors
+from .held_values import Watched, changed_between, held_by
 from .mesh import release_before_stop
 from .seeds import host_state
-from .zero import local_part
 
 N_STEPS_BEFORE = 2
 WAITS = "called a synchronizing CUDA operation"  # what torch's debug mode says
-
-MAX_DEPTH = 2  # of lists and dicts that modules hold
-_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class StepGraph:
@@ -63,7 +60,7 @@ class StepGraph:
         self._batch: Any = None
         self._loss = torch.zeros((), device=device)
         self._gradients: list[torch.Tensor | None] = []
-        self._seen: dict[str, Any] = {}
+        self._watched: Watched | None = None
 
     def run(self, batch: Any) -> torch.Tensor:
         """The loss of a step, whose gradients are then in the parameters; all ranks must call it alike."""
@@ -71,7 +68,8 @@ class StepGraph:
             self._capture(batch)
         self._n_steps += 1
         if self._graph is not None and _is_like(batch, self._batch):
-            changed = self._changes()
+            assert self._watched is not None
+            changed = self._watched.changes()
             if not changed:
                 return self._replayed(batch)
             print(f"cuda_graph: given up, so steps take longer than planned: {'; '.join(changed)}", file=sys.stderr)
@@ -102,28 +100,17 @@ class StepGraph:
             )
             raise
         self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
-        self._seen = self._now()
+        self._watched = Watched(self._root, self._parameters)
         release_before_stop(self)
-
-    def _now(self) -> dict[str, Any]:
-        """What the graph took as it was: besides what modules hold, where parameters lie and which are trained."""
-        placed = enumerate(map(local_part, self._parameters))
-        return held_by(self._root) | {
-            f"parameter {number}": (own.data_ptr(), parameter.requires_grad)
-            for (number, own), parameter in zip(placed, self._parameters, strict=True)
-        }
-
-    def _changes(self) -> list[str]:
-        return changed_between(self._seen, self._now(), when="since it was captured")
 
     def _replayed(self, batch: Any) -> torch.Tensor:
         assert self._graph is not None
         for own, given in zip(flatten_tensors(self._batch), flatten_tensors(batch), strict=True):
             own.copy_(given)
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
         with self._on_own_stream():
             self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
         return self._loss.clone()
 
     @contextmanager
@@ -187,34 +174,3 @@ def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
     missed += changed_between(held, held_by(root))
     if drawn != host_state():
         missed.append("the host draws random numbers in forward")
-
-
-def changed_between(held: Mapping[str, Any], later: Mapping[str, Any], *, when: str = "in forward") -> list[str]:
-    """Which of the things held have changed, in words."""
-    names = dict.fromkeys((*held, *later))
-    return [f"{name} changes {when}" for name in names if not _is_same(held.get(name), later.get(name))]
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    return value is other or value == other  # NaN is not equal to itself
-
-
-def held_by(root: nn.Module) -> dict[str, Any]:
-    """By name the numbers that modules hold, and of the tensors which ones; parameters come and go by themselves."""
-    found: dict[str, Any] = {}
-    for prefix, module in root.named_modules():
-        own = {name: value for name, value in vars(module).items() if name == "training" or name not in _OF_TORCH}
-        for name, value in (own | module._buffers).items():
-            found.update(_numbers(f"{prefix}.{name}".lstrip("."), value, depth=MAX_DEPTH))
-    return found
-
-
-def _numbers(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Any]]:
-    """Numbers, texts and the identity of tensors, in lists and dicts too."""
-    if isinstance(value, torch.Tensor):
-        yield name, id(value)
-    elif isinstance(value, int | float | str):
-        yield name, value
-    elif depth and isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(f"{name}.{key}", item, depth=depth - 1)
