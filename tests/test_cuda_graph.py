@@ -18,6 +18,7 @@ from autoplan.checks.plan import check_plan
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import load_hardware_profile
+from autoplan.hardware.cluster import load_cluster
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.planning.problem import trace_model
@@ -31,6 +32,7 @@ from autoplan.runtime.seeds import host_state
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
 from autoplan.space.choices import capture_choices
+from autoplan.space.mixed_space import check_mixed_options
 from autoplan.space.priced import priced_space
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -171,9 +173,37 @@ def test_a_plan_with_a_graph_that_cannot_be_is_refused(dropping: Path) -> None:
     ):
         with pytest.raises(InputError, match="cuda_graph"):
             check_plan(wrong, graph, PROFILE)
-    for fields in ({"is_module_level": True}, {"grad_compression": "bf16"}):
+    for fields in (
+        {"is_module_level": True},
+        {"grad_compression": "bf16"},
+        {"dp": 2, "shares": ((1, 1, 1), (1, 1, 2))},
+    ):
         with pytest.raises(ValueError, match="cuda_graph"):
             Config(cuda_graph=True, **fields)
+
+
+def test_no_plan_over_several_groups_has_a_graph() -> None:
+    cluster = load_cluster(EXAMPLES / "a100_v100.toml")
+    with pytest.raises(UsageError, match="cuda_graph(.|\n)*several groups"):
+        check_mixed_options(Options(fix=(("cuda_graph", "on"),)), cluster)
+
+
+def test_a_plan_that_went_without_its_graph_is_a_warm_start() -> None:
+    graph = trace_model(EXAMPLES / "gpt.py")
+    space = priced_space(graph, PROFILE, Options(), global_batch=8)
+    split = len(graph.segments) // 2
+    mesh = Mesh(dp=4, pp=2, n_micro_batches=2)
+    known = space.make_plan(mesh, (StagePlan(0, split), StagePlan(split, len(graph.segments))))
+    for warm_start in (None, known):
+        judged = []
+        search(
+            space.space,
+            price=lambda mesh, judged=judged: judged.append(mesh) or space.price(mesh),
+            options=Options(time_limit_s=0.0),
+            make_plan=space.make_plan,
+            warm_start=warm_start,
+        )
+        assert (replace(mesh, cuda_graph=True) in judged) == (warm_start is known)
 
 
 def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_path: Path) -> None:

@@ -9,11 +9,26 @@ from __future__ import annotations
 
 from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.graph import OpGraph
+from autoplan.schedules import splits_backward
 from autoplan.tensor_parallel.expert_rows import GROUPED_PRODUCT
 
 
-def why_uncaptured(graph: OpGraph, *, precision: str, grad_compression: str, is_cpu: bool) -> str:
-    """Why no plan of a model can have its passes captured; "" where they can be."""
+def why_uncaptured(
+    graph: OpGraph,
+    *,
+    precision: str,
+    grad_compression: str,
+    is_cpu: bool,
+    tp: int = 1,
+    recomputes: bool = False,
+    schedule: str = "",
+    has_shares: bool = False,
+) -> str:
+    """Why the passes of such plans of a model cannot be captured; "" where they can be.
+
+    What is not given does not matter: left out, the answer holds for plans without it. `recomputes`: some block is
+    recomputed. `has_shares`: ranks of a mixed cluster have numbers of micro-batches of their own.
+    """
     if is_cpu:
         return "a CPU"
     if graph.is_module_level:
@@ -22,13 +37,14 @@ def why_uncaptured(graph: OpGraph, *, precision: str, grad_compression: str, is_
         return "fp16, whose loss scale changes from step to step"
     if grad_compression != "none":
         return f"gradients compressed by {grad_compression}, which counts steps"
-    return ""
-
-
-def why_shards_uncaptured(graph: OpGraph) -> str:
-    """Why none can that splits the model by tensor parallelism."""
-    if any(op.target == GROUPED_PRODUCT for op in graph.ops):
+    if schedule and splits_backward(schedule):
+        return f"schedule {schedule}, whose split backward pass nobody has captured"
+    if has_shares:
+        return "shares of the batch that differ between groups, which nobody has captured"
+    if tp > 1 and any(op.target == GROUPED_PRODUCT for op in graph.ops):
         return "experts, of which each rank has as many rows as the device finds"
-    if draws_numbers(graph):
+    if tp > 1 and draws_numbers(graph):
         return "shards that draw random numbers of their own"
+    if recomputes and draws_numbers(graph):
+        return "recomputed blocks that draw random numbers"
     return ""

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from autoplan.analysis.captured import why_shards_uncaptured, why_uncaptured
+from autoplan.analysis.captured import why_uncaptured
 from autoplan.analysis.chunked_loss import can_chunk, why_whole
 from autoplan.analysis.head_group import head_group
 from autoplan.analysis.kept_attention import kinds_with_attention, recomputes_attention
-from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.analysis.semantics import check_loss_average, own_gradients
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
@@ -96,13 +95,16 @@ def _check_kept_attention(plan: Plan, graph: OpGraph, hardware: Hardware) -> Non
 
 def _check_captured(plan: Plan, graph: OpGraph, hardware: Hardware) -> None:
     device = (hardware.groups[0] if isinstance(hardware, Cluster) else hardware).device
-    why = why_uncaptured(graph, precision=plan.precision, grad_compression=plan.grad_compression, is_cpu=device.is_cpu)
-    if plan.mesh.tp > 1:
-        why = why or why_shards_uncaptured(graph)
-    if draws_numbers(graph) and any(stage.recomputed for stage in plan.stages):
-        why = why or "recomputed blocks that draw random numbers"
-    if splits_backward(plan.mesh.schedule):
-        why = why or f"schedule {plan.mesh.schedule}"
+    why = why_uncaptured(
+        graph,
+        precision=plan.precision,
+        grad_compression=plan.grad_compression,
+        is_cpu=device.is_cpu,
+        tp=plan.mesh.tp,
+        recomputes=any(stage.recomputed for stage in plan.stages),
+        schedule=plan.mesh.schedule,
+        has_shares=bool(plan.mesh.shares),
+    )
     if plan.mesh.cuda_graph and why:
         _refuse("mesh.cuda_graph", True, f"false: found {why}")
 

@@ -115,10 +115,12 @@ class Config:
             found = f"recompute: found {self.recompute}" if self.recompute else "compile: found True"
             raise ValueError(f"{found}, expected none with schedule {self.schedule!r}, whose backward pass is split")
 
-        if self.cuda_graph and (self.splits_backward or self.is_module_level or self.grad_compression != "none"):
+        if self.cuda_graph and (
+            self.splits_backward or self.is_module_level or self.shares or self.grad_compression != "none"
+        ):
             raise ValueError(
-                "cuda_graph: found True, expected False with a split backward pass, a forward that branches on data, or"
-                " compressed gradients"
+                "cuda_graph: found True, expected False with a split backward pass, a forward that branches on data,"
+                " shares, or compressed gradients"
             )
         if self.keep_attention and not (self.recompute or any(self.share_recompute)):
             raise ValueError("keep_attention: found True, expected False because nothing is recomputed")

@@ -122,14 +122,14 @@ class StepGraph:
         outer.wait_stream(self._stream)
 
     def _is_nothing_missed(self, missed: list[str]) -> bool:
-        """Whether that is so on every rank; the first one says what it would be."""
-        n_missed = torch.tensor(len(missed), device=self._device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(n_missed)
-        if missed and dist.get_rank() == 0:
+        """Whether that is so on every rank; the first one with something missed says what."""
+        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, missed)
+        first = next((rank for rank, found in enumerate(of_ranks) if found), None)
+        if first == dist.get_rank():
             said = "; ".join(dict.fromkeys(missed))
             print(f"cuda_graph: not captured, so steps take longer than planned: {said}", file=sys.stderr)
-        return not n_missed.item()
+        return first is None
 
 
 def _is_like(batch: Any, other: Any) -> bool:
@@ -163,14 +163,17 @@ def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
     held, drawn = held_by(root), host_state()
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+        warnings.filterwarnings("always", message=WAITS)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield missed
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    waits = (warning for warning in found if WAITS in str(warning.message))
-    missed += [f"the host waits for the device in {wait.filename}:{wait.lineno}" for wait in waits]
+    for warning in found:
+        if WAITS in str(warning.message):
+            missed.append(f"the host waits for the device in {warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     missed += changed_between(held, held_by(root))
     if drawn != host_state():
         missed.append("the host draws random numbers in forward")

@@ -146,8 +146,14 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
 
 
 def _index_of_warm_start(state: SearchState, mesh: Mesh) -> int | None:
-    """Where its mesh stands; a twin that the search would look at enters the space for it."""
+    """Where its mesh stands; a twin that the search would look at enters the space for it.
+
+    A plan that went without its CUDA graph in the end (`released`) stands where it has one.
+    """
     index = state.index_of(mesh)
+    if index is None and not mesh.cuda_graph:
+        mesh = replace(mesh, cuda_graph=True)
+        index = state.index_of(mesh)
     if index is not None or not (mesh.keeps_attention and state.may_keep_attention):
         return index
     other = state.index_of(replace(mesh, keeps_attention=False))

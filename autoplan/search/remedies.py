@@ -17,7 +17,9 @@ from autoplan.search.meshes import value_of
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
 # From the least to the most intrusive. Of what may be fixed, the rest changes neither time nor memory.
-FIXES = ("keep_attention", "recompute", "micro_batch", "zero", "shard", "schedule", "chunks", "pp", "tp", "dp")
+FIXES = (
+    "cuda_graph", "keep_attention", "recompute", "micro_batch", "zero", "shard", "schedule", "chunks", "pp", "tp", "dp",
+)  # fmt: skip
 MAX_HOSTS = 64
 TIME_LIMIT_S = 10.0  # of all searches together
 SEARCH_TIME_LIMIT_S = 2.0  # of each: any plan will do

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autoplan.analysis.captured import why_shards_uncaptured, why_uncaptured
+from functools import partial
+
+from autoplan.analysis.captured import why_uncaptured
 from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.cost.grad_compression import Compression
@@ -102,20 +104,20 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
     Raises: UsageError when a graph is asked for and cannot be.
     """
     fix, wanted = dict(options.fix), fixed(options, "cuda_graph")
-    why = why_uncaptured(
+    why_not = partial(
+        why_uncaptured,
         graph,
         precision=options.precision,
         grad_compression=fix.get("grad_compression", GRAD_COMPRESSIONS[0]),
         is_cpu=device.is_cpu,
+        recomputes=fix.get("recompute") in ("full", "selective"),
     )
-    draws, recomputes = draws_numbers(graph), fix.get("recompute") in ("full", "selective")
-    if draws and recomputes:
-        why = why or "recomputed blocks that draw random numbers"
-    of_shards = why or why_shards_uncaptured(graph)
-    if wanted == "on" and (of_shards if fix.get("tp", "1") != "1" else why):
+    why, of_shards, draws = why_not(tp=1), why_not(tp=2), draws_numbers(graph)
+    found = why if fix.get("tp", "1") == "1" else of_shards
+    if wanted == "on" and found:
         raise UsageError.of(
             "--fix cuda_graph=on",
-            found=why or of_shards,
+            found=found,
             expected="passes of which nothing changes from step to step, and in which the host waits for nothing",
             fix="leave cuda_graph out",
         )

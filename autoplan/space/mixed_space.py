@@ -109,13 +109,14 @@ def check_mixed_options(options: Options, cluster: Cluster) -> None:
             expected=f"nothing: measurements are of one device, {cluster.name} has several kinds",
             fix=f"leave it out, {alone}",
         )
-    if fixed(options, "keep_attention") == "on":
-        raise UsageError.of(
-            "--fix keep_attention",
-            found="on",
-            expected=f"nothing: no plan over several groups of {cluster.name} keeps attention",
-            fix=f"leave it out, {alone}",
-        )
+    for name, has_it in (("keep_attention", "keeps attention"), ("cuda_graph", "has its passes as a CUDA graph")):
+        if fixed(options, name) == "on":
+            raise UsageError.of(
+                f"--fix {name}",
+                found="on",
+                expected=f"nothing: no plan over several groups of {cluster.name} {has_it}",
+                fix=f"leave it out, {alone}",
+            )
     tp, common = fixed_int(options, "tp"), _common_host_size(cluster)
     if tp is not None and common % tp != 0:
         hosts = ", ".join(f"{group.n_devices_per_host} ({group.name})" for group in cluster.groups)
