@@ -1,6 +1,6 @@
 """Forward and backward of single operators on this device: what their prices from the data sheet are compared with.
 
-    python benchmarks/op_rates.py run RESULTS.jsonl                needs torch and one GPU only
+    python benchmarks/op_rates.py run RESULTS.jsonl [--only OP]    needs torch and one GPU only
     python benchmarks/op_rates.py table RESULTS.jsonl [HARDWARE]   computed beside measured (needs autoplan)
 
 Convolutions and what stands beside them, contiguous and in channels_last, in bf16, and some in tf32 and float32; and
@@ -57,18 +57,21 @@ IN_FLOAT32 = CONVOLUTIONS[2:4] + CONVOLUTIONS[8:10]
 BESIDE = ("batch_norm", "relu", "max_pool", "add")
 IMAGES = ((64, 256, 56, 56), (512, 1024, 14, 14))
 TABLES = ((32768, 1024, 32768), (32768, 1024, 65536), (8192, 4096, 16384), (65536, 1, 65536), (50257, 1600, 16384))
+FEW_ROWS = ((2, 1024, 65536), (32, 16, 262144), (32, 16, 65536), (512, 1024, 65536))  # of BERT and T5
 READS = ("index", "index_permuted", "index_select", "embedding", "gather", "index_add")
 PRODUCTS = ((16384, 4096, 4096), (8192, 1024, 4096))
 HOST_S = {"forward": 20e-6, "backward": 110e-6}  # what takes no longer may have waited for the host
 DIRECTIONS = tuple(HOST_S)
 
 
-def run(path: Path) -> None:
+def run(path: Path, only: str | None) -> None:
     torch.backends.cudnn.benchmark = True
     common = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     common |= {"cudnn": torch.backends.cudnn.version(), "date": datetime.date.today().isoformat()}
     with path.open("a") as file:
         for described, make, dtype in cases():
+            if only not in (None, described["op"]):
+                continue
             set_float32(dtype)
             start_s = time.perf_counter()
             try:
@@ -94,6 +97,9 @@ def cases() -> Iterator[tuple[dict, Callable, str]]:
             for layout in ("contiguous", "channels_last"):
                 described = {"op": op, "shape": shape, "layout": layout}
                 yield described, lambda o=op, s=shape, la=layout: beside(o, s, la), "bf16"
+    for shape in FEW_ROWS:
+        for dtype in ("bf16", "fp32"):
+            yield {"op": "embedding", "shape": shape}, lambda s=shape, d=dtype: reading("embedding", s, d), dtype
     for shape in TABLES:
         for op in READS:
             for dtype in ("bf16", "fp32"):
@@ -316,12 +322,14 @@ def as_graph_op(row: dict):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
-    actions.add_parser("run").add_argument("results", type=Path)
+    of_run = actions.add_parser("run")
+    of_run.add_argument("results", type=Path)
+    of_run.add_argument("--only", metavar="OP")
     of_table = actions.add_parser("table")
     of_table.add_argument("results", type=Path)
     of_table.add_argument("hardware", nargs="?", default="h200_x4")
     given = parser.parse_args()
-    run(given.results) if given.action == "run" else table(given.results, given.hardware)
+    run(given.results, given.only) if given.action == "run" else table(given.results, given.hardware)
 
 
 if __name__ == "__main__":
