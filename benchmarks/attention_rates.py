@@ -91,7 +91,7 @@ def masked(shape: tuple[int, int, int, int, int, bool], kind: str) -> dict:
     leaves = [leaf for leaf in (*parts, options["attn_mask"]) if leaf is not None and leaf.requires_grad]
     before_bytes = torch.cuda.memory_allocated()
     result = F.scaled_dot_product_attention(*parts, **options)
-    saved_bytes = torch.cuda.memory_allocated() - before_bytes
+    saved_bytes = torch.cuda.memory_allocated() - before_bytes - result.nbytes
     gradient = torch.randn_like(result)
     return {
         "op": "masked attention",

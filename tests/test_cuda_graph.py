@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.planning.problem import trace_model
 from autoplan.report.plan import plan_table
 from autoplan.rules import load_rules
-from autoplan.runtime import Config
-from autoplan.runtime.cuda_graph import _is_like
+from autoplan.runtime import Config, cuda_graph, recompute
+from autoplan.runtime.cuda_graph import StepGraph, _is_like
 from autoplan.runtime.held_values import Watched, changed_between, held_by
 from autoplan.runtime.recompute import apply_recompute
 from autoplan.runtime.seeds import host_state
@@ -87,8 +88,8 @@ def test_a_small_model_waits_for_the_host_and_its_plan_has_a_graph() -> None:
 
 
 def test_a_plan_whose_host_is_ahead_goes_without_unless_one_is_asked_for() -> None:
-    large = {"model": EXAMPLES / "llama.py", "global_batch": 128, "size": "8b"}
-    free, fixed = _solved(**large), _solved(large.pop("model"), ("cuda_graph", "on"), **large)
+    model, large = EXAMPLES / "llama.py", {"global_batch": 128, "size": "8b"}
+    free, fixed = _solved(model, **large), _solved(model, ("cuda_graph", "on"), **large)
     assert not free.best.plan.mesh.cuda_graph
     assert not any(item.plan.mesh.cuda_graph for item in free.result.baselines)
     assert fixed.best.plan.mesh.cuda_graph
@@ -141,9 +142,10 @@ def test_recomputed_blocks_do_not_drop_elements_inside_a_graph(dropping: Path) -
         mesh.cuda_graph: space.price(mesh).recompute_choices for mesh in (Mesh(dp=8), Mesh(dp=8, cuda_graph=True))
     }
     assert choices == {False: ("none", "full"), True: ("none",)}
-    assert search(
-        space.space, price=space.price, options=Options(), make_plan=space.make_plan
-    ).best.plan.mesh.cuda_graph
+    result = search(space.space, price=space.price, options=Options(top=8), make_plan=space.make_plan)
+    assert result.best.plan.mesh.cuda_graph
+    plans = [candidate.plan for candidate in (result.best, *result.alternatives)]
+    assert not any(plan in plans[:number] for number, plan in enumerate(plans))  # also of those without their graphs
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,7 @@ def test_recomputed_blocks_do_not_drop_elements_inside_a_graph(dropping: Path) -
         ((("recompute", "full"),), "draw random numbers"),
         ((("grad_compression", "powersgd"),), "compressed by powersgd"),
         ((("tp", "2"),), "random numbers of their own"),
+        ((("pp", "2"), ("schedule", "zero_bubble_v")), "split backward pass"),
     ],
 )
 def test_a_graph_that_cannot_be_is_refused(dropping: Path, fix: tuple, found: str) -> None:
@@ -206,6 +209,26 @@ def test_a_plan_that_went_without_its_graph_is_a_warm_start() -> None:
         assert (replace(mesh, cuda_graph=True) in judged) == (warm_start is known)
 
 
+def test_a_warm_start_that_keeps_attention_needs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoplan.search.spares_cheaply", lambda *_: True)
+    graph, options = trace_model(EXAMPLES / "gpt.py"), Options(time_limit_s=0.0, fix=(("cuda_graph", "off"),))
+    space = priced_space(graph, PROFILE, options, global_batch=8)
+    split = len(graph.segments) // 2
+    mesh = Mesh(dp=4, pp=2, n_micro_batches=2, keeps_attention=True)
+    block = next(index for index, segment in enumerate(graph.segments) if segment.is_block)
+    stages = StagePlan(0, split, recomputed=(block,)), StagePlan(split, len(graph.segments))
+    known = space.make_plan(mesh, stages)
+    judged: list[Mesh] = []
+    search(
+        space.space,
+        price=lambda mesh: judged.append(mesh) or space.price(mesh),
+        options=options,
+        make_plan=space.make_plan,
+        warm_start=known,
+    )
+    assert mesh in judged
+
+
 def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_path: Path) -> None:
     options = Options(global_batch=4, fix=(("cuda_graph", "on"), ("compile", "off")))
     asked = api.make_problem(EXAMPLES / "mlp.py", hw="dgx_h100_x8/1", options=options)
@@ -225,21 +248,32 @@ def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:
         ({"ids": torch.zeros(4, 8), "n": 4}, torch.zeros(4)),
         ({"ids": torch.zeros(4, 8), "n": 3}, torch.zeros(4, dtype=torch.int64)),
         ({"ids": torch.zeros(4, 8)}, torch.zeros(4)),
+        ({"n": 3, "ids": torch.zeros(4, 8), "mask": torch.zeros(4)}, torch.zeros(4)),
         ({"ids": torch.zeros(4, 8), "n": np.arange(3)}, torch.zeros(4)),
     ):
         assert not _is_like(other, batch)
 
 
-def test_blocks_that_draw_nothing_are_recomputed_alike_without_random_state() -> None:
-    torch.manual_seed(0)
-    gradients = []
-    for draws_again in (True, False):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        apply_recompute(model, ["0"], draws_again=draws_again)
-        model(torch.ones(2, 8)).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *gradients))
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_random_state_is_restored_for_recomputation_but_where_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, is_captured: bool
+) -> None:
+    drawn = iter(range(100))
+    monkeypatch.setattr(recompute, "_is_captured", lambda: is_captured)
+    monkeypatch.setattr(recompute, "_numbers_drawn", lambda: next(drawn))  # every call draws some
+    dropout = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    model = nn.Sequential(nn.Linear(64, 64), dropout)
+    apply_recompute(model, ["1"])
+    x = torch.ones(2, 64)
+    if not is_captured:
+        result = model(x)
+        kept = (result != 0).float()
+        result.sum().backward()
+        assert torch.equal(dropout[0].bias.grad, 2 * kept.sum(0))  # 1 / (1 - p) of each that was kept
+    else:
+        model(x)
+        with pytest.raises(RuntimeError, match="recomputed, it draws random numbers"):
+            model(x)
 
 
 class Changing(nn.Module):
@@ -261,36 +295,42 @@ class Changing(nn.Module):
         return self.scale * x
 
 
-def test_what_a_module_puts_elsewhere_in_forward_is_named_and_what_it_writes_in_place_is_not() -> None:
+@pytest.mark.parametrize("n_calls", [1, 2, 3])
+def test_what_a_module_puts_elsewhere_in_forward_is_named_and_what_it_writes_in_place_is_not(n_calls: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Changing(), nn.BatchNorm1d(4), nn.Dropout(0.5))
     held, drawn = held_by(model), host_state()
     model[0](torch.ones(2, 4)).sum().backward()
     assert changed_between(held, held_by(model)) == [] and drawn == host_state()
-    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(n_calls):  # what the first call made may lie where the next one makes its own
+        model(torch.ones(2, 4)).sum().backward()
     assert sorted(changed_between(held, held_by(model))) == [
         f"1.{name} changes in forward" for name in ("last", "mean", "n_calls", "state.calls")
     ]
     assert drawn != host_state()  # on a CPU, dropout draws on the host
 
 
-@pytest.mark.parametrize("name", ["training", "p", "replaced", "in_a_dict", "grown", "parameter", "frozen", "buffer"])
-def test_what_is_changed_between_steps_is_named(name: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Changing())
-    parameters = list(model.parameters())
-    watched = Watched(model, parameters)
+CHANGES = {
+    "0.training": lambda model: model[0].eval(),
+    "1.p": lambda model: setattr(model[1], "p", 0.1),
+    "2.last": lambda model: setattr(model[2], "last", torch.ones(4)),
+    "2.state.calls": lambda model: model[2].state.update(calls=3),
+    "2.new": lambda model: setattr(model[2], "new", 1),
+    "2.mean": lambda model: setattr(model[2].mean, "data", torch.ones(4)),
+    "1": lambda model: model.__setitem__(1, nn.Dropout(0.5)),
+    "parameter 0": lambda model: setattr(model[0].weight, "data", torch.ones(4, 4)),
+    "parameter 1": lambda model: model[0].bias.requires_grad_(False),
+    "parameter 2": lambda model: setattr(model[3].bias, "data", torch.ones(4)),  # frozen before
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_what_is_changed_between_steps_is_named(changed: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Changing(), nn.LayerNorm(4))
+    model[3].requires_grad_(False)
+    model[3].weight = None
+    watched = Watched(model, list(model[0].parameters()))
     assert watched.changes() == []
-    said = {
-        "training": (lambda: model[0].eval(), "0.training"),
-        "p": (lambda: setattr(model[1], "p", 0.1), "1.p"),
-        "replaced": (lambda: setattr(model[2], "last", torch.ones(4)), "2.last"),
-        "in_a_dict": (lambda: model[2].state.update(calls=3), "2.state.calls"),
-        "grown": (lambda: setattr(model[2], "new", 1), "2.new"),
-        "parameter": (lambda: setattr(parameters[0], "data", torch.ones(4, 4)), "parameter 0"),
-        "frozen": (lambda: parameters[1].requires_grad_(False), "parameter 1"),
-        "buffer": (lambda: setattr(model[2], "mean", torch.ones(4)), "2.mean"),
-    }
-    change, changed = said[name]
-    change()
+    CHANGES[changed](model)
     assert watched.changes() == watched.changes() == [f"{changed} changes since it was captured"]
 
 
@@ -304,3 +344,83 @@ def test_equal_values_and_new_contents_are_no_change() -> None:
     assert watched.changes() == watched.changes() == []
     model[1].state["calls"] = 1
     assert watched.changes() == ["1.state.calls changes since it was captured"]
+
+
+class Recorded:
+    """In place of a CUDA graph: counts its replays."""
+
+    def __init__(self) -> None:
+        self.n_replays = 0
+
+    def replay(self) -> None:
+        self.n_replays += 1
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `StepGraph` asks of a GPU, on a CPU, where passes that are captured are computed too."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(StepGraph, "_on_own_stream", lambda self: nullcontext())
+    monkeypatch.setattr(cuda_graph.dist, "get_rank", lambda: 0)
+
+
+def step_graph(model: nn.Module) -> tuple[StepGraph, list[int]]:
+    """It, and how often its passes were computed."""
+    n_passes: list[int] = []
+
+    def passes(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        n_passes.append(1)
+        loss = model(batch["x"]).sum()
+        loss.backward()
+        return loss.detach()
+
+    return StepGraph(
+        model, passes, parameters=list(model.parameters()), device=torch.device("cpu"), group=None
+    ), n_passes
+
+
+def batch_of(n: int, value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((n, 4), value), "y": torch.zeros(n)}
+
+
+def test_the_third_step_is_captured_and_later_ones_are_replayed(
+    on_a_cpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    graph, n_passes = step_graph(model)
+    for _ in range(5):
+        model.zero_grad(set_to_none=True)
+        graph.run(batch_of(2))
+    recorded = graph._graph
+    assert len(n_passes) == 3 and recorded.n_replays == 3 and model[0].weight.grad is not None
+    graph.run(batch_of(2, 7.0))
+    assert torch.equal(graph._batch["x"], torch.full((2, 4), 7.0))
+
+    for _ in range(2):  # as they come, and the graph stays
+        graph.run(batch_of(3))
+    graph.run(dict(reversed(batch_of(2).items())))  # in another order
+    assert len(n_passes) == 6 and recorded.n_replays == 4 and capsys.readouterr().err.count("other shapes") == 1
+    graph.run(batch_of(2))
+    assert recorded.n_replays == 5
+
+    model[1].p = 0.5
+    graph.run(batch_of(2))
+    graph.run(batch_of(2))
+    assert len(n_passes) == 8 and recorded.n_replays == 5
+    assert capsys.readouterr().err.count("given up, so steps take longer than planned: 1.p changes") == 1
+    assert graph._graph is graph._batch is graph._watched is None and graph._gradients == []
+
+
+def test_nothing_is_captured_where_a_replay_would_miss_something(
+    on_a_cpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, n_passes = step_graph(nn.Sequential(nn.Linear(4, 4), Changing()))
+    for _ in range(4):
+        graph.run(batch_of(2))
+    said = capsys.readouterr().err
+    assert len(n_passes) == 4 and graph._graph is None
+    assert said.count("not captured") == 1 and said.rstrip().endswith("; and 1 more"), said

@@ -44,7 +44,7 @@ def _with_items(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def flatten_tensors(value: Any) -> tuple[torch.Tensor, ...]:
     """The tensors inside `value`, in order."""
-    return tuple(tensor for _, tensor in _with_paths(value, ()))
+    return tuple(tensor for _, tensor in with_paths(value))
 
 
 def tensors_at(value: Any, paths: Sequence[InputPath]) -> tuple[torch.Tensor, ...]:
@@ -54,7 +54,7 @@ def tensors_at(value: Any, paths: Sequence[InputPath]) -> tuple[torch.Tensor, ..
 
     Raises: ValueError when it has others than these.
     """
-    found = dict(_with_paths(value, ()))
+    found = dict(with_paths(value))
     if len(found) == len(paths) == 1:
         return tuple(found.values())
     if found.keys() != set(paths):
@@ -65,13 +65,14 @@ def tensors_at(value: Any, paths: Sequence[InputPath]) -> tuple[torch.Tensor, ..
     return tuple(found[path] for path in paths)
 
 
-def _with_paths(value: Any, path: InputPath) -> Iterator[tuple[InputPath, torch.Tensor]]:
+def with_paths(value: Any, path: InputPath = ()) -> Iterator[tuple[InputPath, torch.Tensor]]:
+    """The tensors inside `value`, in order, after what leads to each."""
     if isinstance(value, torch.Tensor):
         yield path, value
         return
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
     for key, item in items:
-        yield from _with_paths(item, (*path, key))
+        yield from with_paths(item, (*path, key))
 
 
 def _paths_text(paths: Iterable[InputPath]) -> str:

@@ -6,12 +6,13 @@
     step 3 ..  the batch is copied to where the captured one was, and the graph is replayed
 
 Norm of the gradients, clipping and optimizer stay outside: the host launches them while the device replays. A batch of
-other shapes runs as it comes. So do all steps where something would be missed, and those after something that the graph
-took as it was has changed; the program says so once. Python inside of the passes runs while they are captured, and not
-again.
+other shapes runs as it comes, on all ranks. So do all steps where something would be missed, and those after something
+that the graph took as it was has changed; the program says so once. Python inside of the passes runs while they are
+captured, and not again.
 
 All passes run on one stream of their own, because autograd remembers on which one it first saw a parameter. Gradients
-stay where the capture put them, and so does all that passes need; it is memory that a step needs in any case.
+stay where the capture put them, and so does all that passes need. A step needs that memory in any case; passes beside
+the graph, as in evaluation, need theirs besides.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from .batches import flatten_tensors, map_tensors
+from .batches import flatten_tensors, map_tensors, with_paths
 from .held_values import Watched, changed_between, held_by
 from .mesh import release_before_stop
 from .seeds import host_state
 
 N_STEPS_BEFORE = 2
+N_SAID = 3  # reasons in a line
+AS_CAPTURED, OTHER_SHAPES, CHANGED = range(3)  # what a rank finds before a replay
 WAITS = "called a synchronizing CUDA operation"  # what torch's debug mode says
 
 
@@ -43,6 +47,7 @@ class StepGraph:
         root: what the passes run.
         passes: from a batch on the device to the loss; leaves gradients in `parameters`, which have none before.
         parameters: all that are trained on this rank.
+        group: all ranks, over host memory; None for one.
     """
 
     def __init__(
@@ -52,8 +57,10 @@ class StepGraph:
         *,
         parameters: Sequence[nn.Parameter],
         device: torch.device,
+        group: ProcessGroup | None,
     ) -> None:
         self._root, self._passes, self._parameters, self._device = root, passes, parameters, device
+        self._group, self._has_said_shapes = group, False
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._n_steps, self._may_capture = 0, True
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -63,35 +70,75 @@ class StepGraph:
         self._watched: Watched | None = None
 
     def run(self, batch: Any) -> torch.Tensor:
-        """The loss of a step, whose gradients are then in the parameters; all ranks must call it alike."""
-        if self._graph is None and self._may_capture and self._n_steps == N_STEPS_BEFORE:
+        """The loss of a step, whose gradients are then in the parameters; all ranks must call it in the same steps."""
+        step, self._n_steps = self._n_steps, self._n_steps + 1
+        if self._may_capture and step == N_STEPS_BEFORE:
             self._capture(batch)
-        self._n_steps += 1
-        if self._graph is not None and _is_like(batch, self._batch):
-            assert self._watched is not None
-            changed = self._watched.changes()
-            if not changed:
-                return self._replayed(batch)
-            print(f"cuda_graph: given up, so steps take longer than planned: {'; '.join(changed)}", file=sys.stderr)
-            self.release()
-        if self._n_steps != N_STEPS_BEFORE:
+        if self._graph is not None and self._is_replayed(batch):
+            return self._replay(batch)
+        if step != N_STEPS_BEFORE - 1:
             with self._on_own_stream():
                 return self._passes(batch)
         with _missed_by_replays(self._root) as missed, self._on_own_stream():
             loss = self._passes(batch)
-        self._may_capture = self._is_nothing_missed(missed)
+        self._may_capture = not self._largest(len(missed))
+        if not self._may_capture:
+            self._say("not captured", missed)
         return loss
 
     def release(self) -> None:
-        """Forget the graph: the communicators that it holds cannot end before."""
-        self._graph, self._may_capture = None, False
+        """Forget the graph: the communicators that it holds cannot end before. Its memory is given back."""
+        self._graph = self._batch = self._watched = None
+        self._gradients, self._may_capture = [], False
+
+    def _is_replayed(self, batch: Any) -> bool:
+        """Whether this step is; asked of all ranks: NCCL wants a collective captured on each of them, or on none."""
+        assert self._watched is not None
+        changes = self._watched.changes()
+        found = CHANGED if changes else AS_CAPTURED if _is_like(batch, self._batch) else OTHER_SHAPES
+        found = self._largest(found)
+        if found == CHANGED:
+            self._say("given up", changes)
+            self.release()
+        elif found == OTHER_SHAPES and not self._has_said_shapes:
+            self._has_said_shapes = True
+            if dist.get_rank() == 0:
+                print(
+                    "cuda_graph: batches of other shapes than that of the graph go without it, which takes longer than"
+                    " planned, and need memory for their activations besides",
+                    file=sys.stderr,
+                )
+        return found == AS_CAPTURED
+
+    def _largest(self, number: int) -> int:
+        """The largest that any rank has; waits for the other hosts, not for the device."""
+        if self._group is None:
+            return number
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return int(largest)
+
+    def _say(self, what: str, why: list[str]) -> None:
+        """What becomes of the graph; the first rank that knows why says it."""
+        of_ranks = [why]
+        if self._group is not None:
+            of_ranks = [[] for _ in range(self._group.size())]
+            dist.all_gather_object(of_ranks, why, group=self._group)
+        first = next(rank for rank, found in enumerate(of_ranks) if found)
+        if first == dist.get_rank():
+            said = list(dict.fromkeys(why))
+            more = f"; and {len(said) - N_SAID} more" if len(said) > N_SAID else ""
+            print(
+                f"cuda_graph: {what}, so steps take longer than planned: {'; '.join(said[:N_SAID])}{more}",
+                file=sys.stderr,
+            )
 
     def _capture(self, batch: Any) -> None:
         self._batch = map_tensors(torch.clone, batch)
         graph = torch.cuda.CUDAGraph()
         try:
             # The threads of NCCL and of a data loader may go on meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"), _going_as_before():
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"), _hidden_capture():
                 self._loss = self._passes(self._batch)
         except Exception as error:
             error.add_note(
@@ -103,7 +150,7 @@ class StepGraph:
         self._watched = Watched(self._root, self._parameters)
         release_before_stop(self)
 
-    def _replayed(self, batch: Any) -> torch.Tensor:
+    def _replay(self, batch: Any) -> torch.Tensor:
         assert self._graph is not None
         for own, given in zip(flatten_tensors(self._batch), flatten_tensors(batch), strict=True):
             own.copy_(given)
@@ -121,16 +168,6 @@ class StepGraph:
             yield
         outer.wait_stream(self._stream)
 
-    def _is_nothing_missed(self, missed: list[str]) -> bool:
-        """Whether that is so on every rank; the first one with something missed says what."""
-        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, missed)
-        first = next((rank for rank, found in enumerate(of_ranks) if found), None)
-        if first == dist.get_rank():
-            said = "; ".join(dict.fromkeys(missed))
-            print(f"cuda_graph: not captured, so steps take longer than planned: {said}", file=sys.stderr)
-        return first is None
-
 
 def _is_like(batch: Any, other: Any) -> bool:
     """Whether a batch differs from another one in the contents of its tensors only."""
@@ -141,11 +178,13 @@ def _is_like(batch: Any, other: Any) -> bool:
 
 
 def _described(batch: Any) -> Any:
-    return map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
+    """Its order too: contents are copied one tensor after the other."""
+    shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in with_paths(batch)]
+    return shapes, map_tensors(lambda _: None, batch)
 
 
-def _going_as_before() -> AbstractContextManager[Any]:
-    """Models that ask whether they are captured, so as not to wait, go as in the steps before, which did not wait.
+def _hidden_capture() -> AbstractContextManager[Any]:
+    """Tell models no that ask whether they are captured, so as not to wait: they did not in the steps before.
 
     Else those of Hugging Face make masks where they made none, and attention is two to three times slower with them.
     """

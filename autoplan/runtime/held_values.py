@@ -7,12 +7,11 @@ thing is the same object as before, which takes a tenth of the time of describin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
-from .zero import local_part
+from torch.distributed.fsdp import FSDPModule
 
 MAX_DEPTH = 2  # of lists and dicts that modules hold
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -27,7 +26,9 @@ class Watched:
     """
 
     def __init__(self, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self._root, self._parameters = root, parameters
+        is_sharded = any(isinstance(module, FSDPModule) for module in root.modules())  # which swaps parameters
+        frozen = [] if is_sharded else [parameter for parameter in root.parameters() if not parameter.requires_grad]
+        self._root, self._parameters = root, [*parameters, *frozen]
         self._held = self._described()
         self._look_again()
 
@@ -49,17 +50,19 @@ class Watched:
             for key, value in (container.items() if isinstance(container, dict) else enumerate(container))
             if isinstance(value, _DESCRIBED) and key not in _OF_TORCH
         ]
-        self._places = [_place(parameter) for parameter in self._parameters]
+        self._tensors = [value for _, _, value in self._items if isinstance(value, torch.Tensor)]
+        self._places = [*map(_address, self._tensors), *map(_place, self._parameters)]
 
     def _is_as_before(self) -> bool:
-        try:
-            return (
-                all(len(container) == size for container, size in self._sizes)
-                and all(container[key] is value for container, key, value in self._items)
-                and all(map(_is_at, self._parameters, self._places))
-            )
-        except (KeyError, IndexError):  # one went, another came
-            return False
+        with torch._C.DisableTorchFunctionSubclass():  # else asking a sharded parameter takes longer than all the rest
+            try:
+                return (
+                    all(len(container) == size for container, size in self._sizes)
+                    and all(container[key] is value for container, key, value in self._items)
+                    and [*map(_address, self._tensors), *map(_place, self._parameters)] == self._places
+                )
+            except (KeyError, IndexError):  # one went, another came
+                return False
 
     def _described(self) -> dict[str, Any]:
         places = enumerate(map(_place, self._parameters))
@@ -68,14 +71,12 @@ class Watched:
 
 def _place(parameter: nn.Parameter) -> tuple[int, bool]:
     """The address of the elements of this rank, and whether they are trained."""
-    return local_part(parameter).data_ptr(), parameter.requires_grad
+    return _address(parameter), parameter.requires_grad
 
 
-def _is_at(parameter: nn.Parameter, place: tuple[int, bool]) -> bool:
-    own = getattr(
-        parameter, "_local_tensor", parameter
-    )  # `to_local` makes a view, which takes longer than all the rest
-    return (own.data_ptr(), parameter.requires_grad) == place
+def _address(tensor: torch.Tensor) -> int:
+    own = getattr(tensor, "_local_tensor", tensor)  # of a sharded one; `to_local` would make a view
+    return own.data_ptr() if own.layout == torch.strided else 0
 
 
 def _containers(root: nn.Module) -> Iterator[Any]:
@@ -103,25 +104,37 @@ def changed_between(held: Mapping[str, Any], later: Mapping[str, Any], *, when: 
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    return value is other or value == other  # NaN is not equal to itself
+    if isinstance(value, _Tensor) and isinstance(other, _Tensor):
+        return value.tensor is other.tensor and value.address == other.address
+    return value is other or (not isinstance(value, _Tensor) and value == other)
+
+
+class _Tensor(NamedTuple):
+    """Which tensor it is. It is kept, else another one may be made where it lay, and look the same."""
+
+    tensor: torch.Tensor
+    address: int
 
 
 def held_by(root: nn.Module) -> dict[str, Any]:
-    """By name the numbers that modules hold, and of the tensors which ones; parameters come and go by themselves."""
+    """By name the modules in modules, and the numbers, texts and tensors that these hold.
+
+    Without parameters, which `fully_shard` swaps in each pass.
+    """
     found: dict[str, Any] = {}
     for prefix, module in root.named_modules():
         own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-        for name, value in (own | module._buffers).items():
-            found.update(_numbers(f"{prefix}.{name}".lstrip("."), value, depth=MAX_DEPTH))
+        for name, value in (own | module._buffers | module._modules).items():
+            found.update(_values(f"{prefix}.{name}".lstrip("."), value, depth=MAX_DEPTH))
     return found
 
 
-def _numbers(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Any]]:
-    """Numbers, texts and the identity of tensors, in lists and dicts too."""
+def _values(name: str, value: Any, *, depth: int) -> Iterator[tuple[str, Any]]:
+    """What is compared of a value, and of what lists and dicts have."""
     if isinstance(value, torch.Tensor):
-        yield name, id(value)
-    elif isinstance(value, int | float | str):
+        yield name, _Tensor(value, _address(value))
+    elif isinstance(value, int | float | str | nn.Module):
         yield name, value
     elif depth and isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(f"{name}.{key}", item, depth=depth - 1)
+            yield from _values(f"{name}.{key}", item, depth=depth - 1)

@@ -7,7 +7,6 @@ Ranks that differ only in `shard` share one sharded state; ranks that differ onl
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import socket
@@ -237,20 +236,14 @@ _holders: WeakSet[HoldsCommunicators] = WeakSet()
 
 
 def release_before_stop(holder: HoldsCommunicators) -> None:
-    """Let it go before the process groups of this process end, or the process does."""
-    if not _holders:
-        atexit.register(_release_holders)
+    """Let it go before the process groups of this process end."""
     _holders.add(holder)
-
-
-def _release_holders() -> None:
-    for holder in list(_holders):
-        holder.release()
 
 
 def stop_process_group() -> None:
     """Leave the process group, all ranks together: none takes a connection away that another still uses."""
-    _release_holders()
+    for holder in list(_holders):
+        holder.release()
     dist.barrier()
     dist.destroy_process_group()
 

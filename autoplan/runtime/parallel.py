@@ -47,7 +47,7 @@ from .stage_order import apply_in_order
 from .step_profile import OPTIMIZER_MARK
 from .unused import UnusedParameters
 from .weights import Shard, join_shards
-from .zero import finish_weights, free_gathered_parameters, free_reduced_gradients, prepare_backward, whole
+from .zero import finish_weights, free_reduced_gradients, prepare_backward, sharded_modules, whole
 
 
 class ParallelModel(nn.Module):
@@ -116,6 +116,7 @@ class ParallelModel(nn.Module):
 
         self._unused = UnusedParameters(stages[0]) if config.is_module_level and config.dp > 1 else None
         self.loss_scale = LossScale() if config.precision == "fp16" else None
+        self._sharded_modules = sharded_modules(self.stages)
         self._graph = self._step_graph() if config.runs_as_graph(mesh.device) else None
         self.was_updated = True
         self._mean_divisor = config.mean_divisor(mesh.dp_rank)
@@ -155,8 +156,7 @@ class ParallelModel(nn.Module):
         """
         self.optimizer.zero_grad(set_to_none=True)
         if self._graph is not None:  # what a forward pass by itself gathered, a replay would take for gathered now
-            for stage in self.stages:
-                free_gathered_parameters(stage)
+            self._free_gathered_parameters()
         passes = self._passes if self._graph is None else self._graph.run
         local_loss = passes(map_tensors(self._to_device, batch))
         with torch.profiler.record_function(OPTIMIZER_MARK):
@@ -235,8 +235,7 @@ class ParallelModel(nn.Module):
                 losses = [self._loss(self._outputs(inputs), targets) for inputs, targets in batches]
                 local_loss = torch.stack(losses).sum() / self._mean_divisor
         self.stages.train()
-        for stage in self.stages:
-            free_gathered_parameters(stage)
+        self._free_gathered_parameters()
         loss = self._share(local_loss)
         if self.config.n_ranks > 1:
             dist.all_reduce(loss)
@@ -296,9 +295,15 @@ class ParallelModel(nn.Module):
 
     def _step_graph(self) -> StepGraph:
         parameters = [entry.parameter for entry in self._parameters_of_rank]
-        return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device)
+        group = dist.new_group(backend="gloo") if self.config.n_ranks > 1 else None
+        return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
 
     # -------------------------------------------------------------- one step
+
+    def _free_gathered_parameters(self) -> None:
+        """Give back what a forward pass without a backward pass has gathered."""
+        for module in self._sharded_modules:
+            module.reshard()
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self.config.parameter_dtype if tensor.is_floating_point() else tensor.dtype

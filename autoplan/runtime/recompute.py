@@ -10,28 +10,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.cuda import is_current_stream_capturing  # as it is, also where a step's capture is hidden from models
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from .kept_attention import kept_attention
 
 
-def apply_recompute(
-    root: nn.Module, names: Iterable[str], *, keeps_attention: bool = False, draws_again: bool = True
-) -> None:
+def apply_recompute(root: nn.Module, names: Iterable[str], *, keeps_attention: bool = False) -> None:
     """Recompute the submodules `names`; those that `root` lacks live in another pipeline stage and are skipped.
 
-    `keeps_attention`: all but fused attention, see `kept_attention`. `draws_again`: random state is restored for the
-    second forward, so dropout draws the same mask; a CUDA graph cannot do that, nor does it recompute what draws.
+    `keeps_attention`: all but fused attention, see `kept_attention`.
 
-    Only `forward` is replaced, so the names of modules and parameters stay. What the second forward writes into buffers
-    is forgotten, so running statistics advance once; collectives inside the module run a second time. Inputs that the
-    module writes in place are kept as they were before, see `_Block`.
+    Only `forward` is replaced, so the names of modules and parameters stay. Random state is restored for the second
+    forward, so dropout draws the same mask; a CUDA graph cannot do that, and no block that draws is captured. What the
+    second forward writes into buffers is forgotten, so running statistics advance once; collectives inside the module
+    run a second time. Inputs that the module writes in place are kept as they were before, see `_Block`.
     """
     modules = dict(root.named_modules())
     for name in names:
         if name in modules:
-            modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention, draws_again)
+            modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention)
 
 
 @contextmanager
@@ -58,13 +57,14 @@ class _Block:
     Attributes:
         written: the inputs that `forward` writes, by their place among all, in training and not: dropout may. Before
             the first call it is not known.
+        draws: whether the last call drew random numbers on the GPU.
     """
 
     name: str
     module: nn.Module
     forward: Callable[..., Any]
     keeps_attention: bool = False
-    draws_again: bool = True
+    draws: bool = False
     written: dict[bool, frozenset[int]] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,9 +89,15 @@ class _Block:
         # Empty tensors in place of the inputs tell it of which devices to restore the random state.
         devices = [tensor.new_empty(0) for tensor in tensors.values()]
         contexts = functools.partial(_contexts, self.module, self.keeps_attention)
+        is_captured, drawn = _is_captured(), _numbers_drawn()
+        if is_captured and self.draws:
+            raise RuntimeError(
+                f"{self.name}: recomputed, it draws random numbers, and not the same ones again in a CUDA graph"
+            )
         outputs = checkpoint(
-            run, *devices, use_reentrant=False, context_fn=contexts, preserve_rng_state=self.draws_again
+            run, *devices, use_reentrant=False, context_fn=contexts, preserve_rng_state=not is_captured
         )
+        self.draws = drawn != _numbers_drawn()
         if mode not in self.written:
             self.written[mode] = self._written(tensors, versions)
             for place in tensors.keys() - self.written[mode]:
@@ -117,6 +123,17 @@ class _Block:
                 f"{self.name}: recomputed, its input is written in place, after it ran or not in every call\n"
                 "  fix: make a new tensor there, as in x = x + y or nn.ReLU(inplace=False)"
             )
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def _numbers_drawn() -> int:
+    """How far the generator of the current GPU is."""
+    if not torch.cuda.is_initialized() or _is_captured():  # type: ignore[no-untyped-call]
+        return 0
+    return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,12 +39,7 @@ def apply_in_order(
         normalize_in_float32(stage)
     if config.batch_norm == "synchronized" and config.dp > 1:
         synchronize_batch_norm(stage, config.recompute, data_parallel_groups(mesh.zero_mesh))
-    apply_recompute(
-        stage,
-        config.recompute_of(mesh.dp_rank),
-        keeps_attention=config.keep_attention,
-        draws_again=not config.runs_as_graph(mesh.device),
-    )
+    apply_recompute(stage, config.recompute_of(mesh.dp_rank), keeps_attention=config.keep_attention)
     hold_as_vectors(stage)
     compressed = apply_zero(stage, blocks=blocks, mesh=mesh.zero_mesh, config=config)
     if config.writes_in_place:

@@ -156,11 +156,9 @@ def _set_flags(root: FSDPModule, *, reduces: bool, all_reduces: bool, frees: boo
     root._backward_flags = flags  # type: ignore[attr-defined]
 
 
-def free_gathered_parameters(root: nn.Module) -> None:
-    """Give back what a forward pass without a backward pass has gathered below `root`."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """The modules in `root` that gather parameters; `reshard` gives back what a pass has gathered."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def hold_gradients(root: nn.Module) -> None:

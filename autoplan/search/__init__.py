@@ -150,16 +150,15 @@ def _index_of_warm_start(state: SearchState, mesh: Mesh) -> int | None:
 
     A plan that went without its CUDA graph in the end (`released`) stands where it has one.
     """
-    index = state.index_of(mesh)
-    if index is None and not mesh.cuda_graph:
-        mesh = replace(mesh, cuda_graph=True)
-        index = state.index_of(mesh)
-    if index is not None or not (mesh.keeps_attention and state.may_keep_attention):
-        return index
-    other = state.index_of(replace(mesh, keeps_attention=False))
-    if other is None or not spares_cheaply(state.table(state.meshes[other]), state.table(mesh)):
-        return None
-    return state.add_twin(other)
+    for like in (mesh, replace(mesh, cuda_graph=True)):
+        index = state.index_of(like)
+        if index is not None:
+            return index
+        other = state.index_of(replace(like, keeps_attention=False))
+        if other is not None and state.may_keep_attention:
+            is_cheap = spares_cheaply(state.table(state.meshes[other]), state.table(like))
+            return state.add_twin(other) if is_cheap else None
+    return None
 
 
 def _prove(state: SearchState, space: SearchSpace) -> None:

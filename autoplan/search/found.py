@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from autoplan.parallel_plan import Mesh
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from autoplan.parallel_plan import Mesh, Plan
 from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import MakePlan, fixed
@@ -22,7 +25,7 @@ def result_of(
     bound = _proved_score(state)
     ranking = _simplest_first(state, bound)
     best = ranking[0] if ranking else None
-    candidates = [_candidate(state, index, found, make_plan=make_plan) for index in ranking[: state.options.top + 1]]
+    candidates = list(islice(_candidates(state, ranking, found, make_plan=make_plan), state.options.top + 1))
     status = _status(state, best, bound)
     if status == "optimal" and best is not None:
         bound = state.score(best)
@@ -77,6 +80,18 @@ def _stopped_by(state: SearchState, status: str, bound: float) -> str:
     if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
         return state.stopped
     return "time limit" if state.is_late() else "stalled"
+
+
+def _candidates(
+    state: SearchState, ranking: Sequence[int], found: tuple[Baseline, ...], *, make_plan: MakePlan
+) -> Iterator[Candidate]:
+    """Those of the meshes in this order; of plans that are alike without their graphs the first."""
+    plans: list[Plan] = []
+    for index in ranking:
+        candidate = _candidate(state, index, found, make_plan=make_plan)
+        if candidate.plan not in plans:
+            plans.append(candidate.plan)
+            yield candidate
 
 
 def _candidate(state: SearchState, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:

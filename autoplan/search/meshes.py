@@ -242,7 +242,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
         pairs = (
             (*own, is_captured)
             for own in schedules[n_micro_batches]
-            for is_captured in capture_choices(space, options, tp=tp, schedule=own[0])
+            for is_captured in graphs_of_schedule(space, options, tp=tp, schedule=own[0])
         )
         for schedule, n_chunks, is_captured in pairs:
             if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
@@ -267,7 +267,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
             )
 
 
-def capture_choices(space: SearchSpace, options: Options, *, tp: int, schedule: str) -> tuple[bool, ...]:
+def graphs_of_schedule(space: SearchSpace, options: Options, *, tp: int, schedule: str) -> tuple[bool, ...]:
     """Whether passes may, or must, be a CUDA graph; not where the backward pass is split, which nobody tried."""
     if splits_backward(schedule):
         return () if fixed(options, "cuda_graph") == "on" else (False,)

@@ -103,17 +103,18 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
 
     Raises: UsageError when a graph is asked for and cannot be.
     """
-    fix, wanted = dict(options.fix), fixed(options, "cuda_graph")
+    wanted, is_cut = fixed(options, "cuda_graph"), fixed(options, "pp") not in (None, "1")
     why_not = partial(
         why_uncaptured,
         graph,
         precision=options.precision,
-        grad_compression=fix.get("grad_compression", GRAD_COMPRESSIONS[0]),
+        grad_compression=compression_choice(options).name,
         is_cpu=device.is_cpu,
-        recomputes=fix.get("recompute") in ("full", "selective"),
+        recomputes=fixed(options, "recompute") in ("full", "selective"),
+        schedule=(fixed(options, "schedule") or "") if is_cut else "",
     )
     why, of_shards, draws = why_not(tp=1), why_not(tp=2), draws_numbers(graph)
-    found = why if fix.get("tp", "1") == "1" else of_shards
+    found = why if fixed(options, "tp") in (None, "1") else of_shards
     if wanted == "on" and found:
         raise UsageError.of(
             "--fix cuda_graph=on",
