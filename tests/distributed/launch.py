@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,21 +174,31 @@ def _run_program(folder: str, options: tuple[str, ...], port: int, written: str)
 def run_folder(
     folder: Path, n_ranks: int, *options: str, timeout_s: float = 120.0, n_restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """`torchrun train.py *options` in an emitted folder, where autoplan cannot be imported."""
+    """`torchrun train.py *options` in an emitted folder, where autoplan cannot be imported.
+
+    As in `run_ranks`, a launch in which torch itself crashed is repeated: a C++ thread aborted one in some thousand as
+    its program came to an end.
+    """
     blocker = Path(folder, "sitecustomize.py")
     blocker.write_text("import sys\nsys.modules['autoplan'] = None\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"]
     command += [f"--max-restarts={n_restarts}"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    launch = partial(
+        subprocess.run,
+        [*command, "train.py", *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     try:
-        return subprocess.run(
-            [*command, "train.py", *options],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        done = launch()
+        if any(f"Signal {-crash:d} " in done.stderr for crash in CRASHES):
+            print(f"launched again after a crash:\n{done.stderr}", file=sys.stderr)
+            done = launch()
+        return done
     finally:
         blocker.unlink()
