@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,9 @@ from autoplan.planning.problem import trace_model
 from autoplan.report.plan import plan_table
 from autoplan.rules import load_rules
 from autoplan.runtime import Config, cuda_graph, recompute
-from autoplan.runtime.cuda_graph import StepGraph, _is_like
+from autoplan.runtime.cuda_graph import StepGraph, _described, _is_like
 from autoplan.runtime.held_values import Watched, changed_between, held_by
-from autoplan.runtime.recompute import apply_recompute
+from autoplan.runtime.recompute import apply_recompute, recomputed_and_drawing
 from autoplan.runtime.seeds import host_state
 from autoplan.search import search
 from autoplan.simulator.simulate import simulate
@@ -242,7 +243,7 @@ def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_pat
 
 def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:
     batch = ({"ids": torch.zeros(4, 8), "n": 3}, torch.zeros(4))
-    assert _is_like(({"ids": torch.ones(4, 8), "n": 3}, torch.ones(4)), batch)
+    assert _is_like(({"ids": torch.ones(4, 8), "n": 3}, torch.ones(4)), _described(batch))
     for other in (
         ({"ids": torch.zeros(4, 9), "n": 3}, torch.zeros(4)),
         ({"ids": torch.zeros(4, 8), "n": 4}, torch.zeros(4)),
@@ -251,7 +252,7 @@ def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:
         ({"n": 3, "ids": torch.zeros(4, 8), "mask": torch.zeros(4)}, torch.zeros(4)),
         ({"ids": torch.zeros(4, 8), "n": np.arange(3)}, torch.zeros(4)),
     ):
-        assert not _is_like(other, batch)
+        assert not _is_like(other, _described(batch))
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
@@ -259,21 +260,18 @@ def test_random_state_is_restored_for_recomputation_but_where_a_graph_is_capture
     monkeypatch: pytest.MonkeyPatch, is_captured: bool
 ) -> None:
     drawn = iter(range(100))
-    monkeypatch.setattr(recompute, "_is_captured", lambda: is_captured)
+    monkeypatch.setattr(recompute, "is_captured", lambda: is_captured)
     monkeypatch.setattr(recompute, "_numbers_drawn", lambda: next(drawn))  # every call draws some
     dropout = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     model = nn.Sequential(nn.Linear(64, 64), dropout)
     apply_recompute(model, ["1"])
     x = torch.ones(2, 64)
-    if not is_captured:
-        result = model(x)
-        kept = (result != 0).float()
-        result.sum().backward()
-        assert torch.equal(dropout[0].bias.grad, 2 * kept.sum(0))  # 1 / (1 - p) of each that was kept
-    else:
-        model(x)
-        with pytest.raises(RuntimeError, match="recomputed, it draws random numbers"):
-            model(x)
+    result = model(x)
+    kept = (result != 0).float()
+    result.sum().backward()
+    gradient = 2 * kept.sum(0)  # 1 / (1 - p) of each that was kept
+    assert torch.equal(dropout[0].bias.grad, gradient) == (not is_captured)
+    assert recomputed_and_drawing(model) == ["1"]
 
 
 class Changing(nn.Module):
@@ -317,9 +315,9 @@ CHANGES = {
     "2.new": lambda model: setattr(model[2], "new", 1),
     "2.mean": lambda model: setattr(model[2].mean, "data", torch.ones(4)),
     "1": lambda model: model.__setitem__(1, nn.Dropout(0.5)),
-    "parameter 0": lambda model: setattr(model[0].weight, "data", torch.ones(4, 4)),
-    "parameter 1": lambda model: model[0].bias.requires_grad_(False),
-    "parameter 2": lambda model: setattr(model[3].bias, "data", torch.ones(4)),  # frozen before
+    "parameter weight": lambda model: setattr(model[0].weight, "data", torch.ones(4, 4)),
+    "parameter bias": lambda model: model[0].bias.requires_grad_(False),
+    "parameter 3.bias": lambda model: setattr(model[3].bias, "data", torch.ones(4)),  # frozen before
 }
 
 
@@ -328,7 +326,7 @@ def test_what_is_changed_between_steps_is_named(changed: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), Changing(), nn.LayerNorm(4))
     model[3].requires_grad_(False)
     model[3].weight = None
-    watched = Watched(model, list(model[0].parameters()))
+    watched = Watched(model, list(model[0].named_parameters()))
     assert watched.changes() == []
     CHANGES[changed](model)
     assert watched.changes() == watched.changes() == [f"{changed} changes since it was captured"]
@@ -336,7 +334,7 @@ def test_what_is_changed_between_steps_is_named(changed: str) -> None:
 
 def test_equal_values_and_new_contents_are_no_change() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Changing())
-    watched = Watched(model, list(model.parameters()))
+    watched = Watched(model, list(model.named_parameters()))
     model[1].state = {"calls": 0}
     model[1].mean.add_(1)
     with torch.no_grad():
@@ -344,6 +342,24 @@ def test_equal_values_and_new_contents_are_no_change() -> None:
     assert watched.changes() == watched.changes() == []
     model[1].state["calls"] = 1
     assert watched.changes() == ["1.state.calls changes since it was captured"]
+
+
+def test_looking_for_changes_makes_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].seen = defaultdict(list, a=[1])
+    watched = Watched(model, ())
+    del model[0].seen["a"]
+    model[0].seen["b"] = [1]
+    assert sorted(watched.changes()) == [f"0.seen.{key}.0 changes since it was captured" for key in "ab"]
+    assert dict(model[0].seen) == {"b": [1]}
+
+
+def test_both_copies_of_a_tied_weight_are_watched() -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    for copy in model:
+        watched = Watched(model, [("weight", module.weight) for module in model])
+        copy.weight.data = torch.ones(4, 4)
+        assert watched.changes() == ["parameter weight changes since it was captured"]
 
 
 class Recorded:
@@ -379,7 +395,7 @@ def step_graph(model: nn.Module) -> tuple[StepGraph, list[int]]:
         return loss.detach()
 
     return StepGraph(
-        model, passes, parameters=list(model.parameters()), device=torch.device("cpu"), group=None
+        model, passes, parameters=list(model.named_parameters()), device=torch.device("cpu"), group=None
     ), n_passes
 
 
@@ -413,6 +429,32 @@ def test_the_third_step_is_captured_and_later_ones_are_replayed(
     assert len(n_passes) == 8 and recorded.n_replays == 5
     assert capsys.readouterr().err.count("given up, so steps take longer than planned: 1.p changes") == 1
     assert graph._graph is graph._batch is graph._watched is None and graph._gradients == []
+
+
+def test_a_batch_of_another_shape_puts_the_capture_off(on_a_cpu: None) -> None:
+    graph, n_passes = step_graph(nn.Sequential(nn.Linear(4, 4)))
+    for n in (2, 2, 3, 2):
+        graph.run(batch_of(n))
+        assert graph._graph is None
+    graph.run(batch_of(2))
+    assert len(n_passes) == 5 and graph._graph.n_replays == 1
+    graph.run(batch_of(3))
+    graph.run(batch_of(2))
+    assert len(n_passes) == 6 and graph._graph.n_replays == 2
+
+
+def test_a_recomputed_block_that_draws_is_noticed_before_the_capture(
+    on_a_cpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = iter(range(100))
+    monkeypatch.setattr(recompute, "_numbers_drawn", lambda: next(drawn))  # every call draws some
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    apply_recompute(model, ["1"])
+    graph, n_passes = step_graph(model)
+    for _ in range(4):
+        graph.run(batch_of(2))
+    assert len(n_passes) == 4 and graph._graph is None
+    assert "not captured, so steps take longer than planned: 1, recomputed, draws" in capsys.readouterr().err
 
 
 def test_nothing_is_captured_where_a_replay_would_miss_something(

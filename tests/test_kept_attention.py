@@ -125,6 +125,16 @@ def test_random_numbers_go_on_behind_what_is_kept_as_if_it_had_run(monkeypatch) 
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+def test_where_random_numbers_are_is_neither_read_nor_set_in_a_cuda_graph(monkeypatch) -> None:
+    class Numbers:
+        def get_state(self) -> torch.Tensor:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    monkeypatch.setattr(kept_attention, "is_captured", lambda: True)
+    monkeypatch.setattr(kept_attention, "_numbers", lambda device: Numbers())
+    assert trained(nn.Sequential(Block("plain")).double(), recomputes=True, keeps=True, way="eager")[1] == 0
+
+
 def test_what_is_kept_may_not_be_written(monkeypatch) -> None:
     class Writing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from autoplan.files import write_folder
 from autoplan.output.folder import report_files
 from autoplan.output.verify import (
     ALLOCATED,
+    N_BEFORE_REPLAYS,
     NEEDED,
     RESERVED,
     STEP,
@@ -21,6 +23,7 @@ from autoplan.output.verify import (
     verification_text,
     verify_folder,
 )
+from autoplan.runtime.cuda_graph import N_STEPS_BEFORE
 from autoplan.units import GiB
 
 AGREES = {"loss": 1e-15, "gradient": 1e-14, "parameter": 0.0}
@@ -90,6 +93,17 @@ def test_step_time_on_the_planned_device_is_the_median_without_warm_up(folder: P
     assert found.measured_step_s == pytest.approx(1.6)
     assert found.within_interval is True and found.parity is None
     assert "--check" not in seen and seen[seen.index("--profile-steps") + 1] == "4:5"
+
+
+def test_steps_before_the_replays_of_a_graph_are_run_besides_and_not_counted(tmp_path: Path, answer: Answer) -> None:
+    plan = replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, cuda_graph=True))
+    captured = replace(answer, result=replace(answer.result, best=replace(answer.best, plan=plan)))
+    write_folder(tmp_path / "out", {"train.py": "", **report_files(captured)})
+    start, seen = _program(device="Toy 1T", differences=None, times_s=(9.0, 5.0, 7.0, 1.8, 1.5, 1.7))
+    found = verify_folder(tmp_path / "out", n_steps=3, device="cuda", start=start)
+    assert found.measured_step_s == pytest.approx(1.6)
+    assert seen[seen.index("--steps") + 1] == "8" and seen[seen.index("--profile-steps") + 1] == "7:8"
+    assert N_BEFORE_REPLAYS == N_STEPS_BEFORE + 1
 
 
 def test_step_time_outside_the_interval_is_said(folder: Path, answer: Answer) -> None:

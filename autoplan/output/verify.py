@@ -48,6 +48,7 @@ _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 _OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
 N_BATCHES = 4  # different ones, drawn before the first step
+N_BEFORE_REPLAYS = 3  # steps of a program with a CUDA graph: two as they come, and the one that is captured
 COMPONENTS_NOTE = (
     "Kernels of recomputation cannot be told from others, nor a late transfer from a bubble. Compute slowed by "
     "communication is predicted as exposed and measured as compute. Idle beyond launch is any wait for the host."
@@ -106,13 +107,14 @@ class Verification:
 def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
     """Check the folder, run its program for `n_steps`, and compare.
 
-    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed, and
-    profiled for two more steps.
+    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed, after
+    `N_BEFORE_REPLAYS` more steps where it has a CUDA graph, and then profiled for two more.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
         when it does not run on this device.
     """
     answer = read_answer(folder)
+    n_before = N_BEFORE_REPLAYS if device == "cuda" and answer.best.plan.mesh.cuda_graph else 0
     size = launch_size(answer)
     if size["n_hosts"] > 1:
         raise InputError(
@@ -121,7 +123,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
         )
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
-        code = start(_command(size["n_devices_per_host"], n_steps, device, report), folder)
+        code = start(_command(size["n_devices_per_host"], n_before + n_steps, device, report), folder)
         details = json.loads(report.read_text()) if report.is_file() else {}
     wrong = next((step for step in details.get("steps", ()) if step.get("is_wrong")), None)
     if wrong is not None:
@@ -134,7 +136,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
             f"{folder}/train.py ended with exit code {code} on {device}; its output is above\n"
             "  fix: mend what the first rank that failed says; autoplan doctor lists the devices of this machine"
         )
-    return _compare(answer, details, n_steps=n_steps)
+    return _compare(answer, details, n_steps=n_steps, n_before=n_before)
 
 
 def _noted(answer: Answer) -> str:
@@ -157,11 +159,11 @@ def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[
     return [*launcher, "--steps", str(n_steps + 2), "--repeat-batches", str(N_BATCHES), *traced]
 
 
-def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int) -> Verification:
+def _compare(answer: Answer, details: dict[str, Any], *, n_steps: int, n_before: int) -> Verification:
     """Measured figures against the prediction, on the planned hardware; elsewhere only the prediction."""
     best = answer.best
     measured = details if details.get("device") == answer.workload.device else {}
-    step_s = _measured_step_s(measured)
+    step_s = _measured_step_s(measured, n_before=n_before)
     comparisons = (
         _comparison(STEP, "s", best.estimate.step_s, step_s, step_interval_s(best)),
         *_memory(answer, measured),
@@ -187,9 +189,9 @@ def _comparison(
     return Comparison(what, unit, predicted, measured, predicted / measured - 1 if measured else None, interval)
 
 
-def _measured_step_s(measured: Mapping[str, Any]) -> float | None:
-    """The median without the first third of the steps, at least one, which are warm-up."""
-    times_s = [step["step_s"] for step in measured.get("steps", ()) if not step.get("is_profiled")]
+def _measured_step_s(measured: Mapping[str, Any], *, n_before: int) -> float | None:
+    """The median without those before replays and the first third of the others, at least one, which are warm-up."""
+    times_s = [step["step_s"] for step in measured.get("steps", ()) if not step.get("is_profiled")][n_before:]
     counted_s = times_s[max(1, len(times_s) // 3) :]
     return median(counted_s) if counted_s else None
 

@@ -5,10 +5,12 @@
     step 2     captured, which computes nothing, then replayed
     step 3 ..  the batch is copied to where the captured one was, and the graph is replayed
 
-Norm of the gradients, clipping and optimizer stay outside: the host launches them while the device replays. A batch of
-other shapes runs as it comes, on all ranks. So do all steps where something would be missed, and those after something
-that the graph took as it was has changed; the program says so once. Python inside of the passes runs while they are
-captured, and not again.
+A batch that has not the shapes of the one before, on any rank, puts the capture off, since compiled code may be made
+for it. Later, a batch of other shapes runs as it comes, on all ranks. So do all steps where something would be missed,
+and those after something that the graph took as it was has changed; the program says so once.
+
+Norm of the gradients, clipping and optimizer stay outside: the host launches them while the device replays. Python
+inside of the passes runs while they are captured, and not again.
 
 All passes run on one stream of their own, because autograd remembers on which one it first saw a parameter. Gradients
 stay where the capture put them, and so does all that passes need. A step needs that memory in any case; passes beside
@@ -32,9 +34,10 @@ from torch.distributed import ProcessGroup
 from .batches import flatten_tensors, map_tensors, with_paths
 from .held_values import Watched, changed_between, held_by
 from .mesh import release_before_stop
+from .recompute import recomputed_and_drawing
 from .seeds import host_state
 
-N_STEPS_BEFORE = 2
+N_STEPS_BEFORE = 2  # that are not captured, where all batches have the same shapes
 N_SAID = 3  # reasons in a line
 AS_CAPTURED, OTHER_SHAPES, CHANGED = range(3)  # what a rank finds before a replay
 WAITS = "called a synchronizing CUDA operation"  # what torch's debug mode says
@@ -46,7 +49,7 @@ class StepGraph:
     Args:
         root: what the passes run.
         passes: from a batch on the device to the loss; leaves gradients in `parameters`, which have none before.
-        parameters: all that are trained on this rank.
+        parameters: all that are trained on this rank, with their names.
         group: all ranks, over host memory; None for one.
     """
 
@@ -55,14 +58,15 @@ class StepGraph:
         root: nn.Module,
         passes: Callable[[Any], torch.Tensor],
         *,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[tuple[str, nn.Parameter]],
         device: torch.device,
         group: ProcessGroup | None,
     ) -> None:
         self._root, self._passes, self._parameters, self._device = root, passes, parameters, device
         self._group, self._has_said_shapes = group, False
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._n_steps, self._may_capture = 0, True
+        self._has_run, self._may_capture = False, True
+        self._noticed: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: Any = None
         self._loss = torch.zeros((), device=device)
@@ -71,14 +75,19 @@ class StepGraph:
 
     def run(self, batch: Any) -> torch.Tensor:
         """The loss of a step, whose gradients are then in the parameters; all ranks must call it in the same steps."""
-        step, self._n_steps = self._n_steps, self._n_steps + 1
-        if self._may_capture and step == N_STEPS_BEFORE:
+        if self._may_capture and self._has_run and self._graph is None:
+            if self._largest(not _is_like(batch, self._noticed)):
+                return self._run_noticing(batch)
             self._capture(batch)
         if self._graph is not None and self._is_replayed(batch):
             return self._replay(batch)
-        if step != N_STEPS_BEFORE - 1:
-            with self._on_own_stream():
-                return self._passes(batch)
+        self._has_run = True
+        with self._on_own_stream():
+            return self._passes(batch)
+
+    def _run_noticing(self, batch: Any) -> torch.Tensor:
+        """The loss of a step as it comes, after which it is known whether one like it may be captured."""
+        self._noticed = _described(batch)
         with _missed_by_replays(self._root) as missed, self._on_own_stream():
             loss = self._passes(batch)
         self._may_capture = not self._largest(len(missed))
@@ -95,7 +104,7 @@ class StepGraph:
         """Whether this step is; asked of all ranks: NCCL wants a collective captured on each of them, or on none."""
         assert self._watched is not None
         changes = self._watched.changes()
-        found = CHANGED if changes else AS_CAPTURED if _is_like(batch, self._batch) else OTHER_SHAPES
+        found = CHANGED if changes else AS_CAPTURED if _is_like(batch, self._noticed) else OTHER_SHAPES
         found = self._largest(found)
         if found == CHANGED:
             self._say("given up", changes)
@@ -146,7 +155,7 @@ class StepGraph:
                 " than planned; or plan with --fix cuda_graph=off"
             )
             raise
-        self._graph, self._gradients = graph, [parameter.grad for parameter in self._parameters]
+        self._graph, self._gradients = graph, [parameter.grad for _, parameter in self._parameters]
         self._watched = Watched(self._root, self._parameters)
         release_before_stop(self)
 
@@ -156,7 +165,7 @@ class StepGraph:
             own.copy_(given)
         with self._on_own_stream():
             self._graph.replay()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for (_, parameter), gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._loss.clone()
 
@@ -169,16 +178,16 @@ class StepGraph:
         outer.wait_stream(self._stream)
 
 
-def _is_like(batch: Any, other: Any) -> bool:
-    """Whether a batch differs from another one in the contents of its tensors only."""
+def _is_like(batch: Any, described: Any) -> bool:
+    """Whether a batch differs from the one that was described in the contents of its tensors only."""
     try:
-        return bool(_described(batch) == _described(other))
+        return bool(_described(batch) == described)
     except (RuntimeError, TypeError, ValueError):  # a part of it, such as an array, does not say whether it is equal
         return False
 
 
 def _described(batch: Any) -> Any:
-    """Its order too: contents are copied one tensor after the other."""
+    """All but the contents of its tensors. Its order too: these are copied one tensor after the other."""
     shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in with_paths(batch)]
     return shapes, map_tensors(lambda _: None, batch)
 
@@ -195,8 +204,9 @@ def _hidden_capture() -> AbstractContextManager[Any]:
 def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
     """What the passes inside do that a replay would not do again, in words; known at the end.
 
-    Waiting for the device, as far as torch notices it; drawing random numbers on the host; putting another tensor or
-    another number where a module had one, in its lists and dicts too.
+    Waiting for the device, as far as torch notices it; drawing random numbers on the host, or on the device in a block
+    that is recomputed, for which torch sets the generator back; putting another tensor or another number where a module
+    had one, in its lists and dicts too.
     """
     missed: list[str] = []
     held, drawn = held_by(root), host_state()
@@ -213,6 +223,7 @@ def _missed_by_replays(root: nn.Module) -> Iterator[list[str]]:
             missed.append(f"the host waits for the device in {warning.filename}:{warning.lineno}")
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    missed += [f"{name}, recomputed, draws random numbers" for name in recomputed_and_drawing(root)]
     missed += changed_between(held, held_by(root))
     if drawn != host_state():
         missed.append("the host draws random numbers in forward")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 MAX_DEPTH = 2  # of lists and dicts that modules hold
+_ABSENT = object()  # `[]` would let a `defaultdict` make what is absent
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _DESCRIBED = (torch.Tensor, int, float, str, dict, list, tuple, type(None), nn.Module)  # None: until there is something
 
@@ -22,13 +23,15 @@ class Watched:
     """What was held when this was made, by `root` and as `parameters`.
 
     Args:
-        parameters: all that are trained on this rank; where they lie is watched, not what they contain.
+        parameters: all that are trained on this rank, with their names; where they lie is watched, not what they
+            contain.
     """
 
-    def __init__(self, root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, root: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         is_sharded = any(isinstance(module, FSDPModule) for module in root.modules())  # which swaps parameters
-        frozen = [] if is_sharded else [parameter for parameter in root.parameters() if not parameter.requires_grad]
-        self._root, self._parameters = root, [*parameters, *frozen]
+        frozen = [] if is_sharded else [item for item in root.named_parameters() if not item[1].requires_grad]
+        self._root, self._names = root, [name for name, _ in (*parameters, *frozen)]
+        self._parameters = [parameter for _, parameter in (*parameters, *frozen)]
         self._held = self._described()
         self._look_again()
 
@@ -44,29 +47,41 @@ class Watched:
     def _look_again(self) -> None:
         containers = list(_containers(self._root))
         self._sizes = [(container, len(container)) for container in containers]
-        self._items = [
+        self._of_dicts = [
             (container, key, value)
             for container in containers
-            for key, value in (container.items() if isinstance(container, dict) else enumerate(container))
+            if isinstance(container, dict)
+            for key, value in container.items()
             if isinstance(value, _DESCRIBED) and key not in _OF_TORCH
         ]
-        self._tensors = [value for _, _, value in self._items if isinstance(value, torch.Tensor)]
-        self._places = [*map(_address, self._tensors), *map(_place, self._parameters)]
+        self._of_lists = [
+            (container, index, value)
+            for container in containers
+            if not isinstance(container, dict)
+            for index, value in enumerate(container)
+            if isinstance(value, _DESCRIBED)
+        ]
+        items = (*self._of_dicts, *self._of_lists)
+        self._tensors = [value for _, _, value in items if isinstance(value, torch.Tensor)]
+        self._places = self._places_now()
 
     def _is_as_before(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # else asking a sharded parameter takes longer than all the rest
-            try:
-                return (
-                    all(len(container) == size for container, size in self._sizes)
-                    and all(container[key] is value for container, key, value in self._items)
-                    and [*map(_address, self._tensors), *map(_place, self._parameters)] == self._places
-                )
-            except (KeyError, IndexError):  # one went, another came
-                return False
+            return (
+                all(len(container) == size for container, size in self._sizes)
+                and all(container.get(key, _ABSENT) is value for container, key, value in self._of_dicts)
+                and all(container[index] is value for container, index, value in self._of_lists)
+                and self._places_now() == self._places
+            )
+
+    def _places_now(self) -> list[Any]:
+        return [*map(_address, self._tensors), *map(_place, self._parameters)]
 
     def _described(self) -> dict[str, Any]:
-        places = enumerate(map(_place, self._parameters))
-        return held_by(self._root) | {f"parameter {number}": place for number, place in places}
+        places: dict[str, list[Any]] = {}  # several of a name: copies of a tied weight, in stages of one rank
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            places.setdefault(f"parameter {name}", []).append(_place(parameter))
+        return held_by(self._root) | places
 
 
 def _place(parameter: nn.Parameter) -> tuple[int, bool]:

@@ -6,6 +6,8 @@
 Its inputs are computed again like all else. Both passes see every operator that torch dispatches, one by one, or, in
 compiled code, those that are no kernels of the compiler's own, of which attention is one. Attention that torch computes
 op by op (float64 on a GPU, dropout on a CPU) is computed again.
+
+In a CUDA graph no recomputed block draws random numbers, and torch refuses to read where their generator is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.cuda import is_current_stream_capturing  # as it is, also where a step's capture is hidden from models
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,11 +43,14 @@ def kept_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(slots=True)
 class _Call:
-    """What one call of attention made, and the state of the random numbers after it, from which dropout goes on."""
+    """What one call of attention made, and the state of the random numbers after it, from which dropout goes on.
+
+    `numbers`: None in a CUDA graph.
+    """
 
     results: Any
     versions: tuple[int, ...]
-    numbers: torch.Tensor
+    numbers: torch.Tensor | None
 
     def handed_out(self) -> Any:
         """Raises: RuntimeError when a result has been written since."""
@@ -79,7 +85,7 @@ class _Keeping(_Seeing):  # type: ignore[no-untyped-call]
         results = op(*args, **(kwargs or {}))
         if op in _FUSED_OPS:
             kept = pytree.tree_map_only(torch.Tensor, _detached, results)
-            self.calls.append(_Call(kept, _versions(kept), _numbers(args[0].device).get_state()))
+            self.calls.append(_Call(kept, _versions(kept), _state_of_numbers(args[0].device)))
         return results
 
 
@@ -92,7 +98,8 @@ class _HandingOut(_Seeing):  # type: ignore[no-untyped-call]
         if not self.calls:
             raise RuntimeError("a block that keeps attention is recomputed twice, or calls it more often than before")
         call = self.calls.popleft()
-        _numbers(args[0].device).set_state(call.numbers)
+        if call.numbers is not None:
+            _numbers(args[0].device).set_state(call.numbers)
         return call.handed_out()
 
 
@@ -104,6 +111,15 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def _versions(results: Any) -> tuple[int, ...]:
     return tuple(item._version for item in pytree.tree_leaves(results) if isinstance(item, torch.Tensor))
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+def _state_of_numbers(device: torch.device) -> torch.Tensor | None:
+    return None if is_captured() else _numbers(device).get_state()
 
 
 def _numbers(device: torch.device) -> torch.Generator:

@@ -294,7 +294,7 @@ class ParallelModel(nn.Module):
         )
 
     def _step_graph(self) -> StepGraph:
-        parameters = [entry.parameter for entry in self._parameters_of_rank]
+        parameters = [(entry.name, entry.parameter) for entry in self._parameters_of_rank]
         group = dist.new_group(backend="gloo") if self.config.n_ranks > 1 else None
         return StepGraph(self.stages, self._passes, parameters=parameters, device=self.mesh.device, group=group)
 

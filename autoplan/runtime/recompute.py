@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.cuda import is_current_stream_capturing  # as it is, also where a step's capture is hidden from models
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from .kept_attention import kept_attention
+from .kept_attention import is_captured, kept_attention
 
 
 def apply_recompute(root: nn.Module, names: Iterable[str], *, keeps_attention: bool = False) -> None:
@@ -31,6 +30,12 @@ def apply_recompute(root: nn.Module, names: Iterable[str], *, keeps_attention: b
     for name in names:
         if name in modules:
             modules[name].forward = _Block(name, modules[name], modules[name].forward, keeps_attention)
+
+
+def recomputed_and_drawing(root: nn.Module) -> list[str]:
+    """The recomputed submodules of `root` whose last call drew random numbers on the GPU."""
+    blocks = [forward for module in root.modules() if isinstance(forward := vars(module).get("forward"), _Block)]
+    return [block.name for block in blocks if block.draws]
 
 
 @contextmanager
@@ -89,14 +94,8 @@ class _Block:
         # Empty tensors in place of the inputs tell it of which devices to restore the random state.
         devices = [tensor.new_empty(0) for tensor in tensors.values()]
         contexts = functools.partial(_contexts, self.module, self.keeps_attention)
-        is_captured, drawn = _is_captured(), _numbers_drawn()
-        if is_captured and self.draws:
-            raise RuntimeError(
-                f"{self.name}: recomputed, it draws random numbers, and not the same ones again in a CUDA graph"
-            )
-        outputs = checkpoint(
-            run, *devices, use_reentrant=False, context_fn=contexts, preserve_rng_state=not is_captured
-        )
+        drawn, restores = _numbers_drawn(), not is_captured()
+        outputs = checkpoint(run, *devices, use_reentrant=False, context_fn=contexts, preserve_rng_state=restores)
         self.draws = drawn != _numbers_drawn()
         if mode not in self.written:
             self.written[mode] = self._written(tensors, versions)
@@ -125,13 +124,9 @@ class _Block:
             )
 
 
-def _is_captured() -> bool:
-    return torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
 def _numbers_drawn() -> int:
     """How far the generator of the current GPU is."""
-    if not torch.cuda.is_initialized() or _is_captured():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized() or is_captured():  # type: ignore[no-untyped-call]
         return 0
     return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
