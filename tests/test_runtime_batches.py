@@ -17,7 +17,7 @@ from autoplan.runtime.batches import (
 )
 from autoplan.runtime.config import Config
 from autoplan.runtime.loading import Position, synthetic_batches
-from autoplan.runtime.mesh import WorldSizeError, check_world_size
+from autoplan.runtime.mesh import DeviceCountError, WorldSizeError, check_device_count, check_world_size
 from autoplan.runtime.model_calls import loss_of
 from autoplan.runtime.pipeline import Boundary, PerSample
 from autoplan.runtime.recompute import apply_recompute
@@ -140,10 +140,22 @@ def test_boundary_scales_with_the_micro_batch_and_follows_the_precision():
     assert (mask.shape, mask.dtype, mask.requires_grad) == ((3,), torch.bool, False)
 
 
-def test_another_world_size_is_refused_with_both_numbers(monkeypatch):
+def test_another_world_size_is_refused_with_both_numbers_once_per_host(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(WorldSizeError, match=r"planned: 2 processes \(pp 1 x dp 2 x tp 1\); found: 4"):
         check_world_size(CONFIG)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(WorldSizeError, match="^1$"):
+        check_world_size(CONFIG)
+
+
+def test_a_host_with_fewer_gpus_than_processes_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceCountError, match="found 2 GPUs on this host; expected: 4"):
+        check_device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_device_count()
 
 
 @pytest.mark.parametrize(

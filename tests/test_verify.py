@@ -39,6 +39,11 @@ PROFILE = {
 OTHER = {**PROFILE, "compute_s": 0.7, "idle_s": 0.4, "until_optimizer_s": 1.4}
 
 
+@pytest.fixture(autouse=True)
+def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, answer: Answer) -> Path:
     write_folder(tmp_path / "out", {"train.py": "", **report_files(answer)})
@@ -194,6 +199,16 @@ def test_a_crash_is_not_called_disagreement(folder: Path) -> None:
         with pytest.raises(MeasureError) as caught:
             verify_folder(folder, n_steps=3, device="cpu", start=start)
         assert caught.value.exit_code == 7
+
+
+def test_a_machine_without_the_planned_gpus_is_refused_before_the_program_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    start, seen = _program()
+    with pytest.raises(MeasureError, match="found 3 GPUs(.|\n)*expected: 4(.|\n)*--device cpu"):
+        verify_folder(folder, n_steps=3, device="cuda", start=start)
+    assert seen == []
 
 
 def test_changed_program_is_refused_before_it_runs(folder: Path) -> None:

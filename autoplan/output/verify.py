@@ -121,6 +121,8 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
             f"{folder}: the plan runs on {size['n_hosts']} hosts; verify starts one\n"
             "  fix: start launch/torchrun.sh on each host with --check, or plan for one host"
         )
+    if device == "cuda":
+        _check_device_count(size["n_devices_per_host"], folder)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
         code = start(_command(size["n_devices_per_host"], n_before + n_steps, device, report), folder)
@@ -137,6 +139,16 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
             "  fix: mend what the first rank that failed says; autoplan doctor lists the devices of this machine"
         )
     return _compare(answer, details, n_steps=n_steps, n_before=n_before)
+
+
+def _check_device_count(expected: int, folder: Path) -> None:
+    import torch
+
+    if (found := torch.cuda.device_count()) < expected:
+        raise MeasureError(
+            f"{folder}: found {found} GPUs on this machine\n  expected: {expected}, as planned\n"
+            "  fix: run it where they are; or verify --device cpu, which compares the program with one process"
+        )
 
 
 def _noted(answer: Answer) -> str:

@@ -45,6 +45,10 @@ class WorldSizeError(SystemExit):
     """The number of processes is not the plan's; ends the program with the message and a non-zero exit code."""
 
 
+class DeviceCountError(SystemExit):
+    """A host has fewer GPUs than processes; ends the program with the message and a non-zero exit code."""
+
+
 class DeviceMemoryError(SystemExit):
     """A device has less memory than planned; ends the program with the message and a non-zero exit code."""
 
@@ -83,11 +87,34 @@ def check_world_size(config: Config) -> None:
     """
     found = world_size()
     if found != config.n_ranks:
+        devices = "one device" if found == 1 else f"{found} devices"
         raise WorldSizeError(
-            f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: {found}\n"
-            f"  fix: start it with torchrun --nproc-per-node such that nodes x processes = {config.n_ranks}, "
-            f"or plan again for {found} devices"
+            _said_once_per_host(
+                f"planned: {config.n_ranks} processes (pp {config.pp} x dp {config.dp} x tp {config.tp}); found: "
+                f"{found}\n  fix: start it with torchrun --nproc-per-node such that nodes x processes = "
+                f"{config.n_ranks}, or plan again for {devices}"
+            )
         )
+
+
+def check_device_count() -> None:
+    """Refuse to start where processes of this host would find no GPU.
+
+    Raises: DeviceCountError naming both numbers.
+    """
+    found, expected = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found < expected:
+        raise DeviceCountError(
+            _said_once_per_host(
+                f"--device cuda: found {found} GPUs on this host; expected: {expected}, one for each process\n"
+                "  fix: start it where they are, or try it with --device cpu"
+            )
+        )
+
+
+def _said_once_per_host(message: str) -> str | int:
+    """What ends the program, which prints a message: every process of the host would print the same one."""
+    return message if os.environ.get("LOCAL_RANK", "0") == "0" else 1
 
 
 def world_size() -> int:
@@ -129,7 +156,7 @@ def default_device_type() -> str:
 def start_process_group(device_type: str, config: Config, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the process group for a plan, in a program of its own: on CPU its processes share the cores of the host.
 
-    Raises: WorldSizeError when the number of processes is not the plan's.
+    Raises: WorldSizeError when the number of processes is not the plan's; DeviceCountError when GPUs are missing.
     """
     check_world_size(config)
     if device_type == "cpu":
@@ -150,6 +177,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
         # NCCL would register what a CUDA graph sends, and the ranks then wait for each other for ever: seen with tensor
         # and pipeline parallelism (torch 2.11 with NCCL 2.28, 2 H200, 2026-11-25), where segments are expandable.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        check_device_count()
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
