@@ -75,9 +75,10 @@ def said_of_all(chosen: Mesh) -> dict[str, str]:
 
 def choice_rows(plan: Plan) -> list[tuple[str, str]]:
     """Those that have a row of their own: (what, how)."""
+    modules = [("modules", ", ".join(words))] if (words := execution_words(plan.mesh)) else []
     loss = [("loss", "chunked: in slices of its rows")] * (plan.loss == "chunked")
     gradients = [("gradients", f"reduced {_how(plan)}")] * (plan.grad_compression != "none")
-    return [*loss, *gradients]
+    return [*modules, *loss, *gradients]
 
 
 def _how(plan: Plan) -> str:
@@ -157,7 +158,7 @@ def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
         ("global batch", f"{mesh.global_batch_size} samples"),
         ("schedule", schedule),
         ("recompute", _recomputed_segments(plan) or "none"),
-        ("precision", ", ".join((plan.precision, *execution_words(mesh)))),
+        ("precision", plan.precision),
         *choice_rows(plan),
         *([(kind_of_ranks(plan), groups_text(plan))] if plan.groups else []),
     ]

@@ -241,7 +241,7 @@ def best_by_trying(
 def with_twin(toy: Toy, mesh: Mesh) -> Iterator[Mesh]:
     """The mesh, and the one of the space that keeps attention."""
     yield mesh
-    may_keep = True in toy.space.keeps_attention and has_twin(mesh)
+    may_keep = toy.space.may_keep_attention and has_twin(mesh)
     if may_keep and spares_cheaply(toy.price(mesh), toy.price(twin_of(mesh))):
         yield twin_of(mesh)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -18,22 +20,28 @@ import pytest
 import autoplan
 
 CHECKOUT = Path(__file__).parent.parent
-SHIPPED = ("autoplan", "cost_models", "hardware_profiles", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("autoplan", "cost_models", "hardware_profiles", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")  # to a file
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that the checkout stays clean and no stale build folder leaks into the wheel."""
-    source = tmp_path_factory.mktemp("source")
-    for name in SHIPPED:
-        if (CHECKOUT / name).is_dir():
-            shutil.copytree(CHECKOUT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(CHECKOUT / name, source / name)
+    source = _copy(SHIPPED, tmp_path_factory.mktemp("source"))
     target = tmp_path_factory.mktemp("wheel")
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(source))
     (path,) = target.glob("*.whl")
     return path
+
+
+def _copy(names: tuple[str, ...], target: Path) -> Path:
+    target.mkdir(exist_ok=True)
+    for name in names:
+        if (CHECKOUT / name).is_dir():
+            shutil.copytree(CHECKOUT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(CHECKOUT / name, target / name)
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +90,19 @@ def test_wheel_holds_every_source_file_and_nothing_outside_the_package(wheel: Pa
             if path.is_file() and "__pycache__" not in path.parts:
                 expected.add(inside + path.relative_to(CHECKOUT).as_posix())
     assert found == expected
+
+
+def test_sdist_holds_all_that_its_pages_link_to(tmp_path: Path) -> None:
+    source = _copy((*SHIPPED, "docs", "benchmarks"), tmp_path / "source")
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.glob("autoplan-*/")
+    pages = [folder / "README.md", *(folder / "docs").glob("*.md"), folder / "benchmarks" / "README.md"]
+    missing = {link for page in pages for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()}
+    assert len(pages) == 8 and not missing
 
 
 def test_installed_wheel_finds_its_profiles_and_rules(installed: Path, tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ def test_plan_changes_name_what_differs(answer: Answer) -> None:
     chunked = replace(plan, loss="chunked")
     assert questions.plan_changes(plan, chunked) == "plan changes: loss as usual -> chunked: in slices of its rows"
     assert questions.plan_changes(chunked, plan) == "plan changes: loss chunked: in slices of its rows -> as usual"
+    captured = replace(plan, mesh=replace(plan.mesh, compile=True, cuda_graph=True))
+    assert questions.plan_changes(plan, captured) == "plan changes: modules as usual -> compiled, CUDA graph"
     moved = replace(plan, stages=(replace(plan.stages[0], stop=1), replace(plan.stages[1], start=1)))
     assert questions.plan_changes(plan, moved) == "plan changes: other layers per stage"
 

@@ -133,6 +133,8 @@ def test_least_hosts_is_peak_arithmetic() -> None:
     hardware = load_hardware_profile("dgx_a100_x8")
     figures = {"precision": "bf16", "deadline_s": 1000.0}
     assert [least_hosts(hardware, n_flops=flops, **figures) for flops in (1.0, 2.4e18, 2.5e18, 9e18)] == [1, 1, 2, 4]
+    exact = [least_hosts(hardware, n_flops=n * 2.496e18, **figures) for n in range(1, 6)]
+    assert exact == [1, 2, 3, 4, 5]
 
 
 def test_texts_of_deadlines_and_budgets() -> None:

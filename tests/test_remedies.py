@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from brute_force import Toy, make_plan, random_toy, with_space
 from conftest import make_candidate
 from test_search import loose_toy
 
+from autoplan import api
 from autoplan.errors import InfeasibleError
 from autoplan.options import Options
+from autoplan.planning.problem import Problem
 from autoplan.search import search
 from autoplan.search.remedies import TIME_LIMIT_S, Retry, find_remedies
 from autoplan.search.result import SearchResult
@@ -18,6 +22,8 @@ from autoplan.search.result import SearchResult
 NOTHING = SearchResult("infeasible", None, (), (), (), None, 1, 0.0)
 SOMETHING = replace(NOTHING, status="optimal", best=make_candidate())
 ZERO = (("dp", "4"), ("zero", "0"))
+LLAMA = Path(__file__).parent.parent / "examples" / "llama.py"
+LONG = {"size": "1b", "context": 32768}  # whose logits, whole, do not fit on a device of 40 GB
 
 
 def searching(toy: Toy) -> Retry:
@@ -81,6 +87,49 @@ def test_hosts_and_what_was_fixed_are_given_up_together_as_the_last_resort() -> 
 
     (found,) = find_remedies(Options(fix=ZERO), n_hosts=1, retry=retry)
     assert (found.change, found.fix) == ("2 hosts instead of 1, without dp=4, zero=0", ())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "other"),
+    [
+        ("loss", "whole", "chunked"),
+        ("compile", "off", "on"),
+        ("memory_format", "contiguous", "channels_last"),
+        ("cuda_graph", "on", "off"),
+        ("generated", "on", "off"),
+    ],
+)
+def test_how_the_loss_and_the_modules_run_is_given_up_too(name: str, given: str, other: str) -> None:
+    plan = make_candidate().plan
+    mesh = replace(plan.mesh, tp=1, pp=1, compile=True, memory_format="channels_last")
+    result = replace(SOMETHING, best=replace(make_candidate(), plan=replace(plan, mesh=mesh, loss="chunked")))
+    options = Options(fix=((name, given), ("dp", "4")))
+    found = next(find_remedies(options, n_hosts=64, retry=lambda own, _: NOTHING if name in dict(own.fix) else result))
+    assert (found.change, found.fix) == (f"{name}={other} instead of {name}={given}", ((name, other), ("dp", "4")))
+
+
+def test_recomputation_that_needs_its_loss_chunked_says_so() -> None:
+    # recompute=selective alone means a whole loss
+    options = Options(global_batch=1, fix=(("recompute", "selective"),))
+    problem = api.make_problem(LLAMA, hw="dgx_a100_40g_x8/1", overrides=LONG, options=options)
+    assert api.decide(problem).result.status == "infeasible"
+    first = next(find_remedies(options, n_hosts=1, retry=lambda own, _: _decided(problem, own)))
+    assert first.change == "recompute=selective, loss=chunked instead of recompute=selective"
+    assert first.fix == (("recompute", "selective"), ("loss", "chunked"))
+    again = _decided(problem, replace(options, fix=first.fix)).best
+    assert again is not None and again.estimate.step_s <= first.step_s * 1.001
+
+
+def test_a_whole_loss_that_does_not_fit_is_chunked_before_hosts_are_added() -> None:
+    options = Options(global_batch=1, fix=(("loss", "whole"),))
+    problem = api.make_problem(LLAMA, hw="dgx_a100_40g_x8/1", overrides=LONG, options=options)
+    found = next(find_remedies(options, n_hosts=1, retry=lambda own, _: _decided(problem, own)))
+    assert found.change == "loss=chunked instead of loss=whole"
+    assert _decided(problem, replace(options, fix=found.fix)).best is not None
+
+
+def _decided(problem: Problem, options: Options) -> SearchResult:
+    return api.decide(replace(problem, options=options)).result
 
 
 def test_all_searches_together_end_at_the_time_limit() -> None:

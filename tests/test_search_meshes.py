@@ -145,6 +145,7 @@ def test_nothing_that_divides_names_the_legal_degrees() -> None:
         ("pp=4,schedule=1f1b,micro_batch=8", 16, "instead of schedule=1f1b, with the rest as it is: gpipe\n"),
         ("pp=2,schedule=zero_bubble_v,zero=3", 16, "instead of zero=3, with the rest as it is: 0, 1, 2\n"),
         ("pp=2,schedule=zero_bubble_v,recompute=full", 16, "instead of recompute=full, with the rest as it is: none\n"),
+        ("pp=2,schedule=zero_bubble_v,cuda_graph=on", 16, "instead of cuda_graph=on, with the rest as it is: off\n"),
         ("pp=7", 16, "instead of pp=7, with the rest as it is: 1, 2, 4\n"),  # 6 pieces, on 8 devices
     ],
 )

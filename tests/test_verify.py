@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,6 +192,19 @@ def test_disagreement_with_one_process_is_a_tolerance_error(folder: Path) -> Non
     start, _ = _program(code=1, differences={"loss": 0.5, "gradient": 0.5, "parameter": 0.5})
     with pytest.raises(ToleranceError):
         verify_folder(folder, n_steps=3, device="cpu", start=start)
+
+
+@pytest.mark.parametrize(("ending", "code", "has_traceback"), [("sys.exit(8)", 8, False), ("1 / 0", 1, True)])
+def test_a_program_that_says_it_differs_is_not_followed_by_a_traceback(
+    folder: Path, tmp_path: Path, ending: str, code: int, has_traceback: bool
+) -> None:
+    start, seen = _program()
+    verify_folder(folder, n_steps=3, device="cpu", start=start)
+    (tmp_path / "train.py").write_text(f"import sys\n{ending}\n")
+    command = [part.replace("--nproc-per-node=4", "--nproc-per-node=1") for part in seen]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120.0)
+    assert ended.returncode == code
+    assert ("ChildFailedError" in ended.stderr) == has_traceback
 
 
 def test_a_crash_is_not_called_disagreement(folder: Path) -> None:

@@ -11,8 +11,10 @@ from whatif_toys import keep_points_apart
 
 import autoplan
 from autoplan import api, cli
+from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError
 from autoplan.options import Options
+from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.what_if import asking
 from autoplan.what_if import points as whatif_points
 from autoplan.what_if import sweep as sweeping
@@ -203,3 +205,47 @@ def test_a_question_names_no_more_points_than_can_be_answered() -> None:
     }
     with pytest.raises(InputError, match="39601 points"):
         parse_question(tables, where="w")
+
+
+LLAMA = str(CHECKOUT / "examples" / "llama.py")
+LONG_LLAMA = {"size": "1b", "context": 32768}  # on one device of 40 GB, which it needs all of
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "hw", "batch", "asked"),
+    [
+        (GPT, {}, "dgx_a100_x8/2", 16, ""),  # compiled, a CUDA graph
+        (GPT, {}, "dgx_a100_x8/2", 16, "cuda_graph=off,compile=off"),
+        (GPT, {}, "dgx_a100_x8/2", 16, "grad_compression=powersgd,powersgd_rank=2,loss_average=global_batch"),
+        (LLAMA, LONG_LLAMA, "dgx_a100_40g_x8/1", 1, ""),  # a chunked loss
+        (LLAMA, LONG_LLAMA, "dgx_a100_40g_x8/1", 1, "keep_attention=off"),
+    ],
+)
+def test_the_fix_of_a_row_is_what_plan_takes_to_get_its_plan(model, overrides, hw, batch, asked: str) -> None:
+    def problem(fix: str, **options):
+        given = Options(global_batch=batch, fix=parse_fix([fix]), **options)
+        return api.make_problem(model, hw=hw, overrides=overrides, options=given)
+
+    first = problem(asked)
+    row = whatif_points.solve_point(replace(first, options=searched(first.options, search="quick")))
+    assert row.fix is not None
+    again = api.decide(problem(row.fix, top=1)).best
+    assert again is not None and again.estimate.step_s == pytest.approx(row.step_s, rel=1e-9)
+    assert whatif_points.fix_of(again.plan, parse_fix([asked])) == row.fix
+    assert asked.split(",") == [""] or set(asked.split(",")) <= set(row.fix.split(","))
+
+
+def test_the_fix_of_a_row_names_no_choice_that_is_none() -> None:
+    plan = Plan(Mesh(dp=8, n_micro_batches=2), (StagePlan(0, 3),))
+    rest = "recompute=none,loss=whole,compile=off,memory_format=contiguous,cuda_graph=off"
+    # one stage, nothing sharded, nothing recomputed: what was asked of these is left out, as it is of the quick search
+    asked = (("keep_attention", "on"), ("schedule", "plain"), ("batch_norm", "local"))
+    text = f"dp=8,tp=1,pp=1,zero=0,micro_batch=1,{rest},generated=off,batch_norm=local"
+    assert whatif_points.fix_of(plan, asked) == text
+    # code of a pipeline is always generated, whatever was asked
+    piped = replace(plan, mesh=Mesh(dp=4, pp=2, n_micro_batches=2, zero_stage=1, zero_shard_degree=4))
+    text = f"dp=4,tp=1,pp=2,zero=1,shard=4,micro_batch=1,schedule=1f1b,{rest},generated=on"
+    assert whatif_points.fix_of(piped, (("generated", "on"),)) == text
+    # a mixed cluster takes neither of these on, though a plan in one of its groups may have them
+    alone = replace(plan, mesh=replace(plan.mesh, cuda_graph=True), groups=(GroupRanks(0, 1, "dgx_a100_x8"),))
+    assert "cuda_graph" not in whatif_points.fix_of(alone)

@@ -47,6 +47,18 @@ _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "optimizer": (("optimizer_s",), "optimizer_s"),
 }
 _OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
+# torchrun, but for its traceback where the program itself has said that it differs from one process.
+_TORCHRUN = """
+import sys
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+try:
+    run.main()
+except ChildFailedError as error:
+    if error.get_first_failure()[1].exitcode != 8:
+        raise
+    sys.exit(8)
+"""
 N_BATCHES = 4  # different ones, drawn before the first step
 N_BEFORE_REPLAYS = 3  # steps of a program with a CUDA graph: two as they come, and the one that is captured
 COMPONENTS_NOTE = (
@@ -162,7 +174,7 @@ def _was_compared(details: dict[str, Any]) -> bool:
 
 
 def _command(n_processes: int, n_steps: int, device: str, report: Path) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
+    launcher = [sys.executable, "-c", _TORCHRUN, "--standalone", f"--nproc-per-node={n_processes}"]
     launcher += ["train.py", "--device", device, "--out-json", str(report)]
     if device == "cpu":
         return [*launcher, "--steps", str(n_steps), "--dtype", "float64", "--check"]

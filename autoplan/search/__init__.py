@@ -97,7 +97,7 @@ def search(
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
     """
-    may_keep = True in space.keeps_attention
+    may_keep = space.may_keep_attention
     state = SearchState(options, price, clock, clock(), patience_s, planless_share, may_keep_attention=may_keep)
     found: tuple[Baseline, ...] = ()
     alone = None

@@ -53,7 +53,7 @@ MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What may be searched, as numbers.
+    """What may be searched, as numbers; several values of a choice stand in the order in which they are tried.
 
     Attributes:
         kinds: the kind of each segment, in order.
@@ -95,6 +95,16 @@ class SearchSpace:
     def graphs_of(self, tp: int) -> tuple[bool, ...]:
         """Whether passes of this tensor-parallel degree may, or must, be a CUDA graph."""
         return self.cuda_graph if tp == 1 else self.cuda_graph_of_shards
+
+    @property
+    def may_keep_attention(self) -> bool:
+        """Whether plans that recompute attention may keep it."""
+        return True in self.keeps_attention
+
+    @property
+    def must_keep_attention(self) -> bool:
+        """Whether all of them do."""
+        return False not in self.keeps_attention
 
     @property
     def n_on_links(self) -> int:
@@ -262,7 +272,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
                 memory_format=execution.memory_format,
                 generated=generated,
                 wraps_head=space.wraps_head and tp == pp == 1 and not generated,
-                keeps_attention=space.keeps_attention[0] and not splits_backward(schedule) and recompute != "none",
+                keeps_attention=space.must_keep_attention and not splits_backward(schedule) and recompute != "none",
                 cuda_graph=is_captured,
             )
 
@@ -381,15 +391,13 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
     )
 
 
-# What each name of `--fix` means in a mesh. Of the others only recompute decides which meshes there are.
+# What each name of `--fix` means in a mesh; recompute and loss are of plans. The rest changes what is trained.
 MESH_FIELDS = {
     "dp": "dp", "tp": "tp", "pp": "pp", "zero": "zero_stage", "shard": "zero_shard_degree",
-    "micro_batch": "micro_batch_size", "schedule": "schedule", "chunks": "n_chunks",
+    "micro_batch": "micro_batch_size", "schedule": "schedule", "chunks": "n_chunks", "compile": "compile",
+    "memory_format": "memory_format", "generated": "generated", "keep_attention": "keeps_attention",
+    "cuda_graph": "cuda_graph",
 }  # fmt: skip
-
-
-# Likewise of what is on or off.
-SWITCHES = {"keep_attention": "keeps_attention", "cuda_graph": "cuda_graph"}
 
 
 def is_as_fixed(plan: Plan, fix: Collection[tuple[str, str]]) -> bool:
@@ -403,10 +411,16 @@ def value_of(name: str, plan: Plan) -> str | None:
     """What a plan has of what `--fix` names, as `--fix` takes it; None of names that every plan of a search obeys."""
     if name == "recompute":
         return plan.recompute
-    if name in SWITCHES:
-        return "on" if getattr(plan.mesh, SWITCHES[name]) else "off"
+    return plan.loss if name == "loss" else _value_of_mesh(name, plan.mesh)
+
+
+def _value_of_mesh(name: str, mesh: Mesh) -> str | None:
+    """Likewise of a mesh; of programs that can be nothing but generated, `--fix generated` says nothing."""
     field = MESH_FIELDS.get(name)
-    return None if field is None else str(getattr(plan.mesh, field))
+    if field is None or (name == "generated" and mesh.tp * mesh.pp > 1):
+        return None
+    value = getattr(mesh, field)
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 N_NEAR = 4  # legal values shown next to a fixed one
@@ -418,8 +432,7 @@ def _near_lines(space: SearchSpace, options: Options) -> Iterator[str]:
         if name == "tp":
             continue
         freed = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != name))
-        field = MESH_FIELDS.get(name)
-        legal = {"none" if field is None else str(getattr(mesh, field)) for mesh in _meshes(space, freed)}
+        legal = {_value_of_mesh(name, mesh) or "none" for mesh in _meshes(space, freed)}
         if legal:
             yield f"instead of {name}={value}, with the rest as it is: {_nearest_text(legal, value)}"
     per_step = (fixed_int(options, "dp") or 1) * (fixed_int(options, "micro_batch") or 1)

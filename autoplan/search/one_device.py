@@ -22,7 +22,7 @@ def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevi
     if space.n_devices == 1 or space.uses_all_devices:
         return None
     meshes = list(meshes_of(space, replace(options, fix=()), tp=1, pp=1, dp=1))
-    meshes += [twin_of(mesh) for mesh in meshes if has_twin(mesh)] if True in space.keeps_attention else []
+    meshes += [twin_of(mesh) for mesh in meshes if has_twin(mesh)] if space.may_keep_attention else []
     if not meshes:
         return None
     short = {mesh: shortfall_bytes(price(mesh)) for mesh in meshes}

@@ -16,9 +16,10 @@ from autoplan.options import Options
 from autoplan.search.meshes import value_of
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
-# From the least to the most intrusive. Of what may be fixed, the rest changes neither time nor memory.
+# From the least to the most intrusive. The rest of what may be fixed changes what is trained.
 FIXES = (
-    "cuda_graph", "keep_attention", "recompute", "micro_batch", "zero", "shard", "schedule", "chunks", "pp", "tp", "dp",
+    "cuda_graph", "compile", "memory_format", "generated", "loss", "keep_attention", "recompute", "micro_batch", "zero",
+    "shard", "schedule", "chunks", "pp", "tp", "dp",
 )  # fmt: skip
 MAX_HOSTS = 64
 TIME_LIMIT_S = 10.0  # of all searches together
@@ -92,11 +93,16 @@ def _more_hosts(tries: _Tries, options: Options, *, asked: Options, n_hosts: int
 
 
 def _other_value(options: Options, name: str, best: Candidate, *, n_hosts: int) -> Remedy:
-    """The value that the best plan has of what it was free to choose."""
-    value = value_of(name, best.plan)
-    assert value is not None  # of every name in `FIXES`
-    fix = tuple((other, value if other == name else given) for other, given in options.fix)
-    return _remedy(f"{name}={value} instead of {_text(options, (name,))}", best, fix=fix, n_hosts=n_hosts)
+    """The value that the best plan has of what it was free to choose.
+
+    Recomputation of some blocks, when fixed, leaves the loss whole unless that is fixed too; see `space.choices`.
+    """
+    fixed = dict(options.fix)
+    is_chunked = name == "recompute" and "loss" not in fixed and best.plan.loss == "chunked"
+    names = (name, "loss") if is_chunked else (name,)
+    found = replace(options, fix=tuple((other, value_of(other, best.plan) or fixed[other]) for other in names))
+    change = f"{_text(found, names)} instead of {_text(options, (name,))}"
+    return _remedy(change, best, fix=tuple((fixed | dict(found.fix)).items()), n_hosts=n_hosts)
 
 
 def _remedy(change: str, best: Candidate, *, fix: tuple[tuple[str, str], ...], n_hosts: int) -> Remedy:

@@ -27,20 +27,24 @@ from autoplan.answers.answer import (
     tokens_per_s,
     tokens_per_sample,
 )
+from autoplan.checks.options import FIX_VALUES
 from autoplan.cost.parameters import element_bytes
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware.cluster import device_names, mean_price_usd_per_device_hour
 from autoplan.options import PLAIN_SCHEDULE, Options
+from autoplan.parallel_plan import Plan
 from autoplan.plan_words import describe_mesh, groups_text
 from autoplan.planning.deciding import decide
 from autoplan.planning.problem import Problem
-from autoplan.search.result import Candidate, SearchResult
+from autoplan.search.meshes import value_of
+from autoplan.search.result import SearchResult
 
 QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)
 QUICK_TIME_LIMIT_S = 1.0  # of processor time; most searches end before it with a proof
 SEARCHES = ("quick", "full")
 SCALINGS = ("strong", "weak")
 Overrides = tuple[tuple[str, Any], ...]
+Fix = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ def _result(problem: Problem, answer: Answer) -> PointResult:
     return replace(
         found,
         plan=describe_mesh(best.plan.mesh) + (f"; ranks: {groups_text(best.plan)}" if best.plan.groups else ""),
-        fix=fix_of(best),
+        fix=fix_of(best.plan, problem.options.fix),
         n_used_devices=best.plan.mesh.n_devices,
         step_s=estimate.step_s,
         step_s_interval=step_interval_s(best),
@@ -207,14 +211,21 @@ def _result(problem: Problem, answer: Answer) -> PointResult:
     )
 
 
-def fix_of(best: Candidate) -> str:
-    """What `--fix` takes to get this plan again."""
-    mesh = best.plan.mesh
-    parts = [f"dp={mesh.dp}", f"tp={mesh.tp}", f"pp={mesh.pp}", f"zero={mesh.zero_stage}"]
-    parts += [f"shard={mesh.zero_shard_degree}"] if mesh.zero_stage else []
-    sizes = {share.micro_batch_size for share in mesh.all_shares}
-    parts += [f"micro_batch={size}" for size in sizes if len(sizes) == 1]
-    parts += [f"recompute={best.plan.recompute}"]
-    parts += [f"schedule={mesh.schedule}"] if mesh.pp > 1 else []
-    parts += [f"chunks={mesh.n_chunks}"] if mesh.n_chunks > 1 else []
-    return ",".join(parts)
+def fix_of(plan: Plan, asked: Fix = ()) -> str:
+    """What `--fix` takes to get this plan again: every choice it has, and what was asked for beyond these."""
+    values = {name: value for name in FIX_VALUES if (value := value_of(name, plan)) is not None}
+    parts = [f"{name}={value}" for name, value in values.items() if not _is_implied(name, value, plan)]
+    return ",".join((*parts, *(f"{name}={value}" for name, value in asked if name not in values)))
+
+
+def _is_implied(name: str, value: str, plan: Plan) -> bool:
+    """Whether the other choices leave nothing to choose here, or `--fix` takes no such value."""
+    mesh = plan.mesh
+    return {
+        "shard": mesh.zero_stage == 0,
+        "micro_batch": len({share.micro_batch_size for share in mesh.all_shares}) > 1,
+        "schedule": mesh.pp == 1,
+        "chunks": mesh.n_chunks == 1,
+        "keep_attention": plan.recompute == "none" or (value == "on" and bool(plan.groups)),
+        "cuda_graph": value == "on" and bool(plan.groups),
+    }.get(name, False)

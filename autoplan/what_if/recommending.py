@@ -14,6 +14,7 @@ What would change the answer follows without another search; see `answer_changes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -171,7 +172,7 @@ def host_counts(least: int, most: int) -> tuple[int, ...]:
 def least_hosts(hardware: HardwareProfile, *, precision: str, n_flops: float, deadline_s: float) -> int:
     """Hosts whose peak rate does the work in time; none can do it with fewer."""
     peak = dict(hardware.device.peak_flops_per_s).get(precision)
-    return 1 if peak is None else max(1, round(n_flops / (peak * hardware.n_devices_per_host * deadline_s) + 0.5))
+    return 1 if peak is None else max(1, math.ceil(n_flops / (peak * hardware.n_devices_per_host * deadline_s)))
 
 
 def parse_deadline(text: str) -> float:
