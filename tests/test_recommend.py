@@ -13,7 +13,7 @@ import autoplan
 from autoplan import cli, load_hardware_profile
 from autoplan.options import Options
 from autoplan.what_if import recommending
-from autoplan.what_if.answer_changes import FACTORS, Limit, swing_cells, swings, varied
+from autoplan.what_if.answer_changes import FACTORS, Limit, changes, swing_cells, swings, varied
 from autoplan.what_if.conditions import Condition
 from autoplan.what_if.points import Point
 from autoplan.what_if.question import Question
@@ -203,6 +203,19 @@ def test_within_a_budget_two_percent_of_the_time_are_not_worth_more_money() -> N
     assert [row.hardware for row in limit.ranked([slow, near, fast])] == ["b", "a", "c"]
     assert [row.hardware for row in limit.ranked([slow, fast])] == ["a", "c"]
     assert [row.hardware for row in Limit(1000.0, None).ranked([slow, near, fast])] == ["c", "b", "a"]
+
+
+def test_within_a_budget_what_costs_much_less_for_little_more_time_is_named() -> None:
+    best, near, cheap = (
+        _cluster(name, usd, train_s=train_s)
+        for name, usd, train_s in (("a", 100.0, 100.0), ("b", 60.0, 105.0), ("c", 70.0, 104.0))
+    )
+    assert changes(best, [cheap, near], None, Limit(None, 200.0))[-1] == (
+        "1 x b (4 devices) takes 5.0% more time and costs 60.00 USD"
+    )
+    dear, slow = _cluster("d", 80.0, train_s=103.0), _cluster("e", 10.0, train_s=111.0)
+    assert len(changes(best, [dear, slow], None, Limit(None, 200.0))) == 1
+    assert not any("more time" in text for text in changes(best, [near], None, Limit(1000.0, None)))
 
 
 def test_the_fastest_that_is_passed_over_is_told_and_sizes_that_gain_nothing_are_not(
