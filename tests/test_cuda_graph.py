@@ -138,10 +138,9 @@ def test_recomputed_blocks_do_not_drop_elements_inside_a_graph(dropping: Path) -
     assert capture_choices(graph, Options(), device=PROFILE.device) == (EITHER, NEVER)
     assert capture_choices(graph, Options(fix=(("recompute", "full"),)), device=PROFILE.device) == (NEVER, NEVER)
     space = priced_space(graph, PROFILE, Options(), global_batch=8)
-    choices = {
-        mesh.cuda_graph: space.price(mesh).recompute_choices for mesh in (Mesh(dp=8), Mesh(dp=8, cuda_graph=True))
-    }
-    assert choices == {False: ("none", "full"), True: ("none",)}
+    block = next(segment.kind for segment in graph.segments if segment.is_block)
+    choices = {on: space.price(Mesh(dp=8, cuda_graph=on)).has_choice(block) for on in (False, True)}
+    assert choices == {False: True, True: False}
     result = search(space.space, price=space.price, options=Options(top=8), make_plan=space.make_plan)
     assert result.best.plan.mesh.cuda_graph
     plans = [candidate.plan for candidate in (result.best, *result.alternatives)]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
+from autoplan.analysis.captured import may_recompute_captured
 from autoplan.analysis.chunked_loss import is_in_compiled
-from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.cost.batch import make_batch_pricer
 from autoplan.cost.between import Exchange
 from autoplan.cost.boundaries import (
@@ -48,7 +48,7 @@ from autoplan.cost.parameters import (
 from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_cost import segment_costs
 from autoplan.cost.segment_work import SegmentWork
-from autoplan.cost.table import RECOMPUTE_CHOICES, CostTable, SegmentCost
+from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.cost.work_context import CONTIGUOUS, ContextOf, work_contexts
 from autoplan.graph import DTYPE_BYTES, GraphFacts, OpGraph
 from autoplan.hardware import Device, HardwareProfile
@@ -138,8 +138,6 @@ def make_pricer(
         n_elements = sum(found[kind].n_shared for kind in kinds) / (mesh.pp * mesh.zero_shard_degree)
         return n_elements * element_bytes(precision).reduced
 
-    draws = draws_numbers(graph)
-
     def price(mesh: Mesh, n_ranks: int | None = None, exchange: Exchange | None = None) -> CostTable:
         n_here = n_ranks or mesh.pp
         groups = groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
@@ -152,7 +150,6 @@ def make_pricer(
         return CostTable(
             mesh=mesh,
             kinds=kinds,
-            recompute_choices=RECOMPUTE_CHOICES if _may_recompute(mesh, draws=draws) else RECOMPUTE_CHOICES[:1],
             costs=found,
             cut_s=cut_s if mesh.pp > 1 else unsent,
             gathers_per_micro_batch=mesh.zero_stage == 3,
@@ -312,7 +309,7 @@ def _costs_pricer(
     `is_cut`: whether there are stages; `splits`: whether the backward pass is split; `loss`: how it is computed;
     `keeps_attention`, and whether passes are captured (`cuda_graph`): as in `Mesh`.
     """
-    first, draws = graph.first_of_kind(), draws_numbers(graph)
+    first, recomputes_captured = graph.first_of_kind(), may_recompute_captured(graph)
     owned = {is_cut: _counted_parameters(graph, is_cut=is_cut) for is_cut in (False, True)}
     equal: dict[Costs, Costs] = {}
 
@@ -358,10 +355,11 @@ def _costs_pricer(
                 is_block=segment.is_block,
                 splits=splits,
                 repeats=placement.repeats,
+                may_recompute=not splits and (recomputes_captured or not is_captured),
                 loss=loss,
                 keeps_attention=keeps_attention,
                 is_captured=is_captured,
-            )[: 1 if draws and is_captured else None]
+            )
             for segment, here, (work, _), cost in pairs
         )
         return equal.setdefault(found, found)
@@ -412,15 +410,6 @@ class _Groups:
             whole_step=group(size=n_devices, stride=1),
             stages=pair_group(hardware, n_devices=n_devices),
         )
-
-
-def _may_recompute(mesh: Mesh, *, draws: bool) -> bool:
-    """Whether blocks can be recomputed.
-
-    Not where the backward pass is split, nor where random numbers would be drawn again while a graph is captured: torch
-    cannot set their generator back then.
-    """
-    return not (splits_backward(mesh.schedule) or (draws and mesh.cuda_graph))
 
 
 def _action_s(mesh: Mesh, device: Device, *, lead_s: float) -> float:
