@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
+from autoplan.analysis.executions import compiled_kinds, execution_of, image_kinds
 from autoplan.cost.compiled_work import CompiledPasses, CompiledSegment, as_compiled, compiled_passes, compiled_segment
 from autoplan.cost.fusions import fused_segment
 from autoplan.cost.local_segment import LocalSegment
-from autoplan.cost.measured import Correction, compiled_kinds, execution_of, image_kinds
+from autoplan.cost.measured import Correction
 from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.work_context import CONTIGUOUS, ContextOf

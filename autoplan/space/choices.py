@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from autoplan.analysis.captured import may_recompute_captured, why_uncaptured
+from autoplan.analysis.executions import execution_of
 from autoplan.analysis.kept_attention import kinds_with_attention
 from autoplan.cost.grad_compression import Compression
-from autoplan.cost.measured import execution_of
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import Device
