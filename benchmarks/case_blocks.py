@@ -74,7 +74,7 @@ def emit_model(file: Path, overrides: Mapping[str, object], plans: Sequence, fol
 
 def rows_of(graph, plan) -> Iterator[Row]:
     """Each kind of segment, as a plan's program runs it."""
-    from autoplan.cost.measured import execution_of
+    from autoplan.analysis.executions import execution_of
     from autoplan.graph import GraphFacts
     from autoplan.measured_profile.segment_key import assignment_key, content_key
 

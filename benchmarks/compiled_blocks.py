@@ -17,11 +17,11 @@ from pathlib import Path
 
 import predictions
 
+from autoplan.analysis.executions import compiled_kinds
 from autoplan.api import trace_model
 from autoplan.cost.compiled_work import compiled_work
 from autoplan.cost.fusions import fused_segment
 from autoplan.cost.local_segment import local_segment
-from autoplan.cost.measured import compiled_kinds
 from autoplan.cost.segment_work import SegmentWork, segment_work
 from autoplan.cost.work_context import work_contexts
 from autoplan.graph import GraphFacts

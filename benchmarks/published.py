@@ -37,10 +37,11 @@ from autoplan.answers.answer import step_interval_s
 from autoplan.api import trace_model
 from autoplan.cost import segment_work
 from autoplan.cost.local_segment import local_segment
-from autoplan.cost.price import Pricer, Shardings, make_pricer
+from autoplan.cost.price import Pricer, make_pricer
 from autoplan.cost.segment_work import timed
 from autoplan.cost.table import CostTable
 from autoplan.cost.work_context import work_contexts
+from autoplan.cost.works import Shardings
 from autoplan.graph import OpGraph
 from autoplan.hardware import NO_SHARDING, HardwareProfile, load_hardware_profile
 from autoplan.options import Options

@@ -6,7 +6,7 @@ It shares nothing with the search but the simulator, which judges both.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, product
 
@@ -27,7 +27,8 @@ class Toy:
     """A toy model on a toy cluster: a SearchSpace and what `price` needs.
 
     `kind_costs` are for one sample, without sharding. `comm_factor` scales everything that is communicated.
-    `attention_share`: of the forward pass that recomputation spares where it keeps attention.
+    `attention_share`: of the forward pass that recomputation spares where it keeps attention. `chunks_loss`: where the
+    backward pass is split, the last kind has its second choice.
     """
 
     space: SearchSpace
@@ -44,16 +45,18 @@ class Toy:
     batch_bytes: int = 0
     memory_margin: float = 0.0
     attention_share: float = 0.0
+    chunks_loss: bool = False
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
-        choices = ("none",) if splits_backward(mesh.schedule) else ("none", "full")
-        pairs = tuple(tuple(self._cost(cost, mesh, name == "full") for name in choices) for cost in self.kind_costs)
+        pairs = tuple(
+            tuple(self._cost(cost, mesh, again) for again in (False, True)[: 1 + self.has_choice(kind, mesh)])
+            for kind, cost in enumerate(self.kind_costs)
+        )
         is_zero3 = mesh.zero_stage == 3
         return CostTable(
             mesh=mesh,
             kinds=self.space.kinds,
-            recompute_choices=choices,
             costs=pairs,
             cut_s=tuple(
                 self.cut_s * self.comm_factor * mesh.micro_batch_size if ok else None for ok in self.space.cuts
@@ -75,6 +78,10 @@ class Toy:
             batch_bytes=self.batch_bytes // mesh.dp,
             memory_margin=self.memory_margin,
         )
+
+    def has_choice(self, kind: int, mesh: Mesh) -> bool:
+        """Whether segments of a kind may be recomputed, or what stands for that."""
+        return not splits_backward(mesh.schedule) or (self.chunks_loss and kind == self.space.kinds[-1])
 
     def _reduces_often(self, mesh: Mesh) -> bool:
         return mesh.zero_stage >= 2 and not self.reduces_late
@@ -179,13 +186,13 @@ def all_stages(toy: Toy, mesh: Mesh) -> Iterator[tuple[StagePlan, ...]]:
     """Every way to cut the model into the stages of a mesh, and in each to recompute the first segments of each group.
 
     With several stages per rank, and more than four in all, all stages have as many pieces as there are per stage, or
-    one more; the first and the last may have fewer. Where the backward pass is split, nothing is recomputed.
+    one more; the first and the last may have fewer. Only what has the choice is recomputed.
     A group is what can be exchanged without any effect: the same place in equal neighbouring pieces.
     """
     space = toy.space
     legal = [index + 1 for index, ok in enumerate(space.cuts) if ok]
     groups = _groups(space)
-    recomputes = not splits_backward(mesh.schedule)
+    has_choice = [toy.has_choice(kind, mesh) for kind in space.kinds]
     n_before = [sum(space.cuts[:segment]) for segment in range(space.n_segments)]  # cuts before each segment
     for cuts in combinations(legal, mesh.n_stages - 1):
         edges = (0, *cuts, space.n_segments)
@@ -194,7 +201,7 @@ def all_stages(toy: Toy, mesh: Mesh) -> Iterator[tuple[StagePlan, ...]]:
         if mesh.n_chunks > 1 and mesh.n_stages > 4 and not (max(sizes) <= few + 1 and min(sizes[1:-1]) >= few):
             continue
         pairs = list(zip(edges, edges[1:], strict=False))
-        per_stage = [list(_choices(range(a, b), groups)) if recomputes else [()] for a, b in pairs]
+        per_stage = [list(_choices([i for i in range(a, b) if has_choice[i]], groups)) for a, b in pairs]
         for chosen in product(*per_stage):
             yield tuple(StagePlan(a, b, recomputed) for (a, b), recomputed in zip(pairs, chosen, strict=True))
 
@@ -213,7 +220,7 @@ def _groups(space: SearchSpace) -> tuple[int, ...]:
     return tuple(group)
 
 
-def _choices(segments: range, groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _choices(segments: Sequence[int], groups: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     members = [[s for s in segments if groups[s] == g] for g in sorted({groups[s] for s in segments})]
     for counts in product(*(range(len(member) + 1) for member in members)):
         yield tuple(sorted(s for member, count in zip(members, counts, strict=True) for s in member[:count]))

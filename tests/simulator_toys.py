@@ -21,7 +21,6 @@ def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, keeps
     return CostTable(
         mesh=mesh or Mesh(),
         kinds=tuple(range(len(pairs))),
-        recompute_choices=("none", "full"),
         costs=pairs,
         cut_s=(cut_s,) * n_cuts,
         gathers_per_micro_batch=gathers,

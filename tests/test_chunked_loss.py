@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from brute_force import Toy, best_by_trying, random_toy
+from brute_force import Toy, best_by_trying, random_toy, with_space
 from brute_force import make_plan as make_toy_plan
 from distributed.chunked import check_chunked_programs
 from distributed.launch import run_ranks
@@ -138,6 +138,9 @@ LARGE = {
 }  # fmt: skip
 
 
+DROPPING = {"n_layers": 4, "width": 128, "n_heads": 4, "vocabulary": 64_000, "context": 1024, "dropout": 0.1}
+
+
 @pytest.fixture(scope="module")
 def large():
     return trace_model(model_source(LLAMA, LARGE))
@@ -211,6 +214,28 @@ def test_the_search_chunks_the_loss_where_it_does_not_fit_whole(large):
     check_plan(found.plan, large, PROFILE)
 
 
+@pytest.mark.parametrize(
+    "fix",
+    [{"dp": "8", "cuda_graph": "on"}, {"dp": "4", "pp": "2", "schedule": "zero_bubble_v", "cuda_graph": "off"}],
+    ids=["dropout in a CUDA graph", "split backward pass"],
+)
+def test_a_loss_is_chunked_also_where_no_block_may_be_recomputed(fix):
+    graph = trace_model(model_source(EXAMPLES / "gpt.py", DROPPING))
+    fix = fix | {"micro_batch": "16", "tp": "1", "compile": "off"}
+    hardware = dataclasses.replace(PROFILE, device=dataclasses.replace(PROFILE.device, memory_bytes=8 * 10**9))
+
+    def best(**more):
+        options = Options(global_batch=512, fix=tuple((fix | more).items()))
+        offered = priced_space(graph, hardware, options, global_batch=512)
+        return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
+
+    whole, found = best(loss="whole"), best()
+    assert whole.status == "infeasible"
+    assert found.best.plan.loss == "chunked" and found.best.plan.recompute == "none"
+    assert found.best.estimate.fits
+    check_plan(found.best.plan, graph, hardware)
+
+
 def test_a_plan_that_cannot_be_chunked_is_refused():
     graph, (_, plan) = graph_of("mlp"), chunked("llama", dp=2)
     wrong = dataclasses.replace(plan, mesh=Mesh(), stages=(StagePlan(0, len(graph.segments)),))
@@ -233,6 +258,36 @@ class ChunkedToy(Toy):
             saved_bytes=found.saved_bytes // 4,
             working_bytes=found.working_bytes // 3,
         )
+
+
+class SplitToy(ChunkedToy):
+    """Likewise, with the gradients of its last kind's weights computed with the loss, where the backward pass is split.
+
+    There no other kind has the choice.
+    """
+
+    def _cost(self, cost, mesh, again):
+        found = ChunkedToy._cost(self, cost, mesh, again)
+        if not again:
+            return found
+        less = {"weight_backward_s": found.weight_backward_s / 3, "pending_bytes": found.pending_bytes // 3}
+        return dataclasses.replace(found, **less)
+
+
+def test_the_search_equals_brute_force_where_only_a_loss_may_be_chunked():
+    fix = (("schedule", "zero_bubble_v"), ("pp", "2"))
+    options = Options(max_micro_batch_size=2, top=1, require_optimal=True, fix=fix)
+    n_chunked = 0
+    for seed in (5008, 5009, 5028, 5032, 5036, 5044):
+        plain = random_toy(seed, n_segments=5 + seed % 2, n_devices=2 if seed % 2 else 4, tight=True)
+        plain = with_space(dataclasses.replace(plain, chunks_loss=True), cuts=(True,) * (4 + seed % 2))
+        toy = SplitToy(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+        want = best_by_trying(toy, options)
+        result = search(toy.space, price=toy.price, options=options, make_plan=make_toy_plan)
+        assert result.status == ("infeasible" if want is None else "optimal"), seed
+        assert want is None or result.best.estimate.step_s == pytest.approx(want, rel=1e-6), seed
+        n_chunked += want is not None and any(stage.recomputed for stage in result.best.plan.stages)
+    assert n_chunked > 1
 
 
 def test_the_search_equals_brute_force_where_a_choice_needs_less_of_all_memory():

@@ -16,8 +16,8 @@ from torch._prims_common import suggest_memory_format  # what operators of torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan import api
+from autoplan.analysis.executions import execution_of, image_kinds
 from autoplan.checks.plan import check_plan
-from autoplan.cost.measured import execution_of, image_kinds
 from autoplan.errors import UsageError
 from autoplan.hardware import load_hardware_profile
 from autoplan.measure_model.run import run_measurements

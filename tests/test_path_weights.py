@@ -65,8 +65,7 @@ def _table_of_layers(mesh: Mesh, *, reduce_s: float) -> CostTable:
     kept = replace(table.costs[0][0], reduce_s=reduce_s, saved_bytes=100, working_bytes=0)
     kept = replace(kept, state_bytes=0, gathered_bytes=0, gradient_bytes=0)
     again = replace(kept, saved_bytes=0, recompute_s=1.0)
-    choices = {"recompute_choices": ("none", "full"), "costs": ((kept, again),)}
-    return replace(table, **choices, reduces_per_micro_batch=reduce_s > 0.0, overlap_slowdown=1.25)
+    return replace(table, costs=((kept, again),), reduces_per_micro_batch=reduce_s > 0.0, overlap_slowdown=1.25)
 
 
 def _even_bound_s(table: CostTable) -> float:

@@ -90,7 +90,9 @@ def test_gradients_that_tensor_parallel_ranks_have_shares_of_are_summed_once_per
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_batch_is_copied_in_the_precision_of_the_dataset_and_held_twice_and_as_it_is_computed(precision):
+def test_a_batch_is_copied_in_the_precision_of_the_dataset_and_held_twice_and_as_it_is_computed_and_by_a_graph(
+    precision,
+):
     price, _ = pricer_of("resnet", degrees=(), precision=precision)
     table = price(Mesh(dp=2, micro_batch_size=4, n_micro_batches=3))
     # 12 samples: images in fp32, and int64 labels; in bf16 the images of this step also in 2 bytes
@@ -98,6 +100,9 @@ def test_a_batch_is_copied_in_the_precision_of_the_dataset_and_held_twice_and_as
     copied = 12 * (4 * pixels + 8)
     assert table.batch_bytes == 2 * copied + (12 * 2 * pixels if precision == "bf16" else 0)
     assert table.batch_copy_s == copied / PROFILE.device.host_copy_bytes_per_s
+    captured = price(replace(table.mesh, cuda_graph=True))
+    assert captured.batch_bytes - table.batch_bytes == copied
+    assert captured.batch_copy_s == table.batch_copy_s
 
 
 def test_summing_gradients_over_hosts_is_in_the_last_reduction_and_not_in_the_optimizer():

@@ -16,6 +16,7 @@ from autoplan.cost.table import CostTable
 from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
+from autoplan.schedules import splits_backward
 from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
 from autoplan.search.formulation import formulate
 from autoplan.search.joint_sizes import joint_bound
@@ -98,7 +99,7 @@ def whole_pieces(toy: Toy, rng: random.Random, *, share: float, n_stages: int | 
         if rng.random() > share or n_stages not in (None, mesh.n_stages):
             continue
         table = toy.price(mesh)
-        recompute = None if len(table.recompute_choices) == 1 else rng.choice(RECOMPUTE)
+        recompute = None if splits_backward(mesh.schedule) else rng.choice(RECOMPUTE)
         best_s = fastest_s(toy, table, recompute=recompute)
         limit_s = rng.uniform(0.8, 1.3) * (best_s if best_s < INFINITY else 5.0)
         raised_s = 0.0

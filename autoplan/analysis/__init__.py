@@ -4,6 +4,7 @@
     head_group        whether the head may be gathered and reduced by itself
     kept_attention    which attention torch runs as one kernel, whose result recomputation may keep
     captured          whether the passes of a plan can be a CUDA graph
+    executions        which segments a compiled program compiles, and which read images
     random_numbers    which ops draw random numbers
     padded_head       whether products with a head run faster with padded classes, and the graph that says so
     across_samples    which op mixes the samples of a batch, or adds them up

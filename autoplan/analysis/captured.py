@@ -45,6 +45,11 @@ def why_uncaptured(
         return "experts, of which each rank has as many rows as the device finds"
     if tp > 1 and draws_numbers(graph):
         return "shards that draw random numbers of their own"
-    if recomputes and draws_numbers(graph):
+    if recomputes and not may_recompute_captured(graph):
         return "recomputed blocks that draw random numbers"
     return ""
+
+
+def may_recompute_captured(graph: OpGraph) -> bool:
+    """Whether blocks may be recomputed inside a graph: what they draw, they cannot draw again there."""
+    return not draws_numbers(graph)

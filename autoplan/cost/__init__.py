@@ -5,6 +5,7 @@ local_segment -> segment_work -> segment_cost     one kind of segment: its ops, 
 kept_tensors                                      what autograd keeps of a segment
 measured, chunked_loss, kept_attention, grad_compression    what changes the work
 fusions -> compiled_work                          the work where a segment is compiled: its ops as fused kernels
+works                                             the work of all kinds, as they run: eager, compiled, measured
 parameters                                        what is kept beside it
 boundaries, between, outside_allocator            between stages, between groups of hosts, outside of the allocator
 price, mixed_price (several kinds of hosts) -> table    OpGraph x Mesh x HardwareProfile -> CostTable

@@ -4,9 +4,9 @@
     copy            | batch k + 1 --->  | batch k + 2 --->  |       precision of the dataset, beside the step before
 
 A step is never shorter than the copy of the batch after it (`CostTable.batch_copy_s`); only the first batch of a run is
-waited for. On the device are the batch of the step, the next one, and the first one again in the precision of the model
-where that differs. Left out: reading and decoding samples, which `data_wait_s` of a run tells, and that the ops of the
-first segment keep some of the last of the three, too.
+waited for. On the device are the batch of the step, the next one, a CUDA graph's own, to which the first one is copied,
+and the first one again in the precision of the model where that differs. Left out: reading and decoding samples, which
+`data_wait_s` of a run tells, and that the ops of the first segment keep some of the last of these, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_batch_pricer(graph: OpGraph, device: Device, precision: str) -> BatchPr
     def price(mesh: Mesh) -> tuple[float, int]:
         n_samples = mesh.micro_batch_size * mesh.n_micro_batches
         copied = sum(spec.n_bytes(n_samples, DATASET_PRECISION) for spec in specs)
-        held = 2 * copied + sum(spec.n_bytes(n_samples, precision) for spec in cast)
+        held = (2 + mesh.cuda_graph) * copied + sum(spec.n_bytes(n_samples, precision) for spec in cast)
         return 0.0 if rate is None else copied / rate, held
 
     return price

@@ -9,12 +9,12 @@
 
 Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios.
 What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is
-corrected by what was measured of it as it runs (`execution_of`). A program of the user's own classes is corrected by
-what was measured of these, where they could be measured. Bytes are only scaled, never calibrated: they are counted, not
-rated. A measured backward pass includes that of the weights, which is taken to be as large a part of it as computed.
-The chunked loss is not measured: what it takes beyond the whole one is scaled as that is. Nor is attention, which
-recomputation may keep: it is taken to be as large a part of a measured forward pass as of the computed one, of eager
-operators. Compiled it is a larger part of less, so that keeping it spares more than is said.
+corrected by what was measured of it as it runs (`analysis.executions`). A program of the user's own classes is
+corrected by what was measured of these, where they could be measured. Bytes are only scaled, never calibrated: they are
+counted, not rated. A measured backward pass includes that of the weights, which is taken to be as large a part of it as
+computed. The chunked loss is not measured: what it takes beyond the whole one is scaled as that is. Nor is attention,
+which recomputation may keep: it is taken to be as large a part of a measured forward pass as of the computed one, of
+eager operators. Compiled it is a larger part of less, so that keeping it spares more than is said.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.kept_attention import KeptAttention
 from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
-from autoplan.graph import IMAGE_DIMS, LOSS_PATH, OpGraph
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution
 
@@ -119,36 +118,6 @@ class Correction:
         ways = alike or [r for r in self.ratios if r.row.execution == self.executions[kind]]
         of_device = ways if self.executions[kind].compile else alike
         return _calibrated(work, of_device=of_device, of_host=ways or self.ratios), CALIBRATED
-
-
-def compiled_kinds(graph: OpGraph) -> frozenset[int]:
-    """The kinds of segments that a compiled program compiles: blocks, all of a model without any, and the loss.
-
-    Of the last segment only the loss is: what norm and head would gain, benchmarks/compiled_head.py could not tell.
-    """
-    first, has_blocks = graph.first_of_kind(), any(segment.is_block for segment in graph.segments)
-    with_loss = {
-        kind for kind, found in first.items() if any(op.module_path == LOSS_PATH for op in graph.ops_of(found))
-    }
-    return frozenset(kind for kind, segment in first.items() if segment.is_block or not has_blocks) | with_loss
-
-
-def image_kinds(graph: OpGraph) -> frozenset[int]:
-    """The kinds of segments that read images, whose memory format matters: [sample, channel, height, width]."""
-    specs = graph.specs()
-    return frozenset(
-        kind
-        for kind, segment in graph.first_of_kind().items()
-        if any(len(specs[name].shape) == IMAGE_DIMS and specs[name].is_float for name in segment.inputs)
-    )
-
-
-def execution_of(graph: OpGraph, kind: int, execution: Execution) -> Execution:
-    """How a kind of segment runs in a program: as the program does, where that makes a difference to it."""
-    return Execution(
-        compile=execution.compile and kind in compiled_kinds(graph),
-        memory_format=execution.memory_format if kind in image_kinds(graph) else Execution().memory_format,
-    )
 
 
 def _distance(found: int, wanted: int) -> tuple[float, int]:

@@ -22,8 +22,9 @@ from autoplan.cost.between import Exchange, between_s
 from autoplan.cost.boundaries import Cuts, make_boundary_sizer, tied_elements, tied_weight_bytes
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression
-from autoplan.cost.price import GRADIENT_NORM_BYTES, Shardings, make_pricer
+from autoplan.cost.price import GRADIENT_NORM_BYTES, make_pricer
 from autoplan.cost.table import CostTable
+from autoplan.cost.works import Shardings
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.cluster import Cluster, GroupLink

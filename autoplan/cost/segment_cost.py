@@ -29,11 +29,12 @@ def segment_costs(
     is_block: bool,
     splits: bool,
     repeats: bool,
+    may_recompute: bool,
     loss: str | None,
     keeps_attention: bool = False,
     is_captured: bool = False,
 ) -> tuple[SegmentCost, ...]:
-    """The segment without recomputation, and with it unless the backward pass is split; only blocks recompute.
+    """A block without recomputation and, where it may, with it; anything else has no such choice, and is there twice.
 
     `keeps_attention`: recomputation keeps what fused attention made. `is_captured`: the passes are a CUDA graph.
 
@@ -53,10 +54,10 @@ def segment_costs(
         plain = chunked
     elif chunked.saved_bytes >= plain.saved_bytes:  # the search looks for choices that keep less
         chunked = plain
-    if splits:
-        return (plain,)
     if not is_block:
         return plain, chunked
+    if not may_recompute:
+        return (plain,)
     again, kept = work.repeated, work.attention if keeps_attention else None
     kept_bytes = 0 if kept is None else kept.n_bytes
     saved_bytes = min(work.input_bytes + kept_bytes, work.saved_bytes)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from autoplan.parallel_plan import Mesh
 
-RECOMPUTE_CHOICES = ("none", "full")
 # Where the times of a segment come from under a measured profile, the most trustworthy first; see `cost.measured`.
 SOURCES = MEASURED, SCALED, CALIBRATED = ("measured", "scaled", "calibrated")
 
@@ -92,7 +91,8 @@ class CostTable:
 
     Attributes:
         kinds: the kind of each segment, in order (index into `costs`).
-        costs: per kind, one SegmentCost per entry of `recompute_choices` ("none" first).
+        costs: per kind, its cost without recomputation and, where it has the choice, with it. The last segment has its
+            loss in slices instead.
         cut_s: per boundary i between segment i and i+1, seconds to send one micro-batch over it (one direction);
             None where the pipeline cannot be cut. Length len(kinds) - 1.
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
@@ -121,7 +121,6 @@ class CostTable:
 
     mesh: Mesh
     kinds: tuple[int, ...]
-    recompute_choices: tuple[str, ...]
     costs: tuple[tuple[SegmentCost, ...], ...]
     cut_s: tuple[float | None, ...]
     gathers_per_micro_batch: bool
@@ -176,6 +175,10 @@ class CostTable:
     def cost_of(self, segment: int, *, recomputed: bool) -> SegmentCost:
         """The cost of segment number `segment` with or without recomputation."""
         return self.costs[self.kinds[segment]][1 if recomputed else 0]
+
+    def has_choice(self, kind: int) -> bool:
+        """Whether segments of this kind may be recomputed."""
+        return len(self.costs[kind]) > 1
 
 
 def forward_s(cost: SegmentCost) -> float:

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.analysis.executions import compiled_kinds, image_kinds
 from autoplan.analysis.float32_buffers import float32_buffers
 from autoplan.codegen import runtime_files
 from autoplan.codegen.segment_modules import SegmentClass, measuring_files, segment_modules
-from autoplan.cost.measured import compiled_kinds, image_kinds
 from autoplan.graph import GraphFacts, Input, OpGraph, PerSample, Segment, TensorSpec
 from autoplan.hardware import HardwareProfile
 from autoplan.layout import local_spec

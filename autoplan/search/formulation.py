@@ -68,7 +68,6 @@ def formulate(
 
 
 def _add_counts(form: Formulation, recompute: str | None) -> None:
-    can_recompute = len(form.table.recompute_choices) > 1 and recompute != "none"
     repeated = {form.table.kinds[segment] for segment in repeated_segments(form.table)}
     for stage in range(form.n_stages):
         form.count.append([])
@@ -77,12 +76,12 @@ def _add_counts(form: Formulation, recompute: str | None) -> None:
             name = f"stage {stage} run {number}"
             least = run.length if form.n_stages == 1 else 0
             form.count[-1].append(integer_column(form, f"count {name}", lower=least, upper=run.length))
+            most = [run.length * (recompute != "none" and form.table.has_choice(kind)) for kind in run.piece]
             form.recomputed[-1].append(
-                [integer_column(form, f"recomputed {name} slot {slot}", upper=run.length * can_recompute)
-                 for slot in range(len(run.piece))]
-            )  # fmt: skip
+                [integer_column(form, f"recomputed {name} slot {slot}", upper=own) for slot, own in enumerate(most)]
+            )
             for slot, column in enumerate(form.recomputed[-1][-1]):
-                must = recompute == "full" and can_recompute and run.piece[slot] in repeated
+                must = recompute == "full" and run.piece[slot] in repeated
                 terms = [(form.count[-1][number], 1.0), (column, -1.0)]
                 form.model.add_row(f"recompute at most all {name}", terms, lower=0.0, upper=0.0 if must else INFINITY)
     if recompute == "selective":

@@ -86,9 +86,7 @@ def stage_sizes(mesh: Mesh, *, n_pieces: int) -> tuple[range, ...]:
 
 def repeated_segments(table: CostTable) -> tuple[int, ...]:
     """The segments that "full" recomputation covers: those whose kind occurs again; all when none does."""
-    if len(table.recompute_choices) < 2:
-        return ()
-    return _repeated(table.kinds)
+    return tuple(segment for segment in _repeated(table.kinds) if table.has_choice(table.kinds[segment]))
 
 
 @lru_cache(maxsize=16)
@@ -98,9 +96,9 @@ def _repeated(kinds: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def obeys_recompute(table: CostTable, stages: tuple[StagePlan, ...], *, recompute: str | None) -> bool:
-    """Whether a plan has the recomputation the user fixed."""
+    """Whether a plan has the recomputation the user fixed, and none where there is no choice."""
     chosen = {segment for stage in stages for segment in stage.recomputed}
-    if recompute == "none" or len(table.recompute_choices) == 1:
+    if recompute == "none" or not all(table.has_choice(table.kinds[segment]) for segment in chosen):
         return not chosen
     if recompute == "full":
         return chosen >= set(repeated_segments(table))

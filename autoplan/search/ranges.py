@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autoplan.cost.table import CostTable, SegmentCost, backward_s, forward_s
+from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
 from autoplan.search.bounds import alone_bytes
 from autoplan.search.plans import piece_edges, repeated_segments
 from autoplan.solver.linear_model import INFINITY
@@ -33,14 +33,14 @@ class Segments:
     """Per segment, in order. With the choice that is faster; `again` is the other one, where it spares memory.
 
     Attributes:
-        weights_s: the part of `backward_s` that a split backward pass does last.
+        inputs_s, weights_s: the halves of a split backward pass, each with the choice that is faster in it.
         forward_extra_s, backward_extra_s: what communication adds while the segment computes, between all neighbours.
         opening_extra_s: likewise for the segment that opens a backward pass; `closing_extra_s`: that closes it.
         again_s: what recomputing adds to a backward pass; INFINITY where it spares nothing.
         spared_bytes: what it spares per micro-batch in flight; easy_bytes: the same of the segment that spares most for
             its time, if it is the only one of its kind (a loss in slices); bounds on recomputation take it for free.
         resident_bytes: what it holds all step; gradient_bytes: after its first backward pass.
-        alone_bytes: what it needs while it runs; least_alone_bytes: of either choice.
+        alone_bytes: what it needs while it runs; least_alone_bytes, pending_bytes: of either choice.
         is_again: whether the faster choice is to recompute, or the only one.
         ending_bytes: where it is the last of a range and not the only one, what a pass that makes gradients needs at
             the least beside all that is saved, while it runs or while the segment before it does (`_ending_bytes`).
@@ -50,6 +50,7 @@ class Segments:
 
     forward_s: Array
     backward_s: Array
+    inputs_s: Array
     weights_s: Array
     gather_s: Array
     gather_back_s: Array
@@ -102,12 +103,16 @@ class Segments:
         per_byte = np.where(spared > 0.0, added / np.maximum(spared, ONE_BYTE), INFINITY)
         easy = int(per_byte.argmin())
         is_easy = (np.arange(len(kinds)) == easy) & (spared > 0.0) & (table.kinds.count(table.kinds[easy]) == 1)
-        alone, other_alone = column(partial(alone_bytes, table)), column(partial(alone_bytes, table), other)
+
+        def least(value: Callable[[SegmentCost], float]) -> Array:
+            return np.minimum(column(value), column(value, other))
+
         resident, gathered = column(lambda cost: cost.state_bytes), column(lambda cost: cost.gathered_bytes)
         return cls(
             forward_s=forward,
             backward_s=backward,
-            weights_s=column(lambda cost: cost.weight_backward_s),
+            inputs_s=least(partial(backward_part_s, kind="I", is_first=False)),
+            weights_s=least(lambda cost: cost.weight_backward_s),
             gather_s=gather,
             gather_back_s=gather_back,
             reduce_s=reduce,
@@ -120,12 +125,12 @@ class Segments:
             resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
             gradient_bytes=column(lambda cost: cost.gradient_bytes),
             saved_bytes=column(lambda cost: cost.saved_bytes),
-            alone_bytes=alone,
-            least_alone_bytes=np.minimum(alone, other_alone),
+            alone_bytes=column(partial(alone_bytes, table)),
+            least_alone_bytes=least(partial(alone_bytes, table)),
             again_s=np.where(spared > 0.0, added, INFINITY),
             spared_bytes=np.maximum(spared, 0.0),
             easy_bytes=np.where(is_easy, spared, 0.0),
-            pending_bytes=column(lambda cost: cost.pending_bytes),
+            pending_bytes=least(lambda cost: cost.pending_bytes),
             is_again=tuple(map(is_again.__getitem__, table.kinds)),
             ending_bytes=_ending_bytes(table, column, (base, other)),
             late_bytes=column(lambda cost: cost.reducing_bytes if cost.late_gradient_bytes else 0)

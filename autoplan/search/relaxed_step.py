@@ -365,8 +365,9 @@ def _compute_s(segments: Segments, kind: str, *, is_first: bool) -> Array:
     """What each segment computes in a pass."""
     if kind in "FB":
         return segments.forward_s if kind == "F" else segments.backward_s
-    weights_s = segments.backward_s if is_first else segments.weights_s
-    return weights_s if kind == "W" else segments.backward_s - weights_s
+    if is_first:
+        return segments.backward_s if kind == "W" else 0.0 * segments.backward_s
+    return segments.weights_s if kind == "W" else segments.inputs_s
 
 
 def _left_s(ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:

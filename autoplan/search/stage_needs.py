@@ -195,8 +195,7 @@ def _passes_s(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str,
     last = reducing(reduce_s=segments.last_reduce_s)
     every = table.reduces_per_micro_batch
     weights = reducing(reduce_s=segments.reduce_s) if every else ranges.total(segments.weights_s)
-    inputs = ranges.total(segments.backward_s - segments.weights_s)
-    return found | {INPUTS: inputs, WEIGHTS: weights, LAST_WEIGHTS: last}
+    return found | {INPUTS: ranges.total(segments.inputs_s), WEIGHTS: weights, LAST_WEIGHTS: last}
 
 
 def _plain_s(segments: Segments, ranges: Ranges) -> dict[str, Array]:

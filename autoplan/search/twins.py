@@ -45,12 +45,9 @@ def spares_cheaply(table: CostTable, twin: CostTable) -> bool:
     If it spares fewer, a plan that recomputes fewer segments, and these whole, is as fast and needs as little memory,
     but for what whole segments cannot share out. Such twins are not of the space.
     """
-    if len(table.recompute_choices) == 1:
-        return False
-    pairs = zip(table.costs, twin.costs, strict=True)
+    pairs = [(own, kept[-1]) for own, kept in zip(table.costs, twin.costs, strict=True)]
     return any(
-        kept.kept_bytes > 0 and _per_byte(plain, kept) < WORTHWHILE * _per_byte(plain, whole)
-        for (plain, whole), (_, kept) in pairs
+        kept.kept_bytes > 0 and _per_byte(own[0], kept) < WORTHWHILE * _per_byte(own[0], own[-1]) for own, kept in pairs
     )
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from autoplan.analysis.captured import why_uncaptured
+from autoplan.analysis.captured import may_recompute_captured, why_uncaptured
+from autoplan.analysis.executions import execution_of
 from autoplan.analysis.kept_attention import kinds_with_attention
-from autoplan.analysis.random_numbers import draws_numbers
 from autoplan.cost.grad_compression import Compression
-from autoplan.cost.measured import execution_of
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import Device
@@ -98,8 +97,8 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
 def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Whether passes may, or must, be a CUDA graph: without tensor parallelism, and with it.
 
-    It is as fixed. Else they are one where they can be. A block that is recomputed cannot draw its random numbers again
-    inside a graph, so plans of a model that draws some may also do without.
+    It is as fixed. Else they are one where they can be. Where blocks cannot be recomputed in one, plans may also do
+    without.
 
     Raises: UsageError when a graph is asked for and cannot be.
     """
@@ -113,7 +112,7 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
         recomputes=fixed(options, "recompute") in ("full", "selective"),
         schedule=(fixed(options, "schedule") or "") if is_cut else "",
     )
-    why, of_shards, draws = why_not(tp=1), why_not(tp=2), draws_numbers(graph)
+    why, of_shards = why_not(tp=1), why_not(tp=2)
     found = why if fixed(options, "tp") in (None, "1") else of_shards
     if wanted == "on" and found:
         raise UsageError.of(
@@ -122,7 +121,7 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
             expected="passes of which nothing changes from step to step, and in which the host waits for nothing",
             fix="leave cuda_graph out",
         )
-    either = (wanted == "on",) if wanted else (True, False) if draws else (True,)
+    either = (wanted == "on",) if wanted else (True,) if may_recompute_captured(graph) else (True, False)
     none = () if wanted == "on" else (False,)
     return none if why else either, none if of_shards else either
 

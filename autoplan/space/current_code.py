@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from autoplan.cost.price import Shardings
+from autoplan.cost.works import Shardings
 from autoplan.graph import GraphFacts, OpGraph
 from autoplan.measured_profile.op_times import SegmentOps
 from autoplan.measured_profile.segment_key import assignment_key, code_key, content_key

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from autoplan.cost.layout_prices import sharding_figures, sharding_prices
-from autoplan.cost.price import Shardings
+from autoplan.cost.works import Shardings
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.analysis.chunked_loss import can_chunk
 from autoplan.analysis.kept_attention import recomputes_attention
-from autoplan.cost.price import Shardings
+from autoplan.cost.works import Shardings
 from autoplan.graph import OpGraph
 from autoplan.options import BATCH_NORMS, LOSS_AVERAGES, LOSSES, Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan

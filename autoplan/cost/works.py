@@ -1,0 +1,161 @@
+"""Works: how segments run, and what share of them a rank has -> SegmentWork of each kind, as measured where it was.
+
+    ops of a rank, in a memory format --> eager work --+--------------------------------> eager work
+                                                       +--> compiled parts of it fused --> compiled work
+                                                       +--> `cost.measured` -------------> measured work
+
+What is measured is set beside eager work, also where it ran compiled. Each part is worked out once for all meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from autoplan.analysis.executions import compiled_kinds, execution_of, image_kinds
+from autoplan.cost.compiled_work import CompiledPasses, CompiledSegment, as_compiled, compiled_passes, compiled_segment
+from autoplan.cost.fusions import fused_segment
+from autoplan.cost.local_segment import LocalSegment
+from autoplan.cost.measured import Correction
+from autoplan.cost.rank_segments import rank_segments
+from autoplan.cost.segment_work import SegmentWork
+from autoplan.cost.work_context import CONTIGUOUS, ContextOf
+from autoplan.graph import GraphFacts, OpGraph
+from autoplan.measured_profile.segment_key import assignment_key, content_key
+from autoplan.measured_profile.segment_times import MeasuredProfile
+from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
+
+Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
+LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]
+Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
+
+
+class Share(NamedTuple):
+    """What a rank has of every segment: the shards of a boundary layout, and the samples of a micro-batch."""
+
+    tp: int
+    sharding: str
+    micro_batch_size: int
+
+
+class Run(NamedTuple):
+    """What the work of segments depends on; meshes share it.
+
+    `keeps_modules`: blocks are the user's own modules.
+    """
+
+    share: Share
+    execution: Execution
+    keeps_modules: bool
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Run:
+        """That of a mesh."""
+        share = Share(mesh.tp, mesh.sharding, mesh.micro_batch_size)
+        return cls(share, mesh.execution, not mesh.needs_generated_model)
+
+
+_WorkPricer = Callable[[Share, str], Mapping[int, SegmentWork]]  # in a memory format, without any measurement
+
+
+def make_works_pricer(
+    graph: OpGraph,
+    contexts: ContextOf,
+    *,
+    local: LocalPricer,
+    shardings: Shardings,
+    measured: MeasuredProfile | None,
+) -> Callable[[Run], Works]:
+    """The work of each kind of segment, as measured where it was."""
+    eager = _eager_pricer(graph, contexts, shardings=shardings)
+    compiled = _compiled_pricer(graph, contexts, local=local, eager=eager)
+
+    @cache
+    def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
+        if measured is None:
+            return None
+        return _correction(
+            graph, measured, shardings=shardings, eager=eager, execution=execution, keeps_modules=keeps_modules
+        )
+
+    @cache
+    def works(run: Run) -> Works:
+        as_measured = correction(run.execution, run.keeps_modules)
+        work_of = compiled if as_measured is None and run.execution.compile else eager
+        found = work_of(run.share, run.execution.memory_format)
+        if as_measured is None:
+            return tuple((work, "") for work in found.values())
+        return tuple(as_measured.corrected(work, kind=kind, **run.share._asdict()) for kind, work in found.items())
+
+    return works
+
+
+def _eager_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings) -> _WorkPricer:
+    """The work of operators one by one."""
+    images = image_kinds(graph)
+
+    @cache
+    def in_format(share: Share, memory_format: str) -> Mapping[int, SegmentWork]:
+        found = shardings.get((share.tp, share.sharding), ())
+        return rank_segments(contexts(share.tp, memory_format)).work(found, share.micro_batch_size)
+
+    @cache
+    def eager(share: Share, memory_format: str) -> Mapping[int, SegmentWork]:
+        """Only segments that read images read them in this format."""
+        found = in_format(share, CONTIGUOUS)
+        if memory_format == CONTIGUOUS:
+            return found
+        of_images = in_format(share, memory_format)
+        return {kind: of_images[kind] if kind in images else work for kind, work in found.items()}
+
+    return eager
+
+
+def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, local: LocalPricer, eager: _WorkPricer) -> _WorkPricer:
+    """The same, with what is compiled as it runs then."""
+
+    @cache
+    def fused(tp: int, sharding: str) -> Mapping[int, CompiledSegment]:
+        context, first, found = contexts(tp), graph.first_of_kind(), local(tp, sharding)
+        return {
+            kind: compiled_segment(context, found[kind], fused_segment(context, first[kind], found[kind]))
+            for kind in compiled_kinds(graph)
+        }
+
+    @cache
+    def passes(share: Share) -> Mapping[int, CompiledPasses]:
+        """Of what is compiled, which reads images in the order that it wants."""
+        context, segments = contexts(share.tp), fused(share.tp, share.sharding)
+        return {kind: compiled_passes(context, own, share.micro_batch_size) for kind, own in segments.items()}
+
+    @cache
+    def compiled(share: Share, memory_format: str) -> Mapping[int, SegmentWork]:
+        found = eager(share, memory_format)
+        return {**found} | {kind: as_compiled(found[kind], own) for kind, own in passes(share).items()}
+
+    return compiled
+
+
+def _correction(
+    graph: OpGraph,
+    measured: MeasuredProfile,
+    *,
+    shardings: Shardings,
+    eager: _WorkPricer,
+    execution: Execution,
+    keeps_modules: bool,
+) -> Correction:
+    first, facts = graph.first_of_kind(), GraphFacts.of(graph)
+    assignments = {}
+    for split, found in {(1, ""): (), **shardings}.items():
+        by_kind = {assignment.kind: assignment for assignment in found}
+        assignments[split] = {kind: assignment_key(graph, s, by_kind.get(kind)) for kind, s in first.items()}
+    return Correction.of(
+        measured,
+        contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
+        assignments=assignments,
+        compute=lambda tp, sharding, size, kind: eager(Share(tp, sharding, size), execution.memory_format)[kind],
+        executions={kind: execution_of(graph, kind, execution) for kind in first},
+        keeps_modules=keeps_modules,
+    )
