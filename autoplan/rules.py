@@ -57,7 +57,8 @@ class Strategy:
 class LocalCall:
     """One call of an op on what a rank holds of its operands and results; `whole_operands` are those before the split.
 
-    `memory_format` is the order of images in memory, as in `parallel_plan.Execution`; `attention` that of `Device`.
+    `memory_format` is the order of images in memory, as in `parallel_plan.Execution`; `attention` that of `Device`;
+    `gradients` says which operands have one (all factors of a product, if it is empty).
     """
 
     op: Op
@@ -68,6 +69,7 @@ class LocalCall:
     precision: str
     memory_format: str = "contiguous"
     attention: str = "flash"
+    gradients: tuple[bool, ...] = ()
 
     @property
     def operand_format(self) -> str:
@@ -98,7 +100,7 @@ class OpRule:
         backward_bytes_ratio: memory traffic of backward / forward.
         n_kernels, n_backward_kernels: device kernels launched.
         saves: operands kept for backward, by position; -1 is the result.
-        extra_saved_bytes: what is kept besides (dropout mask, statistics), from the op and its local operand specs.
+        extra_saved_bytes: what is kept besides (dropout mask, statistics).
         flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
         moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
         backward_bytes: memory traffic of backward, at the rate of a copy; replaces `backward_bytes_ratio`.
@@ -127,7 +129,7 @@ class OpRule:
     n_kernels: int = 1
     n_backward_kernels: int = 1
     saves: tuple[int, ...] = ()
-    extra_saved_bytes: Callable[[Op, Specs, int, str], int] | None = None
+    extra_saved_bytes: Callable[[LocalCall], int] | None = None
     flops: Callable[[Op, Specs, int], int] | None = None
     moved_bytes: Callable[[Op, int, str], int] | None = None
     backward_bytes: Callable[[LocalCall], float] | None = None

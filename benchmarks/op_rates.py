@@ -268,10 +268,9 @@ def computed(row: dict, hw: str) -> tuple[float, float]:
 
     op, operands = as_graph_op(row)
     gradients = (row["op"] != "conv2d" or row["shape"][1] != 3, *[True] * (len(operands) - 1))
-    call = LocalCall(op, operands, operands, op.outputs, 1, row["dtype"], row.get("layout", "contiguous"))
-    device = load_hardware_profile(hw).device
-    rule = load_rules()[op.target]
-    found = op_time(rule, call, device=device, has_gradient=True, gradients=gradients)
+    layout = row.get("layout", "contiguous")
+    call = LocalCall(op, operands, operands, op.outputs, 1, row["dtype"], layout, gradients=gradients)
+    found = op_time(load_rules()[op.target], call, device=load_hardware_profile(hw).device, has_gradient=True)
     return found.forward_s, found.backward_s
 
 

@@ -12,29 +12,38 @@ mask the last rows have most to do; there ranks exchange rows first, so that eac
 the results back. Where there is no flash attention (32-bit numbers, GPUs before A100) they read a mask, and skip
 nothing of it; that is not priced.
 
-Which kernel runs, and what it achieves:
+What the kernel that torch takes (`analysis.attention_kernel`) achieves:
 
-    cudnn       16 bits, Hopper and later     F n / (n + half) d / (d + width), of a large product; n keys that a row
-                                              reads on average, of d numbers each
-    flash       16 bits, other devices        a part of a large product
-    efficient   32 bits                       a part of the peak of float32, whether products are rounded to tf32 or not
-    math        32 bits or a mask, with       products as they stand, and passes over a matrix of scores, of which one
-                fewer key than query heads    is kept for backward
+    cudnn        F n / (n + half) d / (d + width) of a large product; n keys that a row reads on average, of d numbers
+    flash, cpu   a part of a large product
+    efficient    32 bits: a part of the peak of float32, whether products are rounded to tf32 or not; 16 bits: as flash
+    math         products as they stand, of float32 in place of 16 bits, and passes over a matrix of scores, of which
+                 one is kept for backward, and three with dropout
 """
 
 from collections.abc import Iterator
 
-from autoplan.analysis.kept_attention import is_grouped_op_by_op
-from autoplan.equations import Marks, argument, broadcast_marks, dim_names, write_equation
+from autoplan.analysis.attention_kernel import (
+    ATTENTION,
+    IN_16_BITS,
+    N_UNMASKED,
+    Kernel,
+    dropout_of,
+    has_few_key_heads,
+    has_split_rows,
+    is_causal,
+    kernel_of,
+    log_sum_exp_bytes,
+)
+from autoplan.equations import Marks, broadcast_marks, dim_names, write_equation
 from autoplan.graph import Extent, Op, TensorSpec, extent_at
 from autoplan.layout import V, sharded
 from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
 
-_STATISTICS_BYTES = 4
-_IN_32_BITS = frozenset({"fp32", "tf32", "fp64"})
-# Achieved / rate of a large matrix product, forward and backward. H200, torch 2.11, bf16, causal, 4096 tokens, head
-# dims 64 and 128: 369 and 440 TFLOP/s forward, 315 and 365 backward, 736 for products
-# (benchmarks/results/kernels_h200_2026-11-20.jsonl); and of A100, as published runs of MPT say.
+# Achieved / rate of a large matrix product, forward and backward. Flash attention itself was not measured: these are of
+# cuDNN's on an H200 (torch 2.11, bf16, causal, 4096 tokens, head dims 64 and 128: 369 and 440 TFLOP/s forward, 315 and
+# 365 backward, 736 for products; benchmarks/results/kernels_h200_2026-11-20.jsonl), with which published runs of MPT on
+# A100 are met. The efficient kernel in 16 bits (V100, T4; a mask on A100) was not measured at all.
 _FLASH_FRACTIONS = (0.55, 0.46)
 # (F, half, width) of forward and backward: 60 shapes of 197 to 65,536 tokens on an H200
 # (`benchmarks/attention_rates.py fit benchmarks/results/attention_rates_h200_2026-11-25.jsonl`).
@@ -44,7 +53,9 @@ _CUDNN_fit = ((1.30, 240, 56), (1.09, 450, 40))
 _EFFICIENT_FRACTION = 0.49
 # Passes of the math kernel over scores: the product writes them, the mask is added in place, softmax, a product reads.
 _MATH_PASSES = (6, 7)
-_MASKS = 3  # operands in front of a mask
+# What it keeps of their size: the softmax; with dropout what was drawn too, and the product of both (torch 2.13 on a
+# CPU; a GPU keeps a byte for each number that was drawn, which is less).
+_N_KEPT, _N_KEPT_WITH_DROPOUT = 1, 3
 
 
 def _attention(op: Op, operands: Specs) -> str:
@@ -54,7 +65,7 @@ def _attention(op: Op, operands: Specs) -> str:
     their positions: then that takes a function (`_causal_rows`).
     """
     q, k, v = (spec.shape for spec in operands[:3])
-    leading, rows = dim_names(len(q) - 2), "s^" if _is_causal(op) else "s"
+    leading, rows = dim_names(len(q) - 2), "s^" if is_causal(op) else "s"
     full, names = (*q[:-1], k[-2]), (*leading, rows, "t^")
     terms = [
         (*leading, rows, "e^"),
@@ -75,7 +86,7 @@ def _few_key_heads(op: Op, operands: Specs, result: TensorSpec, degree: int) -> 
     """Fewer key than query heads, on more ranks than key heads: k and v whole, of which each rank takes what its
     query heads read. These must be whole groups of queries, or share one key head.
     """
-    if not argument(op, 7, "enable_gqa", False) or len(result.shape) != 4:
+    if not has_few_key_heads(op) or len(result.shape) != 4:
         return
     n_heads, n_key_heads = operands[0].shape[1], operands[1].shape[1]
     n_local, n_per_key_head = n_heads // degree, n_heads // n_key_heads
@@ -89,7 +100,7 @@ def _causal_rows(op: Op, operands: Specs, result: TensorSpec, degree: int) -> It
     q, k, *rest = operands
     n_rows, n_keys = q.shape[-2], k.shape[-2]
     is_square = len(rest) == 1 and n_rows == n_keys and isinstance(n_rows, int)
-    if _is_causal(op) and is_square and n_rows % (2 * degree) == 0:
+    if is_causal(op) and is_square and n_rows % (2 * degree) == 0:
         rows = sharded(len(q.shape) - 2)
         yield Strategy((rows, V, V), rows, is_split=True, function="causal_attention_of_rows", exchanged=(0, -1))
 
@@ -103,10 +114,6 @@ def _has_heads(mask: TensorSpec, n_heads: int) -> bool:
     return len(mask.shape) == 4 and mask.shape[1] == n_heads
 
 
-def _is_causal(op: Op) -> bool:
-    return bool(argument(op, 5, "is_causal", False))
-
-
 def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     """2 * heads * s * t * (e + v) per sample; half of it under a causal mask."""
     *leading, s, e = (extent_at(x, batch_size) for x in operands[0].shape)
@@ -114,58 +121,61 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     n_matrices = 1
     for extent in leading:
         n_matrices *= extent
-    return 2 * n_matrices * s * t * (e + v) // (2 if _is_causal(op) else 1)
+    return 2 * n_matrices * s * t * (e + v) // (2 if is_causal(op) else 1)
 
 
-def _is_math(op: Op, operands: Specs, precision: str) -> bool:
-    return is_grouped_op_by_op(op, precision=precision, has_mask=len(operands) > _MASKS)
-
-
-def _scores_bytes(operands: Specs, batch_size: int, precision: str) -> int:
-    query, key = operands[:2]
-    return TensorSpec((*query.shape[:-1], key.shape[-2]), query.dtype).n_bytes(batch_size, precision)
+def _kernel(call: LocalCall) -> Kernel:
+    return kernel_of(
+        call.op,
+        call.operands,
+        precision=call.precision,
+        attention=call.attention,
+        mask_has_gradient=any(call.gradients[N_UNMASKED:]),
+    )
 
 
 def _arithmetic(call: LocalCall) -> Arithmetic:
-    if call.attention == "cpu":
-        return Arithmetic(True, *_FLASH_FRACTIONS)
-    if _is_math(call.op, call.operands, call.precision):
-        skipped = 0.5 if _is_causal(call.op) else 1.0  # `_flops` leaves out what a fused kernel skips
-        return Arithmetic(True, skipped, skipped)
-    if call.precision in _IN_32_BITS:
+    kernel = _kernel(call)
+    if kernel == "math":
+        skipped = 0.5 if is_causal(call.op) else 1.0  # `_flops` leaves out what a fused kernel skips
+        return Arithmetic(call.precision not in IN_16_BITS, skipped, skipped)
+    if kernel == "efficient" and call.precision not in IN_16_BITS:
         return Arithmetic(False, _EFFICIENT_FRACTION, _EFFICIENT_FRACTION)
-    if call.attention == "flash":
+    if kernel != "cudnn":
         return Arithmetic(True, *_FLASH_FRACTIONS)
     head_dim, n_keys = (extent_at(spec.shape[dim], 1) for spec, dim in ((call.operands[0], -1), (call.operands[1], -2)))
-    n_read = n_keys / 2 if _is_causal(call.op) else n_keys
+    n_read = n_keys / 2 if is_causal(call.op) else n_keys
     return Arithmetic(
         True, *(most * n_read / (n_read + half) * head_dim / (head_dim + width) for most, half, width in _CUDNN_fit)
     )
 
 
+def _scores_bytes(call: LocalCall) -> int:
+    """The math kernel computes 16 bits in float32."""
+    query, key = call.operands[:2]
+    scores = TensorSpec((*query.shape[:-1], key.shape[-2]), query.dtype)
+    return scores.n_bytes(call.batch_size, "fp32" if call.precision in IN_16_BITS else call.precision)
+
+
 def _score_passes(call: LocalCall) -> tuple[float, float]:
-    if call.attention == "cpu" or not _is_math(call.op, call.operands, call.precision):
+    if _kernel(call) != "math":
         return 0.0, 0.0
-    n_bytes = _scores_bytes(call.operands, call.batch_size, call.precision)
     forward, backward = _MATH_PASSES
-    return float(forward * n_bytes), float(backward * n_bytes)
+    return float(forward * _scores_bytes(call)), float(backward * _scores_bytes(call))
 
 
-def _kept_inside(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    """One float32 log-sum-exp per query row, or all scores; and the results of other ranks' rows, before they are
-    exchanged.
-    """
-    if _is_math(op, operands, precision):
-        return _scores_bytes(operands, batch_size, precision)
-    query, value = operands[0], operands[2]
-    n_rows = query.n_elements(batch_size) // int(extent_at(query.shape[-1], 1))
-    is_exchanged = _is_causal(op) and query.shape[-2] != op.outputs[0].shape[-2]
+def _kept_inside(call: LocalCall) -> int:
+    """The log-sum-exp of each row, or scores; and the results of other ranks' rows, before they are exchanged."""
+    if _kernel(call) == "math":
+        return (_N_KEPT_WITH_DROPOUT if dropout_of(call.op) else _N_KEPT) * _scores_bytes(call)
+    query, value = call.operands[0], call.operands[2]
     results = TensorSpec((*query.shape[:-1], value.shape[-1]), query.dtype)
-    return n_rows * _STATISTICS_BYTES + (results.n_bytes(batch_size, precision) if is_exchanged else 0)
+    exchanged = results.n_bytes(call.batch_size, call.precision) if has_split_rows(call.op, call.operands) else 0
+    return log_sum_exp_bytes(query, call.batch_size) + exchanged
 
 
 RULES = {
-    "aten.scaled_dot_product_attention.default": OpRule(
+    ATTENTION: OpRule(
         equation=_attention,
         strategies=_own,
         flops=_flops,

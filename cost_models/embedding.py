@@ -71,9 +71,9 @@ def _further_rows(call: LocalCall) -> tuple[float, float]:
     return n_bytes, 0.0
 
 
-def _bag_places(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+def _bag_places(call: LocalCall) -> int:
     """What it returns besides: the bag of each position, the sizes of bags, and where each largest is."""
-    return sum(spec.n_bytes(batch_size, precision) for spec in op.outputs[1:])
+    return sum(spec.n_bytes(call.batch_size, call.precision) for spec in call.op.outputs[1:])
 
 
 _EMBEDDING_BAG = OpRule(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from autoplan.equations import all_whole, argument, broadcast_marks, dim_names, marked, write_equation
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op, TensorSpec, extent_at
 from autoplan.layout import R, padded, sharded
-from autoplan.rules import OpRule, Specs, Strategy
+from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 
 # Times that cross-entropy goes over the float32 logits, reading or writing. H200, torch 2.11, 50304 and 128256 classes:
 # what product (679 TFLOP/s) and cast leave of the head in benchmarks/results/profile_h200_2026-11-21.jsonl.
@@ -67,9 +67,9 @@ def _points(op: Op, operands: Specs, batch_size: int) -> int:
     return 8 * operands[0].n_elements(batch_size)
 
 
-def _log_probabilities(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+def _log_probabilities(call: LocalCall) -> int:
     """Cross-entropy keeps its log-softmax, as large as the logits."""
-    return operands[0].n_elements(batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[precision]]
+    return call.operands[0].n_elements(call.batch_size) * DTYPE_BYTES[COMPUTE_DTYPES[call.precision]]
 
 
 def _of_elements(position: int) -> OpRule:
@@ -88,10 +88,10 @@ def _ctc_points(op: Op, operands: Specs, batch_size: int) -> int:
     return 8 * _ctc_states(op, operands, batch_size)
 
 
-def _ctc_log_alpha(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+def _ctc_log_alpha(call: LocalCall) -> int:
     """Log alpha: a number for each state of each frame, in the dtype of the log-probabilities."""
-    one_number = TensorSpec((), operands[0].dtype).n_bytes(batch_size, precision)
-    return _ctc_states(op, operands, batch_size) * one_number
+    one_number = TensorSpec((), call.operands[0].dtype).n_bytes(call.batch_size, call.precision)
+    return _ctc_states(call.op, call.operands, call.batch_size) * one_number
 
 
 _JOINT = OpRule(all_whole, flops=_points, saves=(0, 1))

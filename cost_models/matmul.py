@@ -107,8 +107,8 @@ def _product(equation: str | Equation, *, saves: tuple[int, ...], linear_in: tup
     )
 
 
-def _weight_bytes(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    return operands[1].n_bytes(batch_size, precision)
+def _weight_bytes(call: LocalCall) -> int:
+    return call.operands[1].n_bytes(call.batch_size, call.precision)
 
 
 def _padding_bytes(call: LocalCall) -> tuple[float, float]:

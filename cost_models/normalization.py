@@ -32,19 +32,19 @@ def _normalized_dims(op: Op, rank: int) -> range:
     return range(-len(op.args[1]), 0)
 
 
-def _n_rows(op: Op, operands: Specs, batch_size: int) -> int:
+def _n_rows(call: LocalCall) -> int:
     n_rows = 1
-    for extent in operands[0].shape[: -len(op.args[1])]:
-        n_rows *= extent_at(extent, batch_size)
+    for extent in call.operands[0].shape[: -len(call.op.args[1])]:
+        n_rows *= extent_at(extent, call.batch_size)
     return n_rows
 
 
-def _mean_and_deviation(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    return 2 * _STATISTICS_BYTES * _n_rows(op, operands, batch_size)
+def _mean_and_deviation(call: LocalCall) -> int:
+    return 2 * _STATISTICS_BYTES * _n_rows(call)
 
 
-def _deviation(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    return _STATISTICS_BYTES * _n_rows(op, operands, batch_size)
+def _deviation(call: LocalCall) -> int:
+    return _STATISTICS_BYTES * _n_rows(call)
 
 
 def _by_channel(*, whole_batch: bool) -> Equation:
@@ -70,13 +70,13 @@ def _split_groups(op: Op, operands: Specs, result: TensorSpec, degree: int) -> I
         yield Strategy((sharded(1), *(sharded(0) for _ in operands[1:])), sharded(1), is_split=True)
 
 
-def _group_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+def _group_statistics(call: LocalCall) -> int:
     """Mean and deviation of each group of each sample."""
-    return 2 * _STATISTICS_BYTES * extent_at(operands[0].shape[0], batch_size) * op.args[1]
+    return 2 * _STATISTICS_BYTES * extent_at(call.operands[0].shape[0], call.batch_size) * call.op.args[1]
 
 
-def _channel_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    return 2 * _STATISTICS_BYTES * extent_at(operands[0].shape[1], 1)
+def _channel_statistics(call: LocalCall) -> int:
+    return 2 * _STATISTICS_BYTES * extent_at(call.operands[0].shape[1], 1)
 
 
 def _batch_norm_fractions(call: LocalCall) -> tuple[float, float]:
@@ -88,8 +88,8 @@ def _batch_norm_fractions(call: LocalCall) -> tuple[float, float]:
     return forward * used, backward * used
 
 
-def _sample_statistics(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    return extent_at(operands[0].shape[0], batch_size) * _channel_statistics(op, operands, batch_size, precision)
+def _sample_statistics(call: LocalCall) -> int:
+    return extent_at(call.operands[0].shape[0], call.batch_size) * _channel_statistics(call)
 
 
 _IMAGE_NORM = {

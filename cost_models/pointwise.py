@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from autoplan.equations import broadcast_equation, dim_names, write_equation
 from autoplan.graph import Op, TensorSpec
 from autoplan.layout import P
-from autoplan.rules import OpRule, Specs, Strategy
+from autoplan.rules import LocalCall, OpRule, Specs, Strategy
 
 
-def _mask_bytes(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+def _mask_bytes(call: LocalCall) -> int:
     """A dropout mask is one byte per element; without dropout there is none."""
-    return operands[0].n_elements(batch_size) if op.args[1] else 0
+    return call.operands[0].n_elements(call.batch_size) if call.op.args[1] else 0
 
 
 def _all_partial(op: Op, operands: Specs, result: TensorSpec, degree: int) -> Iterator[Strategy]:

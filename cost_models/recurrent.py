@@ -7,7 +7,7 @@ kept for backward:              the gates of every layer and step, and one state
 
 from autoplan.equations import all_whole
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op, TensorSpec, extent_at
-from autoplan.rules import OpRule, Specs
+from autoplan.rules import LocalCall, OpRule, Specs
 
 
 def _n_rows(op: Op, operands: Specs, batch_size: int) -> int:
@@ -28,11 +28,11 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     return sum(2 * spec.n_elements(1) for spec in _matrices(op, operands)) * _n_rows(op, operands, batch_size)
 
 
-def _gates(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
+def _gates(call: LocalCall) -> int:
     """Each layer and direction has two matrices of [gates * hidden, ...], which give the same gates."""
-    n_gates = sum(int(extent_at(spec.shape[0], 1)) for spec in _matrices(op, operands)) // 2
-    n_bytes = DTYPE_BYTES[COMPUTE_DTYPES[precision]]
-    return 5 * n_gates * _n_rows(op, operands, batch_size) * n_bytes // 4
+    n_gates = sum(int(extent_at(spec.shape[0], 1)) for spec in _matrices(call.op, call.operands)) // 2
+    n_bytes = DTYPE_BYTES[COMPUTE_DTYPES[call.precision]]
+    return 5 * n_gates * _n_rows(call.op, call.operands, call.batch_size) * n_bytes // 4
 
 
 _RECURRENT = OpRule(

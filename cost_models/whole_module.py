@@ -4,7 +4,7 @@ A number is (fixed, per sample). Matrix products are limited by the matrix units
 """
 
 from autoplan.graph import COMPUTE, MODULE_OTHER, MODULE_PRODUCTS, Op, TensorSpec
-from autoplan.rules import OpRule, Specs
+from autoplan.rules import LocalCall, OpRule, Specs
 
 
 def _at(op: Op, name: str, batch_size: int) -> int:
@@ -25,8 +25,8 @@ def _moved_bytes(op: Op, batch_size: int, precision: str) -> int:
     return _in_bytes(op, "elements", "bytes", batch_size, precision)
 
 
-def _saved_bytes(op: Op, operands: Specs, batch_size: int, precision: str) -> int:
-    return _in_bytes(op, "saved_elements", "saved_bytes", batch_size, precision)
+def _saved_bytes(call: LocalCall) -> int:
+    return _in_bytes(call.op, "saved_elements", "saved_bytes", call.batch_size, call.precision)
 
 
 def _n_products(op: Op) -> int:

@@ -27,8 +27,12 @@ def attention(heads, key_heads, tokens, head_dim, is_causal):
     return Op("y", "aten.scaled_dot_product_attention.default", args, kwargs, (q,), "", ""), (q, k, k)
 
 
+def call_of(op, operands, batch_size, *, precision="bf16", kernels=H200.attention):
+    return LocalCall(op, operands, operands, op.outputs, batch_size, precision, attention=kernels)
+
+
 def seconds(op, operands, batch_size, *, device=H200, precision="bf16"):
-    call = LocalCall(op, operands, operands, op.outputs, batch_size, precision, attention=device.attention)
+    call = call_of(op, operands, batch_size, precision=precision, kernels=device.attention)
     return op_time(RULE, call, device=device, has_gradient=True)
 
 
@@ -66,7 +70,7 @@ def test_scores_are_kept_where_no_kernel_takes_fewer_key_heads(key_heads, precis
     # Llama-1B, 2 x 4096 tokens, tf32: 16 blocks kept 64 GiB more than was predicted before they were counted
     op, operands = attention(32, key_heads, 4096, 64, True)
     scores_bytes = 2 * 32 * 4096 * 4096 * 4
-    kept_bytes = RULE.extra_saved_bytes(op, operands, 2, precision)
+    kept_bytes = RULE.extra_saved_bytes(call_of(op, operands, 2, precision=precision))
     assert kept_bytes == (scores_bytes if is_kept else 2 * 32 * 4096 * 4)
     fused = seconds(*attention(32, 32, 4096, 64, True), 2, precision=precision)
     found = seconds(op, operands, 2, precision=precision)
@@ -75,8 +79,48 @@ def test_scores_are_kept_where_no_kernel_takes_fewer_key_heads(key_heads, precis
 
 def test_only_hopper_and_later_have_attention_of_cudnn():
     names = {"NVIDIA H100 80GB HBM3": "cudnn", "NVIDIA GH200 480GB": "cudnn", "NVIDIA B200": "cudnn", "CPU": "cpu"}
-    names |= {"NVIDIA A100-SXM4-80GB": "flash", "Tesla V100-SXM2-32GB": "flash", "NVIDIA L40S": "flash"}
+    names |= {"NVIDIA A100-SXM4-80GB": "flash", "NVIDIA A10G": "flash", "NVIDIA L40S": "flash", "NVIDIA L4": "flash"}
+    names |= {"NVIDIA RTX A6000": "flash", "NVIDIA RTX 2000 Ada Generation": "flash"}
+    names |= {"NVIDIA GeForce RTX 3090": "flash", "NVIDIA GeForce RTX 4090": "flash"}
     assert {name: attention_of(name) for name in names} == names
     op, operands = attention(32, 32, 32768, 64, True)
     other = seconds(op, operands, 1, device=replace(H200, attention="flash"))
     assert seconds(op, operands, 1).forward_s < 0.9 * other.forward_s
+
+
+def test_before_a100_no_gpu_has_flash_attention():
+    older = [
+        "Tesla V100-SXM2-32GB",
+        "Tesla V100S-PCIE-32GB",
+        "Tesla T4",
+        "NVIDIA T4",
+        "Tesla P100-PCIE-16GB",
+        "Tesla K80",
+    ]
+    older += [
+        "NVIDIA GeForce RTX 2080 Ti",
+        "NVIDIA GeForce GTX 1080 Ti",
+        "Quadro RTX 6000",
+        "Quadro GV100",
+        "NVIDIA TITAN V",
+    ]
+    assert [name for name in older if attention_of(name) != "efficient"] == []
+
+
+def test_rows_that_ranks_exchange_are_priced_as_flash_attention_on_hopper():
+    op, (_, *keys) = attention(32, 32, 8192, 64, True)
+    rows = TensorSpec((PerSample(1), 32, 4096, 64), COMPUTE)
+    flash = seconds(op, (rows, *keys), 1, device=replace(H200, attention="flash"))
+    assert seconds(op, (rows, *keys), 1) == flash
+
+
+def test_16_bits_that_the_math_kernel_takes_are_computed_and_kept_in_float32():
+    # Llama-1B in fp16 on V100: 32 heads of 4096 x 4096 scores for a sample, 2 GiB of float32 in each block
+    op, operands = attention(32, 8, 4096, 64, True)
+    v100 = load_hardware_profile("v100_x8").device
+    call = call_of(op, operands, 1, precision="fp16", kernels=v100.attention)
+    assert RULE.extra_saved_bytes(call) == 32 * 4096 * 4096 * 4
+    products_s = 2 * 2 * 32 * 4096 * 4096 * 64 / dict(v100.peak_flops_per_s)["fp32"]
+    passes_s = 6 * 32 * 4096 * 4096 * 4 / v100.copy_bytes_per_s
+    found = seconds(op, operands, 1, device=v100, precision="fp16")
+    assert found.forward_s == pytest.approx(products_s + passes_s + v100.kernel_s)

@@ -227,11 +227,15 @@ def test_at_32k_tokens_recomputation_takes_as_much_less_as_attention_takes() -> 
 def test_where_torch_computes_attention_op_by_op_nothing_is_kept() -> None:
     graph = graph_of("llama")  # fewer key heads
     found = {
-        (precision, is_cpu): bool(kinds_with_attention(graph, precision=precision, is_cpu=is_cpu))
-        for precision in ("bf16", "fp32", "fp64")
-        for is_cpu in (False, True)
+        (precision, attention): bool(kinds_with_attention(graph, precision=precision, attention=attention))
+        for precision in ("fp16", "fp32", "fp64")
+        for attention in ("cudnn", "flash", "efficient", "cpu")
     }
-    assert [key for key, has_any in found.items() if not has_any] == [("fp32", False), ("fp64", False)]
+    assert {key for key, has_any in found.items() if has_any} == {
+        ("fp16", "cudnn"),
+        ("fp16", "flash"),
+        *((precision, "cpu") for precision in ("fp16", "fp32", "fp64")),
+    }
 
 
 def test_a_fix_that_nothing_can_have_is_refused() -> None:

@@ -16,7 +16,7 @@ from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import graph_from_json, graph_to_json
 from autoplan.live import parallelize
 from autoplan.options import Options
-from autoplan.rules import load_rules
+from autoplan.rules import LocalCall, load_rules
 from autoplan.runtime.batches import batch_slice, global_batch
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import load_model_file, model_source, module_source, trace_model
@@ -51,8 +51,8 @@ def test_saved_bytes_of_a_block_are_its_activations(graph):
     # input 32, mean and 1 / deviation 1 + 1, norm's result 32, up's result 64, gelu's result 64
     assert dict(op.kwargs)["saved_elements"] == (0, 194)
     rule = load_rules()[op.target]
-    assert rule.extra_saved_bytes(op, (), 5, "bf16") == 5 * 194 * 2
-    assert rule.extra_saved_bytes(op, (), 5, "fp64") == 5 * 194 * 8
+    for precision, item_bytes in (("bf16", 2), ("fp64", 8)):
+        assert rule.extra_saved_bytes(LocalCall(op, (), (), (), 5, precision)) == 5 * 194 * item_bytes
 
 
 def test_flops_and_parameters_agree_with_the_trace_where_both_are_possible():

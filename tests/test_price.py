@@ -153,9 +153,9 @@ def cost_of(target, *operands, result, device=TOY, precision="fp32"):
     return cost_of_op(op, *operands, device=device, precision=precision)
 
 
-def cost_of_op(op, *operands, device=TOY, precision="fp32", memory_format="contiguous", **more):
+def cost_of_op(op, *operands, device=TOY, precision="fp32", memory_format="contiguous", gradients=(), **more):
     """The same of a call whose arguments are given."""
-    call = LocalCall(op, operands, operands, op.outputs, 1, precision, memory_format)
+    call = LocalCall(op, operands, operands, op.outputs, 1, precision, memory_format, gradients=gradients)
     found = op_time(RULES[op.target], call, device=device, has_gradient=True, **more)
     return found.forward_s, found.backward_s
 

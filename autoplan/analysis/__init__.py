@@ -2,6 +2,7 @@
 
     chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
     head_group        whether the head may be gathered and reduced by itself
+    attention_kernel  which kernel torch takes for attention
     kept_attention    which attention torch runs as one kernel, whose result recomputation may keep
     captured          whether the passes of a plan can be a CUDA graph
     executions        which segments a compiled program compiles, and which read images

@@ -86,7 +86,7 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
 
 def _check_kept_attention(plan: Plan, graph: OpGraph, hardware: Hardware) -> None:
     device = (hardware.groups[0] if isinstance(hardware, Cluster) else hardware).device
-    kinds = kinds_with_attention(graph, precision=plan.precision, is_cpu=device.is_cpu)
+    kinds = kinds_with_attention(graph, precision=plan.precision, attention=device.attention)
     recomputed = [index for stage in plan.stages for index in stage.recomputed]
     if plan.mesh.keeps_attention and not recomputes_attention(graph, kinds, recomputed):
         expected = "false, since no block is recomputed that has attention which torch runs as one kernel"

@@ -87,9 +87,13 @@ def _chunked_work(
         segment, times, batch_size, without=sliced.indices
     )
     others = [op for index, op in enumerate(segment.ops) if index not in sliced.indices and op.has_gradient]
-    inside = sum(inside_bytes(op, batch_size) for op in others)
+    inside = sum(inside_bytes(context, op, batch_size) for op in others)
     around = working_bytes(
-        segment, batch_size, weight_item_bytes=element_bytes(context.precision).gathered, without=sliced.indices
+        context,
+        segment,
+        batch_size,
+        weight_item_bytes=element_bytes(context.precision).gathered,
+        without=sliced.indices,
     )
     statistics = [op for op in segment.ops if op.all_reduce_elements]
     return replace(
@@ -133,4 +137,4 @@ def _slice_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps,
     n_classes = segment.ops[sliced.indices[-1]].operands[0].at(batch_size)[1]
     n_elements = min(_n_rows(segment, sliced, batch_size), SLICE_ROWS) * n_classes
     of_slice = n_elements * (item_bytes + N_SLICE_TENSORS * max(item_bytes, DTYPE_BYTES["float32"]))
-    return of_slice + inside_bytes(segment.ops[sliced.indices[0]], batch_size)
+    return of_slice + inside_bytes(context, segment.ops[sliced.indices[0]], batch_size)

@@ -108,7 +108,7 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
         host_forward_s=host_s(context.device, n_forward),
         host_backward_s=host_s(context.device, n_backward),
         saved_bytes=_saved_bytes(context, local, fused, batch_size),
-        working_bytes=working_bytes(segment.around, batch_size, weight_item_bytes=item_bytes),
+        working_bytes=working_bytes(context, segment.around, batch_size, weight_item_bytes=item_bytes),
         n_kept_tensors=len(fused.kept),
         attention=kept_attention(
             context, local, dict(zip(fused.single, single, strict=True)), batch_size, launches=KERNEL_LAUNCHES
@@ -176,7 +176,7 @@ def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batc
 
 
 def _saved_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
-    inside = sum(inside_bytes(local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
+    inside = sum(inside_bytes(context, local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
     return _n_bytes(context, fused.kept, batch_size) + inside
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from autoplan.analysis.attention_kernel import log_sum_exp_bytes
 from autoplan.analysis.kept_attention import is_fused_attention
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.work_context import WorkContext
-from autoplan.graph import extent_at
 
-_STATISTICS_BYTES = 4
 # Host time of each op of a block that keeps attention, in each of both passes: Python looks at it. 20 us forward, 19 us
 # again (33 ops of a GPT block, torch 2.13, one CPU core); taken for all hosts.
 SEEN_OP_HOST_S = 2e-5
@@ -50,11 +49,11 @@ class KeptAttention:
 
 def fused_ops(context: WorkContext, ops: Iterable[LocalOp]) -> tuple[int, ...]:
     """The indices of those that are fused attention."""
-    is_cpu = context.device.is_cpu
+    attention = context.device.attention
     return tuple(
         index
         for index, local in enumerate(ops)
-        if is_fused_attention(local.op, context.facts, precision=context.precision, is_cpu=is_cpu)
+        if is_fused_attention(local.op, context.facts, precision=context.precision, attention=attention)
     )
 
 
@@ -79,5 +78,4 @@ def kept_attention(
 
 def _kept_bytes(local: LocalOp, batch_size: int) -> int:
     (result,) = local.results
-    n_rows = result.n_elements(batch_size) // int(extent_at(result.shape[-1], batch_size))
-    return result.n_bytes(batch_size, local.precision) + n_rows * _STATISTICS_BYTES
+    return result.n_bytes(batch_size, local.precision) + log_sum_exp_bytes(local.operands[0], batch_size)

@@ -48,7 +48,7 @@ class OpTime:
 
 
 def peak_flops_per_s(device: Device, precision: str) -> float:
-    """The dense peak of a precision; fp64 is only ever run on CPUs to check numbers, and priced as fp32.
+    """The dense peak of a precision. No profile has that of fp64, which is priced as fp32: too fast on many GPUs.
 
     Raises: InputError if the device has no such precision.
     """
@@ -76,14 +76,13 @@ def op_time(
     *,
     device: Device,
     has_gradient: bool,
-    gradients: tuple[bool, ...] = (),
     is_strided: bool = False,
     pieces: tuple[bool, ...] = (),
 ) -> OpTime:
     """Time of one call; an op without a rule is priced by its bytes.
 
-    `gradients` says which operands have one (all, if it is empty), `pieces` which are of a larger tensor (none); with
-    `is_strided` the op reads a tensor whose dims are permuted in memory.
+    `pieces` says which operands are of a larger tensor (none, if it is empty); with `is_strided` the op reads a tensor
+    whose dims are permuted in memory.
 
     Raises: InputError if the device has no rate for the precision of a product.
     """
@@ -104,7 +103,7 @@ def op_time(
     forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0)
     if not has_gradient:
         return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)
-    backward = _backward(rule, call, forward, gradients)
+    backward = _backward(rule, call, forward)
     fixed_s = 0.0 if rule.backward_fixed_s is None else rule.backward_fixed_s(call)
     return OpTime(
         forward_s,
@@ -140,8 +139,8 @@ def _forward(rule: OpRule, call: LocalCall) -> _Pass:
     )
 
 
-def _backward(rule: OpRule, call: LocalCall, forward: _Pass, gradients: tuple[bool, ...]) -> _Pass:
-    part = _part_of_backward(rule, call.operands, gradients)
+def _backward(rule: OpRule, call: LocalCall, forward: _Pass) -> _Pass:
+    part = _part_of_backward(rule, call)
     if rule.backward_bytes is not None:
         n_bytes = rule.backward_bytes(call)
     else:
@@ -204,11 +203,11 @@ def _slower_by_pieces_s(
     return sum(found_s), sum(found_s[position] for position in rule.saves if 0 <= position < len(found_s))
 
 
-def _part_of_backward(rule: OpRule, operands: Specs, gradients: tuple[bool, ...]) -> float:
+def _part_of_backward(rule: OpRule, call: LocalCall) -> float:
     """A product has a gradient for each of its factors; those of data and of frozen weights are not computed."""
-    if not (gradients and rule.is_product and rule.efficiency == "matmul"):
+    if not (call.gradients and rule.is_product and rule.efficiency == "matmul"):
         return 1.0
-    factors = [gradients[i] for i in rule.saves if i < len(operands) and operands[i].is_float]
+    factors = [call.gradients[i] for i in rule.saves if i < len(call.operands) and call.operands[i].is_float]
     return sum(factors) / len(factors) if any(factors) else 1.0
 
 

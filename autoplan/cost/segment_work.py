@@ -131,9 +131,9 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         collectives_backward_s=context.device.collective_launch_s * _n_collectives(segment, "backward"),
         tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
-        saved_bytes=_saved_bytes(segment, batch_size),
+        saved_bytes=_saved_bytes(context, segment, batch_size),
         input_bytes=sum(spec.n_bytes(batch_size, context.precision) for spec in segment.inputs),
-        working_bytes=working_bytes(segment, batch_size, weight_item_bytes=item_bytes),
+        working_bytes=working_bytes(context, segment, batch_size, weight_item_bytes=item_bytes),
         weight_bytes=item_bytes * sum(n_elements for _, n_elements in segment.weights),
         n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
@@ -173,7 +173,18 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
     """Time of one op on one rank."""
     if is_nothing(local.op):
         return OpTime(0.0, 0.0, 0, 0)
-    call = LocalCall(
+    return op_time(
+        local.rule,
+        _call(context, local, batch_size),
+        device=context.device,
+        has_gradient=local.has_gradient,
+        is_strided=local.is_strided,
+        pieces=local.pieces,
+    )
+
+
+def _call(context: WorkContext, local: LocalOp, batch_size: int) -> LocalCall:
+    return LocalCall(
         local.op,
         local.whole_operands,
         local.operands,
@@ -182,15 +193,7 @@ def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
         local.precision,
         context.memory_format,
         context.device.attention,
-    )
-    return op_time(
-        local.rule,
-        call,
-        device=context.device,
-        has_gradient=local.has_gradient,
-        gradients=local.gradients,
-        is_strided=local.is_strided,
-        pieces=local.pieces,
+        local.gradients,
     )
 
 
@@ -282,8 +285,8 @@ def _communication_s(context: WorkContext, segment: LocalSegment, batch_size: in
     return total_s
 
 
-def _saved_bytes(segment: LocalSegment, batch_size: int) -> int:
-    inside = sum(inside_bytes(local, batch_size) for local in segment.ops if local.has_gradient)
+def _saved_bytes(context: WorkContext, segment: LocalSegment, batch_size: int) -> int:
+    inside = sum(inside_bytes(context, local, batch_size) for local in segment.ops if local.has_gradient)
     return kept_bytes(segment.kept, batch_size) + inside
 
 
@@ -299,13 +302,18 @@ def kept_bytes(kept: Sequence[KeptTensor], batch_size: int) -> int:
 
 
 def working_bytes(
-    segment: LocalSegment, batch_size: int, *, weight_item_bytes: int, without: Collection[int] = ()
+    context: WorkContext,
+    segment: LocalSegment,
+    batch_size: int,
+    *,
+    weight_item_bytes: int,
+    without: Collection[int] = (),
 ) -> int:
     """The largest sum of temporaries around one op and the gradients of weights that backward has computed by then.
 
     What backward has freed by then is left out. Of the ops `without` only the weights count.
     """
-    known = {place: _temporary_bytes(segment.ops[place], batch_size) for place in set(segment.alike)}
+    known = {place: _temporary_bytes(context, segment.ops[place], batch_size) for place in set(segment.alike)}
     largest = 0
     for index, (place, n_elements) in enumerate(zip(segment.alike, segment.weight_elements, strict=True)):
         temporary = 0 if index in without else known[place]
@@ -313,16 +321,16 @@ def working_bytes(
     return largest
 
 
-def _temporary_bytes(local: LocalOp, batch_size: int) -> int:
+def _temporary_bytes(context: WorkContext, local: LocalOp, batch_size: int) -> int:
     """Temporaries around one op, and what it keeps only inside itself."""
     if local.rule is not None and local.rule.is_view:
         return 0
     total = sum(spec.n_bytes(batch_size, local.precision) for spec in local.temporaries)
-    return total + inside_bytes(local, batch_size)
+    return total + inside_bytes(context, local, batch_size)
 
 
-def inside_bytes(local: LocalOp, batch_size: int) -> int:
+def inside_bytes(context: WorkContext, local: LocalOp, batch_size: int) -> int:
     """What the op keeps beside its operands and results."""
     if local.rule is None or local.rule.extra_saved_bytes is None:
         return 0
-    return local.rule.extra_saved_bytes(local.op, local.operands, batch_size, local.precision)
+    return local.rule.extra_saved_bytes(_call(context, local, batch_size))

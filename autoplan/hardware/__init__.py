@@ -46,10 +46,16 @@ CPU = "CPU"  # a device's name
 
 
 def attention_of(device_name: str) -> str:
-    """What `Device.attention` is: since torch 2.5 cuDNN's on Hopper and later, as the driver names them."""
+    """What `Device.attention` is, by the name that the driver gives.
+
+    Since torch 2.5 cuDNN's on Hopper and later. Before A100 (Pascal, Volta, Turing) there is no flash attention.
+    """
     if device_name == CPU:
         return "cpu"
-    return "cudnn" if re.search(r"\bG?[HB]\d{2,3}\b", device_name) else "flash"
+    if re.search(r"\bG?[HB]\d{2,3}\b", device_name):
+        return "cudnn"
+    is_older = re.search(r"\b(Tesla|Quadro|TITAN|GTX|RTX 20[678]0|G?[KMPTV]\d+)", device_name)
+    return "efficient" if is_older else "flash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,8 @@ class Device:
             time it sends or receives.
         host_copy_bytes_per_s: from page-locked memory of the host to each device, all devices of the host at once; None
             when unknown.
-        attention: whose fused attention torch takes for 16-bit numbers: "flash", "cudnn", or "cpu"; `attention_of`.
+        attention: the fused attention that it is best at, in 16 bits: "cudnn", "flash", "efficient", or "cpu"; see
+            `attention_of` and `analysis.attention_kernel`.
     """
 
     name: str

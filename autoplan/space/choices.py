@@ -77,7 +77,7 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
     Raises: UsageError when it is to be kept and cannot be.
     """
     wanted, recompute, schedule = (fixed(options, name) for name in ("keep_attention", "recompute", "schedule"))
-    has_any = bool(kinds_with_attention(graph, precision=options.precision, is_cpu=device.is_cpu))
+    has_any = bool(kinds_with_attention(graph, precision=options.precision, attention=device.attention))
     cannot = recompute == "none" or (schedule is not None and schedule != PLAIN_SCHEDULE and splits_backward(schedule))
     if wanted == "on" and not (has_any and not cannot):
         found = "no block with attention that torch runs as one kernel"

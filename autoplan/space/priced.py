@@ -99,7 +99,7 @@ def priced_space(
         )
         for size, shardings in by_size.items()
     }
-    attention = kinds_with_attention(graph, precision=options.precision, is_cpu=hardware.device.is_cpu)
+    attention = kinds_with_attention(graph, precision=options.precision, attention=hardware.device.attention)
     content_hash = graph.content_hash()
     maker = PlanMaker(graph, content_hash, by_size, rules, options, hardware.name, hardware.n_hosts, attention)
     return PricedSpace(space, lambda mesh: of_size(pricers, mesh)(mesh), maker.plan)

@@ -6,8 +6,8 @@ batch size, on the CPU, and read:
     keeps every score             ->  no mask
     keeps what is not to come     ->  no mask, is_causal=True
 
-Flash attention takes no other mask. A mask of any other values, or that differs between the
-two runs, stays. What made a mask that is gone, nothing reads any more.
+Flash attention takes no mask, and others read it in vain. A mask of any other values, or that differs between the two
+runs, stays. What made a mask that is gone, nothing reads any more.
 """
 
 from __future__ import annotations
