@@ -20,6 +20,7 @@ from autoplan.analysis.executions import execution_of, image_kinds
 from autoplan.checks.plan import check_plan
 from autoplan.errors import UsageError
 from autoplan.hardware import load_hardware_profile
+from autoplan.live import trace
 from autoplan.measure_model.run import run_measurements
 from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.options import MEMORY_FORMATS, Options
@@ -278,6 +279,13 @@ def test_a_model_without_images_has_no_memory_format_to_choose():
     assert not image_kinds(graph)
     with pytest.raises(UsageError, match="no segment that reads images(.|\\n)*fix: leave memory_format out"):
         executions(graph, Options(fix=(("memory_format", "channels_last"),)), None, device=H200)
+
+
+def test_four_dims_are_no_images_where_nothing_is_convolved():
+    batch = (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8))
+    for layer, has_images in ((nn.Linear(8, 8), False), (nn.Conv2d(3, 3, 1), True)):
+        graph = trace(nn.Sequential(layer, nn.Linear(8, 8)), batch, loss_fn=nn.functional.mse_loss)
+        assert bool(image_kinds(graph)) == has_images
 
 
 def test_a_compiled_model_without_images_has_none_either(problem):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.graph import IMAGE_DIMS, LOSS_PATH, OpGraph
+from autoplan.graph import IMAGE_DIMS, LOSS_PATH, Op, OpGraph
 from autoplan.parallel_plan import Execution
 
 
@@ -19,13 +19,22 @@ def compiled_kinds(graph: OpGraph) -> frozenset[int]:
 
 
 def image_kinds(graph: OpGraph) -> frozenset[int]:
-    """The kinds of segments that read images, whose memory format matters: [sample, channel, height, width]."""
+    """The kinds of segments that read images, whose memory format matters: [sample, channel, height, width].
+
+    In a model without a convolution such tensors are no images, but masks or heads of attention.
+    """
+    if not (graph.is_module_level or any(map(_is_convolution, graph.ops))):
+        return frozenset()
     specs = graph.specs()
     return frozenset(
         kind
         for kind, segment in graph.first_of_kind().items()
         if any(len(specs[name].shape) == IMAGE_DIMS and specs[name].is_float for name in segment.inputs)
     )
+
+
+def _is_convolution(op: Op) -> bool:
+    return op.target.startswith("aten.conv") and len(op.outputs[0].shape) == IMAGE_DIMS
 
 
 def execution_of(graph: OpGraph, kind: int, execution: Execution) -> Execution:
