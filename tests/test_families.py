@@ -23,11 +23,11 @@ def assert_exact(folder, model, features, *, seed=None):
     return plans
 
 
-LIKE_LLAMA = ("mistral_hf", "qwen_hf")
+LIKE_OTHERS = ("mistral_hf", "qwen_hf", "bert_hf", "conformer", "fourier", "two_tower")  # tested at night
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=pytest.mark.nightly) if name in LIKE_LLAMA else name for name in MODELS]
+    "model", [pytest.param(name, marks=pytest.mark.nightly) if name in LIKE_OTHERS else name for name in MODELS]
 )
 def test_family_equals_one_process_on_two_ranks_and_its_programs_are_formatted_and_free_of_lint(model, tmp_path):
     plans = assert_exact(tmp_path, model, ("recompute", "TP 2", "PP 2"))

@@ -93,6 +93,7 @@ def test_at_32k_tokens_attention_is_kept() -> None:
     assert long.best.estimate.step_s < whole.best.estimate.step_s
 
 
+@pytest.mark.nightly
 def test_at_1k_tokens_attention_is_kept_only_where_that_is_fixed() -> None:
     short = planned(1024, ("recompute", "full"))
     assert short.best is not None

@@ -46,6 +46,7 @@ def _gain(network: str, *, batch: int) -> float:
     return gain
 
 
+@pytest.mark.nightly
 def test_eight_gpus_over_two_hosts_gain_nothing_on_slow_ethernet_and_what_fixes_it() -> None:
     # By hand: 124 M gradients of 4 bytes, half of them over a 1 GB/s network card each way take 0.5 s; a step of 64
     # samples takes 0.15 s on four devices.
