@@ -176,7 +176,4 @@ def trace_failure(name: str, error: BaseException) -> str:
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
-    return (
-        f"{name}: {failed}{where}\n"
-        f"  found: {what_failed(error)}\n  expected: {expected}\n  fix: {fix}"
-    )
+    return f"{name}: {failed}{where}\n  found: {what_failed(error)}\n  expected: {expected}\n  fix: {fix}"

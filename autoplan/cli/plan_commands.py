@@ -236,6 +236,9 @@ def _check_status(answer: Answer, options: Options) -> None:
     if status == "infeasible":
         raise InfeasibleError("no plan fits, and that is proved")
     if answer.result.best is None:
-        raise StoppedError("the search stopped before it found a plan\n  fix: raise --time-limit")
+        from autoplan.report.plan import large_batch_text
+
+        smaller = ", or give a smaller --global-batch" if large_batch_text(answer) else ""
+        raise StoppedError(f"the search stopped before it found a plan\n  fix: raise --time-limit{smaller}")
     if options.require_optimal and status != "optimal":
         raise StoppedError("the search stopped before its plan was proved optimal\n  fix: raise --time-limit")

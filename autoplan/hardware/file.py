@@ -39,6 +39,7 @@ from autoplan.hardware.fields import (
     section,
 )
 from autoplan.hardware.networks import HostShape, read_network
+from autoplan.options import MAX_HOSTS
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
 PRICES_FILE = "prices.toml"
@@ -61,8 +62,9 @@ def shipped_prices() -> str:
 
 def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
     """See `autoplan.hardware.load_hardware_profile`."""
-    if n_hosts < 1:
-        raise UsageError.of("number of hosts", found=n_hosts, expected="1 or more", fix="give --hosts 1 or more")
+    if not 1 <= n_hosts <= MAX_HOSTS:
+        fix = "count hosts, of which each has several devices"
+        raise UsageError.of("--hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix=fix)
     base, suffix = _split_network(name_or_path)
     base, n_devices = _split_fragment(base)
     if network and suffix and network != suffix:
