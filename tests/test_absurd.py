@@ -99,7 +99,7 @@ def test_absurd_requests_are_answered_or_refused(seed: int, capsys) -> None:
         (["whatif", "--samples", "1", "--hosts", "1000001"], "hosts"),
         (["whatif", "--samples", "1", "--given", "reliability.restart=1e308 d"], "reliability.restart"),
         (["whatif", "--samples", "1", "--price", "dgx_a100_x8=-1"], "price"),
-        (["whatif", "--samples", "1", "--network-scale", "nan"], "network_scale"),
+        (["whatif", "--samples", "1", "--network-scale", "nan"], "--network-scale"),
         (["advise", "--samples", "1", "--given", "money.pue=0"], "money.pue"),
     ],
 )

@@ -271,7 +271,7 @@ def test_a_space_that_takes_long_to_list_is_listed_in_part_and_then_nothing_is_p
     toy = loose_toy(6)
     n_all = len(enumerate_meshes(toy.space, EXACT))
     result = run(toy, replace(EXACT, time_limit_s=5.0), clock=ticking(0.3))
-    # a fifth of the time is 1 s: 3 ticks of 0.3 s, and one pair of degrees is listed in each
+    # a fifth of the time is 1 s: 3 ticks of 0.3 s, and the meshes of three degrees are listed in one each
     assert 0 < result.n_meshes < n_all
     assert (result.status, result.bound_s, result.stopped_by) == ("feasible", None, "time limit")
     assert result.best is not None and result.best.plan.mesh.n_devices == toy.space.n_devices

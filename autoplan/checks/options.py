@@ -154,7 +154,8 @@ def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     for part in (part for text in texts for part in text.split(",") if part.strip()):
         name, value = _split_pair("--fix", part)
         if name in pairs:
-            raise UsageError(f"--fix {name}: found twice ({pairs[name]} and {value})\n  fix: give it once")
+            found = f"found twice ({pairs[name]} and {value})"
+            raise UsageError(f"--fix {name}: {found}\n  expected: one value\n  fix: give it once")
         pairs[name] = value
     return tuple(pairs.items())
 
@@ -211,7 +212,8 @@ def _split_pair(option: str, text: str) -> tuple[str, str]:
 def _check_word(name: str, word: str, words: Iterable[str]) -> None:
     words = tuple(words)
     if word not in words:
-        raise UsageError(f"{name}: found {word!r}{nearest(word, words)}\n  expected: one of {', '.join(words)}")
+        found, expected = f"{word!r}{nearest(word, words)}", f"one of {', '.join(words)}"
+        raise UsageError(f"{name}: found {found}\n  expected: {expected}\n  fix: use one of these")
 
 
 def _check_module_level(options: Options) -> None:
@@ -272,9 +274,15 @@ def _check_pair(pair: object) -> None:
 def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:
     if name not in FIX_VALUES:
         known = ", ".join(FIX_VALUES)
-        raise UsageError(f"--fix: unknown name {name!r}{nearest(name, FIX_VALUES)}\n  expected: one of {known}")
+        raise UsageError(
+            f"--fix: unknown name {name!r}{nearest(name, FIX_VALUES)}\n"
+            f"  expected: one of {known}\n  fix: use one of these names"
+        )
     words = schedules if name == "schedule" else FIX_VALUES[name]
     if words:
         _check_word(f"--fix {name}", value, words)
     elif words is None and not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise UsageError(f"--fix {name}: found {value!r}\n  expected: a whole number above 0")
+        raise UsageError(
+            f"--fix {name}: found {value!r}\n  expected: a whole number above 0\n"
+            f"  fix: write --fix {name}=2, for instance"
+        )

@@ -132,8 +132,8 @@ def _names_with(base: str) -> str:
     return f"did you mean {'one of ' if len(names) > 1 else ''}{', '.join(names)}?" if names else ""
 
 
-def read_path(path: Path) -> tuple[str, str, str]:
-    """(name, what to call the file in messages, text) of a hardware file.
+def read_path(path: Path, *, expected: str = "a hardware file") -> tuple[str, str, str]:
+    """(name, what to call the file in messages, text) of a TOML file; `expected` says what it is to be.
 
     Raises: InputError when it cannot be read, or is none.
     """
@@ -144,7 +144,7 @@ def read_path(path: Path) -> tuple[str, str, str]:
             raise InputError.of(str(path), found="over 1 MiB", expected="a profile of a few KiB", fix="check the path")
         return path.stem, str(path), content.decode("utf-8")
     except OSError as error:
-        raise InputError.unreadable(str(path), error, expected="a hardware file") from None
+        raise InputError.unreadable(str(path), error, expected=expected) from None
     except UnicodeDecodeError:
         raise InputError.of(str(path), found="not text", expected="TOML in UTF-8", fix="check the path") from None
 

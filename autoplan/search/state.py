@@ -17,7 +17,7 @@ from autoplan.search.twins import recomputes_kept, twin_of
 from autoplan.solver.linear_model import INFINITY
 
 UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
-MIN_FIRST_S = 1.0  # for what comes before the queue, however short the time limit is
+MIN_FIRST_S = 0.25  # for what comes before the queue, however short the time limit is
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
 
 
@@ -99,9 +99,11 @@ class SearchState:
         return max(self.first_plan_s, self.ready_s) + limit_s
 
     def first_limit_s(self, share: float) -> float:
-        """How long something may take that comes before the queue, and has a share of the time limit."""
-        limit_s = self._limit_s()
-        return INFINITY if limit_s is None else max(MIN_FIRST_S, share * limit_s)
+        """How long something may take that comes before the queue: a share of the time limit, or all patience."""
+        limit_s = self.options.time_limit_s
+        if limit_s is None:
+            return INFINITY
+        return max(MIN_FIRST_S, share * limit_s if self.patience_s is None else self.planless_share * self.patience_s)
 
     def is_late(self) -> bool:
         """Whether no time is left."""
