@@ -34,9 +34,7 @@ def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
         that may not be replaced.
     """
     parent = next(path for path in target.absolute().parents if os.path.lexists(path))
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        found = "is not writable" if parent.is_dir() else "is no folder"
-        raise OutputError(f"{target}: {parent} {found}\n  fix: choose another {option}")
+    check_writable(parent, target=target, option=option)
     if not os.path.lexists(target):
         return
     _check_replaceable(target, option=option)
@@ -44,6 +42,28 @@ def check_target(target: Path, *, force: bool, option: str = "--out") -> None:
         raise OutputError(
             f"{target}: already exists, nothing was changed\n  fix: choose another {option}, or add --force"
         )
+
+
+def check_writable(folder: Path, *, target: Path, option: str) -> None:
+    """Return when a file can be made in a folder, which is tried: permissions do not tell of /proc or a full disk.
+
+    Raises: OutputError that says why `target` cannot be written.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        found = f"where nothing can be written ({error.strerror})" if folder.is_dir() else "which is no folder"
+        raise OutputError(
+            f"{target}: would be written into {folder}, {found}; nothing was changed\n"
+            f"  expected: a folder that is there and can be written to\n  fix: choose another {option}"
+        ) from error
+
+
+def _unwritten(target: Path, error: OSError, *, option: str) -> OutputError:
+    return OutputError(
+        f"{target}: {error.strerror or error}; nothing was changed\n"
+        f"  expected: a place that can be written to\n  fix: choose another {option}, or make room there"
+    )
 
 
 def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool = False) -> None:
@@ -60,12 +80,12 @@ def write_folder(target: Path, files: Mapping[str, str | bytes], *, force: bool 
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.absolute().parent))
     except OSError as error:
-        raise OutputError(f"{target}: {error.strerror}; nothing was changed") from error
+        raise _unwritten(target, error, option="--out") from error
     try:
         _write_files(scratch / "new", files)
         _swap(scratch, target)
     except OSError as error:
-        raise OutputError(f"{target}: {error.strerror or error}; nothing was changed") from error
+        raise _unwritten(target, error, option="--out") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -75,9 +95,7 @@ def check_page(path: Path, *, force: bool) -> None:
 
     Raises: OutputError when its folder cannot be written, or something is there and `force` is not set.
     """
-    folder = path.absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"{path}: the folder {folder} cannot be written\n  fix: create it first, or choose another")
+    check_writable(path.absolute().parent, target=path, option="--html")
     if os.path.lexists(path) and not (force and path.is_file()):
         way = ", or add --force to replace it" if path.is_file() else ""
         raise OutputError(f"{path}: already exists, nothing was changed\n  fix: choose another --html{way}")
@@ -97,7 +115,7 @@ def write_page(path: Path, text: str, *, force: bool = False) -> None:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        raise OutputError(f"{path}: {error.strerror or error}; nothing was changed") from error
+        raise _unwritten(path, error, option="--html") from error
 
 
 def check_folder(folder: Path) -> None:
@@ -115,7 +133,8 @@ def check_folder(folder: Path) -> None:
                 str(path),
                 found="a file that was changed after it was written",
                 expected=f"the SHA-256 sum of {MANIFEST}",
-                fix="plan again; or copy the folder and remove its MANIFEST.json to keep your edit",
+                fix="undo the change, or plan again; edited, train.py still runs, and plan.json is judged by"
+                f" autoplan estimate MODEL --hw HW --plan {folder / 'plan.json'}",
             )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 TORCH_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}  # torch's names
 DEFAULT_MICRO_BATCH_SIZE = 8  # per device, when no global batch is given
+MAX_HOSTS = 10**6
+MAX_GLOBAL_BATCH = 10**9  # samples of a step; the largest that anybody trains with are some 10 million
 OBJECTIVES = ("time", "cost")
 BATCH_NORMS = ("local", "synchronized")  # the first is the default, here and below
 LOSS_AVERAGES = ("micro_batch", "global_batch")

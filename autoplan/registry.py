@@ -17,6 +17,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 from autoplan.files import check_file
+from autoplan.user_errors import USERS_ERRORS, import_failure
 
 
 def load_table(package: str, table: str, files: Sequence[str] = ()) -> dict[Any, Any]:
@@ -67,6 +68,6 @@ def _loaded(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"{path}: importing the file failed: {type(error).__name__}: {error}") from error
+    except USERS_ERRORS as error:
+        raise InputError(import_failure(path, error)) from error
     return module

@@ -41,6 +41,8 @@ _AMBIGUOUS = {
     "Gb": '"Gbit/s" or "GB/s"', "Gb/s": '"Gbit/s" or "GB/s"', "Gbps": '"Gbit/s" or "GB/s"', "Gbit": '"Gbit/s"',
     "GBps": '"GB/s"', "Mb": '"Mbit/s" or "MB"', "Mbps": '"Mbit/s"', "TFLOPS": '"TFLOP/s"', "TFLOPs": '"TFLOP/s"',
     "TFLOP": '"TFLOP/s"', "TFlops": '"TFLOP/s"', "usec": '"us"', "sec": '"s"', "$/h": '"USD/h"', "$": '"USD/h"',
+    **dict.fromkeys(("day", "days"), '"d"'), **dict.fromkeys(("hour", "hours", "hr", "hrs"), '"h"'),
+    **dict.fromkeys(("minute", "minutes", "mins"), '"min"'), **dict.fromkeys(("second", "seconds", "secs"), '"s"'),
 }  # fmt: skip
 _QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(\S*)")
 

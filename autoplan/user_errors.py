@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from autoplan.errors import InputError
 
+USERS_ERRORS = (Exception, SystemExit)  # what the user's code may raise; sys.exit there is not to end autoplan
 LOSS_CALL = "_loss_of"  # the function of ours that calls the user's loss_fn
 _LIBRARIES = f"site-packages{os.sep}"
 _NOT_THE_USERS = ("site-packages", "/lib/python", str(Path(__file__).parent) + os.sep)
@@ -34,11 +36,35 @@ FUNCTION_TRANSFORMS_FIX = (
 )
 
 
+def import_failure(path: Path, error: BaseException) -> str:
+    """Why a file of the user cannot be imported: what was found in which line, what was expected, and the fix."""
+    expected, fix = "a Python file that can be imported", "import it by Python alone, and mend what fails there"
+    if isinstance(error, SystemExit):
+        expected = "a file that defines its functions when it is imported, and ends nothing"
+        fix = 'put what runs it as a script (argparse, sys.exit, training) under `if __name__ == "__main__":`'
+    elif isinstance(error, SyntaxError):
+        expected, fix = f"Python {sys.version_info.major}.{sys.version_info.minor}", "correct the line"
+    elif isinstance(error, ModuleNotFoundError) and error.name:
+        fix = f"pip install {error.name.partition('.')[0]}"
+    return f"{path}: importing the file failed: {user_frame(error, path)}\n  expected: {expected}\n  fix: {fix}"
+
+
 def user_frame(error: BaseException, path: Path) -> str:
     """The error with the innermost line of the user's file."""
-    lines = [error.lineno] if isinstance(error, SyntaxError) and error.lineno else []
-    lines += [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path) and f.lineno]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
+    if isinstance(error, SyntaxError):
+        where = f" ({Path(error.filename or path).name}, line {error.lineno})" if error.lineno else ""
+        return f"{type(error).__name__}: {error.msg}{where}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == str(path.absolute()) and f.lineno]
+    text = what_failed(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+    return text + (f" (line {lines[-1]})" if lines else "")
+
+
+def what_failed(error: BaseException) -> str:
+    """`ValueError: MESSAGE`; of a call that would have ended Python, `sys.exit(CODE)`."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r})"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -72,8 +98,8 @@ def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str,
     _check_takes_size(make_batch, where)
     try:
         return make_batch(batch_size)
-    except Exception as error:
-        found = f"{type(error).__name__}: {first_line(error)}{users_place(error)}"
+    except USERS_ERRORS as error:
+        found = what_failed(error) + users_place(error)
         fix = "correct it, or the --set values it works with" if has_overrides else "correct it"
         raise InputError.of(
             f"{where}: make_batch failed", found=found, expected="(inputs, targets)", fix=fix
@@ -104,6 +130,8 @@ def trace_failure(name: str, error: BaseException) -> str:
             "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
             " or use --module-level, which plans without tensor and pipeline parallelism"
         )
+    elif isinstance(error, SystemExit):
+        expected, fix = "a forward and a loss_fn that return", "raise an error in place of sys.exit, and mend its cause"
     elif is_loss and _OTHER_DEVICE.search(str(error)):
         expected = "a loss_fn that makes its tensors where the outputs are: models are traced on the meta device"
         fix = (
@@ -148,7 +176,4 @@ def trace_failure(name: str, error: BaseException) -> str:
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
-    return (
-        f"{name}: {failed}{where}\n"
-        f"  found: {type(error).__name__}: {first_line(error)}\n  expected: {expected}\n  fix: {fix}"
-    )
+    return f"{name}: {failed}{where}\n  found: {what_failed(error)}\n  expected: {expected}\n  fix: {fix}"

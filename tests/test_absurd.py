@@ -89,13 +89,17 @@ def test_absurd_requests_are_answered_or_refused(seed: int, capsys) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["plan", "--time-limit", "1e18"], "time_limit_s: found 1e+18"),
+        (["plan", "--time-limit", "1e18"], "--time-limit: found 1e+18"),
+        (["plan", "--global-batch", "1000000000000"], "--global-batch: found 1000000000000\n  expected: at most"),
+        (["plan", "--global-batch", "0"], "--global-batch: found 0\n  expected: a number above 0\n  fix: "),
+        (["plan", "--hosts", "1000001"], "--hosts: found 1000001\n  expected: 1 to 1000000\n  fix: "),
+        (["plan", "--hosts", "0"], "--hosts: found 0\n  expected: 1 to 1000000\n  fix: "),
         (["whatif", "--samples", "1", "--set", "context=4194304"], "make_batch failed"),
         (["whatif", "--samples", "nan"], "samples"),
         (["whatif", "--samples", "1", "--hosts", "1000001"], "hosts"),
         (["whatif", "--samples", "1", "--given", "reliability.restart=1e308 d"], "reliability.restart"),
         (["whatif", "--samples", "1", "--price", "dgx_a100_x8=-1"], "price"),
-        (["whatif", "--samples", "1", "--network-scale", "nan"], "network_scale"),
+        (["whatif", "--samples", "1", "--network-scale", "nan"], "--network-scale"),
         (["advise", "--samples", "1", "--given", "money.pue=0"], "money.pue"),
     ],
 )
@@ -103,6 +107,15 @@ def test_what_is_impossible_is_refused_by_its_name(asked: list[str], said: str, 
     command, *options = asked
     assert run([command, GPT, "--set", "size=char", "--hw", "dgx_a100_x8", *options]) in (2, 3)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [["--hosts", "100000"], ["--global-batch", "735134400"]], ids=lambda size: size[0])
+def test_the_time_limit_holds_for_large_spaces(size: list[str], capsys) -> None:
+    mlp, limit_s = GPT.replace("gpt.py", "mlp.py"), 1.0
+    assert run(["estimate", mlp, "--hw", "dgx_a100_x8", "--fix", "tp=1,pp=1", "--time-limit", "60"]) == 0  # is cached
+    started_s = time.process_time()
+    assert run(["plan", mlp, "--hw", "dgx_a100_x8", *size, "--time-limit", str(limit_s)]) in (0, 6)
+    assert time.process_time() - started_s < limit_s + 4.0  # without a limit on listing these meshes it is 17 s
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ import pytest
 
 import autoplan
 from autoplan import api, cli, errors
-from autoplan.answers.answer import Answer, answer_to_json
+from autoplan.answers.answer import Answer, Request, answer_to_json
 from autoplan.checks.options import check_degrees, parse_fix
 from autoplan.cli.console import told_while_tracing
 from autoplan.files import write_folder
@@ -28,6 +28,7 @@ from autoplan.parallel_plan import SCHEMA_VERSION, Plan
 from autoplan.planning import problem as problems
 from autoplan.planning.answering import model_name
 from autoplan.search import remedies
+from autoplan.search.result import Rejection
 
 CHECKOUT = Path(__file__).parent.parent
 PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
@@ -112,6 +113,21 @@ def test_infeasible_exits_5_with_the_reasons_on_stdout(asked, capsys, infeasible
 def test_stopped_without_a_plan_exits_6(asked, infeasible: Answer) -> None:
     asked.answer = replace(infeasible, result=replace(infeasible.result, status="unknown"))
     assert cli.run(PLAN) == 6
+
+
+def test_without_a_plan_a_huge_batch_is_named_as_what_to_change(asked, capsys, infeasible: Answer) -> None:
+    # 10^9 samples on 4 devices: 250,000,000 each, in 8192 micro-batches of 30518 samples
+    request = Request("toy.py", (), "toy_x4", 1, Options(global_batch=10**9))
+    late = Rejection(infeasible.result.rejected[0].mesh, "time limit", "not examined in time")
+    rejected = (*infeasible.result.rejected, late, late)
+    result = replace(infeasible.result, status="unknown", rejected=rejected, n_meshes=3)
+    asked.answer = replace(infeasible, result=result, request=request)
+    assert cli.run(PLAN) == 6
+    out, err = capsys.readouterr()
+    assert "none has fewer than 30518 samples" in " ".join(out.split())
+    assert "1 of 3 meshes considered" in out and "2 not looked at" in out
+    assert "every plan lacks" not in out  # which only all of them would prove
+    assert "fix: raise --time-limit, or give a smaller --global-batch" in err
 
 
 def test_unproved_plan_exits_0_and_6_under_require_optimal(asked, answer: Answer) -> None:

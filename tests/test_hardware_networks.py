@@ -116,7 +116,7 @@ def test_no_tier_is_faster_than_the_ports_below_it():
 def test_more_hosts_than_the_network_joins_are_a_usage_error():
     text = changed('kind = "site"', 'kind = "site"\nn_domains = 2')
     assert profile_of(text, n_hosts=64).n_hosts == 64
-    with pytest.raises(UsageError, match="number of hosts: found 65\n  expected: at most 64(.|\n)*lab.toml"):
+    with pytest.raises(UsageError, match="--hosts: found 65\n  expected: at most 64(.|\n)*lab.toml"):
         profile_of(text, n_hosts=65)
 
 

@@ -39,6 +39,23 @@ def test_wrong_command_lines_exit_2(arguments: list[str]) -> None:
     assert cli.run(arguments) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("recommend toy.py --tokens -5 --budget 9", "--tokens: found -5.0\n  expected: a number, 1 to 1e+20\n  fix: "),
+        ("whatif toy.py --hw a --samples 0", "--samples: found 0.0\n  expected: "),
+        ("whatif toy.py --hw a --global-batch 0", "--global-batch: found 0\n  expected: "),
+        ("whatif toy.py --hw a --hosts 1,x", "--hosts: found '1,x'\n  expected: counts separated by commas\n  fix: "),
+        ("whatif toy.py --hw , --hosts 1", "--hw: found nothing\n  expected: names separated by commas\n  fix: "),
+        ("plan toy.py", "Missing option '--hw'. `autoplan hw list`"),
+        ("whatif nothere.toml", "nothere.toml: no such file\n  expected: a file of questions"),
+    ],
+)
+def test_an_option_is_named_as_it_was_typed_with_what_is_expected(arguments: str, said: str, capsys) -> None:
+    assert cli.run(arguments.split()) in (2, 3)
+    assert said in capsys.readouterr().err
+
+
 MISSING = [
     "plan no.py --hw dgx_a100_x8",
     "estimate no.py --hw dgx_a100_x8 --fix dp=8",
@@ -81,7 +98,7 @@ def test_a_file_that_is_not_there_is_told_alike_everywhere_and_before_torch_is_i
 
 
 def test_misspelt_fix_is_answered_with_the_nearest_name() -> None:
-    with pytest.raises(errors.UsageError, match='did you mean "micro_batch"'):
+    with pytest.raises(errors.UsageError, match='did you mean "micro_batch"(.|\\n)*expected: .*\n  fix: '):
         check_options(Options(fix=parse_fix(["microbatch=2"])))
     with pytest.raises(errors.UsageError, match='did you mean "1f1b"'):
         check_options(Options(fix=parse_fix(["schedule=1f1"])), schedules=("1f1b", "gpipe"))
@@ -97,13 +114,13 @@ def test_a_name_with_its_value_joined_is_answered_with_both() -> None:
 
 @pytest.mark.parametrize("fix", ["dp=0", "dp=-1", "dp=two", "dp=2.5", "zero=4", "recompute=some", "compile=yes"])
 def test_impossible_fix_values_are_refused(fix: str) -> None:
-    with pytest.raises(errors.UsageError, match=fix.partition("=")[0]):
+    with pytest.raises(errors.UsageError, match=fix.partition("=")[0] + r": found .*\n  expected: .*\n  fix: "):
         check_options(Options(fix=parse_fix([fix])))
 
 
 @pytest.mark.parametrize("fix", ["dp", "=2", "dp=", "dp=1,dp=2"])
 def test_malformed_fix_texts_are_refused(fix: str) -> None:
-    with pytest.raises(errors.UsageError):
+    with pytest.raises(errors.UsageError, match="found .*\n  expected: .*\n  fix: "):
         parse_fix([fix])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
 import os
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -168,13 +170,30 @@ def test_a_parent_that_cannot_be_written_is_found_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="file is no folder\n  fix: choose another --out"):
+    with pytest.raises(OutputError, match="file, which is no folder(.|\n)*expected: .*\n  fix: choose another --out"):
         check_target(tmp_path / "file" / "out", force=False)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+
+    def refuse(**options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write everywhere
     for out in ("out", "no/out"):
-        with pytest.raises(OutputError, match="is not writable"):
+        with pytest.raises(OutputError, match=r"nothing can be written \(Permission denied\)"):
             check_target(tmp_path / out, force=False)
+    with pytest.raises(OutputError, match="expected: .*\n  fix: choose another --html"):
+        check_page(tmp_path / "page.html", force=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_permissions_say_is_writable_is_tried() -> None:
+    with pytest.raises(
+        OutputError, match="would be written into /proc(.|\n)*expected: .*\n  fix: choose another --out"
+    ):
+        check_target(Path("/proc/x"), force=False)
+    with pytest.raises(
+        OutputError, match="would be written into /proc(.|\n)*expected: .*\n  fix: choose another --html"
+    ):
+        check_page(Path("/proc/x"), force=False)
 
 
 def test_symlinked_target_is_refused_even_with_force(tmp_path: Path) -> None:
@@ -208,6 +227,15 @@ def test_changed_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "out" / "train.py").write_text("edited")
     with pytest.raises(InputError, match=r"train\.py"):
         check_folder(tmp_path / "out")
+
+
+def test_the_fix_for_an_edited_plan_works(tmp_path: Path, answer: Answer) -> None:
+    write_folder(tmp_path / "out", report_files(answer))
+    file = tmp_path / "out" / "plan.json"
+    file.write_text(file.read_text().replace('"search_s": 0.5', '"search_s": 1.5'))
+    with pytest.raises(InputError, match=r"changed after it was written(.|\n)*fix: .*--plan .*/out/plan\.json$"):
+        read_answer(tmp_path / "out")
+    assert read_answer(file).result.search_s == 1.5
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"sha256": 3}', '{"sha256": {"a": 1}}', "[" * 100_000])

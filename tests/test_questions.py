@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -203,4 +204,7 @@ def test_a_wrong_why_not_is_refused_before_the_model_is_traced_again(asked, tmp_
     path = tmp_path / "plan.json"
     path.write_text(answer_to_json(gone))
     assert cli.run(["explain", str(path), "--why-not", "microbatch=2"]) == 2
-    assert 'did you mean "micro_batch"' in capsys.readouterr().err
+    assert "--why-not: unknown name 'microbatch'; did you mean \"micro_batch\"" in capsys.readouterr().err
+    for fix in ("tp=3", "dp=64"):  # on 8 devices
+        assert cli.run(["explain", str(path), "--why-not", fix]) == 2
+        assert re.search(f"--why-not .*{fix}: found .*\n  expected: .*\n  fix: ", capsys.readouterr().err)

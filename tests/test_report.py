@@ -29,7 +29,7 @@ from autoplan.options import Options
 from autoplan.output.folder import rejected_csv
 from autoplan.parallel_plan import Mesh
 from autoplan.plain_text import text_table
-from autoplan.report.explain import explain_report
+from autoplan.report.explain import _signed_seconds, explain_report
 from autoplan.report.hardware import hardware_sheet
 from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
 from autoplan.report.rivals import host_risk, rivals_text
@@ -307,9 +307,25 @@ def test_the_report_says_with_what_chance_memory_falls_short(answer: Answer) -> 
 def test_a_step_that_hardly_computes_is_said_to_wait_for_python(answer):
     busy = answer.best.estimate
     parts = replace(busy.breakdown, compute_s=0.1 * busy.step_s, recompute_s=0.0, optimizer_s=0.0)
+
+    def shown(**changes: object) -> list[str]:
+        waiting = replace(busy, breakdown=replace(parts, **changes))
+        return host_risk(replace(answer.best, estimate=waiting))
+
+    assert host_risk(answer.best) == []
+    assert shown(launch_s=0.9 * busy.step_s) == [
+        "computes in 10% of the step, and waits for Python: estimates are then off by 17%"
+    ]
+    assert shown(launch_s=0.2 * busy.step_s, bubble_s=0.7 * busy.step_s) == []  # it waits for other stages
+    graph = replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, cuda_graph=True))
     waiting = replace(busy, breakdown=replace(parts, launch_s=0.9 * busy.step_s))
-    assert host_risk(busy) == []
-    assert host_risk(waiting) == ["computes in 10% of the step, and waits for Python: estimates are then off by 17%"]
+    assert host_risk(replace(answer.best, plan=graph, estimate=waiting)) == []  # whose passes Python does not start
+
+
+def test_a_difference_that_no_printed_digit_shows_is_none() -> None:
+    assert _signed_seconds(38.8e-6, 38.8e-6 + 2e-20) == "0 s"
+    assert _signed_seconds(25.8e-6, 25.9e-6) == "+100 ns"
+    assert _signed_seconds(0.0, 1e-9) == "+1 ns"
 
 
 def test_program_header_opens_with_the_launch_line(answer: Answer) -> None:

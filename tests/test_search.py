@@ -253,7 +253,7 @@ def hard_toy() -> Toy:
 
 
 def test_a_time_limit_without_any_plan_is_unknown() -> None:
-    result = run(hard_toy(), replace(EXACT, time_limit_s=0.5), clock=ticking(1.0))
+    result = run(hard_toy(), replace(EXACT, time_limit_s=5e-5), clock=ticking(1e-4))
     assert (result.status, result.best) == ("unknown", None)
     assert {rejection.reason for rejection in result.rejected} == {"time limit"}
 
@@ -267,10 +267,32 @@ def test_patience_waits_for_the_first_plan_and_then_a_time_limit_longer() -> Non
     assert run(toy, limited, clock=ticking(1.0), patience_s=2.5).status == "unknown"
 
 
+def test_a_space_that_takes_long_to_list_is_listed_in_part_and_then_nothing_is_proved() -> None:
+    toy = loose_toy(6)
+    n_all = len(enumerate_meshes(toy.space, EXACT))
+    result = run(toy, replace(EXACT, time_limit_s=5.0), clock=ticking(0.3))
+    # a fifth of the time is 1 s: 3 ticks of 0.3 s, and the meshes of three degrees are listed in one each
+    assert 0 < result.n_meshes < n_all
+    assert (result.status, result.bound_s, result.stopped_by) == ("feasible", None, "time limit")
+    assert result.best is not None and result.best.plan.mesh.n_devices == toy.space.n_devices
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_plain_recipes_take_half_the_time_at_most(share: float) -> None:
+    toy, now_s, limit_s = loose_toy(6), [0.0], 100.0
+
+    def price(mesh: Mesh) -> CostTable:
+        now_s[0] += limit_s * share  # each mesh takes so long
+        return toy.price(mesh)
+
+    search(toy.space, price=price, options=Options(time_limit_s=limit_s), make_plan=make_plan, clock=lambda: now_s[0])
+    assert now_s[0] <= limit_s * (1.0 + share)
+
+
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap() -> None:
     toy = loose_toy(6)
     optimum_s = best_s(run(toy))
-    result = run(toy, replace(EXACT, time_limit_s=0.5), clock=ticking(1.0))
+    result = run(toy, replace(EXACT, time_limit_s=5e-5), clock=ticking(1e-4))
     assert result.status == "feasible"
     assert result.best is not None
     assert result.bound_s is not None

@@ -191,6 +191,46 @@ def test_an_error_while_importing_names_file_and_line(tmp_path):
         load_model_file(path)
 
 
+SCRIPTS = [  # what a file without a guard may do when it is imported
+    "\nsys.exit(0)\n",
+    "import argparse\nargparse.ArgumentParser().parse_args(['--data'])\n",
+]
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_a_model_file_that_ends_python_is_an_input_error_that_names_the_line(tmp_path, text):
+    path = write(tmp_path, "import sys\n" + text)
+    with pytest.raises(InputError, match=r"sys\.exit\([02]\) \(line 5\)\n  expected: (.|\n)*fix: .*__main__"):
+        load_model_file(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "message"),
+    [
+        ("return Model", InputError, r"build_model\(\) failed: sys\.exit\('no weights'\) \(line \d+\)(.|\n)*fix: "),
+        ("return torch.zeros", InputError, r"make_batch failed(.|\n)*sys\.exit\('no weights'\) at .*model\.py:\d+"),
+        ("return super", TraceError, r"model\.py:\d+(.|\n)*found: sys\.exit\('no weights'\)(.|\n)*fix: "),
+        ("return (outputs", TraceError, r"model\.py:\d+(.|\n)*found: sys\.exit\('no weights'\)(.|\n)*fix: "),
+    ],
+)
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_functions_of_a_model_file_that_end_python_are_errors(tmp_path, line, error, message, trace):
+    text = (model_text("return super().forward(x)") + LOSS).replace(line, f"exit('no weights'); {line}")
+    with pytest.raises(error, match=message):
+        trace(model_source(write(tmp_path, text), {}))
+
+
+def test_an_interrupt_in_a_model_file_is_none_of_its_errors(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        load_model_file(write(tmp_path, "raise KeyboardInterrupt\n"))
+
+
+def test_a_syntax_error_names_its_line_once_with_a_fix(tmp_path):
+    path = write(tmp_path, "\ndef build_model(:\n")
+    with pytest.raises(InputError, match=r"SyntaxError: invalid syntax \(model\.py, line 4\)\n  expected: .*\n  fix: "):
+        load_model_file(path)
+
+
 def test_an_unknown_override_shows_the_signature():
     with pytest.raises(InputError, match=r"build_model\(width: int = 256"):
         trace_example("mlp.py", breadth=4)

@@ -58,6 +58,8 @@ def test_a_number_without_unit_or_without_a_positive_finite_value_is_refused(tex
         (as_flops_per_s, "312 TFLOPS", 'use "TFLOP/s"'),
         (as_port_rate, "400 GB/s", 'use "Gbit/s"'),
         (as_seconds, "0 us", "leave the field out"),
+        (as_seconds, "14days", 'unknown unit "days"; use "d"'),
+        (as_seconds, "2 hours", 'use "h"'),
         (as_seconds, "3x", 'unknown unit "x"; use "us" or "h"'),
     ],
 )

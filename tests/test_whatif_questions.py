@@ -144,7 +144,13 @@ def test_lists_of_conditions_are_rows_without_another_search() -> None:
         ('electricity = "0.12 USD/kWh"', "electricity = 0.12", "money.electricity"),
         ('restart = "5 min"', 'restart = "5"', "reliability.restart"),
         ("spare_hosts = 2", "spare_hosts = -1", "reliability.spare_hosts"),
-        ("[loading]", "[loadnig]", "loadnig"),
+        ("[loading]", "[loadnig]", 'did you mean "loading"'),
+        (
+            "[workload]",
+            'modle = "x"\n[workload]',
+            '[loading] alone\n  fix: write it below [workload]; did you mean "model"?',
+        ),
+        ("[workload]", 'spam = "x"\n[workload]', "fix: write it below one of them"),
     ],
 )
 def test_bad_questions_name_the_field(tmp_path: Path, capsys, old: str, new: str, field: str) -> None:

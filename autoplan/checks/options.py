@@ -16,6 +16,8 @@ from autoplan.options import (
     GRAD_COMPRESSIONS,
     LOSS_AVERAGES,
     LOSSES,
+    MAX_GLOBAL_BATCH,
+    MAX_HOSTS,
     MAX_TIME_LIMIT_S,
     MEMORY_FORMATS,
     OBJECTIVES,
@@ -60,18 +62,23 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
     _check_word("precision", options.precision, PRECISIONS)
     _check_word("objective", options.objective, OBJECTIVES)
     for name, number in (
-        ("global_batch", options.global_batch),
-        ("time_limit_s", options.time_limit_s),
+        ("--global-batch", options.global_batch),
+        ("--time-limit", options.time_limit_s),
         ("max_micro_batch_size", options.max_micro_batch_size),
-        ("top", options.top),
+        ("--top", options.top),
     ):
         if number is not None and not 0 < number < float("inf"):
             raise UsageError(
                 f"{name}: found {number}\n  expected: a number above 0\n  fix: leave it out for the default"
             )
+    if options.global_batch is not None and options.global_batch > MAX_GLOBAL_BATCH:
+        raise UsageError(
+            f"--global-batch: found {options.global_batch}\n  expected: at most {MAX_GLOBAL_BATCH} samples a step\n"
+            "  fix: give the samples of one optimizer step, not of the whole run"
+        )
     if options.time_limit_s is not None and options.time_limit_s > MAX_TIME_LIMIT_S:
         raise UsageError(
-            f"time_limit_s: found {options.time_limit_s:g}\n  expected: at most {MAX_TIME_LIMIT_S:g}\n"
+            f"--time-limit: found {options.time_limit_s:g}\n  expected: at most {MAX_TIME_LIMIT_S:g}\n"
             "  fix: use --require-optimal to search for as long as the proof takes"
         )
     if not AS_COMPUTED <= options.memory_confidence < 1.0:
@@ -99,14 +106,16 @@ def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host
     product, n_devices, is_whole = math.prod(degrees.values()), max(counts), len(degrees) == 3
     if product in counts or (not is_whole and any(n % product == 0 for n in counts)):
         return
-    usable = counts if is_whole else {d for d in range(1, n_devices + 1) if any(n % d == 0 for n in counts)}
+    small = ((n, d) for n in counts for d in range(1, math.isqrt(n) + 1) if n % d == 0)
+    usable = counts if is_whole else {own for n, d in small for own in (d, n // d)}
     near = ", ".join(map(str, sorted(sorted(usable, key=lambda number: abs(number - product))[:4])))
     where = "--fix " + ",".join(f"{name}={degree}" for name, degree in degrees.items())
     text = " x ".join(map(str, degrees.values())) + (f" = {product}" if len(degrees) > 1 else "")
     expected, more = f"a number of devices that a plan may use, of {n_devices}", ""
     if product > n_devices:
         n_hosts = -(-product // n_devices_per_host)
-        expected, more = f"at most {n_devices} devices, as the cluster has", f", or more hosts: --hosts {n_hosts}"
+        expected = f"at most {n_devices} devices, as the cluster has"
+        more = f", or more hosts: --hosts {n_hosts}" if n_hosts <= MAX_HOSTS else ""
     elif not is_whole:
         expected = f"a divisor of {expected}"
     name = " x ".join(degrees)
@@ -145,7 +154,8 @@ def parse_fix(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     for part in (part for text in texts for part in text.split(",") if part.strip()):
         name, value = _split_pair("--fix", part)
         if name in pairs:
-            raise UsageError(f"--fix {name}: found twice ({pairs[name]} and {value})\n  fix: give it once")
+            found = f"found twice ({pairs[name]} and {value})"
+            raise UsageError(f"--fix {name}: {found}\n  expected: one value\n  fix: give it once")
         pairs[name] = value
     return tuple(pairs.items())
 
@@ -202,7 +212,8 @@ def _split_pair(option: str, text: str) -> tuple[str, str]:
 def _check_word(name: str, word: str, words: Iterable[str]) -> None:
     words = tuple(words)
     if word not in words:
-        raise UsageError(f"{name}: found {word!r}{nearest(word, words)}\n  expected: one of {', '.join(words)}")
+        found, expected = f"{word!r}{nearest(word, words)}", f"one of {', '.join(words)}"
+        raise UsageError(f"{name}: found {found}\n  expected: {expected}\n  fix: use one of these")
 
 
 def _check_module_level(options: Options) -> None:
@@ -263,9 +274,15 @@ def _check_pair(pair: object) -> None:
 def _check_fix(name: str, value: str, schedules: tuple[str, ...]) -> None:
     if name not in FIX_VALUES:
         known = ", ".join(FIX_VALUES)
-        raise UsageError(f"--fix: unknown name {name!r}{nearest(name, FIX_VALUES)}\n  expected: one of {known}")
+        raise UsageError(
+            f"--fix: unknown name {name!r}{nearest(name, FIX_VALUES)}\n"
+            f"  expected: one of {known}\n  fix: use one of these names"
+        )
     words = schedules if name == "schedule" else FIX_VALUES[name]
     if words:
         _check_word(f"--fix {name}", value, words)
     elif words is None and not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise UsageError(f"--fix {name}: found {value!r}\n  expected: a whole number above 0")
+        raise UsageError(
+            f"--fix {name}: found {value!r}\n  expected: a whole number above 0\n"
+            f"  fix: write --fix {name}=2, for instance"
+        )

@@ -69,7 +69,7 @@ def run(arguments: Sequence[str], *, is_interrupted: Callable[[], bool] = lambda
         _with_our_option(error).show()
         return UsageError.exit_code
     except click.ClickException as error:
-        error.show()
+        _with_what_there_is(error).show()
         return UsageError.exit_code
     except AutoplanError as error:
         return _report_error(str(error), error.exit_code, show_traceback=show_traceback)
@@ -89,6 +89,14 @@ def _with_our_option(error: click.NoSuchOption) -> click.NoSuchOption:
     if ours not in known:
         return error
     return click.NoSuchOption(error.option_name, f"{error.format_message().partition('.')[0]}. {text}", ctx=error.ctx)
+
+
+def _with_what_there_is(error: click.ClickException) -> click.ClickException:
+    """The error with where to find the names of hardware, where none is given."""
+    if isinstance(error, click.MissingParameter) and error.param is not None and error.param.name == "hw":
+        names = "`autoplan hw list` shows the hardware profiles, such as --hw dgx_a100_x8."
+        return click.MissingParameter(names, error.ctx, error.param)
+    return error
 
 
 def _report_error(text: str, code: int, *, show_traceback: bool) -> int:

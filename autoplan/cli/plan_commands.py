@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,14 +174,16 @@ def explain_command(
         return
     found, texts = answer_to_dict(answer), []
     rows: tuple[SensitivityRow, ...] = ()
-    fix = parse_fix(why_not)
-    questions.check_why_not(answer, fix)
+    with _named("--why-not"):
+        fix = parse_fix(why_not)
+        questions.check_why_not(answer, fix)
     with stdout_kept_clean():
         with told_while_tracing(answer.workload.model):
             problem = questions.asked_again(answer, folder=path if path.is_dir() else None)
         if why_not:
             tell(f"searching with {', '.join(why_not)}")
-            why = questions.why_not(problem, answer, fix=fix)
+            with _named("--why-not"):
+                why = questions.why_not(problem, answer, fix=fix)
             found["why_not"] = {"fix": dict(why.fix), "answer": answer_to_dict(why.instead)}
             texts.append(why_not_report(why))
         if asks_sensitivity:
@@ -212,6 +216,15 @@ def verify_command(folder: Path, n_steps: int, device: str, output_format: str) 
         raise ToleranceError(f"{folder}: outside of what was predicted: {outside_text(found)}")
 
 
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Errors about --fix have the name of the option that was typed."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--fix", option)) from error
+
+
 def _read_options(*, fix: tuple[str, ...], **options: Any) -> Options:
     from autoplan.checks.options import parse_fix
 
@@ -236,6 +249,9 @@ def _check_status(answer: Answer, options: Options) -> None:
     if status == "infeasible":
         raise InfeasibleError("no plan fits, and that is proved")
     if answer.result.best is None:
-        raise StoppedError("the search stopped before it found a plan\n  fix: raise --time-limit")
+        from autoplan.report.plan import large_batch_text
+
+        smaller = ", or give a smaller --global-batch" if large_batch_text(answer) else ""
+        raise StoppedError(f"the search stopped before it found a plan\n  fix: raise --time-limit{smaller}")
     if options.require_optimal and status != "optimal":
         raise StoppedError("the search stopped before its plan was proved optimal\n  fix: raise --time-limit")

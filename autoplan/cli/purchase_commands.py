@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from .shared_options import (
     rules_option,
     sweep_options,
 )
+
+_FIELD = re.compile(r"command line: (?:workload|clusters)\.(\w+)")  # which a flag of the same name gives
 
 if TYPE_CHECKING:
     from autoplan.what_if.advice_facts import AdviceAnswer
@@ -240,4 +243,4 @@ def _question(model: str | None, flags: dict[str, Any], options: Options) -> Que
     except InputError as error:
         if is_file or isinstance(error, UsageError):
             raise
-        raise UsageError(str(error)) from None
+        raise UsageError(_FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", str(error))) from None

@@ -51,7 +51,7 @@ cluster_options = combined(
     click.option(
         "--hw", required=True, metavar="NAME|FILE", help="Hardware profile, or mixed cluster; see `autoplan hw list`."
     ),
-    click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="How many equal hosts."),
+    click.option("--hosts", type=int, default=1, show_default=True, help="How many equal hosts."),
 )
 page_options = combined(
     click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page to look at, too."),
@@ -75,9 +75,7 @@ confidence_option = click.option(
     help="With what chance memory must suffice for a plan to count as fitting; 50: as computed.",
 )
 workload_options = combined(
-    click.option(
-        "--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step.  [default: 8 per device]"
-    ),
+    click.option("--global-batch", type=int, help="Samples per optimizer step.  [default: 8 per device]"),
     click.option("--precision", type=PrecisionName(), default=DEFAULTS.precision, show_default=True),
     click.option("--objective", type=click.Choice(OBJECTIVES), default=DEFAULTS.objective, show_default=True),
     click.option(

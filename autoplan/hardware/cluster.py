@@ -30,8 +30,7 @@ from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile
 from autoplan.hardware.fields import BETWEEN_FIELDS, Sources, Table, check_keys, inner_table, plain, section
 from autoplan.hardware.file import parse_toml, read_hardware_profile, read_path
-
-MAX_HOSTS = 10**6
+from autoplan.options import MAX_HOSTS
 
 
 @dataclass(frozen=True, slots=True)

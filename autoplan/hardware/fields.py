@@ -287,7 +287,7 @@ def check_choice(name: str, choices: Iterable[str], label: str, error: type[Inpu
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """`did you mean "x"?` for the nearest choice; empty when none is near."""
-    close = difflib.get_close_matches(name, tuple(choices), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, tuple(choices), n=1, cutoff=0.65)
     return f'did you mean "{close[0]}"?' if close else ""
 
 

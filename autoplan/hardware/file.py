@@ -39,6 +39,7 @@ from autoplan.hardware.fields import (
     section,
 )
 from autoplan.hardware.networks import HostShape, read_network
+from autoplan.options import MAX_HOSTS
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
 PRICES_FILE = "prices.toml"
@@ -61,8 +62,9 @@ def shipped_prices() -> str:
 
 def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
     """See `autoplan.hardware.load_hardware_profile`."""
-    if n_hosts < 1:
-        raise UsageError.of("number of hosts", found=n_hosts, expected="1 or more", fix="give --hosts 1 or more")
+    if not 1 <= n_hosts <= MAX_HOSTS:
+        fix = "count hosts, of which each has several devices"
+        raise UsageError.of("--hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix=fix)
     base, suffix = _split_network(name_or_path)
     base, n_devices = _split_fragment(base)
     if network and suffix and network != suffix:
@@ -130,8 +132,8 @@ def _names_with(base: str) -> str:
     return f"did you mean {'one of ' if len(names) > 1 else ''}{', '.join(names)}?" if names else ""
 
 
-def read_path(path: Path) -> tuple[str, str, str]:
-    """(name, what to call the file in messages, text) of a hardware file.
+def read_path(path: Path, *, expected: str = "a hardware file") -> tuple[str, str, str]:
+    """(name, what to call the file in messages, text) of a TOML file; `expected` says what it is to be.
 
     Raises: InputError when it cannot be read, or is none.
     """
@@ -142,7 +144,7 @@ def read_path(path: Path) -> tuple[str, str, str]:
             raise InputError.of(str(path), found="over 1 MiB", expected="a profile of a few KiB", fix="check the path")
         return path.stem, str(path), content.decode("utf-8")
     except OSError as error:
-        raise InputError.unreadable(str(path), error, expected="a hardware file") from None
+        raise InputError.unreadable(str(path), error, expected=expected) from None
     except UnicodeDecodeError:
         raise InputError.of(str(path), found="not text", expected="TOML in UTF-8", fix="check the path") from None
 

@@ -75,7 +75,7 @@ def _reached(tiers: list[_Tier], label: str, host: HostShape, n_hosts: int, sour
     most = tiers[-1].n_hosts
     if most is not None and n_hosts > most:
         raise UsageError.of(
-            "number of hosts",
+            "--hosts",
             found=n_hosts,
             expected=f"at most {most}, which {_path(label)} joins ({label.partition(':')[0]})",
             fix="ask for fewer hosts, or leave out n_domains of its outermost tier",

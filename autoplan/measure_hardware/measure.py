@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autoplan.errors import AutoplanError, InputError, MeasureError, OutputError, UsageError
+from autoplan.files import check_writable
 from autoplan.hardware import CPU, HardwareProfile
 from autoplan.hardware.file import build_hardware_profile
 from autoplan.measure_hardware.device import device_rates
@@ -184,9 +185,7 @@ def _versions(smi: Mapping[str, str], *, on_cuda: bool, today: str) -> str:
 
 def _check_target(file: Path, *, force: bool) -> None:
     """Refuse a file that could not be written, before time is spent on measuring."""
-    parent = file.absolute().parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{file}: the folder {parent} cannot be written to\n  fix: choose another --out")
+    check_writable(file.absolute().parent, target=file, option="--out")
     if os.path.lexists(file) and not (force and file.is_file()):
         way = ", or add --force" if file.is_file() else ""
         raise OutputError(f"{file}: already exists, nothing was changed\n  fix: choose another --out{way}")
@@ -206,7 +205,10 @@ def _write(host: MeasuredHost, files: Sequence[Path]) -> HardwareProfile:
         for path, file in zip(scratch, files, strict=True):
             path.replace(file)
     except OSError as error:
-        raise OutputError(f"{files[0]}: {error.strerror}; nothing was changed") from error
+        raise OutputError(
+            f"{files[0]}: {error.strerror}; nothing was changed\n"
+            "  expected: a place that can be written to\n  fix: choose another --out, or make room there"
+        ) from error
     finally:
         for path in scratch:
             path.unlink(missing_ok=True)

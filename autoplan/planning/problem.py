@@ -53,7 +53,7 @@ def make_problem(
 
     hardware = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
-    _check_hardware(hardware, options)
+    check_hardware(hardware, options)
     path, arguments = model_file(model, overrides or {})
     graph = trace_model(path, overrides=arguments, module_level=options.module_level)
     if options.strict:
@@ -110,7 +110,7 @@ def checked(options: Options) -> Options:
     return check_options(options, schedules=(*SCHEDULES, PLAIN_SCHEDULE))
 
 
-def _check_hardware(hardware: Hardware, options: Options) -> None:
+def check_hardware(hardware: Hardware, options: Options) -> None:
     """Refuse options that this hardware cannot have before time is spent on a trace."""
     from autoplan.search.meshes import device_counts_of
     from autoplan.space.mixed_space import check_mixed_options
@@ -120,6 +120,10 @@ def _check_hardware(hardware: Hardware, options: Options) -> None:
         return
     n_devices, per_host = hardware.n_devices, hardware.n_devices_per_host
     counts = device_counts_of(n_devices, n_devices_per_host=per_host)
+    if tp := dict(options.fix).get("tp"):
+        from autoplan.space.layouts import check_tensor_degree
+
+        check_tensor_degree(int(tp), hardware)
     check_degrees(options, counts=counts, n_devices_per_host=per_host)
     check_batch(options, default_batch=default_global_batch(n_devices))
 

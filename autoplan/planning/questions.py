@@ -18,11 +18,11 @@ from autoplan.answers.answer import Answer
 from autoplan.answers.comparisons import Fix, SensitivityRow, WhyNot
 from autoplan.checks.options import parse_overrides
 from autoplan.errors import InputError
-from autoplan.hardware.cluster import Cluster, Hardware
+from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.options import DEFAULT_TIME_LIMIT_S, Options
 from autoplan.plan_words import plan_rows
 from autoplan.planning.deciding import decide, judge, score
-from autoplan.planning.problem import Problem, checked, make_problem
+from autoplan.planning.problem import Problem, check_hardware, checked, make_problem
 from autoplan.search.result import Candidate
 from autoplan.tracing.hugging_face import PREFIX
 from autoplan.units import GB, GiB
@@ -70,8 +70,9 @@ def check_why_not(answer: Answer, fix: Fix) -> None:
 
     Raises: UsageError for a name or a value that no plan has.
     """
-    if answer.request is not None:
-        _options_with(answer.request.options, fix)
+    request = answer.request
+    if request is not None:
+        check_hardware(load_hardware(request.hw, n_hosts=request.n_hosts), _options_with(request.options, fix))
 
 
 def why_not(problem: Problem, answer: Answer, *, fix: Fix) -> WhyNot:

@@ -35,6 +35,7 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
 
+ROUNDED_DIGITS = 0.0005  # likewise in three digits, at the least
 ROUNDED = 0.005  # likewise beside whole per cents
 
 
@@ -130,7 +131,7 @@ def _difference(best: Candidate, other: Candidate, *, other_name: str) -> str:
     estimates = (best.estimate, other.estimate)
     parts = [(label, *(getattr(item.breakdown, name) for item in estimates)) for name, label in BREAKDOWN_LABELS]
     parts = [part for part in parts if part[1] or part[2]] + [("step", *(item.step_s for item in estimates))]
-    rows = [(label, format_seconds(a), format_seconds(b), _signed(b - a, format_seconds)) for label, a, b in parts]
+    rows = [(label, format_seconds(a), format_seconds(b), _signed_seconds(a, b)) for label, a, b in parts]
     one, two = (slowest_text(item.estimate, word=lanes_of(item.plan).word) for item in (best, other))
     rows += [("slowest", one or "-", two or "-", "")] if one or two else []
     a, b = (max(item.needed_bytes) for item in estimates)
@@ -155,6 +156,12 @@ def _sources(answer: Answer) -> str:
     if not answer.workload.provenance:
         return ""
     return "Sources\n\n" + figures_text(answer.workload.provenance, dict(answer.workload.values))
+
+
+def _signed_seconds(before_s: float, after_s: float) -> str:
+    """The difference; none where the digits that are shown of both cannot tell them apart."""
+    is_seen = abs(after_s - before_s) > ROUNDED_DIGITS * max(before_s, after_s)
+    return _signed(after_s - before_s if is_seen else 0.0, format_seconds)
 
 
 def _signed(amount: float, text: Callable[[float], str]) -> str:

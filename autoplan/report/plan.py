@@ -41,7 +41,7 @@ from autoplan.plan_words import (
 )
 from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.meshes import is_as_fixed, is_deeper
+from autoplan.search.meshes import MAX_MICRO_BATCHES, is_as_fixed, is_deeper, least_micro_batch_size
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 
@@ -72,7 +72,7 @@ def plan_report(answer: Answer) -> str:
     """The whole result of a search: what was asked, the table of plans, and the chosen plan in detail."""
     parts = heading_parts(answer)
     if answer.result.best is None:
-        parts += [shortage_text(answer), _remedies(answer), rejections_text(answer.result)]
+        parts += [shortage_text(answer), large_batch_text(answer), _remedies(answer), rejections_text(answer.result)]
     else:
         word = lanes_of(answer.best.plan).word
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate, word=word)]
@@ -277,7 +277,10 @@ def status_text(answer: Answer) -> str:
             f"\nits {answer.best.plan.mesh.n_chunks} stages per rank are more than the space has: "
             f"other such plans may be {_word(answer, 'faster', 'cheaper')}"
         )
-    considered = f"{count(result.n_meshes, 'mesh', 'meshes')} considered in {format_seconds(result.search_s)}"
+    meshes = count(result.n_meshes, "mesh", "meshes")
+    if result.status == "unknown":
+        meshes = f"{result.n_meshes - result.rejected_by_reason.get('time limit', 0)} of {meshes}"
+    considered = f"{meshes} considered in {format_seconds(result.search_s)}"
     return "\n".join([*_unmet(answer), *(textwrap.fill(line, WIDTH) for line in status.splitlines()), considered])
 
 
@@ -402,9 +405,23 @@ def shortage_text(answer: Answer) -> str:
     if result.closest is None:
         return ""
     least_bytes = min(item.short_bytes for item in result.rejected if item.short_bytes is not None)
-    at_least = f": every plan lacks at least {least_bytes / GiB:.2f} GiB" if least_bytes > 0.01 * GiB else ""
+    is_told = result.status == "infeasible" and least_bytes > 0.01 * GiB
+    at_least = f": every plan lacks at least {least_bytes / GiB:.2f} GiB" if is_told else ""
     short = f"Device memory is what is short{at_least}. The nearest found:"
     return "\n".join([textwrap.fill(short, WIDTH), describe_mesh(result.closest.mesh), result.closest.detail])
+
+
+def large_batch_text(answer: Answer) -> str:
+    """Where there is no plan, and the batch is so large that every micro-batch is, too: that, and what helps."""
+    batch = None if answer.request is None else answer.request.options.global_batch
+    if answer.result.best is not None or batch is None:
+        return ""
+    n_samples = least_micro_batch_size(global_batch=batch, n_devices=answer.workload.n_devices)
+    text = (
+        f"A global batch of {batch} is cut into at most {MAX_MICRO_BATCHES} micro-batches a step: none has fewer than"
+        f" {n_samples} samples. A smaller --global-batch or more devices make them smaller."
+    )
+    return textwrap.fill(text, WIDTH) if n_samples > 1 else ""
 
 
 def _remedies(answer: Answer) -> str:

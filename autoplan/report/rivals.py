@@ -37,12 +37,17 @@ def rivals_text(answer: Answer) -> list[str]:
         lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
         lines.append(one_device_text(result, than_s=best.estimate.step_s))
-    return [*lines, *memory_risk(best.estimate), *host_risk(best.estimate)]
+    return [*lines, *memory_risk(best.estimate), *host_risk(best)]
 
 
-def host_risk(estimate: Estimate) -> list[str]:
-    """`computes in 5% of the step, and waits for Python: estimates are then off by 17%`; nothing above a quarter."""
-    parts = estimate.breakdown
+def host_risk(best: Candidate) -> list[str]:
+    """`computes in 5% of the step, and waits for Python: estimates are then off by 17%`; nothing above a quarter.
+
+    A CUDA graph does not wait for Python, and nothing is said where another part of the step is larger.
+    """
+    estimate, parts = best.estimate, best.estimate.breakdown
+    if best.plan.mesh.cuda_graph or parts.launch_s < max(getattr(parts, name) for name, _ in BREAKDOWN_LABELS):
+        return []
     share = (parts.compute_s + parts.recompute_s + parts.optimizer_s) / estimate.step_s
     if share > HARDLY or not is_host_bound(parts.launch_s, estimate.step_s):
         return []

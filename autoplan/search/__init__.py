@@ -56,19 +56,22 @@ from autoplan.search.beyond import look_beyond
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
 from autoplan.search.examination import consider, consider_cut, examine
 from autoplan.search.found import result_of
-from autoplan.search.meshes import MakePlan, Price, SearchSpace, enumerate_meshes
+from autoplan.search.meshes import MakePlan, Price, SearchSpace, list_meshes
 from autoplan.search.one_device import one_device
 from autoplan.search.one_mesh import faster_than
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.preference import mesh_complexity
 from autoplan.search.rejections import explain_memory
 from autoplan.search.result import SearchResult
-from autoplan.search.state import CUT, GOOD_ENOUGH, RELAXED, SOLVED, UNPRICED, SearchState
+from autoplan.search.state import CUT, GOOD_ENOUGH, MIN_FIRST_S, RELAXED, SOLVED, UNPRICED, SearchState
 from autoplan.search.twins import spares_cheaply
 
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 
 N_SIMPLER = 8  # meshes tried after the proof
+# Of the time limit, for the plain recipes and one device, and for listing all meshes. What else is done once for each
+# mesh takes twice as long as to list it.
+RECIPES_SHARE, LISTING_SHARE = 0.5, 0.2
 KEPT_SHARE = 0.1  # of the time limit, which is left to what comes after arithmetic
 
 
@@ -92,7 +95,8 @@ def search(
 
     The time limit counts from the start, and what the answer takes to write is within it. With patience it counts from
     when all meshes are known and a plan is; a search without any plan goes on for `patience_s`. It ends after
-    `planless_share` of either when no plan is known by then.
+    `planless_share` of either when no plan is known by then. Of spaces that take long to list, not all is listed; then
+    nothing is proved.
 
     Raises: InfeasibleError if no mesh divides the devices and the batch; InputError for a wrong fix; PlanMismatchError
         when `warm_start` is of another model.
@@ -101,14 +105,16 @@ def search(
     state = SearchState(options, price, clock, clock(), patience_s, planless_share, may_keep_attention=may_keep)
     found: tuple[Baseline, ...] = ()
     alone = None
+    late_s = state.started_s + state.first_limit_s(RECIPES_SHARE)
     try:
-        found = plain_recipes(space, options, price=state.table)
-        alone = one_device(space, options, price=state.table)
+        found = plain_recipes(space, options, price=state.table, is_late=lambda: clock() >= late_s)
+        alone = one_device(space, options, price=state.table, is_late=lambda: clock() >= late_s)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
-    recipes_s = clock() - state.started_s
-    state.meshes = list(enumerate_meshes(space, options))
-    state.answer_s = clock() - state.started_s - recipes_s
+    listing_s = clock()
+    recipes_s, until_s = listing_s - state.started_s, listing_s + state.first_limit_s(LISTING_SHARE)
+    meshes, state.lists_all = list_meshes(space, options, is_late=lambda: clock() >= until_s)
+    state.meshes, state.answer_s = list(meshes), clock() - listing_s
     try:
         _start(state, found, warm_start, recipes_s=recipes_s)
         _prove(state, space)
@@ -137,7 +143,11 @@ def _start(state: SearchState, found: tuple[Baseline, ...], warm_start: Plan | N
     if warm_start is not None and index is not None:
         consider(state, index, warm_start.stages)
     keys = tuple(map(compute_key, state.meshes))
-    passes_s = {key: least_passes_s(state.table(mesh)) for key, mesh in computes_least(state.meshes, keys).items()}
+    until_s = state.clock() + MIN_FIRST_S
+    passes_s = {
+        key: (0.0, 0.0) if state.is_late() and state.clock() >= until_s else least_passes_s(state.table(mesh))
+        for key, mesh in computes_least(state.meshes, keys).items()
+    }
     for index, (mesh, key) in enumerate(zip(state.meshes, keys, strict=True)):
         forward_s, backward_s = passes_s[key]
         bound_s = compute_bound_s(mesh, forward_s=forward_s, backward_s=backward_s)
@@ -181,6 +191,8 @@ def _prove(state: SearchState, space: SearchSpace) -> None:
 
 def _advance(state: SearchState, *, up_to: int, with_chunks: bool) -> None:
     """Examine meshes that may beat the best plan up to a step: those with several stages per rank, or the others."""
+    if state.stopped and state.is_late():
+        return
     is_meant = [(state.meshes[index].n_chunks > 1) == with_chunks for _, index, _ in state.queue]
     waiting = [entry for entry, meant in zip(state.queue, is_meant, strict=True) if not meant]
     state.queue = [entry for entry, meant in zip(state.queue, is_meant, strict=True) if meant]

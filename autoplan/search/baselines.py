@@ -11,7 +11,7 @@ CUDA graphs gain needs no planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -34,8 +34,10 @@ class Baseline:
     judged: Judged
 
 
-def plain_recipes(space: SearchSpace, options: Options, *, price: Price) -> tuple[Baseline, ...]:
-    """The recipes that exist for this model and cluster, each at its best.
+def plain_recipes(
+    space: SearchSpace, options: Options, *, price: Price, is_late: Callable[[], bool]
+) -> tuple[Baseline, ...]:
+    """The recipes that exist for this model and cluster, each at its best of what is tried before it is late.
 
     What the user fixed binds them only where it cuts the space itself: layouts of another tp, compressed gradients, how
     modules run.
@@ -46,7 +48,9 @@ def plain_recipes(space: SearchSpace, options: Options, *, price: Price) -> tupl
         ("FSDP", [list(data_parallel(space, free, dp=space.n_devices, zero_stage=3))], (False, True)),
         ("hand rule", list(_hand_rule(space, free)), (False, True)),
     )
-    found = (best_of(name, tiers, recompute, space=space, price=price) for name, tiers, recompute in groups)
+    found = (
+        best_of(name, tiers, recompute, space=space, price=price, is_late=is_late) for name, tiers, recompute in groups
+    )
     return tuple(baseline for baseline in found if baseline is not None)
 
 
@@ -104,6 +108,7 @@ def best_of(
     *,
     space: SearchSpace,
     price: Price,
+    is_late: Callable[[], bool],
 ) -> Baseline | None:
     """The fastest plan that fits of the first tier that has one; else the plan found that lacks the least memory, and
     where by its bound none can fit one with the smallest micro-batch.
@@ -113,8 +118,8 @@ def best_of(
     seen: list[CostTable] = []
     missed: list[Baseline] = []
     for meshes in tiers:
-        tables = [price(mesh) for mesh in meshes]
-        best, short = _fastest_of(name, tables, recompute, space=space)
+        tables = [price(mesh) for mesh in meshes if not is_late()]
+        best, short = _fastest_of(name, tables, recompute, space=space, is_late=is_late)
         if best is not None:
             return best
         seen += tables
@@ -126,13 +131,18 @@ def best_of(
 
 
 def _fastest_of(
-    name: str, tables: list[CostTable], recompute: tuple[bool, ...], *, space: SearchSpace
+    name: str,
+    tables: list[CostTable],
+    recompute: tuple[bool, ...],
+    *,
+    space: SearchSpace,
+    is_late: Callable[[], bool],
 ) -> tuple[Baseline | None, list[Baseline]]:
     """The fastest plan that fits, and those replayed that do not."""
     best: Baseline | None = None
     missed: list[Baseline] = []
     for table in sorted((own for own in tables if shortfall_bytes(own) <= 0), key=step_bound_s):
-        if best is not None and step_bound_s(table) >= best.judged.estimate.step_s:
+        if is_late() or (best is not None and step_bound_s(table) >= best.judged.estimate.step_s):
             break
         for plan in _baselines(name, table, recompute, space=space):
             if not plan.judged.estimate.fits:

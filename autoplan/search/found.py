@@ -60,6 +60,8 @@ def _simplest_first(state: SearchState, bound: float) -> list[int]:
 
 def _proved_score(state: SearchState) -> float:
     """The lower bound on the score over the whole space; that of the best plan when it is proved optimal."""
+    if not state.lists_all:
+        return 0.0
     scores = {index: score for score, index, _ in state.queue}
     scores |= {index: bound_s * state.weight(state.meshes[index]) for index, bound_s in state.bounds_s.items()}
     if len(scores.keys() | state.rejections.keys()) < len(state.meshes) - len(state.beyond_s):
@@ -77,6 +79,8 @@ def _status(state: SearchState, best: int | None, bound: float) -> str:
 
 def _stopped_by(state: SearchState, status: str, bound: float) -> str:
     """What ended the search; see `SearchResult`. The clock may also have run out inside the last integer program."""
+    if not state.lists_all:
+        return state.stopped or "time limit"
     if state.stopped or status != "feasible" or bound >= faster_than(state.score_to_beat(), gap=GOOD_ENOUGH):
         return state.stopped
     return "time limit" if state.is_late() else "stalled"

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isqrt, prod
 from typing import NoReturn
 
 from autoplan.cost.table import CostTable
@@ -124,7 +125,7 @@ class SearchSpace:
 
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
@@ -167,7 +168,9 @@ def device_counts_of(n_devices: int, *, n_devices_per_host: int) -> tuple[int, .
     """Likewise of a cluster, where devices may be left idle."""
     host = min(n_devices_per_host, n_devices)
     powers = {2**k for k in range(host.bit_length()) if 2**k <= host}
-    hosts = {k for k in range(1, n_devices // n_devices_per_host + 1) if significant_bits(k) <= MAX_SIGNIFICANT_BITS}
+    n_hosts = n_devices // n_devices_per_host
+    few_bits = range(1, 2**MAX_SIGNIFICANT_BITS)
+    hosts = {k << zeros for k in few_bits for zeros in range(n_hosts.bit_length()) if k << zeros <= n_hosts}
     counts = {*powers, *divisors(host), *(k * n_devices_per_host for k in hosts), n_devices}
     return tuple(sorted(counts, reverse=True))
 
@@ -182,13 +185,29 @@ def enumerate_meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
 
     Raises: InfeasibleError, naming the numbers that would work, if there is none.
     """
-    return _meshes(space, options) or _explain_nothing(space, options)
+    return list_meshes(space, options)[0]
 
 
-def _meshes(space: SearchSpace, options: Options) -> tuple[Mesh, ...]:
+def list_meshes(
+    space: SearchSpace, options: Options, *, is_late: Callable[[], bool] = lambda: False
+) -> tuple[tuple[Mesh, ...], bool]:
+    """`enumerate_meshes` until it is late, and whether these are all; what uses most devices is listed first.
+
+    Raises: InfeasibleError, naming the numbers that would work, if there is none.
+    """
+    meshes, is_all = _meshes(space, options, is_late=is_late)
+    return (meshes, is_all) if meshes or not is_all else _explain_nothing(space, options, is_late=is_late)
+
+
+def _meshes(space: SearchSpace, options: Options, *, is_late: Callable[[], bool]) -> tuple[tuple[Mesh, ...], bool]:
     counts = device_counts(space)
-    degrees = sorted({degrees for count in counts for degrees in _degrees(space, options, n_devices=count)})
-    return tuple(mesh for tp, pp, dp in degrees for mesh in meshes_of(space, options, tp=tp, pp=pp, dp=dp))
+    degrees = {degrees for count in counts for degrees in _degrees(space, options, n_devices=count)}
+    listed: dict[tuple[int, int, int], tuple[Mesh, ...]] = {}
+    for tp, pp, dp in sorted(degrees, key=lambda own: (-prod(own), own)):
+        if is_late():
+            break
+        listed[tp, pp, dp] = tuple(meshes_of(space, options, tp=tp, pp=pp, dp=dp))
+    return tuple(mesh for own in sorted(listed) for mesh in listed[own]), len(listed) == len(degrees)
 
 
 def _degrees(space: SearchSpace, options: Options, *, n_devices: int) -> Iterator[tuple[int, int, int]]:
@@ -305,6 +324,11 @@ def micro_batch_sizes(space: SearchSpace, options: Options, *, dp: int) -> tuple
     return tuple(size for size in sizes if largest is None or size <= largest)
 
 
+def least_micro_batch_size(*, global_batch: int, n_devices: int) -> int:
+    """No micro-batch of the space has fewer samples, since a step has at most `MAX_MICRO_BATCHES`."""
+    return -(-global_batch // (n_devices * MAX_MICRO_BATCHES))
+
+
 def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> tuple[tuple[int, int], ...]:
     """(zero_stage, zero_shard_degree): over `dp`, or the ranks of a host or on its links (hybrid sharding)."""
     stages = {stage for stage in space.zero_stages if stage == 0 or dp > 1}
@@ -368,7 +392,7 @@ def plain_schedule(*, pp: int, n_micro_batches: int) -> str:
     return "1f1b" if n_micro_batches >= pp else "gpipe"
 
 
-def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
+def _explain_nothing(space: SearchSpace, options: Options, *, is_late: Callable[[], bool]) -> NoReturn:
     """Raise an error that names the legal numbers: next to each fixed one, and of each degree."""
     legal_dp = [d for d in divisors(space.global_batch) if d <= space.n_devices]
     legal_tp = legal_tensor_degrees(space, replace(options, fix=()))
@@ -380,7 +404,7 @@ def _explain_nothing(space: SearchSpace, options: Options) -> NoReturn:
     largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
-        + "".join(f"  {line}\n" for line in _near_lines(space, options))
+        + "".join(f"  {line}\n" for line in _near_lines(space, options, is_late=is_late))
         + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
         + (tp_line if fixed(options, "tp") is None else "")
         + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
@@ -426,13 +450,14 @@ def _value_of_mesh(name: str, mesh: Mesh) -> str | None:
 N_NEAR = 4  # legal values shown next to a fixed one
 
 
-def _near_lines(space: SearchSpace, options: Options) -> Iterator[str]:
+def _near_lines(space: SearchSpace, options: Options, *, is_late: Callable[[], bool]) -> Iterator[str]:
     """Per change of one thing that is enough: which values it may have. Of tp only the fixed one is in the space."""
     for name, value in options.fix:
         if name == "tp":
             continue
         freed = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != name))
-        legal = {_value_of_mesh(name, mesh) or "none" for mesh in _meshes(space, freed)}
+        meshes, _ = _meshes(space, freed, is_late=is_late)
+        legal = {_value_of_mesh(name, mesh) or "none" for mesh in meshes}
         if legal:
             yield f"instead of {name}={value}, with the rest as it is: {_nearest_text(legal, value)}"
     per_step = (fixed_int(options, "dp") or 1) * (fixed_int(options, "micro_batch") or 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from autoplan.options import Options
@@ -12,12 +13,13 @@ from autoplan.search.result import OneDevice
 from autoplan.search.twins import has_twin, twin_of
 
 
-def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevice | None:
+def one_device(space: SearchSpace, options: Options, *, price: Price, is_late: Callable[[], bool]) -> OneDevice | None:
     """The same global batch on one device, at its best, with or without recomputation, whatever the user fixed.
 
     Its modules run in all the ways that those of the plans may (`SearchSpace.executions`, `cuda_graph`), else a plan
     with channels_last would be compared with one device without, and so does what it recomputes.
-    None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch.
+    None where a plan has no other choice, or must use all devices, or where no micro-batch divides the batch, or where
+    it is late before all are tried.
     """
     if space.n_devices == 1 or space.uses_all_devices:
         return None
@@ -25,13 +27,16 @@ def one_device(space: SearchSpace, options: Options, *, price: Price) -> OneDevi
     meshes += [twin_of(mesh) for mesh in meshes if has_twin(mesh)] if space.may_keep_attention else []
     if not meshes:
         return None
-    short = {mesh: shortfall_bytes(price(mesh)) for mesh in meshes}
-    possible = [mesh for mesh in meshes if short[mesh] <= 0]
+    short = {mesh: shortfall_bytes(price(mesh)) for mesh in meshes if not is_late()}
+    possible = [mesh for mesh in short if short[mesh] <= 0]
+    if is_late():
+        return None
     if not possible:  # proved, so nothing is replayed
         closest = min(meshes, key=lambda mesh: short[mesh])
         return OneDevice(None, least_needed_bytes(price(closest)), price(closest).memory_limit_bytes)
-    found = best_of("one device", [possible], (False, True), space=space, price=price)
-    assert found is not None
+    found = best_of("one device", [possible], (False, True), space=space, price=price, is_late=is_late)
+    if found is None or is_late():
+        return None
     estimate = found.judged.estimate
     step_s = estimate.step_s if estimate.fits else None
     return OneDevice(step_s, max(estimate.needed_bytes), estimate.memory_limit_bytes)

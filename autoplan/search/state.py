@@ -17,6 +17,7 @@ from autoplan.search.twins import recomputes_kept, twin_of
 from autoplan.solver.linear_model import INFINITY
 
 UNPRICED, PRICED, CUT, RELAXED, SOLVED = range(5)  # how far a mesh in the queue has been examined
+MIN_FIRST_S = 0.25  # for what comes before the queue, however short the time limit is
 GOOD_ENOUGH = 1e-3  # share of the step time that is not worth a proof; the cost model is not that exact
 
 
@@ -33,6 +34,7 @@ class SearchState:
     kept_share: float = 0.0  # of the time limit, which what is done now must leave
     ready_s: float = 0.0  # when every mesh was in the queue
     meshes: list[Mesh] = field(default_factory=list)
+    lists_all: bool = True  # whether these are all of the space
     answer_s: float = 0.0  # about what the answer takes to write: every mesh is named once more, as when enumerated
     queue: list[tuple[float, int, int]] = field(default_factory=list)  # (score bound, index of the mesh, examined)
     tables: dict[Mesh, CostTable] = field(default_factory=dict)
@@ -92,9 +94,16 @@ class SearchState:
         limit_s = share * self.options.time_limit_s * (1.0 - self.kept_share)
         if self.patience_s is None:
             return limit_s - self.answer_s
-        if self.first_plan_s is None:
+        if self.first_plan_s is None or self.ready_s == 0.0:
             return max(share * self.patience_s, self.ready_s + limit_s)
         return max(self.first_plan_s, self.ready_s) + limit_s
+
+    def first_limit_s(self, share: float) -> float:
+        """How long something may take that comes before the queue: a share of the time limit, or all patience."""
+        limit_s = self.options.time_limit_s
+        if limit_s is None:
+            return INFINITY
+        return max(MIN_FIRST_S, share * limit_s if self.patience_s is None else self.planless_share * self.patience_s)
 
     def is_late(self) -> bool:
         """Whether no time is left."""

@@ -69,7 +69,7 @@ def all_shardings(
     found: dict[tuple[int, str], tuple[SegmentSharding, ...]] = {}
     graph_hash = graph.content_hash()
     if wanted is not None:
-        _check_degree(wanted, hardware)
+        check_tensor_degree(wanted, hardware)
     for degree in degrees:
         if degree == 1 or degree > hardware.n_devices:
             continue
@@ -122,7 +122,7 @@ def _layouts(
     return cached_layouts(named, options.rules, solve_now)
 
 
-def _check_degree(degree: int, hardware: HardwareProfile) -> None:
+def check_tensor_degree(degree: int, hardware: HardwareProfile) -> None:
     """Refuse a degree that the cluster has no place for, and name the nearest that it has."""
     host = hardware.n_devices_per_host
     multiples = tuple(host * k for k in range(2, hardware.n_hosts + 1))

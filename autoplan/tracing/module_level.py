@@ -60,7 +60,7 @@ from autoplan.tracing.trace import (
     with_dicts,
 )
 from autoplan.units import GiB
-from autoplan.user_errors import first_line, users_place
+from autoplan.user_errors import USERS_ERRORS, users_place, what_failed
 
 BEFORE, AFTER, LOSS = "before", "after", "loss"
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -264,10 +264,10 @@ def _errors_of_the_model(source: ModelSource) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except Exception as error:  # whatever the user's code raises
+    except USERS_ERRORS as error:  # whatever the user's code raises
         raise TraceError(
             f"{source.where}: the model does not run{users_place(error)}\n"
-            f"  found: {type(error).__name__}: {first_line(error)}\n"
+            f"  found: {what_failed(error)}\n"
             "  expected: a forward that runs in bfloat16 on the CPU, on the batch of make_batch\n"
             "  fix: call the model on one batch yourself, outside of autoplan, and mend what fails there"
         ) from error

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.tracing.source_names import place_of
-from autoplan.user_errors import users_line
+from autoplan.user_errors import USERS_ERRORS, users_line
 
 Matches = Callable[[Any, list[Any]], bool]  # of an operator and its operands
 
@@ -33,7 +33,7 @@ def calling_place(node: torch.fx.Node, run: Callable[[], Any], *, reads: torch.T
     try:
         with torch.no_grad(), watch:
             run()
-    except Exception:  # whatever the user's code raises: the error that is being made matters more
+    except USERS_ERRORS:  # whatever the user's code raises: the error that is being made matters more
         return watch.place or recorded
     return watch.place or recorded
 

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoplan.tracing.overlaid_graph import Trace
 from autoplan.tracing.same_operators import are_same, live_nodes
+from autoplan.user_errors import USERS_ERRORS
 
 
 def record_run(module: nn.Module, batch: tuple[Any, ...], *, like: Trace) -> torch.fx.Graph | None:
@@ -35,7 +36,7 @@ def record_run(module: nn.Module, batch: tuple[Any, ...], *, like: Trace) -> tor
     """
     try:
         graph = _recorded(module, batch, like)
-    except Exception:  # whatever the user's code raises: the export that follows says it with file and line
+    except USERS_ERRORS:  # whatever the user's code raises: the export that follows says it with file and line
         return None
     return graph if are_same(live_nodes(like.program.graph), live_nodes(graph)) else None
 

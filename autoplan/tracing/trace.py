@@ -45,7 +45,7 @@ from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
-from autoplan.user_errors import made_batch, trace_failure, user_frame
+from autoplan.user_errors import USERS_ERRORS, import_failure, made_batch, trace_failure, user_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,8 @@ def load_model_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        fix = f"\n  fix: pip install {package}" if package else ""
-        raise InputError(f"{path}: importing the model file failed: {user_frame(error, path)}{fix}") from error
+    except USERS_ERRORS as error:
+        raise InputError(import_failure(path, error)) from error
     for name, signature in (
         ("build_model", "(**overrides) -> nn.Module"),
         ("make_batch", "(batch_size) -> (inputs, targets)"),
@@ -232,7 +230,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 keep_no_grad(program)
                 program = program.run_decompositions({})
                 with_whole_dropout(program.graph)
-        except Exception as error:
+        except USERS_ERRORS as error:
             raise TraceError(trace_failure(source.where, error)) from error
     written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
     refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
@@ -360,7 +358,7 @@ _WITHOUT_VALUES = "\n  expected: build_model{} to build the model without argume
 def _build(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
     try:
         return build_model(**overrides)
-    except Exception as error:
+    except USERS_ERRORS as error:
         if not isinstance(error, TypeError) or "got an unexpected keyword argument" not in str(error):
             raise InputError(
                 f"{path}: build_model({', '.join(f'{k}={v!r}' for k, v in overrides.items())}) failed:"

@@ -116,7 +116,7 @@ def _precisions(text: str) -> list[str]:
 def _words(text: str, option: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
-        raise UsageError(f"{option}: found nothing\n  expected: names separated by commas")
+        raise UsageError(f"{option}: found nothing\n  expected: names separated by commas\n  fix: name one or more")
     return names
 
 
@@ -127,7 +127,10 @@ def _numbers(text: str | None, option: str, cls: Callable[[str], Any]) -> list[A
         return [cls(part.strip()) for part in text.split(",")]
     except ValueError:
         word = "counts" if cls is int else "numbers"
-        raise UsageError(f"{option}: found {text!r}\n  expected: {word} separated by commas, such as 1,2,4") from None
+        raise UsageError(
+            f"{option}: found {text!r}\n  expected: {word} separated by commas\n"
+            f"  fix: write {option} 1,2,4, for instance"
+        ) from None
 
 
 def _sweep(text: str) -> tuple[str, list[Any]]:

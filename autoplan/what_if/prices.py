@@ -87,7 +87,7 @@ def read_prices(path: str | Path | None = None) -> PriceBook:
     """
     if path is None:
         return parse_prices(shipped_prices(), where=PRICES_FILE)
-    _, where, text = read_path(Path(path))
+    _, where, text = read_path(Path(path), expected="a file of prices")
     return parse_prices(text, where=where)
 
 

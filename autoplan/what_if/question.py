@@ -54,7 +54,7 @@ from typing import Any
 
 from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware.fields import Table, check_choice, check_keys, number
+from autoplan.hardware.fields import Table, check_choice, check_keys, did_you_mean, number
 from autoplan.hardware.file import parse_toml, read_path
 from autoplan.options import PRECISIONS, Options
 from autoplan.tracing.hugging_face import is_hugging_face
@@ -77,6 +77,10 @@ from autoplan.what_if.table_values import (
 MAX_POINTS = 10_000
 MAX_BATCH = 10**9
 MAX_NICS = 64
+_KEYS = {
+    "workload": ("model", "set", "sweep", "tokens", "samples", "global_batch", "precision", "scaling", "fix", "search"),
+    "clusters": ("hw", "hosts", "nics", "network_scale", "host_link", "nvlink"),
+}
 NVLINK = {"on": "", "off": NO_NVLINK}
 
 
@@ -124,7 +128,7 @@ def read_question(path: str | Path, *, changes: Table | None = None, options: Op
 
     Raises: InputError naming the field that cannot be used.
     """
-    _, where, text = read_path(Path(path))
+    _, where, text = read_path(Path(path), expected="a file of questions, such as examples/whatif.toml")
     tables = _without_set(parse_toml(text, where=where), changes or {})
     return parse_question(merged(tables, changes or {}), where=where, folder=Path(path).parent, options=options)
 
@@ -142,15 +146,11 @@ def _without_set(tables: Table, changes: Table) -> Table:
 
 def parse_question(table: Table, *, where: str, folder: Path | None = None, options: Options | None = None) -> Question:
     """The question that these tables ask; files are named from `folder`, or from the current one."""
-    check_keys(table, where, ("workload", "clusters", "money", "reliability", "loading"))
+    _check_tables(table, where)
     workload, clusters, money = (table_at(table, where, name) for name in ("workload", "clusters", "money"))
     label = f"{where}: workload"
-    check_keys(
-        workload,
-        label,
-        ("model", "set", "sweep", "tokens", "samples", "global_batch", "precision", "scaling", "fix", "search"),
-    )
-    check_keys(clusters, f"{where}: clusters", ("hw", "hosts", "nics", "network_scale", "host_link", "nvlink"))
+    check_keys(workload, label, _KEYS["workload"])
+    check_keys(clusters, f"{where}: clusters", _KEYS["clusters"])
     options = options or Options()
     if "fix" in workload:
         options = replace(options, fix=parse_fix([text_at(workload, label, "fix")]))
@@ -183,6 +183,16 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
         ),
         where=where,
     )
+
+
+def _check_tables(table: Table, where: str) -> None:
+    """Refuse what is outside of all tables, with the table that has a key like it."""
+    tables = (*_KEYS, *LISTED)
+    for key in (key for key in table if key not in tables):
+        near = ((name, did_you_mean(key, keys)) for name, keys in _KEYS.items())
+        inside = next((f"write it below [{name}]; {text}" for name, text in near if text), "write it below one of them")
+        expected = f"the tables {', '.join(f'[{name}]' for name in tables)} alone"
+        raise InputError.of(f"{where}: {key}", found=key, expected=expected, fix=did_you_mean(key, tables) or inside)
 
 
 def with_fields(question: Question, fields: Mapping[str, Any]) -> Question:

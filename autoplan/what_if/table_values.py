@@ -44,7 +44,7 @@ def number_at(value: Any, label: str, low: float, high: float, *, cls: type = fl
     kinds = (int,) if cls is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         word = "a whole number" if cls is int else "a number"
-        raise InputError.of(label, found=value, expected=f"{word}, {low:g} to {high:g}", fix="correct it")
+        raise InputError.of(label, found=value, expected=f"{word}, {low:g} to {high:g}", fix="give one in this range")
     return cls(value)
 
 
