@@ -154,9 +154,9 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
 
 
 def _check_device_count(expected: int, folder: Path) -> None:
-    import torch
+    from autoplan.runtime.mesh import n_gpus
 
-    if (found := torch.cuda.device_count()) < expected:
+    if (found := n_gpus()) < expected:
         raise MeasureError(
             f"{folder}: found {found} GPUs on this machine\n  expected: {expected}, as planned\n"
             "  fix: run it where they are; or verify --device cpu, which compares the program with one process"

@@ -97,12 +97,17 @@ def check_world_size(config: Config) -> None:
         )
 
 
+def n_gpus() -> int:
+    """How many this host has."""
+    return torch.cuda.device_count()
+
+
 def check_device_count() -> None:
     """Refuse to start where processes of this host would find no GPU.
 
     Raises: DeviceCountError naming both numbers.
     """
-    found, expected = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found, expected = n_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if found < expected:
         raise DeviceCountError(
             _said_once_per_host(
