@@ -426,12 +426,9 @@ def test_doctor_reports_versions_as_json(capsys) -> None:
     assert findings["ortools"].startswith("9.15")
 
 
-def test_help_starts_in_under_a_second_and_loads_neither_torch_nor_the_solver() -> None:
+def test_help_loads_neither_torch_nor_the_solver() -> None:
     code = "import sys; from autoplan import cli; cli.run(['plan', '--help']); print(*sys.modules)"
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CHECKOUT, check=True)
-    # 0.2 s on an idle machine; the bound leaves room for a busy one and still excludes `import torch`
-    assert time.perf_counter() - started < 1.0
     assert "--require-optimal" in done.stdout
     assert not {"torch", "ortools", "networkx", "numpy"} & set(done.stdout.splitlines()[-1].split())
 
