@@ -6,7 +6,7 @@ import pytest
 from distributed.families import FAMILIES
 from distributed.lint import assert_formatted_and_free_of_lint, run_ruff
 from distributed.programs import MODELS, graph_of, make_plan
-from test_families import LIKE_LLAMA
+from test_families import LIKE_OTHERS
 from test_families import MODELS as IN_TEST_FAMILIES
 
 from autoplan.codegen import config_values
@@ -47,7 +47,7 @@ def test_generated_model_is_the_golden_one(name):
     assert text == path.read_text()
 
 
-@pytest.mark.parametrize("model", [*sorted(set(FAMILIES.values()) - set(IN_TEST_FAMILIES)), *LIKE_LLAMA])
+@pytest.mark.parametrize("model", [*sorted(set(FAMILIES.values()) - set(IN_TEST_FAMILIES)), *LIKE_OTHERS])
 def test_generated_models_are_formatted_and_have_no_unused_import_and_no_undefined_name(model, tmp_path):
     for number, mesh in enumerate(MESHES):
         (tmp_path / f"parallel_{number}.py").write_text(generated(model, **mesh))
