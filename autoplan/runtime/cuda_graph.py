@@ -65,7 +65,7 @@ class StepGraph:
         self._root, self._passes, self._parameters, self._device = root, passes, parameters, device
         self._group, self._has_said_shapes = group, False
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._has_run, self._may_capture = False, True
+        self._n_as_they_come, self._may_capture = 0, True
         self._noticed: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch: Any = None
@@ -75,13 +75,13 @@ class StepGraph:
 
     def run(self, batch: Any) -> torch.Tensor:
         """The loss of a step, whose gradients are then in the parameters; all ranks must call it in the same steps."""
-        if self._may_capture and self._has_run and self._graph is None:
+        if self._may_capture and self._n_as_they_come >= N_STEPS_BEFORE - 1 and self._graph is None:
             if self._largest(not _is_like(batch, self._noticed)):
                 return self._run_noticing(batch)
             self._capture(batch)
         if self._graph is not None and self._is_replayed(batch):
             return self._replay(batch)
-        self._has_run = True
+        self._n_as_they_come += 1
         with self._on_own_stream():
             return self._passes(batch)
 

@@ -98,7 +98,7 @@ def check_world_size(config: Config) -> None:
 
 
 def n_gpus() -> int:
-    """How many this host has."""
+    """GPUs of this host."""
     return torch.cuda.device_count()
 
 

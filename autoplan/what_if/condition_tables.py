@@ -9,12 +9,12 @@ from typing import Any
 from autoplan import units
 from autoplan.errors import InputError
 from autoplan.hardware.fields import Quantity, Table
+from autoplan.options import MAX_HOSTS
 from autoplan.what_if.conditions import Condition, Loading, Reliability
 from autoplan.what_if.money import Money, Own
 from autoplan.what_if.table_values import fields_at, table_at, text_at
 
 LISTED = ("money", "reliability", "loading")  # tables whose values may be lists
-MAX_HOSTS = 10**6
 
 _SECONDS = Quantity(units.SECOND_UNITS, 1e-3, 1e12, "10 min", "time")
 _SHARE = Quantity(units.RATIO_UNITS, 1e-6, 1.0, "10 %", "share")

@@ -56,9 +56,9 @@ from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware.fields import Table, check_choice, check_keys, did_you_mean, number
 from autoplan.hardware.file import parse_toml, read_path
-from autoplan.options import PRECISIONS, Options
+from autoplan.options import MAX_GLOBAL_BATCH, MAX_HOSTS, PRECISIONS, Options
 from autoplan.tracing.hugging_face import is_hugging_face
-from autoplan.what_if.condition_tables import LISTED, MAX_HOSTS, merged, read_condition, variants
+from autoplan.what_if.condition_tables import LISTED, merged, read_condition, variants
 from autoplan.what_if.conditions import Condition
 from autoplan.what_if.money import RENTS
 from autoplan.what_if.other_links import NO_NVLINK
@@ -75,7 +75,6 @@ from autoplan.what_if.table_values import (
 )
 
 MAX_POINTS = 10_000
-MAX_BATCH = 10**9
 MAX_NICS = 64
 _KEYS = {
     "workload": ("model", "set", "sweep", "tokens", "samples", "global_batch", "precision", "scaling", "fix", "search"),
@@ -166,7 +165,7 @@ def parse_question(table: Table, *, where: str, folder: Path | None = None, opti
             ),
             n_tokens=amount_at(workload, label, "tokens"),
             n_samples=amount_at(workload, label, "samples"),
-            global_batches=counts_at(workload, label, "global_batch", MAX_BATCH),
+            global_batches=counts_at(workload, label, "global_batch", MAX_GLOBAL_BATCH),
             precisions=texts_at(workload, label, "precision", default=(options.precision,)),
             scaling=text_at(workload, label, "scaling", default="strong"),
             network_scales=scales_at(clusters, f"{where}: clusters"),
