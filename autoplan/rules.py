@@ -58,7 +58,9 @@ class LocalCall:
     """One call of an op on what a rank holds of its operands and results; `whole_operands` are those before the split.
 
     `memory_format` is the order of images in memory, as in `parallel_plan.Execution`; `attention` that of `Device`;
-    `gradients` says which operands have one (all factors of a product, if it is empty).
+    `gradients` says which operands have one (all factors of a product, if it is empty), `scattered` of which the
+    numbers of a row lie apart in memory, `own` which the segment makes itself (none, if these are empty), `is_compiled`
+    whether torch.compile has the op.
     """
 
     op: Op
@@ -70,6 +72,9 @@ class LocalCall:
     memory_format: str = "contiguous"
     attention: str = "flash"
     gradients: tuple[bool, ...] = ()
+    scattered: tuple[bool, ...] = ()
+    own: tuple[bool, ...] = ()
+    is_compiled: bool = False
 
     @property
     def operand_format(self) -> str:

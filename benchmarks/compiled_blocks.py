@@ -66,17 +66,18 @@ def compared(results: Path, hw: str, *, only: str = "") -> Iterator[Compared]:
     }
     for case in models.values():
         graph = trace_model(case.file, overrides=case.overrides)
-        facts, context = GraphFacts.of(graph), work_contexts(graph, hardware, "bf16", rules)(1)
+        facts, contexts = GraphFacts.of(graph), work_contexts(graph, hardware, "bf16", rules)
         for kind, segment in graph.first_of_kind().items():
             key = content_key(graph, facts, segment)
             found = [row for row in rows if row.get("content") == key and is_compared(row)]
             if kind not in compiled_kinds(graph) or not found:
                 continue
             layouts = read_sharding(graph, segment, None, degree=1, rules=rules, facts=facts)
-            local = local_segment(context, segment, layouts)
-            fused = fused_segment(context, segment, local)
             for row in found:
+                context = contexts(1, keeps_modules=row.get("module") == "own")
+                local = local_segment(context, segment, layouts)
                 eager = segment_work(context, local, row["micro_batch_size"])
+                fused = fused_segment(context, segment, local)
                 computed = compiled_work(context, local, fused, eager, row["micro_batch_size"])
                 yield Compared(row["device"], case.model, segment.name, segment.is_block, row, computed, eager)
 

@@ -14,14 +14,17 @@ nothing of it; that is not priced.
 
 What the kernel that torch takes (`analysis.attention_kernel`) achieves:
 
-    cudnn        F n / (n + half) d / (d + width) of a large product; n keys that a row reads on average, of d numbers
+    cudnn        F n / (n + half) d / (d + width) of a large product; n keys that a row reads on average, of d numbers;
+                 beside a mask a part of that
     flash, cpu   a part of a large product
-    efficient    32 bits: a part of the peak of float32, whether products are rounded to tf32 or not; 16 bits: as flash
+    efficient    32 bits: a part of the peak of float32, whether products are rounded to tf32 or not; 16 bits: as flash,
+                 but on Hopper as cudnn, by other figures
     math         products as they stand, of float32 in place of 16 bits, and passes over a matrix of scores, of which
-                 one is kept for backward, and three with dropout
+                 one is kept for backward, and three with dropout; 16 bits are copied to float32, and kept so
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autoplan.analysis.attention_kernel import (
     ATTENTION,
@@ -43,16 +46,29 @@ from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, Strategy
 # Achieved / rate of a large matrix product, forward and backward. Flash attention itself was not measured: these are of
 # cuDNN's on an H200 (torch 2.11, bf16, causal, 4096 tokens, head dims 64 and 128: 369 and 440 TFLOP/s forward, 315 and
 # 365 backward, 736 for products; benchmarks/results/kernels_h200_2026-11-20.jsonl), with which published runs of MPT on
-# A100 are met. The efficient kernel in 16 bits (V100, T4; a mask on A100) was not measured at all.
+# A100 are met. The efficient kernel in 16 bits was not measured but on Hopper (V100, T4; a mask on A100).
 _FLASH_FRACTIONS = (0.55, 0.46)
 # (F, half, width) of forward and backward: 60 shapes of 197 to 65,536 tokens on an H200
 # (`benchmarks/attention_rates.py fit benchmarks/results/attention_rates_h200_2026-11-25.jsonl`).
 _CUDNN_fit = ((1.30, 240, 56), (1.09, 450, 40))
+# Beside masks, of 128, 512 and 2048 tokens on an H100 (benchmarks/results/attention_masks_h100_2026-11-26.jsonl, which
+# `attention_rates.py masks` writes): the part of cuDNN's rate that is left, and, beside a mask that has a gradient, the
+# efficient kernel's. Mean |log| of 18 rows 0.09, and of 6 rows 0.04.
+_MASKED_fit = (0.53, 0.66)
+_EFFICIENT_fit = ((0.34, 20, 110), (0.20, 20, 42))
 # Of the peak of float32: 32.8 of 67 TFLOP/s forward and 32.9 backward, H200, 4096 tokens, head dim 64, with products in
 # float32 and in tf32 (benchmarks/results/in_32_bits_h200_2026-11-25.jsonl).
 _EFFICIENT_FRACTION = 0.49
-# Passes of the math kernel over scores: the product writes them, the mask is added in place, softmax, a product reads.
-_MATH_PASSES = (6, 7)
+# Passes of the math kernel over scores (the product writes them, the mask is added, softmax, a product reads), and in
+# 16 bits over queries, of which it makes copies, as of keys and values. In the six rows of that file beside a mask of
+# which the numbers of a row lie apart it goes over scores 17.3 and 9.1 times, over queries 22 and 19 times (least
+# squares, mean |log| 0.07 and 0.01). A number of such a mask is read with the 32 bytes around it, which are 8 numbers
+# of float32; the others are taken for passes that it has beside any mask. Compiled it goes over scores about 6.8 and 7
+# times in all, and over queries 8 and 19 times (the user's own blocks of T5-large beside generated ones, by hand,
+# benchmarks/results/profile_h200_x2_2026-11-25_compiled.jsonl).
+_MATH_PASSES_fit, _SCATTERED_PASSES = (9.3, 9.1), 8
+_MATH_COPIES_fit = (22, 19)
+_COMPILED_PASSES_fit, _COMPILED_COPIES_fit = (6.8, 7.0), (8, 19)
 # What it keeps of their size: the softmax; with dropout what was drawn too, and the product of both (torch 2.13 on a
 # CPU; a GPU keeps a byte for each number that was drawn, which is less).
 _N_KEPT, _N_KEPT_WITH_DROPOUT = 1, 3
@@ -131,7 +147,12 @@ def _kernel(call: LocalCall) -> Kernel:
         precision=call.precision,
         attention=call.attention,
         mask_has_gradient=any(call.gradients[N_UNMASKED:]),
+        mask_is_scattered=_has_scattered_mask(call),
     )
+
+
+def _has_scattered_mask(call: LocalCall) -> bool:
+    return any(call.scattered[N_UNMASKED:])
 
 
 def _arithmetic(call: LocalCall) -> Arithmetic:
@@ -141,37 +162,69 @@ def _arithmetic(call: LocalCall) -> Arithmetic:
         return Arithmetic(call.precision not in IN_16_BITS, skipped, skipped)
     if kernel == "efficient" and call.precision not in IN_16_BITS:
         return Arithmetic(False, _EFFICIENT_FRACTION, _EFFICIENT_FRACTION)
-    if kernel != "cudnn":
+    if kernel != "cudnn" and not (kernel == "efficient" and call.attention == "cudnn"):
         return Arithmetic(True, *_FLASH_FRACTIONS)
     head_dim, n_keys = (extent_at(spec.shape[dim], 1) for spec, dim in ((call.operands[0], -1), (call.operands[1], -2)))
     n_read = n_keys / 2 if is_causal(call.op) else n_keys
+    is_slowed = kernel == "cudnn" and len(call.operands) > N_UNMASKED
+    figures = zip(_CUDNN_fit if kernel == "cudnn" else _EFFICIENT_fit, _MASKED_fit, strict=True)
     return Arithmetic(
-        True, *(most * n_read / (n_read + half) * head_dim / (head_dim + width) for most, half, width in _CUDNN_fit)
+        True,
+        *(
+            most * n_read / (n_read + half) * head_dim / (head_dim + width) * (masked if is_slowed else 1.0)
+            for (most, half, width), masked in figures
+        ),
     )
 
 
-def _scores_bytes(call: LocalCall) -> int:
+def _math_precision(call: LocalCall) -> str:
     """The math kernel computes 16 bits in float32."""
+    return "fp32" if call.precision in IN_16_BITS else call.precision
+
+
+def _scores_bytes(call: LocalCall) -> int:
     query, key = call.operands[:2]
     scores = TensorSpec((*query.shape[:-1], key.shape[-2]), query.dtype)
-    return scores.n_bytes(call.batch_size, "fp32" if call.precision in IN_16_BITS else call.precision)
+    return scores.n_bytes(call.batch_size, _math_precision(call))
 
 
-def _score_passes(call: LocalCall) -> tuple[float, float]:
+def _math_bytes(call: LocalCall) -> tuple[float, float]:
+    """What the math kernel moves besides, forward and backward."""
     if _kernel(call) != "math":
         return 0.0, 0.0
-    forward, backward = _MATH_PASSES
-    return float(forward * _scores_bytes(call)), float(backward * _scores_bytes(call))
+    scores_bytes, query_bytes = _scores_bytes(call), call.operands[0].n_bytes(call.batch_size, _math_precision(call))
+    of_passes, of_copies = _MATH_PASSES_fit, _MATH_COPIES_fit
+    if call.is_compiled:
+        of_passes, of_copies = _COMPILED_PASSES_fit, _COMPILED_COPIES_fit
+    forward, backward = (
+        passes * scores_bytes + (copies * query_bytes if call.precision in IN_16_BITS else 0)
+        for passes, copies in zip(of_passes, of_copies, strict=True)
+    )
+    is_apart = _has_scattered_mask(call) and not call.is_compiled
+    return forward + (_SCATTERED_PASSES * scores_bytes if is_apart else 0), backward
 
 
 def _kept_inside(call: LocalCall) -> int:
-    """The log-sum-exp of each row, or scores; and the results of other ranks' rows, before they are exchanged."""
+    """The log-sum-exp of each row, or scores; and the results of other ranks' rows, before they are exchanged.
+
+    The math kernel keeps queries, keys and values of 16 bits in float32, in their stead. Others keep the mask: that is
+    counted where the segment makes it, or where it is a copy, in numbers, of one that says yes or no. Others are taken
+    for one that segments share.
+    """
+    parts, masks = call.operands[:N_UNMASKED], call.operands[N_UNMASKED:]
     if _kernel(call) == "math":
-        return (_N_KEPT_WITH_DROPOUT if dropout_of(call.op) else _N_KEPT) * _scores_bytes(call)
-    query, value = call.operands[0], call.operands[2]
+        copied_bytes = sum(
+            spec.n_bytes(call.batch_size, _math_precision(call)) - spec.n_bytes(call.batch_size, call.precision)
+            for spec in parts
+        )
+        return (_N_KEPT_WITH_DROPOUT if dropout_of(call.op) else _N_KEPT) * _scores_bytes(call) + copied_bytes
+    query, _, value = parts
     results = TensorSpec((*query.shape[:-1], value.shape[-1]), query.dtype)
     exchanged = results.n_bytes(call.batch_size, call.precision) if has_split_rows(call.op, call.operands) else 0
-    return log_sum_exp_bytes(query, call.batch_size) + exchanged
+    is_own = any(call.own[N_UNMASKED:])
+    kept = (replace(mask, dtype=query.dtype) for mask in masks if is_own or not mask.is_float)
+    mask_bytes = sum(mask.n_bytes(call.batch_size, call.precision) for mask in kept)
+    return log_sum_exp_bytes(query, call.batch_size) + exchanged + mask_bytes
 
 
 RULES = {
@@ -186,6 +239,6 @@ RULES = {
         extra_saved_bytes=_kept_inside,
         efficiency="matmul",
         arithmetic=_arithmetic,
-        further_bytes=_score_passes,
+        further_bytes=_math_bytes,
     ),
 }

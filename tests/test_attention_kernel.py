@@ -21,7 +21,15 @@ BATCH_SIZE = 2
 
 
 def call_of(
-    shapes=PLAIN, *, mask=None, precision="fp32", attention="cpu", has_gradient=False, dropout_p=0.0, causal=False
+    shapes=PLAIN,
+    *,
+    mask=None,
+    precision="fp32",
+    attention="cpu",
+    has_gradient=False,
+    is_scattered=False,
+    dropout_p=0.0,
+    causal=False,
 ):
     """A call on these shapes behind the batch, and on a mask without one."""
     operands = tuple(TensorSpec((PerSample(1), *shape), COMPUTE) for shape in shapes)
@@ -31,13 +39,27 @@ def call_of(
     result = TensorSpec((*operands[0].shape[:-1], operands[2].shape[-1]), COMPUTE)
     op = Op("y", "aten.scaled_dot_product_attention.default", args, kwargs, (result,), "", "")
     gradients = (True, True, True, *([] if mask is None else [has_gradient]))
-    return LocalCall(op, operands, operands, (result,), BATCH_SIZE, precision, attention=attention, gradients=gradients)
+    return LocalCall(
+        op,
+        operands,
+        operands,
+        (result,),
+        BATCH_SIZE,
+        precision,
+        attention=attention,
+        gradients=gradients,
+        scattered=(False, False, False, is_scattered),
+    )
 
 
 def kernel(call):
-    has_gradient = any(call.gradients[3:])
     return kernel_of(
-        call.op, call.operands, precision=call.precision, attention=call.attention, mask_has_gradient=has_gradient
+        call.op,
+        call.operands,
+        precision=call.precision,
+        attention=call.attention,
+        mask_has_gradient=any(call.gradients[3:]),
+        mask_is_scattered=any(call.scattered[3:]),
     )
 
 
@@ -90,6 +112,10 @@ def test_on_a_cpu_it_is_the_kernel_that_torch_chooses(name: str, precision: str)
         ("cudnn", {}, "cudnn"),
         ("cudnn", {"mask": (64, 64)}, "cudnn"),
         ("cudnn", {"shapes": GROUPED}, "cudnn"),
+        ("cudnn", {"shapes": GROUPED, "mask": (64, 64)}, "cudnn"),
+        ("cudnn", {"mask": (64, 64), "has_gradient": True}, "efficient"),
+        ("cudnn", {"mask": (64, 64), "is_scattered": True}, "math"),
+        ("flash", {"mask": (64, 64), "is_scattered": True}, "math"),
         ("flash", {}, "flash"),
         ("flash", {"shapes": GROUPED}, "flash"),
         ("flash", {"mask": (64, 64)}, "efficient"),
@@ -135,17 +161,16 @@ def test_what_attention_keeps_inside(precision: str, kernels: str, way: dict, ke
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_scores_that_the_math_kernel_keeps_are_those_that_torch_keeps(precision: str, dropout_p: float) -> None:
+def test_the_math_kernel_keeps_what_torch_keeps(precision: str, dropout_p: float) -> None:
     call = call_of(((64, 16),) * 3, precision=precision, dropout_p=dropout_p)
     parts, options = tensors(call)
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[-2:] == (64, 64):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = F.scaled_dot_product_attention(*parts, **options)
     assert result.requires_grad
-    assert sum(saved.values()) == RULE.extra_saved_bytes(call)
+    assert sum(saved.values()) == RULE.extra_saved_bytes(call) + sum(part.nbytes for part in parts)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autoplan import api
-from autoplan.codegen.memory_order import scattered_outputs
+from autoplan.analysis.memory_order import scattered_outputs
 from autoplan.errors import InputError, UsageError
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution, Mesh

@@ -3,6 +3,8 @@
     chunked_loss      whether the loss may be computed in slices of its rows, and which ops that replaces
     head_group        whether the head may be gathered and reduced by itself
     attention_kernel  which kernel torch takes for attention
+    idle_ops          which ops hand their operand through
+    memory_order      which values are transposed views, and of which the numbers of a row lie apart
     kept_attention    which attention torch runs as one kernel, whose result recomputation may keep
     captured          whether the passes of a plan can be a CUDA graph
     executions        which segments a compiled program compiles, and which read images

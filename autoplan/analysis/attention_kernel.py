@@ -1,23 +1,26 @@
 """Which kernel torch takes for `F.scaled_dot_product_attention`: the first of these that the device has and that can.
 
     cpu         a CPU: no dropout, no gradient of a mask, a mask of 2 or 4 dims, values of the queries' size
-    cudnn       Hopper and later, 16 bits: fewer key than query heads where there is no mask
+    cudnn       Hopper and later, 16 bits: no gradient of a mask
     flash       A100 and later, 16 bits: no mask, values of the queries' size
     efficient   all GPUs, 16 and 32 bits: as many key as query heads
-    math        op by op: all else, such as float64 on a GPU, or other dims than [sample, head, row, size]
+    math        op by op: all else, such as float64 on a GPU, or other dims than [sample, head, row, size]; and on all
+                GPUs beside a mask of which the numbers of a row lie apart (`analysis.memory_order`)
 
-On a CPU it is as `torch._fused_sdp_choice` of torch 2.13 says. On a GPU two things were not measured: fewer key heads
-beside a mask on Hopper, and a mask that has a gradient, which is taken for one that has none. Nor is it looked at which
-sizes of heads a GPU has kernels for.
+On a CPU it is as `torch._fused_sdp_choice` of torch 2.13 says, on Hopper beside masks as that of 2.11 said
+(benchmarks/results/attention_masks_h100_2026-11-26.jsonl). It is not looked at which sizes of heads a GPU has kernels
+for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
+from autoplan.analysis.memory_order import scattered_rows
 from autoplan.equations import argument
-from autoplan.graph import Op, TensorSpec, extent_at
-from autoplan.rules import Specs
+from autoplan.graph import Op, OpGraph, TensorSpec, extent_at
+from autoplan.rules import Specs, operand_names
 
 Kernel = Literal["cpu", "cudnn", "flash", "efficient", "math"]
 
@@ -29,7 +32,15 @@ _MASK_DIMS = (2, 4)
 _STATISTICS_BYTES = 4
 
 
-def kernel_of(op: Op, operands: Specs, *, precision: str, attention: str, mask_has_gradient: bool = False) -> Kernel:
+def kernel_of(
+    op: Op,
+    operands: Specs,
+    *,
+    precision: str,
+    attention: str,
+    mask_has_gradient: bool = False,
+    mask_is_scattered: bool = False,
+) -> Kernel:
     """That of a call on these operands, of a rank or whole; `attention` is that of `Device`."""
     query, key, value = (spec.shape for spec in operands[:N_UNMASKED])
     masks, is_grouped = operands[N_UNMASKED:], has_few_key_heads(op)
@@ -40,15 +51,21 @@ def kernel_of(op: Op, operands: Specs, *, precision: str, attention: str, mask_h
     if attention == "cpu":
         is_taken = all(len(mask.shape) in _MASK_DIMS for mask in masks) and not mask_has_gradient
         return "cpu" if is_taken and is_of_one_size and not dropout_of(op) else "math"
-    if precision == "fp64":
+    if precision == "fp64" or mask_is_scattered:
         return "math"
     if precision in IN_16_BITS and attention != "efficient":
         # where the rows of a causal query are split, `runtime.attention` calls flash attention itself
         if not masks and is_of_one_size and (attention == "flash" or has_split_rows(op, operands)):
             return "flash"
-        if attention == "cudnn" and not (masks and is_grouped):
+        if attention == "cudnn" and not mask_has_gradient:
             return "cudnn"
     return "math" if is_grouped else "efficient"
+
+
+def scattered_masks(graph: OpGraph, *, dense: Collection[str] = ()) -> frozenset[str]:
+    """Masks of which the numbers of a row lie apart in memory, if only `dense` values are copied."""
+    masks = {name for op in graph.ops if op.target == ATTENTION for name in operand_names(op)[N_UNMASKED:]}
+    return scattered_rows(graph, dense=dense) & masks if masks else frozenset()
 
 
 def has_few_key_heads(op: Op) -> bool:

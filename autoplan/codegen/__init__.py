@@ -12,7 +12,6 @@ writer has what all parts are written from: graph, plan, layouts, names. Of para
     forward                           the lines of a forward function, with the conversions between layouts
     lines, value_names, expressions   what stands on a line, what values are called, one op as an expression
     printers, call                    how operators print that no rule of `expressions` covers
-    memory_order                      where values lie in channels_last
     float64_products                  casts that a program in float64 needs and the trace in bfloat16 lacks
 
 plan_tables is the plan as the runtime reads it, libraries what the model is made of, train_script the text of train.py;

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autoplan.analysis.attention_kernel import scattered_masks
 from autoplan.analysis.float32_buffers import float32_values
+from autoplan.analysis.memory_order import scattered_outputs
 from autoplan.analysis.random_numbers import drop_probability
 from autoplan.codegen.call import Call
 from autoplan.codegen.expressions import FUNCTION_MODULES, FUNCTIONS, expression
 from autoplan.codegen.float64_products import rounded_operands
 from autoplan.codegen.lines import Key, Like, Line, Wish, function_lines, names_in, placeholder
-from autoplan.codegen.memory_order import scattered_outputs
 from autoplan.codegen.value_names import ValueNames, operator_name
 from autoplan.graph import (
     COMPUTE,
@@ -91,7 +92,8 @@ class ForwardContext:
         read = frozenset(name for op in graph.ops for name in op.input_names()) | {*graph.model_outputs, graph.loss}
         buffers = frozenset(parameter.name for parameter in graph.parameters if parameter.is_buffer)
         facts, names = GraphFacts.of(graph), ValueNames.of(graph)
-        scattered = scattered_outputs(graph)
+        leaving = scattered_outputs(graph)
+        scattered = leaving | scattered_masks(graph, dense=leaving)
         taken = {part for parameter in graph.parameters for part in parameter.name.split(".")}
         group = next(name for name in _GROUP_NAMES if name not in taken)
         return cls(graph, rules, degree, precision, facts, names, read, buffers, set(), scattered, deferred, group)
@@ -164,7 +166,8 @@ def add_ops(body: Body, ops: tuple[Op, ...], *, layouts: SegmentLayouts, leaving
         if strategy.function == OWN_ROWS_SUM:
             _, index = operand_names(put_back[op.name].index)
             operands = (*operands, _as_layout(body, index, R, layouts=layouts), _ends(body, index, layouts))
-        if _is_nothing(body.context, op) or strategy.result == D:
+        is_nothing = _is_nothing(body.context, op) and op.name not in body.context.scattered
+        if is_nothing or strategy.result == D:
             body.held[op.name] = operands[0]
             continue
         results = pieces.get(op.name, [op])

@@ -23,7 +23,15 @@ from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
-from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of, inside_bytes, times_of, working_bytes
+from autoplan.cost.segment_work import (
+    WHOLE_PASS,
+    SegmentWork,
+    fraction_of,
+    inside_bytes,
+    kept_bytes,
+    times_of,
+    working_bytes,
+)
 from autoplan.cost.work_context import WorkContext
 from autoplan.graph import TensorSpec
 
@@ -91,7 +99,8 @@ def compiled_segment(context: WorkContext, local: LocalSegment, fused: FusedSegm
 
 def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: int) -> CompiledPasses:
     """Of a compiled segment and one micro-batch."""
-    local, fused, context = segment.local, segment.fused, replace(context, memory_format="channels_last")
+    local, fused = segment.local, segment.fused
+    context = replace(context, memory_format="channels_last", is_compiled=True)
     single = times_of(context, segment.single, segment.alike, batch_size)
     known = {
         place: _fusion_pass(context, local, fused.fusions[place], batch_size) for place in set(segment.alike_fusions)
@@ -176,8 +185,10 @@ def _fusion_pass(context: WorkContext, local: LocalSegment, fusion: Fusion, batc
 
 
 def _saved_bytes(context: WorkContext, local: LocalSegment, fused: FusedSegment, batch_size: int) -> int:
+    """What fusions leave to be kept, and what tensor parallelism has gathered of weights."""
     inside = sum(inside_bytes(context, local.ops[i], batch_size) for i in fused.single if local.ops[i].has_gradient)
-    return _n_bytes(context, fused.kept, batch_size) + inside
+    gathered = kept_bytes([tensor for tensor in local.kept if tensor.is_weight], batch_size)
+    return _n_bytes(context, fused.kept, batch_size) + inside + gathered
 
 
 def _around(context: WorkContext, local: LocalSegment, fused: FusedSegment) -> LocalSegment:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from autoplan.cost.kept_tensors import is_nothing, kept_names
+from autoplan.cost.kept_tensors import kept_names
 from autoplan.cost.local_segment import LocalSegment, storage_roots
 from autoplan.cost.work_context import WorkContext
 from autoplan.cost_models import factory, loss, normalization, pointwise, reduction, shape
@@ -92,7 +92,7 @@ class _Dataflow:
         self._ops = [item.op for item in local.ops]
         self._kept_names = [kept_names(context, op) for op in self._ops]
         self._keeps_more = [item.rule is not None and item.rule.extra_saved_bytes is not None for item in local.ops]
-        self._roots = storage_roots(context.graph, segment, context.rules)
+        self._roots, self._idle = storage_roots(context, segment), context.idle
         self._specs: dict[str, TensorSpec] = {}
         self._made_by: dict[str, int] = {}
         self._readers: defaultdict[str, list[int]] = defaultdict(list)
@@ -180,7 +180,7 @@ class _Dataflow:
     def _needed(self, index: int) -> list[str]:
         """Roots of what autograd keeps of an op; a fused loss or norm computes the rest again from its operand."""
         op = self._ops[index]
-        if op.name not in self._facts.gradients or is_nothing(op):
+        if op.name not in self._facts.gradients or op.name in self._idle:
             return []
         names = list(self._kept_names[index])
         if index in self._fused and self._keeps_more[index] and op.target != DROPOUT:

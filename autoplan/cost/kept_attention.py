@@ -49,11 +49,16 @@ class KeptAttention:
 
 def fused_ops(context: WorkContext, ops: Iterable[LocalOp]) -> tuple[int, ...]:
     """The indices of those that are fused attention."""
-    attention = context.device.attention
     return tuple(
         index
         for index, local in enumerate(ops)
-        if is_fused_attention(local.op, context.facts, precision=context.precision, attention=attention)
+        if is_fused_attention(
+            local.op,
+            context.facts,
+            precision=context.precision,
+            attention=context.device.attention,
+            scattered=context.scattered,
+        )
     )
 
 

@@ -23,6 +23,7 @@ class KeptTensor:
     """A tensor that autograd keeps: `spec` of it on a rank, sharded (`is_part`) or whole, in the memory of `root`.
 
     `piece` is "" where it is all of the root's memory, else a name that views of the same piece of it share.
+    `is_weight` says that it is a parameter, gathered for the op.
     """
 
     root: str
@@ -30,11 +31,7 @@ class KeptTensor:
     is_part: bool
     spec: TensorSpec
     precision: str
-
-
-def is_nothing(op: Op) -> bool:
-    """A dropout with probability zero hands its operand through."""
-    return op.target == "aten.dropout.default" and not op.args[1]
+    is_weight: bool = False
 
 
 def kept_tensors(
@@ -52,7 +49,8 @@ def kept_tensors(
             if memory not in facts.parameters and name not in facts.invariant:
                 spec = local_spec(facts.specs[name], layout, context.degree)
                 piece = pieces.get(name, "")
-                kept = KeptTensor(memory, piece, layout.kind == "S", spec, context.precision_of(op))
+                precision, is_weight = context.precision_of(op), name in facts.parameters
+                kept = KeptTensor(memory, piece, layout.kind == "S", spec, precision, is_weight)
                 found[memory, piece, R if layout == V else layout] = kept
     return tuple(found.values())
 
@@ -84,7 +82,7 @@ def n_repeated_ops(context: WorkContext, segment: Segment, layouts: SegmentLayou
     ops = context.graph.ops_of(segment)
     for index in reversed(range(len(ops))):
         op = ops[index]
-        if op.name not in context.facts.gradients or is_nothing(op):
+        if op.name not in context.facts.gradients or op.name in context.idle:
             continue
         rule = _keeping_rule(context, op)
         if rule.extra_saved_bytes is not None or any(position < 0 for position in rule.saves):
@@ -99,7 +97,7 @@ def _memories(context: WorkContext, segment: Segment, layouts: SegmentLayouts) -
     memories: dict[str, str] = {}
     for op in context.graph.ops_of(segment):
         names, rule = operand_names(op), context.rules.get(op.target)
-        is_alias = (rule is not None and rule.is_view) or is_nothing(op)
+        is_alias = (rule is not None and rule.is_view) or op.name in context.idle
         memories[op.name] = op.name
         if is_alias and names:
             layout = layouts.strategies[op.name].operands[0]

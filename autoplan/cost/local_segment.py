@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.analysis.chunked_loss import is_sliceable
 from autoplan.analysis.float32_buffers import float32_buffers
-from autoplan.cost.kept_tensors import KeptTensor, is_nothing, kept_tensors, n_kept_tensors, n_repeated_ops
+from autoplan.cost.kept_tensors import KeptTensor, kept_tensors, n_kept_tensors, n_repeated_ops
 from autoplan.cost.work_context import WorkContext
 from autoplan.equations import argument
 from autoplan.graph import LOSS_PATH, Argument, Op, OpGraph, PerSample, Ref, Segment, TensorSpec
@@ -34,6 +34,8 @@ class LocalOp:
         is_strided: it reads a tensor whose dims are permuted in memory.
         pieces: which of its operands are pieces of a larger tensor, whose rows lie apart, if it is not strided.
         gradients: which of its operands have one.
+        scattered, own: as in `LocalCall`.
+        is_idle: it runs nothing.
         all_reduce_elements: per sample; see `Strategy`.
     """
 
@@ -46,6 +48,9 @@ class LocalOp:
     precision: str
     has_gradient: bool
     gradients: tuple[bool, ...]
+    scattered: tuple[bool, ...]
+    own: tuple[bool, ...]
+    is_idle: bool
     is_strided: bool
     pieces: tuple[bool, ...]
     all_reduce_elements: int
@@ -111,12 +116,13 @@ def local_segment(context: WorkContext, segment: Segment, layouts: SegmentLayout
     graph, specs, gradients = context.graph, context.facts.specs, context.facts.gradients
     strided = strided_values(graph, segment, context.rules)
     pieces = piece_values(graph, segment, context.rules)
-    roots = storage_roots(graph, segment, context.rules)
+    roots = storage_roots(context, segment)
     weights, first_dims, fixed_bytes = _parameters(context, segment, layouts)
     inputs = (name for name in segment.inputs if name in gradients)
     n_repeated = n_repeated_ops(context, segment, layouts)
+    own = frozenset(op.name for op in graph.ops_of(segment))
     ops = tuple(
-        local_op(context, op, layouts.strategies[op.name], strided=strided, pieces=pieces)
+        local_op(context, op, layouts.strategies[op.name], strided=strided, pieces=pieces, own=own)
         for op in graph.ops_of(segment)
     )
     return LocalSegment(
@@ -147,12 +153,16 @@ def local_op(
     *,
     strided: Collection[str] = (),
     pieces: Collection[str] = (),
+    own: Collection[str] = (),
 ) -> LocalOp:
-    """One op in one strategy; `strided` and `pieces` are the values of `strided_values` and of `piece_values`."""
+    """One op in one strategy; `strided` and `pieces` are the values of `strided_values` and of `piece_values`, `own`
+    those that the segment makes.
+    """
     facts, names, rule = context.facts, operand_names(op), context.rules.get(op.target)
+    keeps_more = rule is not None and rule.extra_saved_bytes is not None
     pairs = zip(names, strategy.operands, strict=True)
     operands = tuple(local_spec(facts.specs[name], layout, context.degree) for name, layout in pairs)
-    is_strided = any(name in strided for name in names)
+    is_strided, is_idle = any(name in strided for name in names), op.name in context.idle
     n_dims = len(op.outputs[0].shape)  # what is returned beside a split result lies like it, or has other dims
     results = tuple(
         local_spec(spec, strategy.result if len(spec.shape) == n_dims else R, context.degree) for spec in op.outputs
@@ -168,10 +178,13 @@ def local_op(
         whole_operands=tuple(facts.specs[name] for name in names),
         operands=operands,
         results=results,
-        temporaries=() if rule is not None and rule.is_view else (*results, *of_gradients),
+        temporaries=() if is_idle or (rule is not None and rule.is_view) else (*results, *of_gradients),
         precision=context.precision_of(op),
         has_gradient=op.name in facts.gradients,
         gradients=tuple(name in facts.gradients for name in names),
+        scattered=tuple(name in context.scattered for name in names) if context.scattered else (),
+        own=tuple(name in own for name in names) if keeps_more else (),
+        is_idle=is_idle,
         is_strided=is_strided,
         pieces=tuple(name in pieces and not is_strided for name in names),
         all_reduce_elements=strategy.all_reduce_elements,
@@ -236,13 +249,13 @@ def piece_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) 
     return frozenset(pieces)
 
 
-def storage_roots(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) -> dict[str, str]:
+def storage_roots(context: WorkContext, segment: Segment) -> dict[str, str]:
     """For every value of a segment the value whose memory it looks into (itself, unless it is a view)."""
     roots: dict[str, str] = {}
-    for op in graph.ops_of(segment):
-        rule = rules.get(op.target)
+    for op in context.graph.ops_of(segment):
+        rule = context.rules.get(op.target)
         names = operand_names(op)
-        is_alias = (rule is not None and rule.is_view) or is_nothing(op)
+        is_alias = (rule is not None and rule.is_view) or op.name in context.idle
         roots[op.name] = roots.get(names[0], names[0]) if is_alias and names else op.name
     return roots
 

@@ -30,7 +30,7 @@ from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution
 
-Compute = Callable[[int, str, int, int], SegmentWork]  # (tp, sharding, micro-batch size, kind) -> computed work
+Compute = Callable[[int, str, int, int, bool], SegmentWork]  # (tp, sharding, micro-batch size, kind, own class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Correction:
                 )
             if place is not None:
                 tp, sharding, kind = place
-                ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind)))
+                ratios.append(_ratio(row, compute(tp, sharding, row.micro_batch_size, kind, row.is_own)))
         return cls(contents, assignments, tuple(ratios), executions, keeps_modules)
 
     def corrected(

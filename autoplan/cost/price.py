@@ -46,7 +46,7 @@ from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_cost import segment_costs
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.cost.work_context import ContextOf, work_contexts
-from autoplan.cost.works import LocalPricer, Run, Shardings, Works, make_works_pricer
+from autoplan.cost.works import Run, Shardings, Works, make_works_pricer
 from autoplan.graph import DTYPE_BYTES, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
@@ -67,6 +67,7 @@ RESERVED_RATIO = 1.10
 GRADIENT_NORM_BYTES = DTYPE_BYTES["float32"]  # one small all-reduce over all ranks
 
 Costs = tuple[tuple[SegmentCost, ...], ...]  # as in `CostTable`
+LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]  # from tp and boundary layout
 
 
 class Pricer(Protocol):
@@ -103,7 +104,7 @@ def make_pricer(
     element_s = None if measured is None else measured.optimizer_element_s
     contexts = work_contexts(graph, hardware, precision, rules)
     local = _local_pricer(contexts, shardings)
-    works = make_works_pricer(graph, contexts, local=local, shardings=shardings, measured=measured)
+    works = make_works_pricer(graph, contexts, shardings=shardings, measured=measured)
     of_parameters = ParameterContext(hardware.device, precision, collective, element_s, compression)
     costs = _costs_pricer(graph, works, local=local, parameters=_parameters_pricer(graph, of_parameters, local=local))
     cuts = make_cuts_pricer(graph, hardware, precision)

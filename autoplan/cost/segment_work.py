@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
-from autoplan.cost.kept_tensors import KeptTensor, is_nothing
+from autoplan.cost.kept_tensors import KeptTensor
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
@@ -171,7 +171,7 @@ def times_of(context: WorkContext, ops: Sequence[LocalOp], alike: Sequence[int],
 
 def timed(context: WorkContext, local: LocalOp, batch_size: int) -> OpTime:
     """Time of one op on one rank."""
-    if is_nothing(local.op):
+    if local.is_idle:
         return OpTime(0.0, 0.0, 0, 0)
     return op_time(
         local.rule,
@@ -194,6 +194,9 @@ def _call(context: WorkContext, local: LocalOp, batch_size: int) -> LocalCall:
         context.memory_format,
         context.device.attention,
         local.gradients,
+        local.scattered,
+        local.own,
+        context.is_compiled,
     )
 
 

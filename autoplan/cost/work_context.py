@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Protocol
 
+from autoplan.analysis.attention_kernel import scattered_masks
 from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
+from autoplan.analysis.idle_ops import idle_ops
 from autoplan.cost.collective_time import Route, axis_group, route_of, route_s
 from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph
 from autoplan.hardware import Device, HardwareProfile
@@ -21,13 +23,13 @@ from autoplan.rules import OpRule
 
 CONTIGUOUS = Execution().memory_format
 N_GRAPHS = 4  # that a process keeps contexts of
-N_CONTEXTS = 32  # of each: degrees x devices x precisions x memory formats
+N_CONTEXTS = 32  # of each: degrees x devices x precisions x ways to lie in memory
 
 
 class ContextOf(Protocol):
-    """From the tensor-parallel degree, and how images lie in memory, to what the sums depend on."""
+    """From the tensor-parallel degree, and how values lie in memory, to what the sums depend on."""
 
-    def __call__(self, degree: int, memory_format: str = CONTIGUOUS) -> WorkContext: ...
+    def __call__(self, degree: int, memory_format: str = CONTIGUOUS, *, keeps_modules: bool = False) -> WorkContext: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +38,11 @@ class WorkContext:
 
     Attributes:
         tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
+        idle: the `idle_ops`.
         head: what of the model a chunked loss computes slice by slice, if it can.
         memory_format: of images, as in `Execution`.
+        scattered: masks of attention of which the numbers of a row lie apart in memory; generated code has none.
+        is_compiled: whether torch.compile has the ops.
     """
 
     graph: OpGraph
@@ -47,8 +52,11 @@ class WorkContext:
     precision: str
     degree: int
     tp_collective_s: Callable[[str, float], float]
+    idle: frozenset[str] = frozenset()
     head: ChunkedHead | None = None
     memory_format: str = CONTIGUOUS
+    scattered: frozenset[str] = frozenset()
+    is_compiled: bool = False
 
     def precision_of(self, op: Op) -> str:
         """The precision an op computes in: float32 in the loss function when the plan has 16 bits."""
@@ -57,12 +65,13 @@ class WorkContext:
 
 
 def work_contexts(graph: OpGraph, hardware: HardwareProfile, precision: str, rules: Mapping[str, OpRule]) -> ContextOf:
-    """What the sums depend on, by degree and memory format."""
+    """What the sums depend on, by degree and memory format, in generated code or with the user's own modules."""
     shared = _shared_contexts(graph, tuple(rules.items()))
+    scattered = scattered_masks(graph)
 
-    def context(degree: int, memory_format: str = CONTIGUOUS) -> WorkContext:
+    def context(degree: int, memory_format: str = CONTIGUOUS, *, keeps_modules: bool = False) -> WorkContext:
         route = route_of(axis_group(hardware, size=degree, stride=1), hardware)
-        return shared(hardware.device, precision, route, memory_format)
+        return shared(hardware.device, precision, route, memory_format, scattered if keeps_modules else frozenset())
 
     return cache(context)
 
@@ -70,16 +79,19 @@ def work_contexts(graph: OpGraph, hardware: HardwareProfile, precision: str, rul
 @lru_cache(maxsize=N_GRAPHS)
 def _shared_contexts(
     graph: OpGraph, rules: tuple[tuple[str, OpRule], ...]
-) -> Callable[[Device, str, Route, str], WorkContext]:
+) -> Callable[[Device, str, Route, str, frozenset[str]], WorkContext]:
     """Those of one graph under these rules."""
-    facts, head, table = GraphFacts.of(graph), chunked_head(graph), dict(rules)
+    facts, idle, head, table = GraphFacts.of(graph), idle_ops(graph), chunked_head(graph), dict(rules)
 
     @lru_cache(maxsize=N_CONTEXTS)
-    def context(device: Device, precision: str, route: Route, memory_format: str) -> WorkContext:
+    def context(
+        device: Device, precision: str, route: Route, memory_format: str, scattered: frozenset[str]
+    ) -> WorkContext:
         def tp_collective_s(kind: str, n_bytes: float) -> float:
             return route_s(kind, n_bytes, route)
 
         tp = route.n_devices
-        return WorkContext(graph, facts, table, device, precision, tp, cache(tp_collective_s), head, memory_format)
+        shared_s = cache(tp_collective_s)
+        return WorkContext(graph, facts, table, device, precision, tp, shared_s, idle, head, memory_format, scattered)
 
     return context

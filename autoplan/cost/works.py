@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
+from autoplan.analysis.attention_kernel import scattered_masks
 from autoplan.analysis.executions import compiled_kinds, execution_of, image_kinds
 from autoplan.cost.compiled_work import CompiledPasses, CompiledSegment, as_compiled, compiled_passes, compiled_segment
 from autoplan.cost.fusions import fused_segment
-from autoplan.cost.local_segment import LocalSegment
 from autoplan.cost.measured import Correction
 from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_work import SegmentWork
@@ -27,7 +27,6 @@ from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution, Mesh, SegmentSharding
 
 Shardings = Mapping[tuple[int, str], tuple[SegmentSharding, ...]]  # (tp, boundary layout) -> one per kind
-LocalPricer = Callable[[int, str], Mapping[int, LocalSegment]]
 Works = tuple[tuple[SegmentWork, str], ...]  # per kind, with the source of its times (see `cost.measured`)
 
 
@@ -56,20 +55,27 @@ class Run(NamedTuple):
         return cls(share, mesh.execution, not mesh.needs_generated_model)
 
 
-_WorkPricer = Callable[[Share, str], Mapping[int, SegmentWork]]  # in a memory format, without any measurement
+class _Order(NamedTuple):
+    """How values lie in memory: images in a format, and masks as the user's own modules leave them, or dense."""
+
+    memory_format: str
+    keeps_modules: bool
+
+
+_WorkPricer = Callable[[Share, _Order], Mapping[int, SegmentWork]]  # without any measurement
 
 
 def make_works_pricer(
     graph: OpGraph,
     contexts: ContextOf,
     *,
-    local: LocalPricer,
     shardings: Shardings,
     measured: MeasuredProfile | None,
 ) -> Callable[[Run], Works]:
     """The work of each kind of segment, as measured where it was."""
+    are_masks_apart = bool(scattered_masks(graph))  # else the user's modules and generated code take the same
     eager = _eager_pricer(graph, contexts, shardings=shardings)
-    compiled = _compiled_pricer(graph, contexts, local=local, eager=eager)
+    compiled = _compiled_pricer(graph, contexts, shardings=shardings, eager=eager)
 
     @cache
     def correction(execution: Execution, keeps_modules: bool) -> Correction | None:
@@ -83,7 +89,7 @@ def make_works_pricer(
     def works(run: Run) -> Works:
         as_measured = correction(run.execution, run.keeps_modules)
         work_of = compiled if as_measured is None and run.execution.compile else eager
-        found = work_of(run.share, run.execution.memory_format)
+        found = work_of(run.share, _Order(run.execution.memory_format, run.keeps_modules and are_masks_apart))
         if as_measured is None:
             return tuple((work, "") for work in found.values())
         return tuple(as_measured.corrected(work, kind=kind, **run.share._asdict()) for kind, work in found.items())
@@ -96,43 +102,47 @@ def _eager_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings) 
     images = image_kinds(graph)
 
     @cache
-    def in_format(share: Share, memory_format: str) -> Mapping[int, SegmentWork]:
+    def in_order(share: Share, order: _Order) -> Mapping[int, SegmentWork]:
         found = shardings.get((share.tp, share.sharding), ())
-        return rank_segments(contexts(share.tp, memory_format)).work(found, share.micro_batch_size)
+        context = contexts(share.tp, order.memory_format, keeps_modules=order.keeps_modules)
+        return rank_segments(context).work(found, share.micro_batch_size)
 
     @cache
-    def eager(share: Share, memory_format: str) -> Mapping[int, SegmentWork]:
+    def eager(share: Share, order: _Order) -> Mapping[int, SegmentWork]:
         """Only segments that read images read them in this format."""
-        found = in_format(share, CONTIGUOUS)
-        if memory_format == CONTIGUOUS:
+        found = in_order(share, order._replace(memory_format=CONTIGUOUS))
+        if order.memory_format == CONTIGUOUS:
             return found
-        of_images = in_format(share, memory_format)
+        of_images = in_order(share, order)
         return {kind: of_images[kind] if kind in images else work for kind, work in found.items()}
 
     return eager
 
 
-def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, local: LocalPricer, eager: _WorkPricer) -> _WorkPricer:
+def _compiled_pricer(graph: OpGraph, contexts: ContextOf, *, shardings: Shardings, eager: _WorkPricer) -> _WorkPricer:
     """The same, with what is compiled as it runs then."""
 
     @cache
-    def fused(tp: int, sharding: str) -> Mapping[int, CompiledSegment]:
-        context, first, found = contexts(tp), graph.first_of_kind(), local(tp, sharding)
+    def fused(tp: int, sharding: str, keeps_modules: bool) -> Mapping[int, CompiledSegment]:
+        context, first = contexts(tp, keeps_modules=keeps_modules), graph.first_of_kind()
+        found = rank_segments(context).local(shardings.get((tp, sharding), ()))
         return {
             kind: compiled_segment(context, found[kind], fused_segment(context, first[kind], found[kind]))
             for kind in compiled_kinds(graph)
         }
 
     @cache
-    def passes(share: Share) -> Mapping[int, CompiledPasses]:
+    def passes(share: Share, keeps_modules: bool) -> Mapping[int, CompiledPasses]:
         """Of what is compiled, which reads images in the order that it wants."""
-        context, segments = contexts(share.tp), fused(share.tp, share.sharding)
+        context = contexts(share.tp, keeps_modules=keeps_modules)
+        segments = fused(share.tp, share.sharding, keeps_modules)
         return {kind: compiled_passes(context, own, share.micro_batch_size) for kind, own in segments.items()}
 
     @cache
-    def compiled(share: Share, memory_format: str) -> Mapping[int, SegmentWork]:
-        found = eager(share, memory_format)
-        return {**found} | {kind: as_compiled(found[kind], own) for kind, own in passes(share).items()}
+    def compiled(share: Share, order: _Order) -> Mapping[int, SegmentWork]:
+        found = eager(share, order)
+        of_passes = passes(share, order.keeps_modules)
+        return {**found} | {kind: as_compiled(found[kind], own) for kind, own in of_passes.items()}
 
     return compiled
 
@@ -147,6 +157,10 @@ def _correction(
     keeps_modules: bool,
 ) -> Correction:
     first, facts = graph.first_of_kind(), GraphFacts.of(graph)
+
+    def compute(tp: int, sharding: str, micro_batch_size: int, kind: int, is_own: bool) -> SegmentWork:
+        return eager(Share(tp, sharding, micro_batch_size), _Order(execution.memory_format, is_own))[kind]
+
     assignments = {}
     for split, found in {(1, ""): (), **shardings}.items():
         by_kind = {assignment.kind: assignment for assignment in found}
@@ -155,7 +169,7 @@ def _correction(
         measured,
         contents={kind: content_key(graph, facts, segment) for kind, segment in first.items()},
         assignments=assignments,
-        compute=lambda tp, sharding, size, kind: eager(Share(tp, sharding, size), execution.memory_format)[kind],
+        compute=compute,
         executions={kind: execution_of(graph, kind, execution) for kind in first},
         keeps_modules=keeps_modules,
     )

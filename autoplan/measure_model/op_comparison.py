@@ -56,7 +56,8 @@ def computed_ops(
     graph: OpGraph, hardware: HardwareProfile, plan: Plan, *, rules: Mapping[str, OpRule]
 ) -> tuple[SegmentComparison, ...]:
     """Every kind of segment as it is in the plan, where no ops were measured; what is run beside them included."""
-    context = work_contexts(graph, hardware, plan.precision, rules)(plan.mesh.tp, plan.mesh.memory_format)
+    contexts, mesh = work_contexts(graph, hardware, plan.precision, rules), plan.mesh
+    context = contexts(mesh.tp, mesh.memory_format, keeps_modules=not mesh.needs_generated_model)
     assignments = {assignment.kind: assignment for assignment in plan.shardings}
     found = []
     for kind, segment in graph.first_of_kind().items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from autoplan.analysis.attention_kernel import scattered_masks
 from autoplan.analysis.captured import may_recompute_captured, why_uncaptured
 from autoplan.analysis.executions import execution_of
 from autoplan.analysis.kept_attention import kinds_with_attention
@@ -126,15 +127,19 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
     return none if why else either, none if of_shards else either
 
 
-def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None) -> tuple[bool, ...]:
-    """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain."""
+def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None, *, device: Device) -> tuple[bool, ...]:
+    """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain.
+
+    Without measurements the only gain known is that of masks, which generated code makes dense.
+    """
     wanted = fixed(options, "generated")
     if wanted is not None:
         return (wanted == "on",)
     if graph.replaces_weights and not graph.is_module_level:
         return (True,)
-    may_gain = measured is not None and measured.is_worth_generating and not graph.has_own_gradients
-    return (False, True) if may_gain else (False,)
+    has_gain = bool(scattered_masks(graph)) and not device.is_cpu
+    may_gain = has_gain if measured is None else measured.is_worth_generating
+    return (False, True) if may_gain and not graph.has_own_gradients else (False,)
 
 
 def why_unknown(graph: OpGraph, measured: MeasuredProfile | None, way: Execution, *, degree: int | None) -> str:

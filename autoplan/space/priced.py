@@ -78,7 +78,7 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
         executions=executions(graph, options, measured, device=hardware.device),
-        generated=codes(graph, options, measured),
+        generated=codes(graph, options, measured, device=hardware.device),
         wraps_head=bool(head_group(graph)),
         why_uncut=why_uncut(graph),
         keeps_attention=attention_choices(graph, options, device=hardware.device),
