@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autoplan.equations import broadcast_equation
 from autoplan.errors import InputError
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op
 from autoplan.hardware import Device
@@ -29,6 +30,10 @@ RATE_OF_ALIGNMENT = {2: 0.16, 4: 0.37}
 # Element-wise ops on a transposed tensor / on a contiguous one. H200, torch 2.11, [2, 32, 4096, 64] bf16: 1.2 to
 # 1.4 TB/s against 4.2 (rotary embedding in benchmarks/results/kernels_h200_2026-11-20.jsonl).
 STRIDED_FRACTION = 0.33
+# What a copy moves while an element-wise op that broadcasts one of its operands makes an element, whose place in each
+# operand it computes: 11 to 18 bytes in products and a `where` of T5-large, H200, torch 2.11, 64 x 512 tokens (ops of
+# benchmarks/results/profile_h200_x2_2026-11-25_compiled.jsonl), whether that is of 16 or 32 bits.
+BROADCAST_ELEMENT_BYTES = 12
 # Reading a piece of each row of a larger tensor / reading a whole one. silu and the product of two halves [65536, 2048]
 # of a chunk, bf16, H200, torch 2.11: 0.21 and 0.27 forward, 0.22 and 0.29 backward, once each
 # (ops of the mixture in benchmarks/results/profile_h200_2026-11-22.jsonl).
@@ -93,13 +98,14 @@ def op_time(
     bandwidth = device.copy_bytes_per_s
     if is_strided and rule.efficiency == "memory":
         bandwidth *= STRIDED_FRACTION
+    least_bytes = 0 if is_strided else _broadcast_bytes(rule, call)
     slower_s = _slower_by_pieces_s(rule, call, pieces, bandwidth)
 
     def work_s(work: _Pass, direction: int) -> float:
         roofline_s = max(work.flops / rates[direction], work.moved_bytes / bandwidth) / fractions[direction]
         return roofline_s + work.further_bytes / bandwidth + slower_s[direction]
 
-    forward = _forward(rule, call)
+    forward = _forward(rule, call, least_bytes)
     forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0)
     if not has_gradient:
         return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)
@@ -128,13 +134,13 @@ class _Pass(NamedTuple):
         return self.moved_bytes + self.further_bytes
 
 
-def _forward(rule: OpRule, call: LocalCall) -> _Pass:
+def _forward(rule: OpRule, call: LocalCall, least_bytes: int) -> _Pass:
     return _Pass(
         n_kernels=rule.n_kernels * _n_calls(rule, call),
         flops=forward_flops(
             rule, call.op, operands=call.operands, batch_size=call.batch_size, whole_operands=call.whole_operands
         ),
-        moved_bytes=_moved_bytes(rule, call),
+        moved_bytes=max(_moved_bytes(rule, call), least_bytes),
         further_bytes=_further_bytes(rule, call)[0],
     )
 
@@ -161,6 +167,15 @@ def _moved_bytes(rule: OpRule, call: LocalCall) -> int:
         return rule.moved_bytes(call.op, call.batch_size, call.precision)
     read = (*call.results, *call.operands[1:]) if rule.reads_rows else call.operands
     return sum(spec.n_bytes(call.batch_size, call.precision) for spec in (*read, *call.results))
+
+
+def _broadcast_bytes(rule: OpRule, call: LocalCall) -> int:
+    """What an element-wise op counts for at least that broadcasts an operand, not a number."""
+    if rule.equation is not broadcast_equation or len(call.operands) < 2:
+        return 0
+    n_elements = call.results[0].n_elements(call.batch_size)
+    sizes = [spec.n_elements(call.batch_size) for spec in call.operands]
+    return BROADCAST_ELEMENT_BYTES * n_elements if any(1 < size < n_elements for size in sizes) else 0
 
 
 def _further_bytes(rule: OpRule, call: LocalCall) -> tuple[float, float]:
