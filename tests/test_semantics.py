@@ -17,6 +17,7 @@ from autoplan.checks.options import check_options
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.errors import TraceError, UsageError
 from autoplan.graph import OpGraph
+from autoplan.hardware import load_hardware_profile
 from autoplan.html_report import plan_page
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
@@ -261,11 +262,11 @@ def with_weights_of_another(layer, x):
 
 
 def test_modules_that_run_with_other_weights_are_generated_code():
-    graph = graph_of(lambda: Calling(with_frozen_weights))
-    assert codes(graph, Options(), None) == (True,)
+    graph, device = graph_of(lambda: Calling(with_frozen_weights)), load_hardware_profile("dgx_h100_x8").device
+    assert codes(graph, Options(), None, device=device) == (True,)
     with pytest.raises(UsageError, match="generated=off(.|\n)*functional_call"):
         check_fixed(graph, Options(fix=(("generated", "off"),)))
-    assert codes(graph_of(lambda: Calling(with_weights_of_another)), Options(), None) == (False,)
+    assert codes(graph_of(lambda: Calling(with_weights_of_another)), Options(), None, device=device) == (False,)
     with pytest.raises(TraceError, match="functional_call, and has its own autograd.Function(.|\n)*--module-level"):
         graph_of(lambda: Calling(lambda layer, x: with_frozen_weights(layer, signed(layer, x))))
 
