@@ -144,8 +144,10 @@ def test_without_a_profile_generated_code_is_tried_beside_them_only(tmp_path) ->
     assert not api.solve(problem(model_file(dense, DENSE["contiguous"]))).best.plan.mesh.generated
 
 
-@pytest.mark.parametrize("made", APART.values(), ids=APART)
-@pytest.mark.parametrize("is_in_every_block", [False, True], ids=["shared", "of each block"])
+@pytest.mark.parametrize(
+    ("made", "is_in_every_block"),
+    [*((made, False) for made in APART.values()), (APART["permute"], True), (APART["a clone"], True)],
+)
 def test_generated_code_hands_dense_masks_to_attention(tmp_path, made: str, is_in_every_block: bool) -> None:
     """What it is priced as."""
     path = model_file(tmp_path, made)
