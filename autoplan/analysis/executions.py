@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.graph import IMAGE_DIMS, LOSS_PATH, Op, OpGraph
+from autoplan.graph import IMAGE_DIMS, LOSS_PATH, Op, OpGraph, is_convolution
 from autoplan.parallel_plan import Execution
 
 
@@ -23,7 +23,7 @@ def image_kinds(graph: OpGraph) -> frozenset[int]:
 
     In a model without a convolution such tensors are no images, but masks or heads of attention.
     """
-    if not (graph.is_module_level or any(map(_is_convolution, graph.ops))):
+    if not (graph.is_module_level or any(map(_convolves_images, graph.ops))):
         return frozenset()
     specs = graph.specs()
     return frozenset(
@@ -33,8 +33,8 @@ def image_kinds(graph: OpGraph) -> frozenset[int]:
     )
 
 
-def _is_convolution(op: Op) -> bool:
-    return op.target.startswith("aten.conv") and len(op.outputs[0].shape) == IMAGE_DIMS
+def _convolves_images(op: Op) -> bool:
+    return is_convolution(op) and len(op.outputs[0].shape) == IMAGE_DIMS
 
 
 def execution_of(graph: OpGraph, kind: int, execution: Execution) -> Execution:

@@ -16,27 +16,19 @@ from autoplan.graph import Extent, Op, OpGraph, Ref
 
 Order = tuple[int, ...]  # of each dim its place in memory, from the outermost to the innermost
 
-_PERMUTING = "permute.default"
-_SWAPPING = "transpose.int swapaxes.default swapdims.default"
-_MOVING = "movedim.int movedim.intlist moveaxis.int"
-_REVERSING = "t.default numpy_T.default"
-_SWAPPING_LAST = "mT.default"
-_SQUEEZING = "squeeze.default squeeze.dim squeeze.dims"
-_KEEPING = "alias.default detach.default slice.Tensor clone.default _to_copy.default neg.default"
-_FOLLOWING = "where.self where.ScalarOther where.ScalarSelf add.Tensor sub.Tensor mul.Tensor div.Tensor"
-_PERMUTES, _SWAPS, _MOVES, _REVERSES, _SWAPS_LAST, _SQUEEZES, _KEEPS, _FOLLOWS = (
-    frozenset(f"aten.{name}" for name in names.split())
-    for names in (
-        _PERMUTING,
-        _SWAPPING,
-        _MOVING,
-        _REVERSING,
-        _SWAPPING_LAST,
-        _SQUEEZING,
-        _KEEPING,
-        _FOLLOWING,
-    )  # fmt: skip
-)
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_PERMUTES = _aten("permute.default")
+_SWAPS = _aten("transpose.int swapaxes.default swapdims.default")
+_MOVES = _aten("movedim.int movedim.intlist moveaxis.int")
+_REVERSES = _aten("t.default numpy_T.default")
+_SWAPS_LAST = _aten("mT.default")
+_SQUEEZES = _aten("squeeze.default squeeze.dim squeeze.dims")
+_KEEPS = _aten("alias.default detach.default slice.Tensor clone.default _to_copy.default neg.default")
+_FOLLOWS = _aten("where.self where.ScalarOther where.ScalarSelf add.Tensor sub.Tensor mul.Tensor div.Tensor")
 REORDERS = _PERMUTES | _SWAPS | _MOVES | _REVERSES | _SWAPS_LAST
 _OF_SIZE_1 = _SQUEEZES | {"aten.unsqueeze.default"}
 
