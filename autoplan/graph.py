@@ -219,6 +219,7 @@ class OpGraph:
         loss: the name of the scalar that is minimized.
         dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
             `REPLACED`, and the words of `OWN_GRADIENTS`.
+        waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
     """
 
     name: str
@@ -229,6 +230,7 @@ class OpGraph:
     model_outputs: tuple[str, ...]
     loss: str
     dissolved: tuple[str, ...] = ()
+    waits_at: str = ""
 
     def __hash__(self) -> int:
         """Of a few fields: what is remembered per graph must not read all its ops each time."""
@@ -272,7 +274,7 @@ class OpGraph:
         return sum(p.spec.n_elements(1) for p in self.parameters if p.is_trainable)
 
     def content_hash(self) -> str:
-        """SHA-256 of the graph's text form without its name; equal graphs have equal hashes."""
+        """SHA-256 of the graph's text form without its name and lines of files; equal graphs have equal hashes."""
         return _content_hash(self)
 
 
@@ -282,7 +284,7 @@ _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CL
 
 @lru_cache(maxsize=4)
 def _content_hash(graph: OpGraph) -> str:
-    return hashlib.sha256(graph_to_json(replace(graph, name="")).encode()).hexdigest()
+    return hashlib.sha256(graph_to_json(replace(graph, name="", waits_at="")).encode()).hexdigest()
 
 
 def graph_to_json(graph: OpGraph) -> str:
@@ -300,7 +302,8 @@ def graph_from_json(text: str) -> OpGraph:
 def _encode(value: Any) -> dict[str, Any]:
     """What `json` does not know by itself: the fields of a dataclass, and its name."""
     name = type(value).__name__
-    return {"_": name, **{field: getattr(value, field) for field in _FIELDS[name]}}
+    found = {field: getattr(value, field) for field in _FIELDS[name]}
+    return {"_": name, **{field: item for field, item in found.items() if field != "waits_at" or item}}
 
 
 def _decode(value: Any) -> Any:

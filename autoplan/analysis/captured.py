@@ -20,14 +20,15 @@ def why_uncaptured(
     grad_compression: str,
     is_cpu: bool,
     tp: int = 1,
+    runs_own_modules: bool = False,
     recomputes: bool = False,
     schedule: str = "",
     has_shares: bool = False,
 ) -> str:
     """Why the passes of such plans of a model cannot be captured; "" where they can be.
 
-    What is not given does not matter: left out, the answer holds for plans without it. `recomputes`: some block is
-    recomputed. `has_shares`: ranks of a mixed cluster have numbers of micro-batches of their own.
+    What is not given does not matter: left out, the answer holds for plans without it. `runs_own_modules`: the user's
+    classes run, not generated code. `recomputes`: some block is recomputed. `has_shares`: ranks of a mixed cluster have numbers of micro-batches of their own.
     """
     if is_cpu:
         return "a CPU"
@@ -37,6 +38,8 @@ def why_uncaptured(
         return "fp16, whose loss scale changes from step to step"
     if grad_compression != "none":
         return f"gradients compressed by {grad_compression}, which counts steps"
+    if runs_own_modules and graph.waits_at:
+        return f"a forward of the model's own that waits for the device: {graph.waits_at}"
     if schedule and splits_backward(schedule):
         return f"schedule {schedule}, whose split backward pass nobody has captured"
     if has_shares:

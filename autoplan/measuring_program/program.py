@@ -110,10 +110,12 @@ def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *,
     times = round_times(Round(copies), clock)
     if _widest(times) > MAX_SPREAD:
         times = min(times, round_times(Round(copies), clock), key=_widest)
+    is_noisy = _widest(times) > MAX_SPREAD
     for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
-        times[f"{way}_s"] = max(0.0, times[f"{way}_s"] - copies_s(copied, clock))
+        left_s = times[f"{way}_s"] - copies_s(copied, clock)
+        is_noisy, times[f"{way}_s"] = is_noisy or left_s < 0.0, max(0.0, left_s)
     launches_s.append(clock.launch_s())
-    status = "noisy" if _widest(times) > MAX_SPREAD else "measured"
+    status = "noisy" if is_noisy else "measured"
     return {"status": status, **times, **memory, "launch_s": statistics.mean(launches_s)}
 
 

@@ -25,7 +25,7 @@ RESOLUTION_S = 2e-5
 # device that was let rest runs faster for a while); below the other share it cannot.
 HOST_BOUND, MAYBE_HOST_BOUND = 0.9, 0.4
 SLEEP_CYCLES_PER_S = 2e9
-COPY_LAUNCH_S = 2e-5  # more than the host takes to launch a copy
+HEAD_START = 2.0  # how long the device is made to wait, of what the host takes
 N_LAUNCHES = 1000
 Pair = tuple[float, float]  # forward and backward
 Loss = Callable[[Any], torch.Tensor]  # of the outputs
@@ -206,7 +206,7 @@ def _ahead(run: Round, clock: Clock, *, host_s: Pair, loaded: list[Pair]) -> tup
     short = run.shortest()
     n_short = len(short.calls) or 1
     share = n_short / (len(run.calls) or 1)
-    ahead_s = 2 * share * max(sum(host_s), sum(loaded_s))
+    ahead_s = HEAD_START * share * max(sum(host_s), sum(loaded_s))
     return clock.rounds(short, 2 * MIN_ROUNDS, ahead_s=ahead_s), n_short
 
 
@@ -246,12 +246,14 @@ def copies_s(seen: list[Any], clock: Clock) -> float:
     for target, source, dtype in seen:
         whole = torch.zeros(target, dtype=dtype, device=clock.device)
         pairs.append((whole, torch.zeros(source, dtype=dtype, device=clock.device)))
-    found = []
-    for _ in range(MIN_ROUNDS):
-        clock.hold(COPY_LAUNCH_S * (len(pairs) + 1))
-        start = clock.mark()
+    found, ahead_s = [], 0.0
+    for _ in range(2 + MIN_ROUNDS):  # the first warms up, the second tells how far the host must be ahead
+        clock.wait()
+        clock.hold(ahead_s)
+        started_s, start = time.perf_counter(), clock.mark()
         for whole, part in pairs:
             whole.copy_(part)
         found.append((start, clock.mark()))
+        ahead_s = HEAD_START * (time.perf_counter() - started_s)
     clock.wait()
-    return statistics.median(clock.between_s(a, b) for a, b in found)
+    return statistics.median(clock.between_s(a, b) for a, b in found[2:])

@@ -61,7 +61,8 @@ def data_parallel(space: SearchSpace, options: Options, *, dp: int, zero_stage: 
     """
     if space.global_batch % dp != 0 or (dp == 1 and zero_stage > 0):
         return
-    for size, way, is_captured in product(micro_batch_sizes(space, options, dp=dp), space.executions, space.cuda_graph):
+    graphs = space.graphs_of(tp=1, is_own=True)
+    for size, way, is_captured in product(micro_batch_sizes(space, options, dp=dp), space.executions, graphs):
         yield Mesh(
             dp=dp,
             zero_stage=zero_stage,
@@ -95,7 +96,9 @@ def _hand_rule(space: SearchSpace, options: Options) -> Iterator[list[Mesh]]:
                 cuda_graph=is_captured,
             ).run_as(way)
             for size, way, is_captured in product(
-                micro_batch_sizes(space, options, dp=dp), space.executions, space.graphs_of(tp)
+                micro_batch_sizes(space, options, dp=dp),
+                space.executions,
+                space.graphs_of(tp=tp, is_own=tp == pp == 1),
             )
             if pp == 1 or space.global_batch // dp // size >= pp
         ]

@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from autoplan.cost.table import CostTable
 from autoplan.errors import InfeasibleError, InputError
@@ -52,6 +52,14 @@ Price = Callable[[Mesh], CostTable]
 MakePlan = Callable[[Mesh, tuple[StagePlan, ...]], Plan]
 
 
+class Captures(NamedTuple):
+    """Whether passes may, or must, be a CUDA graph; see `SearchSpace.cuda_graph`."""
+
+    own: tuple[bool, ...] = (False,)
+    generated: tuple[bool, ...] = (False,)
+    shards: tuple[bool, ...] = (False,)
+
+
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
     """What may be searched, as numbers; several values of a choice stand in the order in which they are tried.
@@ -68,8 +76,9 @@ class SearchSpace:
         wraps_head: whether programs of the user's own classes have the head in a group of its own.
         n_devices_joined: devices on the links of one host, where these join several hosts; None where they do not.
         keeps_attention: whether recomputation may, or must, keep attention; where it may, see `twins`.
-        cuda_graph: whether passes may, or must, be a CUDA graph; `cuda_graph_of_shards` is that of tp above 1. Where
-            they can be in any plan, none goes without: `released` does so in the end, where nothing is gained.
+        cuda_graph: whether passes may, or must, be a CUDA graph: those of the user's own classes, of generated code,
+            and of generated code with tensor parallelism. Where they can be in any such plan, none goes without:
+            `released` does so in the end, where nothing is gained.
         uses_all_devices: no device may be left idle, because as many processes are already running.
     """
 
@@ -88,14 +97,13 @@ class SearchSpace:
     generated: tuple[bool, ...] = (False,)
     wraps_head: bool = False
     keeps_attention: tuple[bool, ...] = (False,)
-    cuda_graph: tuple[bool, ...] = (False,)
-    cuda_graph_of_shards: tuple[bool, ...] = (False,)
+    cuda_graph: Captures = Captures()
     why_uncut: str = ""
     n_devices_joined: int | None = None
 
-    def graphs_of(self, tp: int) -> tuple[bool, ...]:
-        """Whether passes of this tensor-parallel degree may, or must, be a CUDA graph."""
-        return self.cuda_graph if tp == 1 else self.cuda_graph_of_shards
+    def graphs_of(self, *, tp: int, is_own: bool) -> tuple[bool, ...]:
+        """Whether passes may, or must, be a CUDA graph; `is_own`: of the user's own classes."""
+        return self.cuda_graph.own if is_own else self.cuda_graph.generated if tp == 1 else self.cuda_graph.shards
 
     @property
     def may_keep_attention(self) -> bool:
@@ -268,10 +276,11 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
     schedules = {n: _schedule_choices(space, options, pp=pp, n_micro_batches=n) for n in counts.values()}
     for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
         n_micro_batches = counts[micro_batch_size]
+        is_own = tp == pp == 1 and not generated
         pairs = (
             (*own, is_captured)
             for own in schedules[n_micro_batches]
-            for is_captured in graphs_of_schedule(space, options, tp=tp, schedule=own[0])
+            for is_captured in graphs_of_schedule(space, options, tp=tp, is_own=is_own, schedule=own[0])
         )
         for schedule, n_chunks, is_captured in pairs:
             if not is_possible(schedule, zero_stage=zero_stage, recompute=recompute, compiles=execution.compile):
@@ -290,17 +299,19 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
                 compile=execution.compile,
                 memory_format=execution.memory_format,
                 generated=generated,
-                wraps_head=space.wraps_head and tp == pp == 1 and not generated,
+                wraps_head=space.wraps_head and is_own,
                 keeps_attention=space.must_keep_attention and not splits_backward(schedule) and recompute != "none",
                 cuda_graph=is_captured,
             )
 
 
-def graphs_of_schedule(space: SearchSpace, options: Options, *, tp: int, schedule: str) -> tuple[bool, ...]:
+def graphs_of_schedule(
+    space: SearchSpace, options: Options, *, tp: int, is_own: bool, schedule: str
+) -> tuple[bool, ...]:
     """Whether passes may, or must, be a CUDA graph; not where the backward pass is split, which nobody tried."""
     if splits_backward(schedule):
         return () if fixed(options, "cuda_graph") == "on" else (False,)
-    return space.graphs_of(tp)
+    return space.graphs_of(tp=tp, is_own=is_own)
 
 
 def is_possible(schedule: str, *, zero_stage: int, recompute: str | None, compiles: bool) -> bool:

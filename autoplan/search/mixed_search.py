@@ -255,7 +255,9 @@ def _work_s(group: GroupSpace, options: Options) -> float:
     for tp in legal_tensor_degrees(space, options):
         sizes = micro_batch_sizes(space, options, dp=1)
         for sharding, size, way in product(dict(space.shardings)[tp], sizes, space.executions):
-            mesh = Mesh(tp=tp, sharding=sharding, micro_batch_size=size, cuda_graph=True in space.graphs_of(tp))
+            mesh = Mesh(
+                tp=tp, sharding=sharding, micro_batch_size=size, cuda_graph=True in space.graphs_of(tp=tp, is_own=False)
+            )
             table = group.price(mesh.run_as(way))
             least_s = min(least_s, tp * sum(least_passes_s(table)) / size)
     return least_s * space.global_batch / space.n_devices

@@ -23,7 +23,7 @@ from autoplan.options import (
 )
 from autoplan.parallel_plan import Execution
 from autoplan.schedules import splits_backward
-from autoplan.search.meshes import fixed, fixed_int
+from autoplan.search.meshes import Captures, fixed, fixed_int
 
 CHANNELS_LAST = MEMORY_FORMATS[1]
 NO_IMAGES = "no segment that reads images, [sample, channel, height, width]"
@@ -95,8 +95,8 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
     return (False, True) if has_any and not cannot else (False,)
 
 
-def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Whether passes may, or must, be a CUDA graph: without tensor parallelism, and with it.
+def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Captures:
+    """Whether passes may, or must, be a CUDA graph.
 
     It is as fixed. Else they are one where they can be. Where blocks cannot be recomputed in one, plans may also do
     without.
@@ -113,8 +113,10 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
         recomputes=fixed(options, "recompute") in ("full", "selective"),
         schedule=(fixed(options, "schedule") or "") if is_cut else "",
     )
-    why, of_shards = why_not(tp=1), why_not(tp=2)
-    found = why if fixed(options, "tp") in (None, "1") else of_shards
+    of_own, of_generated, of_shards = why_not(runs_own_modules=True), why_not(), why_not(tp=2)
+    found = of_generated if fixed(options, "tp") in (None, "1") else of_shards
+    if fixed(options, "generated") == "off" and not is_cut:
+        found = found or of_own
     if wanted == "on" and found:
         raise UsageError.of(
             "--fix cuda_graph=on",
@@ -124,21 +126,22 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> tupl
         )
     either = (wanted == "on",) if wanted else (True,) if may_recompute_captured(graph) else (True, False)
     none = () if wanted == "on" else (False,)
-    return none if why else either, none if of_shards else either
+    return Captures(*(none if why else either for why in (of_own, of_generated, of_shards)))
 
 
 def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None, *, device: Device) -> tuple[bool, ...]:
     """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain.
 
-    Without measurements the only gain known is that of masks, which generated code makes dense.
+    Without measurements the only gains known are those of masks, which generated code makes dense, and of a CUDA graph
+    where the model's own forward waits for the device.
     """
     wanted = fixed(options, "generated")
     if wanted is not None:
         return (wanted == "on",)
     if graph.replaces_weights and not graph.is_module_level:
         return (True,)
-    has_gain = bool(scattered_masks(graph)) and not device.is_cpu
-    may_gain = has_gain if measured is None else measured.is_worth_generating
+    may_gain = bool(graph.waits_at) and not device.is_cpu
+    may_gain |= bool(scattered_masks(graph)) and not device.is_cpu if measured is None else measured.is_worth_generating
     return (False, True) if may_gain and not graph.has_own_gradients else (False,)
 
 

@@ -67,7 +67,6 @@ def priced_space(
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
-    graphs, graphs_of_shards = capture_choices(graph, options, device=hardware.device)
     space = SearchSpace(
         n_devices=n_devices or hardware.n_devices,
         uses_all_devices=n_devices is not None,
@@ -82,8 +81,7 @@ def priced_space(
         wraps_head=bool(head_group(graph)),
         why_uncut=why_uncut(graph),
         keeps_attention=attention_choices(graph, options, device=hardware.device),
-        cuda_graph=graphs,
-        cuda_graph_of_shards=graphs_of_shards,
+        cuda_graph=capture_choices(graph, options, device=hardware.device),
     )
     pricers = {
         size: make_pricer(

@@ -24,7 +24,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +43,7 @@ from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiff
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
+from autoplan.tracing.waits import waiting_place
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
 from autoplan.user_errors import USERS_ERRORS, import_failure, made_batch, trace_failure, user_frame
@@ -141,10 +142,13 @@ def trace_model(source: ModelSource) -> OpGraph:
     first = _trace(source, BATCH_A)
     second = _second_run(source, first) or _trace(source, BATCH_B).run
     try:
-        return overlay(source, first, second)
+        graph = overlay(source, first, second)
     except NumbersDiffer as error:
         place = calling_place(error.node, lambda: _run_again(source, BATCH_A))
         raise TraceError(f"{source.where}: an operator depends on the batch size{place}\n  found: {error}") from error
+    with _quiet():
+        waits_at = waiting_place(lambda: _WithLoss(first.model, source.loss_fn)(*first.batch))
+    return replace(graph, waits_at=waits_at)
 
 
 def _second_run(source: ModelSource, first: Trace) -> Run | None:

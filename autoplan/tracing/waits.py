@@ -1,0 +1,66 @@
+"""Where the user's own forward, run as it is, waits for the device: a branch on data stands in no CUDA graph.
+
+An export does not tell: code may look at the values of tensors only where nothing traces it, as Hugging Face's looks
+whether a batch holds packed sequences (`transformers.masking_utils`). So the model runs once more, without gradients,
+on meta tensors, which stand for those of a device; the first operator that needs their values ends the run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.user_errors import USERS_ERRORS, users_line
+
+_aten = torch.ops.aten
+_NEEDING_VALUES = frozenset(
+    {
+        _aten._local_scalar_dense,  # item, tolist, bool, int, float
+        _aten.equal,
+        _aten.nonzero,
+        _aten.masked_select,
+        _aten._unique2,
+        _aten.unique_dim,
+        _aten.unique_consecutive,
+    }
+)
+
+
+class _Waits(Exception):
+    """Ends the run where it waits."""
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.place and func.overloadpacket in _NEEDING_VALUES and _has_meta((args, kwargs)):
+            self.place = users_line(traceback.extract_stack()).removeprefix(" at ") or str(func)
+            raise _Waits
+        return func(*args, **kwargs)
+
+
+def waiting_place(run: Callable[[], Any]) -> str:
+    """`FILE:LINE: TEXT` of what waits first while `run` runs the model on meta tensors; "" where nothing does.
+
+    A run that fails for another reason tells nothing: what it would come to, the program notices before it captures.
+    """
+    watch = _Watch()
+    try:
+        with torch.no_grad(), watch:
+            run()
+    except (_Waits, *USERS_ERRORS):
+        return watch.place
+    return ""
+
+
+def _has_meta(values: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(values))
