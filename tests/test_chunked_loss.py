@@ -82,6 +82,7 @@ def test_chunked_losses_on_two_ranks_equal_one_process(tmp_path, monkeypatch, wh
     assert_equal_to_one_process(tmp_path, monkeypatch, cases, n_ranks=2)
 
 
+@pytest.mark.nightly
 def test_chunked_losses_on_four_ranks_equal_one_process(tmp_path, monkeypatch):
     cases = {
         "tp2_zero3": chunked("gpt", tp=2, sharding="R", n_micro_batches=2, **ZERO3),

@@ -47,7 +47,16 @@ def test_generated_model_is_the_golden_one(name):
     assert text == path.read_text()
 
 
-@pytest.mark.parametrize("model", [*sorted(set(FAMILIES.values()) - set(IN_TEST_FAMILIES)), *LIKE_OTHERS])
+LONG = ("conformer", "fourier")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in LONG))
+        for name in (*sorted(set(FAMILIES.values()) - set(IN_TEST_FAMILIES)), *LIKE_OTHERS)
+    ],
+)
 def test_generated_models_are_formatted_and_have_no_unused_import_and_no_undefined_name(model, tmp_path):
     for number, mesh in enumerate(MESHES):
         (tmp_path / f"parallel_{number}.py").write_text(generated(model, **mesh))

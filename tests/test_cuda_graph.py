@@ -234,7 +234,8 @@ def test_a_warm_start_that_keeps_attention_needs_no_graph(monkeypatch: pytest.Mo
 
 def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_path: Path) -> None:
     options = Options(global_batch=4, fix=(("cuda_graph", "on"), ("compile", "off")))
-    asked = api.make_problem(EXAMPLES / "mlp.py", hw="dgx_h100_x8/1", options=options)
+    small = {"width": 32, "depth": 2}
+    asked = api.make_problem(EXAMPLES / "mlp.py", hw="dgx_h100_x8/1", overrides=small, options=options)
     api.emit(asked, api.solve(asked), tmp_path / "program")
     for further in ([], ["--no-cuda-graph"]):
         command = [sys.executable, "train.py", "--device", "cpu", "--steps", "3", "--dtype", "float64", "--check"]

@@ -72,6 +72,7 @@ def assert_exact(folder, plans):
     return {model: (folder / f"parallel_{model}.py").read_text() for model in plans}
 
 
+@pytest.mark.nightly
 def test_expert_parallelism_equals_one_process_on_four_ranks(tmp_path):
     """Each rank picks the rows of its experts from all tokens, whether the model counts them first or afterwards."""
     plans = {model: expert_parallel_plan(model, "TP 4") for model in ("mixture", "mixtral_hf")}

@@ -97,6 +97,7 @@ def test_a_pipeline_rank_that_dies_without_a_word_ends_the_job_and_is_named(tmp_
     assert re.search(rf"rank      : {rank} \(local_rank: {rank}\)\n\s*exitcode  : {code} ", cause)
 
 
+@pytest.mark.nightly
 def test_verify_of_a_program_whose_rank_raises_ends_with_the_traceback(tmp_path, answer, capfd):
     scratch, folder = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()

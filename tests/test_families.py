@@ -44,12 +44,8 @@ def test_family_equals_one_process_under_everything_at_once(model, tmp_path):
     assert_exact(tmp_path, model, ("PP 2 x TP 2 x ZeRO 3 x recompute",))
 
 
-COMPILED = ("mixture",)  # a compiler for CPUs would have stopped; in diffusion_transformer it is wrong
-
-
-@pytest.mark.parametrize(
-    "model", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES.values()]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", FAMILIES.values())
 def test_compiled_blocks_of_a_family_equal_one_process(model, tmp_path):
     assert_exact(tmp_path, model, ("compiled, TP 2",))
 

@@ -135,6 +135,7 @@ def half_frozen_losses(folder):
     return losses, model.learning_rate
 
 
+@pytest.mark.nightly
 def test_a_frozen_stage_of_a_pipeline_stays_and_the_others_train_and_go_on(tmp_path):
     net, (inputs, targets) = half_frozen_net(), batch_of(8)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=3e-4)

@@ -375,6 +375,7 @@ sys.exit(measure.main())
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_fails_ends_the_run_and_leaves_no_file(tmp_path):
     (tmp_path / "run.py").write_text(QUICK + FAILING)
     done = run(tmp_path, *TORCHRUN, "run.py", "--device=cpu", "--json", "--out=my_box.toml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,8 +28,8 @@ from autoplan.measured_profile.op_times import (
 )
 from autoplan.measured_profile.segment_key import WHOLE, content_key
 from autoplan.measured_profile.segment_times import MeasuredProfile
-from autoplan.measuring_program.ops import ENGINE_MARK, N_PASSES, _by_op, op_times
-from autoplan.measuring_program.timing import Call, Clock
+from autoplan.measuring_program.ops import ENGINE_MARK, N_PASSES, _by_op, kernels_s, op_times
+from autoplan.measuring_program.timing import Call, Clock, is_held_up
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
@@ -229,3 +230,43 @@ def test_explain_says_what_computing_is_not_in_the_ops() -> None:
     assert text.startswith("Compute of 1 ms is 8 x 120 us for the ops of all segments, and 40 us to cast")
     assert beside_ops_text(blocks, n_micro_batches=8, compute_s=960e-6) == ""
     assert beside_ops_text((BLOCK,), n_micro_batches=8, compute_s=1.0) == ""  # measured ops say nothing of it
+
+
+class QueueOf:
+    """A clock whose device takes `n` launches ahead: a host with more waits until it goes on."""
+
+    device, is_cuda = torch.device("cpu"), True
+
+    def __init__(self, n: int) -> None:
+        self.n, self.held_s = n, 0.0
+
+    def wait(self) -> None:
+        self.held_s = 0.0
+
+    def hold(self, seconds: float) -> None:
+        self.held_s = seconds
+
+
+class Launches:
+    """A round of so many launches, of 20 us each on the host."""
+
+    def __init__(self, count: int, clock: QueueOf) -> None:
+        self.count, self.clock = count, clock
+
+    def forward(self) -> None:
+        time.sleep(2e-5 * self.count)
+
+    def backward(self) -> None:
+        time.sleep(self.clock.held_s if self.count > self.clock.n else 0.0)
+
+
+@pytest.mark.parametrize(("n_launches", "is_seen"), [(100, False), (2000, True)])
+def test_a_round_with_more_launches_than_the_device_takes_ahead_is_noticed(n_launches: int, is_seen: bool) -> None:
+    clock = QueueOf(1000)
+    assert is_held_up(Launches(n_launches, clock), clock, ahead_s=0.3) is is_seen
+
+
+def test_kernels_of_a_call_are_added_up_by_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"forward_s": 2.0, "backward_s": 3.0}, {"forward_s": 0.5, "backward_s": 0.0}]
+    monkeypatch.setattr("autoplan.measuring_program.ops.op_times", lambda call, clock: rows)
+    assert kernels_s(None, None) == (2.5, 3.0)

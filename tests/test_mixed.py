@@ -290,6 +290,7 @@ def test_a_plan_over_both_groups_is_written_read_and_trains_like_one_process(
     assert all(max(step["differences"].values()) < 1e-9 for step in steps)
 
 
+@pytest.mark.nightly
 def test_what_compiling_gains_counts_on_every_group(cluster_file: str) -> None:
     options = Options(global_batch=32, precision="fp16")
     problem = api.make_problem(GPT, hw=cluster_file, overrides={"size": "1.5b"}, options=options)

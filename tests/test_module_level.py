@@ -173,7 +173,7 @@ def cases(n_ranks):
     return {name: ("data_dependent", make_plan("data_dependent", **mesh)) for name, mesh in meshes.items()}
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("n_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4))])
 def test_programs_equal_one_process(tmp_path, n_ranks):
     chosen = (
         cases(n_ranks) if n_ranks > 1 else {"one": ("data_dependent", make_plan("data_dependent", recompute="half"))}

@@ -72,7 +72,10 @@ def local_segments(file):
     return graph, context, segments
 
 
-@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[pytest.mark.nightly] * (file.stem == "llama"), id=file.stem) for file in MODELS],
+)
 def test_what_is_priced_is_what_torch_runs_again(file) -> None:
     graph, context, segments = local_segments(file)
     blocks = [segment for segment in graph.segments if segment.is_block]

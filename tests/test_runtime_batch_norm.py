@@ -116,6 +116,7 @@ def test_two_ranks_under_more_plans_train_as_one_process_that_normalizes_in_the_
         assert_exact(found)
 
 
+@pytest.mark.nightly
 def test_four_ranks_train_as_one_process_that_normalizes_in_the_same_way():
     for found in run_ranks(train_all, 4, FOUR_RANKS, timeout_s=200.0):
         assert_exact(found)

@@ -260,10 +260,9 @@ def _worker(degrees):
     return True
 
 
-@pytest.mark.parametrize("degrees", [(2, 4), pytest.param((3,), marks=pytest.mark.nightly)], ids=["2 and 4", "3"])
-def test_every_conversion_moves_values_and_gradients_as_its_name_says_on_several_ranks(degrees):
-    n_ranks = max(degrees)
-    assert run_ranks(_worker, n_ranks, degrees) == [True] * n_ranks
+@pytest.mark.parametrize("degree", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+def test_every_conversion_moves_values_and_gradients_as_its_name_says_on_several_ranks(degree):
+    assert run_ranks(_worker, degree, (degree,)) == [True] * degree
 
 
 def test_conversions_without_a_group_are_the_identity():

@@ -41,9 +41,7 @@ def best_s(result: SearchResult) -> float:
 # ------------------------------------------------------------------------------------------------------ brute force
 
 
-@pytest.mark.parametrize(
-    "block", [*range(2), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(2, 25))]
-)
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, 25))])
 def test_the_search_equals_brute_force_on_500_random_toys(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         global_batch = 6 if seed % 5 == 0 else 4

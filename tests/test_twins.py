@@ -84,6 +84,7 @@ def planned(context: int, *fix: tuple[str, str]) -> SearchResult:
     return search(offered.space, price=offered.price, options=options, make_plan=offered.make_plan)
 
 
+@pytest.mark.nightly
 def test_at_32k_tokens_attention_is_kept() -> None:
     long, whole = planned(32768), planned(32768, ("keep_attention", "off"))
     assert long.best is not None

@@ -58,6 +58,7 @@ def test_eight_gpus_over_two_hosts_gain_nothing_on_slow_ethernet_and_what_fixes_
     assert _row("ethernet_10g", n_hosts=2, batch=64, fix="recompute=none").n_idle_devices == 4
 
 
+@pytest.mark.nightly
 def test_a_small_resnet_on_pcie_is_told_to_raise_the_batch_first() -> None:
     question = Question(
         RESNET,

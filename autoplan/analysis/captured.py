@@ -28,7 +28,8 @@ def why_uncaptured(
     """Why the passes of such plans of a model cannot be captured; "" where they can be.
 
     What is not given does not matter: left out, the answer holds for plans without it. `runs_own_modules`: the user's
-    classes run, not generated code. `recomputes`: some block is recomputed. `has_shares`: ranks of a mixed cluster have numbers of micro-batches of their own.
+    classes run, not generated code. `recomputes`: some block is recomputed. `has_shares`: ranks of a mixed cluster have
+    numbers of micro-batches of their own.
     """
     if is_cpu:
         return "a CPU"

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from .timing import Call, Clock
+from .timing import Call, Clock, Pair
 
 N_PASSES = 3
 ENGINE_MARK = "autograd::engine::evaluate_function: "
@@ -37,6 +37,12 @@ def op_times(call: Call, clock: Clock) -> list[dict[str, Any]]:
         event for event in profiler.events() or () if event.device_type.name == "CPU" and event.cpu_parent is None
     ]
     return _by_op(sorted(events, key=lambda event: event.time_range.start), is_cuda=clock.is_cuda)
+
+
+def kernels_s(call: Call, clock: Clock) -> Pair:
+    """Device time of the kernels of a forward and of a backward pass."""
+    rows = op_times(call, clock)
+    return sum(row["forward_s"] for row in rows), sum(row["backward_s"] for row in rows)
 
 
 def _by_op(events: list[Any], *, is_cuda: bool) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import torch
 
 from .generated import Compile, generated_builder
 from .memory import memory_of, n_more_copies
-from .ops import op_times
+from .ops import kernels_s, op_times
 from .optimizer import measure_optimizer
 from .own import OwnModel
 from .progress import Progress
@@ -107,9 +107,9 @@ def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *,
     copies = [call]
     for _ in range(n_more_copies(call, memory, clock)):
         copies.append(build())
-    times = round_times(Round(copies), clock)
+    times = round_times(Round(copies), clock, functools.partial(kernels_s, clock=clock))
     if _widest(times) > MAX_SPREAD:
-        times = min(times, round_times(Round(copies), clock), key=_widest)
+        times = min(times, round_times(Round(copies), clock, functools.partial(kernels_s, clock=clock)), key=_widest)
     is_noisy = _widest(times) > MAX_SPREAD
     for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
         left_s = times[f"{way}_s"] - copies_s(copied, clock)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.user_errors import USERS_ERRORS, users_line
+from autoplan.user_errors import USERS_ERRORS
 
+_TORCH = str(Path(torch.__file__).parent)
 _aten = torch.ops.aten
 _NEEDING_VALUES = frozenset(
     {
@@ -29,10 +31,11 @@ _NEEDING_VALUES = frozenset(
         _aten.unique_consecutive,
     }
 )
+COPIES_TO_HOST = "Cannot copy out of meta tensor"  # what torch says of cpu, tolist and the like
 
 
-class _Waits(Exception):
-    """Ends the run where it waits."""
+class _Waits(BaseException):
+    """Ends the run where it waits, whatever errors the user's code takes care of."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,7 +46,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.place and func.overloadpacket in _NEEDING_VALUES and _has_meta((args, kwargs)):
-            self.place = users_line(traceback.extract_stack()).removeprefix(" at ") or str(func)
+            self.place = _innermost(traceback.extract_stack())
             raise _Waits
         return func(*args, **kwargs)
 
@@ -57,9 +60,17 @@ def waiting_place(run: Callable[[], Any]) -> str:
     try:
         with torch.no_grad(), watch:
             run()
-    except (_Waits, *USERS_ERRORS):
+    except _Waits:
         return watch.place
+    except USERS_ERRORS as error:
+        return _innermost(traceback.extract_tb(error.__traceback__)) if COPIES_TO_HOST in str(error) else ""
     return ""
+
+
+def _innermost(stack: traceback.StackSummary) -> str:
+    """`FILE:LINE: TEXT` of the innermost call that is neither torch's nor made here."""
+    frames = [own for own in stack if not own.filename.startswith((_TORCH, __file__, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
 
 
 def _has_meta(values: Any) -> bool:
