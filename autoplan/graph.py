@@ -279,6 +279,7 @@ class OpGraph:
 
 
 _CLASSES = {cls.__name__: cls for cls in (PerSample, TensorSpec, Ref, Symbol, Op, Parameter, Input, Segment, OpGraph)}
+_LEFT_OUT_IF_EMPTY = frozenset({"waits_at"})  # newer than plans that are kept with the hash of their graph
 _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CLASSES.items()}
 
 
@@ -303,7 +304,7 @@ def _encode(value: Any) -> dict[str, Any]:
     """What `json` does not know by itself: the fields of a dataclass, and its name."""
     name = type(value).__name__
     found = {field: getattr(value, field) for field in _FIELDS[name]}
-    return {"_": name, **{field: item for field, item in found.items() if field != "waits_at" or item}}
+    return {"_": name, **{field: item for field, item in found.items() if item or field not in _LEFT_OUT_IF_EMPTY}}
 
 
 def _decode(value: Any) -> Any:

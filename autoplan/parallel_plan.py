@@ -52,7 +52,7 @@ class Mesh:
         compile: whether torch.compile makes one function of each block, and of the loss.
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".
         generated: whether the program is generated from the graph although the user's own classes would do, because
-            it was measured faster; false with tensor or pipeline parallelism, which have no other way.
+            it is faster, or can be a CUDA graph; false with tensor or pipeline parallelism, which have no other way.
         wraps_head: whether the head is a group of `fully_shard` by itself (`analysis.head_group`), gathered and reduced
             beside the blocks; false where the program is generated, whose head is no module.
         keeps_attention: whether blocks that are recomputed keep what fused attention made: its result and log-sum-exp.

@@ -113,12 +113,7 @@ def as_it_ran(asked, case: Case, plan):
 
 
 def as_traced(plan, graph):
-    """The plan, whose last segment takes all that the model returns: of programs of before only what it reads.
-
-    A model that waits for the device was planned as a CUDA graph before that was known, and ran without.
-    """
-    if graph.waits_at and not plan.mesh.needs_generated_model:
-        plan = replace(plan, mesh=replace(plan.mesh, cuda_graph=False))
+    """The plan, whose last segment takes all that the model returns: of programs of before only what it reads."""
     if plan.graph_hash == graph.content_hash():
         return plan
     inputs, shardings = {kind: segment.inputs for kind, segment in graph.first_of_kind().items()}, []

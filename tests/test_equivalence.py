@@ -110,6 +110,7 @@ def test_programs_on_two_ranks_equal_one_process(tmp_path, which):
     assert_equal_to_one_process(tmp_path, chosen(cases, which), n_ranks=2)
 
 
+@pytest.mark.nightly
 def test_a_batch_norm_that_is_called_twice_equals_one_process(tmp_path):
     graph, uses = graph_of("siamese"), defaultdict(list)
     for number, segment in enumerate(graph.segments):

@@ -29,7 +29,8 @@ from autoplan.measured_profile.op_times import (
 from autoplan.measured_profile.segment_key import WHOLE, content_key
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.measuring_program.ops import ENGINE_MARK, N_PASSES, _by_op, kernels_s, op_times
-from autoplan.measuring_program.timing import Call, Clock, is_held_up
+from autoplan.measuring_program.program import without_copies
+from autoplan.measuring_program.timing import MIN_ROUNDS, Call, Clock, Round, _ahead, is_held_up
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
@@ -264,6 +265,19 @@ class Launches:
 def test_a_round_with_more_launches_than_the_device_takes_ahead_is_noticed(n_launches: int, is_seen: bool) -> None:
     clock = QueueOf(1000)
     assert is_held_up(Launches(n_launches, clock), clock, ahead_s=0.3) is is_seen
+
+
+@pytest.mark.parametrize(("seen", "found"), [((1e-3, 2e-3), [(1e-3, 2e-3)] * MIN_ROUNDS), ((0.0, 2e-3), [])])
+def test_a_round_that_is_held_up_takes_what_its_kernels_take_if_they_are_seen(monkeypatch, seen, found) -> None:
+    monkeypatch.setattr("autoplan.measuring_program.timing.is_held_up", lambda *_, **__: True)
+    added_up = _ahead(Round([None, None]), None, lambda call: seen, host_s=(1.0, 1.0), loaded=[(1.0, 1.0)] * 3)
+    assert added_up == (found, 1)
+
+
+def test_copies_that_take_longer_than_the_pass_they_are_in_are_no_part_of_it() -> None:
+    assert without_copies(1e-3, 2e-4) == pytest.approx(8e-4)
+    assert without_copies(1e-3, 1e-3 + 1e-6) == 0.0  # no clock tells
+    assert without_copies(1e-3, 2e-3) is None
 
 
 def test_kernels_of_a_call_are_added_up_by_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,7 @@ def test_why_not_a_plan_that_fits_less_surely_says_so(full_bytes: int) -> None:
     assert "it is proved that nothing with" in text and max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.nightly
 def test_prices_of_a_profile_and_of_a_mixed_cluster_have_the_margin(tmp_path: Path) -> None:
     from autoplan.planning.deciding import cost_table
 

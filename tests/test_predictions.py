@@ -75,6 +75,7 @@ def _at_results(given: tuple[str, ...]) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_rows_of_the_table_of_one_machine_come_again(tmp_path: Path) -> None:
     models = {(case.links, case.name): case.model for case in predictions.cases()}
     rows = [row for row in predictions.read(RESULTS / ONE_RUNS) if models[row["links"], row["case"]] in QUICK_MODELS]

@@ -260,9 +260,12 @@ def _worker(degrees):
     return True
 
 
-@pytest.mark.parametrize("degree", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
-def test_every_conversion_moves_values_and_gradients_as_its_name_says_on_several_ranks(degree):
-    assert run_ranks(_worker, degree, (degree,)) == [True] * degree
+@pytest.mark.parametrize(
+    "degrees", [(2,), *(pytest.param(several, marks=pytest.mark.nightly) for several in ((2, 4), (3,)))], ids=str
+)
+def test_every_conversion_moves_values_and_gradients_as_its_name_says_on_several_ranks(degrees):
+    n_ranks = max(degrees)
+    assert run_ranks(_worker, n_ranks, degrees) == [True] * n_ranks
 
 
 def test_conversions_without_a_group_are_the_identity():

@@ -133,6 +133,7 @@ def _own_loop(hw):
     return found
 
 
+@pytest.mark.nightly
 def test_parallelize_takes_a_model_with_scalars():
     for found in run_ranks(_own_loop, 2, "dgx_a100_x8"):
         assert max(abs(loss - expected) for loss, expected in found) <= TOLERANCE

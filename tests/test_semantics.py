@@ -23,6 +23,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report, program_header
+from autoplan.search.meshes import Captures
 from autoplan.space.choices import codes
 from autoplan.tracing.module_level import trace_modules
 from autoplan.tracing.trace import ModelSource, trace_model
@@ -263,10 +264,12 @@ def with_weights_of_another(layer, x):
 
 def test_modules_that_run_with_other_weights_are_generated_code():
     graph, device = graph_of(lambda: Calling(with_frozen_weights)), load_hardware_profile("dgx_h100_x8").device
-    assert codes(graph, Options(), None, device=device) == (True,)
+    assert codes(graph, Options(), None, captures=Captures(), device=device) == (True,)
     with pytest.raises(UsageError, match="generated=off(.|\n)*functional_call"):
         check_fixed(graph, Options(fix=(("generated", "off"),)))
-    assert codes(graph_of(lambda: Calling(with_weights_of_another)), Options(), None, device=device) == (False,)
+    assert codes(
+        graph_of(lambda: Calling(with_weights_of_another)), Options(), None, captures=Captures(), device=device
+    ) == (False,)
     with pytest.raises(TraceError, match="functional_call, and has its own autograd.Function(.|\n)*--module-level"):
         graph_of(lambda: Calling(lambda layer, x: with_frozen_weights(layer, signed(layer, x))))
 

@@ -43,6 +43,7 @@ def test_ports_are_named_after_the_network() -> None:
         autoplan.load_hardware_profile("dgx_a100_x8+:x", n_hosts=2)
 
 
+@pytest.mark.nightly
 def test_nics_and_nvlink_are_axes_of_a_sweep() -> None:
     asked = {**CASE, "clusters": {"hw": ["dgx_a100_x8"], "hosts": [2], "nics": [1, 8], "nvlink": ["on", "off"]}}
     question = parse_question(asked, where="test", options=Options(fix=(("dp", "16"), ("zero", "0"))))

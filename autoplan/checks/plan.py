@@ -101,7 +101,6 @@ def _check_captured(plan: Plan, graph: OpGraph, hardware: Hardware) -> None:
         grad_compression=plan.grad_compression,
         is_cpu=device.is_cpu,
         tp=plan.mesh.tp,
-        runs_own_modules=not plan.mesh.needs_generated_model,
         recomputes=any(stage.recomputed for stage in plan.stages),
         schedule=plan.mesh.schedule,
         has_shares=bool(plan.mesh.shares),

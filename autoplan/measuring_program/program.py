@@ -33,7 +33,7 @@ from .progress import Progress
 from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OPS, OWN, ResultCache, Row, key_of, read_results
 from .stand_ins import collective_names, replace_collectives
 from .strides import StageStrides
-from .timing import Call, Clock, Round, copies_s, round_times
+from .timing import RESOLUTION_S, Call, Clock, Round, copies_s, round_times
 
 SCHEMA_VERSION = 1
 SECONDS = 1.0
@@ -112,11 +112,16 @@ def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *,
         times = min(times, round_times(Round(copies), clock, functools.partial(kernels_s, clock=clock)), key=_widest)
     is_noisy = _widest(times) > MAX_SPREAD
     for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
-        left_s = times[f"{way}_s"] - copies_s(copied, clock)
-        is_noisy, times[f"{way}_s"] = is_noisy or left_s < 0.0, max(0.0, left_s)
+        left_s = without_copies(times[f"{way}_s"], copies_s(copied, clock))
+        is_noisy, times[f"{way}_s"] = is_noisy or left_s is None, times[f"{way}_s"] if left_s is None else left_s
     launches_s.append(clock.launch_s())
     status = "noisy" if is_noisy else "measured"
     return {"status": status, **times, **memory, "launch_s": statistics.mean(launches_s)}
+
+
+def without_copies(whole_s: float, copied_s: float) -> float | None:
+    """The time of a pass less that of its copies; None where these took longer than all of it, so one is wrong."""
+    return max(0.0, whole_s - copied_s) if copied_s < whole_s + RESOLUTION_S else None
 
 
 def _widest(times: dict[str, float]) -> float:

@@ -86,11 +86,16 @@ def _with_ops(problem: Problem, answer: Answer) -> Answer:
 def score(problem: Problem, plan: Plan) -> Answer:
     """One given plan, judged; the status of the answer is "given".
 
+    A plan of before, or of other versions of libraries, may have a CUDA graph of a model that waits for the device: it
+    is judged as its program runs, without.
+
     Raises: PlanMismatchError when the plan was made for another model or needs more devices; InputError naming the
         field when it is impossible in itself.
     """
     from autoplan.checks.plan import check_plan
 
+    if problem.graph.waits_at and not plan.mesh.needs_generated_model:
+        plan = replace(plan, mesh=replace(plan.mesh, cuda_graph=False))
     check_plan(plan, problem.graph, problem.hardware, rule_files=problem.options.rules)
     if problem.measured is not None and plan.precision != problem.options.precision:
         raise UsageError(

@@ -115,7 +115,8 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Capt
     )
     of_own, of_generated, of_shards = why_not(runs_own_modules=True), why_not(), why_not(tp=2)
     found = of_generated if fixed(options, "tp") in (None, "1") else of_shards
-    if fixed(options, "generated") == "off" and not is_cut:
+    is_whole = (fixed(options, "tp"), fixed(options, "pp")) == ("1", "1")
+    if graph.has_own_gradients or (fixed(options, "generated") == "off" and is_whole):
         found = found or of_own
     if wanted == "on" and found:
         raise UsageError.of(
@@ -129,19 +130,22 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Capt
     return Captures(*(none if why else either for why in (of_own, of_generated, of_shards)))
 
 
-def codes(graph: OpGraph, options: Options, measured: MeasuredProfile | None, *, device: Device) -> tuple[bool, ...]:
+def codes(
+    graph: OpGraph, options: Options, measured: MeasuredProfile | None, *, captures: Captures, device: Device
+) -> tuple[bool, ...]:
     """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain.
 
-    Without measurements the only gains known are those of masks, which generated code makes dense, and of a CUDA graph
-    where the model's own forward waits for the device.
+    A CUDA graph gains that only generated code can be. Without measurements the only other gain known is that of masks,
+    which generated code makes dense.
     """
     wanted = fixed(options, "generated")
     if wanted is not None:
         return (wanted == "on",)
     if graph.replaces_weights and not graph.is_module_level:
         return (True,)
-    may_gain = bool(graph.waits_at) and not device.is_cpu
-    may_gain |= bool(scattered_masks(graph)) and not device.is_cpu if measured is None else measured.is_worth_generating
+    has_dense_masks = bool(scattered_masks(graph)) and not device.is_cpu
+    may_gain = has_dense_masks if measured is None else measured.is_worth_generating
+    may_gain |= True in captures.generated and True not in captures.own
     return (False, True) if may_gain and not graph.has_own_gradients else (False,)
 
 

@@ -67,6 +67,7 @@ def priced_space(
     keys: dict[int, list[str]] = {1: [""]}
     for degree, key in by_size[min(by_size)]:
         keys.setdefault(degree, []).append(key)
+    captures = capture_choices(graph, options, device=hardware.device)
     space = SearchSpace(
         n_devices=n_devices or hardware.n_devices,
         uses_all_devices=n_devices is not None,
@@ -77,11 +78,11 @@ def priced_space(
         cuts=legal_cuts(graph),
         shardings=tuple((degree, tuple(names)) for degree, names in keys.items()),
         executions=executions(graph, options, measured, device=hardware.device),
-        generated=codes(graph, options, measured, device=hardware.device),
+        generated=codes(graph, options, measured, captures=captures, device=hardware.device),
         wraps_head=bool(head_group(graph)),
         why_uncut=why_uncut(graph),
         keeps_attention=attention_choices(graph, options, device=hardware.device),
-        cuda_graph=capture_choices(graph, options, device=hardware.device),
+        cuda_graph=captures,
     )
     pricers = {
         size: make_pricer(

@@ -7,6 +7,7 @@ on meta tensors, which stand for those of a device; the first operator that need
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoplan
 from autoplan.user_errors import USERS_ERRORS
 
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODELS = tuple(f"{Path(package.__file__).parent}{os.sep}" for package in (torch, autoplan) if package.__file__)
 _aten = torch.ops.aten
 _NEEDING_VALUES = frozenset(
     {
@@ -61,16 +63,17 @@ def waiting_place(run: Callable[[], Any]) -> str:
         with torch.no_grad(), watch:
             run()
     except _Waits:
-        return watch.place
+        pass
     except USERS_ERRORS as error:
-        return _innermost(traceback.extract_tb(error.__traceback__)) if COPIES_TO_HOST in str(error) else ""
-    return ""
+        if COPIES_TO_HOST in str(error):
+            return watch.place or _innermost(traceback.extract_tb(error.__traceback__))
+    return watch.place
 
 
 def _innermost(stack: traceback.StackSummary) -> str:
-    """`FILE:LINE: TEXT` of the innermost call that is neither torch's nor made here."""
-    frames = [own for own in stack if not own.filename.startswith((_TORCH, __file__, "<"))]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    """`FILE:LINE: TEXT` of the innermost call that is neither torch's nor autoplan's."""
+    frames = [own for own in stack if not own.filename.startswith((*_NOT_THE_MODELS, "<"))]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "a module of torch"
 
 
 def _has_meta(values: Any) -> bool:

@@ -189,6 +189,7 @@ def test_host_time_of_own_modules_is_the_median_of_theirs_only() -> None:
     assert [own.host_forward_s for own in found.rows({}, keeps_modules=True)] == [6.5, 6.5]
 
 
+@pytest.mark.nightly
 def test_a_block_that_is_not_called_by_itself_is_reported_and_does_not_stop_the_rest(hw, tmp_path) -> None:
     model, out = tmp_path / "parts.py", tmp_path / "m.json"
     model.write_text(PARTS)

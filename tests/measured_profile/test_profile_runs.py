@@ -85,6 +85,7 @@ def test_a_second_run_measures_nothing_again(files, measured) -> None:
     assert measured.out.read_text() == measured.text
 
 
+@pytest.mark.nightly
 def test_a_deeper_model_of_the_same_blocks_measures_only_what_is_new(hw, measured, tmp_path, capfd) -> None:
     files = api.measurement_folder(
         GPT, hw=hw, overrides=SIZES | {"n_layers": 3}, degrees=(1,), micro_batch_sizes=(2, 3), precision="fp32"
