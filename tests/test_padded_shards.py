@@ -10,6 +10,7 @@ from autoplan.layout import P, R, V, can_shard, conversion, local_spec, padded, 
 from autoplan.rules import all_strategies, operand_names
 from autoplan.tensor_parallel.sharding import read_sharding
 
+N_PARTS = 8  # of all calls, tested together
 FILLER = 3.0  # what the padding of a value holds here: any finite number must do
 
 
@@ -30,18 +31,22 @@ def paddable_ops(name):
                 yield op, degree, strategy
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if any(True for _ in paddable_ops(name))])
+@pytest.mark.parametrize("part", range(N_PARTS))
 @pytest.mark.filterwarnings("ignore")
-def test_whatever_the_padding_holds_a_padded_strategy_equals_the_whole_op(name, monkeypatch):
-    graph = traced(name)
-    facts, values = GraphFacts.of(graph), whole_values(graph)
-    for op, degree, strategy in paddable_ops(name):
-        try:
-            check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=FILLER)
-        except Exception as error:
-            layouts = ", ".join(map(str, strategy.operands))
-            error.add_note(f"{op.target} {op.args}: {layouts} -> {strategy.result} on {degree}")
-            raise
+def test_whatever_the_padding_holds_a_padded_strategy_equals_the_whole_op(part, monkeypatch):
+    n_checked = 0
+    for name in list(CALLS)[part::N_PARTS]:
+        graph, found = traced(name), list(paddable_ops(name))
+        facts, values = GraphFacts.of(graph), whole_values(graph) if found else {}
+        for op, degree, strategy in found:
+            try:
+                check_strategy(op, strategy, values, facts, degree, monkeypatch, filler=FILLER)
+            except Exception as error:
+                layouts = ", ".join(map(str, strategy.operands))
+                error.add_note(f"{name}: {op.target} {op.args}: {layouts} -> {strategy.result} on {degree}")
+                raise
+            n_checked += 1
+    assert n_checked > 20
 
 
 def calls_of(target):
