@@ -123,7 +123,9 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Capt
             "--fix cuda_graph=on",
             found=found,
             expected="passes of which nothing changes from step to step, and in which the host waits for nothing",
-            fix="leave cuda_graph out",
+            fix="leave generated=off out, as code generated from the trace does not wait, or cuda_graph=on"
+            if found == of_own != of_generated and not graph.has_own_gradients
+            else "leave cuda_graph out",
         )
     either = (wanted == "on",) if wanted else (True,) if may_recompute_captured(graph) else (True, False)
     none = () if wanted == "on" else (False,)

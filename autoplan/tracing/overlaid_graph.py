@@ -107,7 +107,7 @@ def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
     ops = _live_ops(ops, {*output_names, *(op.name for op in ops if op.target == COPY)})
     ops = with_labels(ops, {value_names[node]: node.meta.get("stack_trace") or "" for node in nodes_a})
     ops = tuple(chain.from_iterable(with_ends_first(ops[start:stop]) for _, start, stop in block_runs(ops)))
-    _check_loss(where, loss, ops)
+    _check_loss(where, loss, ops, has_loss_fn=has_loss_fn)
     model_outputs = [_made_by_model(name, ops) for name in model_outputs] if has_loss_fn else []
     inputs = _graph_inputs(first, second, value_names)
     parameters = graph_parameters(first.model, second.model)
@@ -270,14 +270,16 @@ def _made_by_model(name: str, ops: tuple[Op, ...]) -> str:
     return name
 
 
-def _check_loss(where: str, loss: str, ops: tuple[Op, ...]) -> None:
+def _check_loss(where: str, loss: str, ops: tuple[Op, ...], *, has_loss_fn: bool) -> None:
     spec = next((op.outputs[0] for op in ops if op.name == loss), None)
     if spec is None or spec.shape != () or not spec.is_float:
         raise InputError.of(
             f"{where}: loss",
             found="no value" if spec is None else f"a tensor of {len(spec.shape)} dims",
             expected="a floating-point scalar from loss_fn(outputs, targets), or from the model itself",
-            fix="add loss_fn to the model file, or let the model return its loss",
+            fix="let loss_fn return one number, as .mean() does"
+            if has_loss_fn
+            else "add loss_fn to the model file, or let the model return its loss",
         )
 
 
