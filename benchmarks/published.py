@@ -26,6 +26,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,11 @@ def shardings_of(sizes: Sizes, hardware: str, precision: str, tp: int) -> Shardi
     return all_shardings(graph_of(sizes), load_hardware_profile(hardware), options, RULES, batch_size=1)
 
 
+def nothing_copied() -> AbstractContextManager[object]:
+    """Inside, nothing is copied beside a collective, as where sequences come before samples."""
+    return patch.object(segment_work, "copies_s", lambda *_, **__: 0.0)
+
+
 class Predictor:
     """Prices cases, on changed hardware if so wished; what cases share is computed once."""
 
@@ -115,7 +121,7 @@ class Predictor:
         self._core_s = cache(self._find_core_s)
 
     def __call__(self, case: Case) -> Prediction:
-        with patch.object(segment_work, "copies_s", lambda *_, **__: 0.0):
+        with nothing_copied():
             table = self._table(case)
         stages = even_stages(table, recomputes=case.recompute != "none")
         estimate = simulate(table if case.overlaps else _reduced_at_the_end(table, stages), stages)

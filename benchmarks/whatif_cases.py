@@ -181,7 +181,7 @@ LARGE = (
 # Above 10 %: of pairs whose runs are not the same jobs, see `differs`; and of compiled Llama 2, whose steps are
 # predicted too slow, most of them more on A100 than on H100 (`published_terms.py`).
 KNOWN_ERRORS = (
-    ("Llama 2 7b: A100 to H100", 0.15),  # these ran before torch took cuDNN's attention on Hopper, which is faster
+    ("Llama 2 7b: A100 to H100", 0.15),  # since attention on Hopper is priced as cuDNN's
     ("Llama 2 70b: A100 to H100", 0.13),
     ("Llama 2 7B, 64 A100: 3-D to ZeRO 3", 0.25),
     ("GPT 175B, 64 A100: full to selective recomputation", 0.11),

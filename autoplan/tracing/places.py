@@ -29,7 +29,7 @@ def calling_place(node: torch.fx.Node, run: Callable[[], Any], *, reads: torch.T
     recorded = place_of(node.meta.get("stack_trace") or "")
     if reads is not None and reads.device.type == "meta":
         return recorded
-    watch = _Watch(_same_numbers(node) if reads is None else _given(reads))
+    watch = Watch(_same_numbers(node) if reads is None else _given(reads), line=users_line)
     try:
         with torch.no_grad(), watch:
             run()
@@ -38,18 +38,18 @@ def calling_place(node: torch.fx.Node, run: Callable[[], Any], *, reads: torch.T
     return watch.place or recorded
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the user's line of the first operator that matches."""
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which line of the stack called the first operator that matches."""
 
-    def __init__(self, matches: Matches) -> None:
+    def __init__(self, matches: Matches, *, line: Callable[[traceback.StackSummary], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._matches = matches
+        self._matches, self._line = matches, line
         self.place = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.place and self._matches(func, pytree.tree_leaves((args, kwargs))):
-            self.place = users_line(traceback.extract_stack())
+            self.place = self._line(traceback.extract_stack())
         return func(*args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 An export does not tell: code may look at the values of tensors only where nothing traces it, as Hugging Face's looks
 whether a batch holds packed sequences (`transformers.masking_utils`). So the model runs once more, without gradients,
-on meta tensors, which stand for those of a device; the first operator that needs their values ends the run.
+on meta tensors, which stand for those of a device; the first operator that needs their values, which fails, is noted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoplan
+from autoplan.tracing.places import Watch
 from autoplan.user_errors import USERS_ERRORS
 
 _NOT_THE_MODELS = tuple(f"{Path(package.__file__).parent}{os.sep}" for package in (torch, autoplan) if package.__file__)
@@ -36,45 +35,28 @@ _NEEDING_VALUES = frozenset(
 COPIES_TO_HOST = "Cannot copy out of meta tensor"  # what torch says of cpu, tolist and the like
 
 
-class _Waits(BaseException):
-    """Ends the run where it waits, whatever errors the user's code takes care of."""
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.place = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.place and func.overloadpacket in _NEEDING_VALUES and _has_meta((args, kwargs)):
-            self.place = _innermost(traceback.extract_stack())
-            raise _Waits
-        return func(*args, **kwargs)
-
-
 def waiting_place(run: Callable[[], Any]) -> str:
     """`FILE:LINE: TEXT` of what waits first while `run` runs the model on meta tensors; "" where nothing does.
 
     A run that fails for another reason tells nothing: what it would come to, the program notices before it captures.
     """
-    watch = _Watch()
+    watch = Watch(_needs_values, line=_innermost)
     try:
         with torch.no_grad(), watch:
             run()
-    except _Waits:
-        pass
     except USERS_ERRORS as error:
         if COPIES_TO_HOST in str(error):
             return watch.place or _innermost(traceback.extract_tb(error.__traceback__))
     return watch.place
 
 
+def _needs_values(func: Any, leaves: list[Any]) -> bool:
+    return func.overloadpacket in _NEEDING_VALUES and any(
+        isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves
+    )
+
+
 def _innermost(stack: traceback.StackSummary) -> str:
     """`FILE:LINE: TEXT` of the innermost call that is neither torch's nor autoplan's."""
     frames = [own for own in stack if not own.filename.startswith((*_NOT_THE_MODELS, "<"))]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "a module of torch"
-
-
-def _has_meta(values: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(values))
