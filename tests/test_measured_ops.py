@@ -28,8 +28,8 @@ from autoplan.measured_profile.op_times import (
 )
 from autoplan.measured_profile.segment_key import WHOLE, content_key
 from autoplan.measured_profile.segment_times import MeasuredProfile
+from autoplan.measuring_program.copies import without_copies
 from autoplan.measuring_program.ops import ENGINE_MARK, N_PASSES, _by_op, kernels_s, op_times
-from autoplan.measuring_program.program import without_copies
 from autoplan.measuring_program.timing import MIN_ROUNDS, Call, Clock, Round, _ahead, is_held_up
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, Plan, StagePlan

@@ -64,6 +64,7 @@ def chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
         host_forward_s=found.host_forward_s,
         host_backward_s=found.host_backward_s + hosts * (more.host_backward_s - work.host_backward_s),
         weight_backward_s=more.weight_backward_s * fraction_of(found.backward_s, work.backward_s),
+        in_graph=found.in_graph,
     )
 
 

@@ -10,7 +10,8 @@
 Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios.
 What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is
 corrected by what was measured of it as it runs (`analysis.executions`). A program of the user's own classes is
-corrected by what was measured of these, where they could be measured. Bytes are only scaled, never calibrated: they are
+corrected by what was measured of these, where they could be measured. In a CUDA graph passes take as much more or less
+of the device as the measured block did when it was replayed as one. Bytes are only scaled, never calibrated: they are
 counted, not rated. A measured backward pass includes that of the weights, which is taken to be as large a part of it as
 computed. The chunked loss is not measured: what it takes beyond the whole one is scaled as that is. Nor is attention,
 which recomputation may keep: it is taken to be as large a part of a measured forward pass as of the computed one, of
@@ -25,7 +26,7 @@ from statistics import median
 
 from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.kept_attention import KeptAttention
-from autoplan.cost.segment_work import WHOLE_PASS, SegmentWork, fraction_of
+from autoplan.cost.segment_work import AS_IN_STREAM, WHOLE_PASS, PassRatios, SegmentWork, fraction_of
 from autoplan.cost.table import CALIBRATED, MEASURED, SCALED
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
 from autoplan.parallel_plan import Execution
@@ -42,6 +43,7 @@ class _Ratio:
     backward: float
     host_forward: float
     host_backward: float
+    in_graph: PassRatios
     saved: float
     working: float | None
 
@@ -134,8 +136,17 @@ def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
         backward=fraction_of(row.backward_s, computed.backward_s),
         host_forward=fraction_of(row.host_forward_s, computed.host_forward_s),
         host_backward=fraction_of(row.host_backward_s, computed.host_backward_s),
+        in_graph=_in_graph(row),
         saved=fraction_of(row.saved_bytes, computed.saved_bytes),
         working=working,
+    )
+
+
+def _in_graph(row: SegmentTime) -> PassRatios:
+    if row.graph_forward_s is None or row.graph_backward_s is None:
+        return AS_IN_STREAM
+    return PassRatios(
+        fraction_of(row.graph_forward_s, row.forward_s), fraction_of(row.graph_backward_s, row.backward_s)
     )
 
 
@@ -152,6 +163,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
             forward=fraction_of(row.forward_s, work.forward_s),
             host_forward=fraction_of(row.host_forward_s, work.host_forward_s),
         ),
+        in_graph=_in_graph(row),
         saved_bytes=row.saved_bytes,
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
@@ -164,6 +176,7 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         attention=_attention(work, forward=ratio.forward, host_forward=ratio.host_forward),
         host_forward_s=work.host_forward_s * ratio.host_forward,
         host_backward_s=work.host_backward_s * ratio.host_backward,
+        in_graph=ratio.in_graph,
         saved_bytes=round(work.saved_bytes * ratio.saved),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
     )
@@ -173,7 +186,8 @@ def _calibrated(work: SegmentWork, *, of_device: Sequence[_Ratio], of_host: Sequ
     """By the medians of what was measured; where nothing was, as computed."""
     if of_device:
         forward, backward = median(r.forward for r in of_device), median(r.backward for r in of_device)
-        work = _timed(work, forward=forward, backward=backward)
+        in_graph = PassRatios(*(median(ratios) for ratios in zip(*(r.in_graph for r in of_device), strict=True)))
+        work = replace(_timed(work, forward=forward, backward=backward), in_graph=in_graph)
     if not of_host:
         return work
     host_forward = median(r.host_forward for r in of_host)

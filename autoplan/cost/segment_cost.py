@@ -48,6 +48,7 @@ def segment_costs(
         repeats=repeats,
         is_captured=is_captured,
     )
+    work = work.captured() if is_captured else work
     plain = cost_of(work)
     chunked = plain if work.chunked is None or loss == "whole" else cost_of(work.chunked)
     if loss == "chunked":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.kept_tensors import KeptTensor
@@ -74,6 +75,16 @@ class PassParts:
 WHOLE_PASS = PassParts(1.0, 1.0, 1.0, 1.0)
 
 
+class PassRatios(NamedTuple):
+    """Device time of a forward and of a backward pass in a CUDA graph, over that in a stream."""
+
+    forward: float
+    backward: float
+
+
+AS_IN_STREAM = PassRatios(1.0, 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentWork:
     """One segment, one micro-batch, one rank; see `cost.table.SegmentCost` for the fields they share.
@@ -88,6 +99,7 @@ class SegmentWork:
         repeated: how large a part of its forward pass recomputation runs again.
         attention: the fused attention that recomputation may keep; None where there is none.
         chunked: the same with the loss in slices, where it can be; see `cost.chunked_loss`.
+        in_graph: as far as it was measured.
     """
 
     forward_s: float
@@ -109,6 +121,20 @@ class SegmentWork:
     repeated: PassParts
     attention: KeptAttention | None = None
     chunked: SegmentWork | None = None
+    in_graph: PassRatios = AS_IN_STREAM
+
+    def captured(self) -> SegmentWork:
+        """It as a part of a CUDA graph."""
+        forward, backward = self.in_graph
+        attention = self.attention and self.attention.timed(forward=forward, host_forward=1.0)
+        return replace(
+            self,
+            forward_s=self.forward_s * forward,
+            backward_s=self.backward_s * backward,
+            weight_backward_s=self.weight_backward_s * backward,
+            attention=attention,
+            chunked=self.chunked and self.chunked.captured(),
+        )
 
 
 def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -> SegmentWork:

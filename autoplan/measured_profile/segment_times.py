@@ -41,6 +41,7 @@ HOST_BOUND = 0.9
 # The part of the time of the user's own modules, which read better, that generated code must save to be offered.
 WORTH_GENERATING = 0.05
 _TIME_FIELDS = ("forward_s", "backward_s", "host_forward_s", "host_backward_s")
+_GRAPH_FIELDS = ("graph_forward_s", "graph_backward_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class SegmentTime:
         boundary: the layout between segments; "" without tensor parallelism.
         forward_s, backward_s: on the device; communication left out.
         host_forward_s, host_backward_s: what the host takes to launch it.
+        graph_forward_s, graph_backward_s: on the device, replayed as a CUDA graph; None where it was not.
         saved_bytes: distinct tensors that it keeps from forward to backward.
         working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
         execution: how it ran; a segment that runs alike under two of them is measured once, under the first.
@@ -73,6 +75,8 @@ class SegmentTime:
     execution: Execution = Execution()
     is_own: bool = False
     code: str | None = None
+    graph_forward_s: float | None = None
+    graph_backward_s: float | None = None
 
     @property
     def subject(self) -> tuple[object, ...]:
@@ -271,6 +275,10 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
             fits = isinstance(row.get(name), kind) and (kind is str or row[name] > 0)
             _require(f"{where}: {name}", fits, row.get(name), "a text" if kind is str else "a count", "profile again")
         working = row.get("working_bytes")
+        for name in _GRAPH_FIELDS:
+            replayed = row.get(name)
+            fits = replayed is None or _is_amount(replayed)
+            _require(f"{where}: {name}", fits, replayed, "0 or more, or null", "profile again")
         _require(f"{where}: working_bytes", working is None or _is_amount(working), working, "bytes", "profile again")
     if row["what"] == OPS and has_times:
         check_ops(row, where)
@@ -299,4 +307,6 @@ def _segment_time(row: Mapping[str, Any]) -> SegmentTime:
         working_bytes=None if working is None else int(working),
         execution=_execution(row),
         is_own=row.get("module", GENERATED) == OWN,
+        graph_forward_s=row.get("graph_forward_s"),
+        graph_backward_s=row.get("graph_backward_s"),
     )

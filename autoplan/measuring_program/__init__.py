@@ -7,9 +7,10 @@ and nothing else of autoplan; the user's own blocks need what model.py imports.
 
     strides      how what blocks are called with lies in memory
     generated    makes a Call of a generated segment ----+
-    own          makes a Call of a block of model.py ----+--> timing, memory --> program writes one line per result
-                                                                                     of `results`, tells `progress`
+    own          makes a Call of a block of model.py ----+--> timing, replays, memory --> program writes one line per
+                                                                              result of `results`, tells `progress`
 
-values are those that weights have meanwhile, known_values those of inputs that follow from constants; ops has the time
-of each op, optimizer that of its step; stand_ins take the place of torch.distributed.
+timing is that of kernels launched one by one, replays that of a CUDA graph. values are those that weights have
+meanwhile, known_values those of inputs that follow from constants; ops has the time of each op, optimizer that of its
+step; stand_ins take the place of torch.distributed, and copies are theirs, which are taken off.
 """

@@ -24,16 +24,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .copies import copies_s, graph_copies_s, without_copies
 from .generated import Compile, generated_builder
 from .memory import memory_of, n_more_copies
 from .ops import kernels_s, op_times
 from .optimizer import measure_optimizer
 from .own import OwnModel
 from .progress import Progress
+from .replays import graph_times
 from .results import CONTIGUOUS, GENERATED, MEMORY_FORMATS, OPS, OWN, ResultCache, Row, key_of, read_results
 from .stand_ins import collective_names, replace_collectives
 from .strides import StageStrides
-from .timing import RESOLUTION_S, Call, Clock, Round, copies_s, round_times
+from .timing import Call, Clock, Round, round_times
 
 SCHEMA_VERSION = 1
 SECONDS = 1.0
@@ -107,25 +109,22 @@ def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *,
     copies = [call]
     for _ in range(n_more_copies(call, memory, clock)):
         copies.append(build())
-    measured = functools.partial(round_times, Round(copies), clock, functools.partial(kernels_s, clock=clock))
+    run = Round(copies)
+    measured = functools.partial(round_times, run, clock, functools.partial(kernels_s, clock=clock))
     times = measured()
     if _widest(times) > MAX_SPREAD:
         times = min(times, measured(), key=_widest)
     is_noisy = _widest(times) > MAX_SPREAD
-    for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
-        left_s = without_copies(times[f"{way}_s"], copies_s(copied, clock))
-        if left_s is None:
-            is_noisy = True
-        else:
-            times[f"{way}_s"] = left_s
     launches_s.append(clock.launch_s())
+    times |= graph_times(run, clock)
+    for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
+        for name, seconds in ((f"{way}_s", copies_s(copied, clock)), (f"graph_{way}_s", graph_copies_s(copied, clock))):
+            if name in times and (left_s := without_copies(times[name], seconds)) is not None:
+                times[name] = left_s
+            elif name in times:
+                is_noisy = True
     status = "noisy" if is_noisy else "measured"
     return {"status": status, **times, **memory, "launch_s": statistics.mean(launches_s)}
-
-
-def without_copies(whole_s: float, copied_s: float) -> float | None:
-    """The time of a pass less that of its copies; None where these took longer than all of it, so one is wrong."""
-    return max(0.0, whole_s - copied_s) if copied_s < whole_s + RESOLUTION_S else None
 
 
 def _widest(times: dict[str, float]) -> float:

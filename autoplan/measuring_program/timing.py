@@ -261,24 +261,3 @@ def _spread(rounds: list[Pair], way: int) -> float:
     cut = len(values) // 10 + 1
     middle, median_s = values[cut:-cut] or values, statistics.median(values)
     return (middle[-1] - middle[0]) / median_s if median_s > RESOLUTION_S else 0.0
-
-
-def copies_s(seen: list[Any], clock: Clock) -> float:
-    """Time of the copies that stood in for the collectives of one pass."""
-    if not seen:
-        return 0.0
-    pairs = []
-    for target, source, dtype in seen:
-        whole = torch.zeros(target, dtype=dtype, device=clock.device)
-        pairs.append((whole, torch.zeros(source, dtype=dtype, device=clock.device)))
-    found, ahead_s = [], 0.0
-    for _ in range(2 + MIN_ROUNDS):  # the first warms up, the second tells how far the host must be ahead
-        clock.wait()
-        clock.hold(ahead_s)
-        started_s, start = time.perf_counter(), clock.mark()
-        for whole, part in pairs:
-            whole.copy_(part)
-        found.append((start, clock.mark()))
-        ahead_s = HEAD_START * (time.perf_counter() - started_s)
-    clock.wait()
-    return statistics.median(clock.between_s(a, b) for a, b in found[2:])

@@ -147,7 +147,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             # The threads of NCCL and of a data loader may go on meanwhile.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"), _hidden_capture():
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"), hidden_capture():
                 self._loss = self._passes(self._batch)
         except Exception as error:
             error.add_note(
@@ -192,7 +192,7 @@ def _described(batch: Any) -> Any:
     return shapes, map_tensors(lambda _: None, batch)
 
 
-def _hidden_capture() -> AbstractContextManager[Any]:
+def hidden_capture() -> AbstractContextManager[Any]:
     """Tell models no that ask whether they are captured, so as not to wait: they did not in the steps before.
 
     Else those of Hugging Face make masks where they made none, and attention is two to three times slower with them.

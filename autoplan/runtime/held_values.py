@@ -7,14 +7,19 @@ thing is the same object as before, which takes a tenth of the time of describin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, starmap
+from operator import attrgetter, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 MAX_DEPTH = 2  # of lists and dicts that modules hold
-_ABSENT = object()  # `[]` would let a `defaultdict` make what is absent
+_ABSENT = object()  # None may be what was there
+_IS_TRAINED = attrgetter("requires_grad")
+_OF_THIS_RANK = attrgetter("_local_tensor")  # `to_local` would make a view
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _DESCRIBED = (torch.Tensor, int, float, str, dict, list, tuple, type(None), nn.Module)  # None: until there is something
 
@@ -45,37 +50,33 @@ class Watched:
         return changes
 
     def _look_again(self) -> None:
-        containers = list(_containers(self._root))
-        self._sizes = [(container, len(container)) for container in containers]
-        self._of_dicts = [
-            (container, key, value)
-            for container in containers
-            if isinstance(container, dict)
-            for key, value in container.items()
-            if isinstance(value, _DESCRIBED) and key not in _OF_TORCH
-        ]
-        self._of_lists = [
-            (container, index, value)
-            for container in containers
-            if not isinstance(container, dict)
-            for index, value in enumerate(container)
-            if isinstance(value, _DESCRIBED)
-        ]
-        items = (*self._of_dicts, *self._of_lists)
-        self._tensors = [value for _, _, value in items if isinstance(value, torch.Tensor)]
+        self._containers = list(_containers(self._root))
+        self._sizes = list(map(len, self._containers))
+        dicts = [one for one in self._containers if isinstance(one, dict)]
+        lists = [one for one in self._containers if not isinstance(one, dict)]
+        self._of_dicts = [(d, key, _ABSENT) for d in dicts for key, value in d.items() if _is_watched(key, value)]
+        self._of_lists = [(one, index) for one in lists for index, value in enumerate(one) if _is_watched(None, value)]
+        self._values = list(self._values_now())
+        tensors = [value for value in (*self._values, *self._parameters) if isinstance(value, torch.Tensor)]
+        self._strided = [t for t in tensors if not isinstance(t, DTensor) and t.layout == torch.strided]
+        self._sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         self._places = self._places_now()
 
     def _is_as_before(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():  # else asking a sharded parameter takes longer than all the rest
             return (
-                all(len(container) == size for container, size in self._sizes)
-                and all(container.get(key, _ABSENT) is value for container, key, value in self._of_dicts)
-                and all(container[index] is value for container, index, value in self._of_lists)
+                list(map(len, self._containers)) == self._sizes
+                and all(map(is_, self._values_now(), self._values))
                 and self._places_now() == self._places
             )
 
+    def _values_now(self) -> Iterator[Any]:
+        """What lies where something was described: no loop of Python's, as the device waits for it in every step."""
+        return chain(starmap(dict.get, self._of_dicts), starmap(getitem, self._of_lists))
+
     def _places_now(self) -> list[Any]:
-        return [*map(_address, self._tensors), *map(_place, self._parameters)]
+        tensors = chain(self._strided, map(_OF_THIS_RANK, self._sharded))
+        return [*map(torch.Tensor.data_ptr, tensors), *map(_IS_TRAINED, self._parameters)]
 
     def _described(self) -> dict[str, Any]:
         places: dict[str, list[Any]] = {}  # several of a name: copies of a tied weight, in stages of one rank
@@ -90,8 +91,12 @@ def _place(parameter: nn.Parameter) -> tuple[int, bool]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    own = getattr(tensor, "_local_tensor", tensor)  # of a sharded one; `to_local` would make a view
+    own = _OF_THIS_RANK(tensor) if isinstance(tensor, DTensor) else tensor
     return own.data_ptr() if own.layout == torch.strided else 0
+
+
+def _is_watched(key: Any, value: Any) -> bool:
+    return isinstance(value, _DESCRIBED) and key not in _OF_TORCH
 
 
 def _containers(root: nn.Module) -> Iterator[Any]:
