@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.between import Exchange
+from autoplan.cost.captured import ADDRESSES_S
 from autoplan.cost.collective_time import Group
 from autoplan.cost.grad_compression import (
     NO_COMPRESSION,
@@ -46,6 +47,9 @@ N_ADAM_STATES = 2
 # Element-wise ops on tensors of two dtypes / of one. 1.5 billion bf16 gradients added to float32 ones take 6.2 ms on an
 # H200: 2.4 TB/s against 4.2 (benchmarks/results/step_kernels_h200_2026-11-21.txt, llama-1b).
 MIXED_FRACTION = 0.57
+# What such an op takes at least: additions to the gradients of biases of ViT-L, of 1024 elements, 2.8 to 3.4 us, and
+# 0.4 us to the next one (H100, benchmarks/results/graph_kernels_h100_x2_2026-11-26.txt).
+MIXED_KERNEL_S = 3.4e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,7 @@ class ParameterCost:
         host_first_s: besides, in the first forward pass of a step.
         host_last_s: besides, in the last backward pass of a step; the device is still busy with it afterwards.
         host_optimizer_s: after that; also while the device is still busy.
+        waits_forward_s, waits_backward_s, waits_once_s: of the device in a CUDA graph, in every pass and once per step.
     """
 
     accumulate_s: float
@@ -147,6 +152,9 @@ class ParameterCost:
     host_first_s: float
     host_last_s: float
     host_optimizer_s: float
+    waits_forward_s: float
+    waits_backward_s: float
+    waits_once_s: float
     replicas_s: float
 
 
@@ -172,14 +180,18 @@ def parameter_cost(
     pack_s = packed_bytes * n_elements / (pack_fraction * bandwidth) if is_wrapped else 0.0
     casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
+    if is_wrapped and degree == 1:  # cast and copied one by one
+        unpack_s = max(unpack_s, 2 * n_tensors * context.device.kernel_s)
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
     reduction = _reduction(context, matrices, placement)
     once_s = reduction.once_s + (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
     hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_group=is_group)
     reduce_s += reduction.host_s
     backward_gather_s = gather_s if gathers_often and not is_kept else 0.0
+    addresses_s = ADDRESSES_S if is_wrapped and is_group and n_tensors else 0.0
+    n_backward = (gathers_often and not is_kept) + reduces_often
     return ParameterCost(
-        accumulate_s=_accumulated_bytes(element, n_elements, placement) / bandwidth,
+        accumulate_s=sum(_accumulate_s(context.device, element, n * m, placement) for n, m in matrices),
         unpack_s=unpack_s if gathers_often else 0.0,
         pack_s=pack_s if reduces_often else 0.0,
         gather_s=context.collective_s("all_gather", element.gathered * n_elements, placement.shard),
@@ -199,18 +211,24 @@ def parameter_cost(
         host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
         host_last_s=reduce_s if is_wrapped and not reduces_often else 0.0,
         host_optimizer_s=step_s if is_wrapped else 0.0,
+        waits_forward_s=addresses_s if gathers_often else 0.0,
+        waits_backward_s=addresses_s * n_backward,
+        waits_once_s=addresses_s * ((not gathers_often) + (not reduces_often)),
         replicas_s=reduction.replicas_s if reduces_often else 0.0,
     )
 
 
-def _accumulated_bytes(element: ElementBytes, n_elements: int, placement: Placement) -> float:
-    """Moved at the rate of a copy to add the gradients of a micro-batch, whole or reduced ones, to those before it."""
+def _accumulate_s(device: Device, element: ElementBytes, n_elements: int, placement: Placement) -> float:
+    """To add the gradient of a micro-batch, whole or reduced, to that of those before it; one kernel a tensor."""
     if not placement.repeats:
         return 0.0
     if not placement.accumulates:
-        return 3 * element.reduced * n_elements / placement.shard.n_devices
-    fraction = MIXED_FRACTION if element.gathered < element.reduced else 1.0
-    return (element.gathered + 2 * element.reduced) * n_elements / fraction
+        n_bytes = 3 * element.reduced * n_elements / placement.shard.n_devices
+        return max(device.kernel_s, n_bytes / device.copy_bytes_per_s)
+    n_bytes = (element.gathered + 2 * element.reduced) * n_elements
+    if element.gathered == element.reduced:
+        return max(device.kernel_s, n_bytes / device.copy_bytes_per_s)
+    return max(MIXED_KERNEL_S, n_bytes / (MIXED_FRACTION * device.copy_bytes_per_s))
 
 
 def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[float, float, float, float]:

@@ -31,6 +31,7 @@ from autoplan.cost.boundaries import (
     tied_elements,
     tied_weight_bytes,
 )
+from autoplan.cost.captured import start_s
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
@@ -144,7 +145,8 @@ def make_pricer(
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
             overlap_slowdown=hardware.overlap_slowdown,
-            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes),
+            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes)
+            + (start_s(hardware.device, n_devices=mesh.n_devices) if mesh.cuda_graph else 0.0),
             reserved_fixed_bytes=outside_allocator_bytes(
                 mesh,
                 has_tied_weights=bool(tied),

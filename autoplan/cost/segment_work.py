@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from autoplan.cost.captured import COLLECTIVE_WAIT_S
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.kept_tensors import KeptTensor
 from autoplan.cost.local_segment import LocalOp, LocalSegment
@@ -92,6 +93,7 @@ class SegmentWork:
     Attributes:
         host_forward_s, host_backward_s: what the host takes to launch it, without collectives.
         collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
+        n_collectives_forward, n_collectives_backward: how many these are.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
@@ -122,6 +124,8 @@ class SegmentWork:
     attention: KeptAttention | None = None
     chunked: SegmentWork | None = None
     in_graph: PassRatios = AS_IN_STREAM
+    n_collectives_forward: int = 0
+    n_collectives_backward: int = 0
 
     def captured(self) -> SegmentWork:
         """It as a part of a CUDA graph."""
@@ -132,6 +136,8 @@ class SegmentWork:
             forward_s=self.forward_s * forward,
             backward_s=self.backward_s * backward,
             weight_backward_s=self.weight_backward_s * backward,
+            tp_forward_s=self.tp_forward_s + self.n_collectives_forward * COLLECTIVE_WAIT_S,
+            tp_backward_s=self.tp_backward_s + self.n_collectives_backward * COLLECTIVE_WAIT_S,
             attention=attention,
             chunked=self.chunked and self.chunked.captured(),
         )
@@ -145,6 +151,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
     item_bytes = element_bytes(context.precision).gathered
     forward = _forward_pass(context, segment, times, batch_size)
+    n_collectives_backward = _n_collectives(segment, "backward")
     return SegmentWork(
         forward_s=forward.device + cast_s,
         backward_s=sum(t.backward_s for t in times)
@@ -154,7 +161,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         host_forward_s=forward.host,
         host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
         collectives_forward_s=forward.collectives,
-        collectives_backward_s=context.device.collective_launch_s * _n_collectives(segment, "backward"),
+        collectives_backward_s=context.device.collective_launch_s * n_collectives_backward,
         tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(context, segment, batch_size),
@@ -167,6 +174,8 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         n_kept_tensors=segment.n_kept_tensors,
         repeated=_forward_pass(context, repeated_part(segment), times, batch_size).fraction_of(forward),
         attention=kept_attention(context, segment, dict(enumerate(times)), batch_size),
+        n_collectives_forward=_n_collectives(segment, "forward"),
+        n_collectives_backward=n_collectives_backward,
     )
 
 

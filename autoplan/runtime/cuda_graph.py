@@ -48,7 +48,7 @@ class StepGraph:
 
     Args:
         root: what the passes run.
-        passes: from a batch on the device to the loss; leaves gradients in `parameters`, which have none before.
+        passes: from a batch on the device to the loss; leaves gradients in `parameters`.
         parameters: all that are trained on this rank, with their names.
         group: all ranks, over host memory; None for one.
     """
@@ -72,14 +72,20 @@ class StepGraph:
         self._loss = torch.zeros((), device=device)
         self._gradients: list[torch.Tensor | None] = []
         self._watched: Watched | None = None
+        self._seen: list[str] | None = None  # changes that were found ahead
 
     def run(self, batch: Any) -> torch.Tensor:
-        """The loss of a step, whose gradients are then in the parameters; all ranks must call it in the same steps."""
+        """The loss of a step, whose gradients are then in the parameters, and no others; all ranks must call it in the
+        same steps.
+        """
+        if self._graph is not None and self._is_replayed(batch):
+            return self._replay(batch)
+        for _, parameter in self._parameters:
+            parameter.grad = None
         if self._may_capture and self._n_as_they_come >= N_STEPS_BEFORE - 1 and self._graph is None:
             if self._largest(not _is_like(batch, self._noticed)):
                 return self._run_noticing(batch)
             self._capture(batch)
-        if self._graph is not None and self._is_replayed(batch):
             return self._replay(batch)
         self._n_as_they_come += 1
         with self._on_own_stream():
@@ -95,6 +101,15 @@ class StepGraph:
             self._say("not captured", missed)
         return loss
 
+    def look_ahead(self) -> None:
+        """Look for changes now, while the device is busy, and not in the next step, before which it waits for that."""
+        if self._watched is not None:
+            self._seen = self._watched.changes()
+
+    def look_again(self) -> None:
+        """Whatever was found ahead, something may have changed since."""
+        self._seen = None
+
     def release(self) -> None:
         """Forget the graph: the communicators that it holds cannot end before. Its memory is given back."""
         self._graph = self._batch = self._watched = None
@@ -103,7 +118,8 @@ class StepGraph:
     def _is_replayed(self, batch: Any) -> bool:
         """Whether this step is; asked of all ranks: NCCL wants a collective captured on each of them, or on none."""
         assert self._watched is not None
-        changes = self._watched.changes()
+        changes = self._watched.changes() if self._seen is None else self._seen
+        self._seen = None
         found = CHANGED if changes else AS_CAPTURED if _is_like(batch, self._noticed) else OTHER_SHAPES
         found = self._largest(found)
         if found == CHANGED:

@@ -112,7 +112,8 @@ def _containers(root: nn.Module) -> Iterator[Any]:
 
 def _inner_containers(value: Any, *, depth: int) -> Iterator[Any]:
     if depth and isinstance(value, dict | list | tuple):
-        yield value
+        if not isinstance(value, tuple) or not all(isinstance(item, int | float | str) for item in value):
+            yield value  # a tuple of numbers stays what it is
         for item in value.values() if isinstance(value, dict) else value:
             yield from _inner_containers(item, depth=depth - 1)
 

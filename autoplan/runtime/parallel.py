@@ -72,6 +72,8 @@ class ParallelModel(nn.Module):
         compressed: what compressed reductions of each stage remember.
         n_steps: optimizer steps taken, in this run and those that it resumed.
         is_told_to_stop: set it on any rank, and `stops` is true on all of them after the next step.
+        is_left_alone: whether nothing changes modules between steps but `evaluate`, so that a CUDA graph can be checked
+            against them while the device is busy.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ParallelModel(nn.Module):
         self.whole, self.compressed = WholeTensors({}, {}), list[PowerSGD | None]()
         self.n_steps = 0
         self.is_told_to_stop, self._n_told = False, torch.zeros(())
+        self.is_left_alone = False
         self._copied = list[torch.cuda.Event]()
         self._max_grad_norm = max_grad_norm
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
@@ -154,8 +157,9 @@ class ParallelModel(nn.Module):
         `config.ignored_target`, the mean over all targets of the global batch that count. Gradients stay readable until
         the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
         """
-        self.optimizer.zero_grad(set_to_none=True)
-        if self._graph is not None:  # what a forward pass by itself gathered, a replay would take for gathered now
+        if self._graph is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:  # what a forward pass by itself gathered, a replay would take for gathered now
             self._free_gathered_parameters()
         passes = self._passes if self._graph is None else self._graph.run
         local_loss = passes(map_tensors(self._to_device, batch))
@@ -171,6 +175,8 @@ class ParallelModel(nn.Module):
                 self.wait_for_copies()
                 with self._checked(sums, own):
                     self.optimizer.step()
+                    if self.is_left_alone and self._graph is not None:
+                        self._graph.look_ahead()
                 if self.scheduler is not None:
                     step_scheduler(self.scheduler, loss)
         self.n_steps += 1
@@ -235,6 +241,8 @@ class ParallelModel(nn.Module):
                 losses = [self._loss(self._outputs(inputs), targets) for inputs, targets in batches]
                 local_loss = torch.stack(losses).sum() / self._mean_divisor
         self.stages.train()
+        if self._graph is not None:
+            self._graph.look_again()
         self._free_gathered_parameters()
         loss = self._share(local_loss)
         if self.config.n_ranks > 1:

@@ -52,6 +52,7 @@ def train_steps(
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()
+    model.is_left_alone = True
     try:
         for step in range(model.n_steps, n_steps):
             if step % STEPS_PER_COLLECTION == 0:
@@ -64,6 +65,7 @@ def train_steps(
             yield replace(record, is_profiled=is_profiled)
     finally:
         gc.enable()
+        model.is_left_alone = False
         data.close()
 
 
