@@ -42,6 +42,10 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     multicast_all_reduce_bus_rate = {...}     -    all-reduce in the switch (NVLS); leave out where multicast is off
     [host_link.all_reduce_bus_rate_of_group]  -    smaller groups, where measured
     2 = {...}
+    [host_link.times]                         -    of collectives in a host, measured; other sizes lie between them,
+    source = "..."                                 other groups follow the figures above
+    all_gather.2 = { "64 KiB" = "9 us", ... }      by kind and group: size of the full tensor and time; also all_reduce,
+                                                   reduce_scatter, all_to_all, and send.2
 
     [network.my_fabric]                       -    beside those of shared.toml
     kind = "infiniband"

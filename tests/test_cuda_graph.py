@@ -81,7 +81,7 @@ def _solved(model: Path, *fix: tuple[str, str], global_batch: int = 64, **overri
 def test_a_small_model_waits_for_the_host_and_its_plan_has_a_graph() -> None:
     found, without = _solved(EXAMPLES / "gpt.py"), _solved(EXAMPLES / "gpt.py", ("cuda_graph", "off"))
     assert found.best.plan.mesh.cuda_graph
-    assert found.best.estimate.breakdown.launch_s == 0.0
+    assert found.best.estimate.breakdown.launch_s < 0.01 * found.best.estimate.step_s  # for the optimizer
     assert not without.best.plan.mesh.cuda_graph
     assert without.best.estimate.breakdown.launch_s > 0.5 * without.best.estimate.step_s
     assert "all of them with their passes as a CUDA graph" in plan_table(found)
@@ -412,7 +412,6 @@ def test_the_third_step_is_captured_and_later_ones_are_replayed(
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
     graph, n_passes = step_graph(model)
     for _ in range(5):
-        model.zero_grad(set_to_none=True)
         graph.run(batch_of(2))
     recorded = graph._graph
     assert len(n_passes) == 3 and recorded.n_replays == 3 and model[0].weight.grad is not None
@@ -432,6 +431,48 @@ def test_the_third_step_is_captured_and_later_ones_are_replayed(
     assert len(n_passes) == 8 and recorded.n_replays == 5
     assert capsys.readouterr().err.count("given up, so steps take longer than planned: 1.p changes") == 1
     assert graph._graph is graph._batch is graph._watched is None and graph._gradients == []
+
+
+def test_gradients_are_those_of_one_step_however_it_runs(on_a_cpu: None) -> None:
+    model = nn.Linear(4, 1)
+    graph, _ = step_graph(model)
+    found = []
+    for n in (2, 2, 2, 2, 3, 2):  # two as they come, the capture, a replay, one of another shape, a replay
+        graph.run(batch_of(n))
+        found.append(model.bias.grad)
+    assert [float(gradient) for gradient in found[:2] + found[4:5]] == [2.0, 2.0, 3.0]
+    assert found[2] is found[3] is found[5]  # where the capture put them
+
+
+def test_changes_that_were_looked_for_ahead_are_not_looked_for_again(
+    on_a_cpu: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    graph, _ = step_graph(model)
+    graph.look_ahead()  # there is no graph yet
+    for _ in range(3):
+        graph.run(batch_of(2))
+    recorded = graph._graph
+    graph.look_ahead()
+    model[1].p = 0.5
+    graph.run(batch_of(2))
+    assert recorded.n_replays == 2 and not capsys.readouterr().err
+    graph.look_ahead()
+    graph.run(batch_of(2))
+    assert recorded.n_replays == 2 and "1.p changes" in capsys.readouterr().err
+
+
+def test_after_an_evaluation_changes_are_looked_for_again(on_a_cpu: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    graph, _ = step_graph(model)
+    for _ in range(3):
+        graph.run(batch_of(2))
+    recorded = graph._graph
+    graph.look_ahead()
+    model[1].p = 0.5
+    graph.look_again()
+    graph.run(batch_of(2))
+    assert recorded.n_replays == 1 and graph._graph is None
 
 
 def test_a_batch_of_another_shape_puts_the_capture_off(on_a_cpu: None) -> None:

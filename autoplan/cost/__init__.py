@@ -1,6 +1,6 @@
 """Cost: what a plan takes, from ops and links to one table of numbers per mesh.
 
-op_time, collective_time, launch, batch           one op, one collective, the host, a copy
+op_time, collective_time, launch, batch, waits    one op, one collective, the host, a copy, what lies between
 local_segment -> segment_work -> segment_cost     one kind of segment: its ops, their sum, with parameters and again
 kept_tensors                                      what autograd keeps of a segment
 measured, chunked_loss, kept_attention, grad_compression    what changes the work

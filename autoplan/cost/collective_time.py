@@ -2,6 +2,9 @@
 
     collective_s = min over COLLECTIVES of  n_steps x latency + (bytes through a link + half_rate) / achieved rate
 
+Groups inside a host whose collectives were measured take what was measured (`LinkTier.timed`): between two sizes time
+grows in proportion, below the smallest it stays, beyond the largest it goes on growing.
+
 The last term is `Link.transfer_s`: the bus bandwidth rises with size, is half the achieved rate at `half_rate_bytes`
 and approaches it for large tensors. The algorithms are the files of `cost_models/` (`COLLECTIVES`); `route_of`
 prepares what they need, once per group.
@@ -23,6 +26,7 @@ axes, and ranks that the scheduler does not place in order.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +38,7 @@ from autoplan.errors import InputError
 from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.registry import load_table
 
+Times = tuple[tuple[int, float], ...]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
@@ -120,11 +125,13 @@ class Route:
     Attributes:
         levels: the tiers it crosses, from the innermost outwards; the host's only where a host has several members.
         multicast: what an all-reduce inside the switch achieves; None unless the group fills a host that can.
+        timed: what was measured of this group: per kind, (bytes, seconds) in ascending order.
     """
 
     n_devices: int
     levels: tuple[Level, ...]
     multicast: Link | None = None
+    timed: tuple[tuple[str, Times], ...] = ()
 
     def beyond_innermost(self) -> Route:
         """The route of a group with one member in each domain of the innermost level."""
@@ -139,6 +146,16 @@ class Route:
 
 
 Algorithm = Callable[[float, Route], float | None]
+
+
+def measured_s(size_bytes: float, times: Times) -> float:
+    """The time of a size among those that were measured."""
+    sizes = [size for size, _ in times]
+    if size_bytes <= sizes[0] or len(times) == 1:
+        return times[0][1] * max(1.0, size_bytes / sizes[0])
+    after = min(bisect_left(sizes, size_bytes), len(sizes) - 1)
+    (size, seconds), (larger, more_s) = times[after - 1], times[after]
+    return seconds + (more_s - seconds) * (size_bytes - size) / (larger - size)
 
 
 def axis_group(hardware: HardwareProfile, *, size: int, stride: int, n_devices: int | None = None) -> Group:
@@ -207,11 +224,14 @@ def collective_s(kind: str, size_bytes: float, *, group: Group, hardware: Hardwa
 
 
 def route_s(kind: str, size_bytes: float, route: Route) -> float:
-    """Time of one collective on this route, by its cheapest algorithm; see `collective_s`."""
+    """Time of one collective on this route, as measured or by its cheapest algorithm; see `collective_s`."""
     if route.n_devices == 1 or size_bytes == 0:
         return 0.0
-    times = [algorithm(size_bytes, route) for algorithm in _algorithms()[kind]]
-    return min(seconds for seconds in times if seconds is not None)
+    times = dict(route.timed).get(kind)
+    if times is not None:
+        return measured_s(size_bytes, times)
+    ways_s = [algorithm(size_bytes, route) for algorithm in _algorithms()[kind]]
+    return min(seconds for seconds in ways_s if seconds is not None)
 
 
 def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile) -> float:
@@ -222,7 +242,11 @@ def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile) -> floa
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
-    link = route_of(pair, hardware).levels[-1].link
+    route = route_of(pair, hardware)
+    times = dict(route.timed).get("send")
+    if times is not None:
+        return measured_s(size_bytes, times)
+    link = route.levels[-1].link
     return link.latency_s + link.transfer_s(size_bytes, "send")
 
 
@@ -254,7 +278,9 @@ def route_of(group: Group, hardware: HardwareProfile) -> Route:
     host, *crossed = zip((hardware.host_link, *networks), below, within, strict=False)
     levels = [_level(*host, is_host=True)] if n_per_host > 1 else []
     levels += [_level(*tier, is_host=False) for tier in crossed if tier[1].n_domains > tier[2].n_domains]
-    return Route(group.n_devices, tuple(levels), _multicast(hardware.host_link, group))
+    inside = hardware.host_link.timed if hardware.host_link is not None and n_hosts == 1 else ()
+    timed = tuple((own.kind, own.times) for own in inside if own.n_devices == group.n_devices)
+    return Route(group.n_devices, tuple(levels), _multicast(hardware.host_link, group), timed)
 
 
 def route_in_host(n_devices: int, link: Link, *, multicast: Link | None = None) -> Route:

@@ -10,8 +10,8 @@
 Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios.
 What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is
 corrected by what was measured of it as it runs (`analysis.executions`). A program of the user's own classes is
-corrected by what was measured of these, where they could be measured. In a CUDA graph passes take as much more or less
-of the device as the measured block did when it was replayed as one. Bytes are only scaled, never calibrated: they are
+corrected by what was measured of these, where they could be measured. In a CUDA graph passes take as much less of the
+device as the measured block did when it was replayed as one. Bytes are only scaled, never calibrated: they are
 counted, not rated. A measured backward pass includes that of the weights, which is taken to be as large a part of it as
 computed. The chunked loss is not measured: what it takes beyond the whole one is scaled as that is. Nor is attention,
 which recomputation may keep: it is taken to be as large a part of a measured forward pass as of the computed one, of
@@ -145,9 +145,8 @@ def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
 def _in_graph(row: SegmentTime) -> PassRatios:
     if row.graph_forward_s is None or row.graph_backward_s is None:
         return AS_IN_STREAM
-    return PassRatios(
-        fraction_of(row.graph_forward_s, row.forward_s), fraction_of(row.graph_backward_s, row.backward_s)
-    )
+    ratios = fraction_of(row.graph_forward_s, row.forward_s), fraction_of(row.graph_backward_s, row.backward_s)
+    return PassRatios(*(min(1.0, ratio) for ratio in ratios))
 
 
 def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:

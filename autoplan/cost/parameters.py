@@ -31,7 +31,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoplan.cost.between import Exchange
-from autoplan.cost.captured import ADDRESSES_S
 from autoplan.cost.collective_time import Group
 from autoplan.cost.grad_compression import (
     NO_COMPRESSION,
@@ -41,6 +40,7 @@ from autoplan.cost.grad_compression import (
     narrow_reduction,
     power_sgd_reduction,
 )
+from autoplan.cost.waits import ADDRESSES_S
 from autoplan.hardware import Device, ShardingHost
 
 N_ADAM_STATES = 2
@@ -131,7 +131,6 @@ class ParameterCost:
         host_first_s: besides, in the first forward pass of a step.
         host_last_s: besides, in the last backward pass of a step; the device is still busy with it afterwards.
         host_optimizer_s: after that; also while the device is still busy.
-        waits_forward_s, waits_backward_s, waits_once_s: of the device in a CUDA graph, in every pass and once per step.
     """
 
     accumulate_s: float
@@ -152,9 +151,6 @@ class ParameterCost:
     host_first_s: float
     host_last_s: float
     host_optimizer_s: float
-    waits_forward_s: float
-    waits_backward_s: float
-    waits_once_s: float
     replicas_s: float
 
 
@@ -182,14 +178,15 @@ def parameter_cost(
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     if is_wrapped and degree == 1:  # cast and copied one by one
         unpack_s = max(unpack_s, 2 * n_tensors * context.device.kernel_s)
+    if is_wrapped and is_group and n_tensors:
+        unpack_s += ADDRESSES_S if degree > 1 else 0.0
+        pack_s += ADDRESSES_S
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
     reduction = _reduction(context, matrices, placement)
     once_s = reduction.once_s + (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
     hooks_s, gather_s, reduce_s, step_s = _host_s(context.device.sharding, n_tensors, is_group=is_group)
     reduce_s += reduction.host_s
     backward_gather_s = gather_s if gathers_often and not is_kept else 0.0
-    addresses_s = ADDRESSES_S if is_wrapped and is_group and n_tensors else 0.0
-    n_backward = (gathers_often and not is_kept) + reduces_often
     return ParameterCost(
         accumulate_s=sum(_accumulate_s(context.device, element, n * m, placement) for n, m in matrices),
         unpack_s=unpack_s if gathers_often else 0.0,
@@ -211,9 +208,6 @@ def parameter_cost(
         host_first_s=gather_s if is_wrapped and not gathers_often else 0.0,
         host_last_s=reduce_s if is_wrapped and not reduces_often else 0.0,
         host_optimizer_s=step_s if is_wrapped else 0.0,
-        waits_forward_s=addresses_s if gathers_often else 0.0,
-        waits_backward_s=addresses_s * n_backward,
-        waits_once_s=addresses_s * ((not gathers_often) + (not reduces_often)),
         replicas_s=reduction.replicas_s if reduces_often else 0.0,
     )
 

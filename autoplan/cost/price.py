@@ -31,7 +31,6 @@ from autoplan.cost.boundaries import (
     tied_elements,
     tied_weight_bytes,
 )
-from autoplan.cost.captured import start_s
 from autoplan.cost.collective_time import Group, axis_group, collective_s, pair_group
 from autoplan.cost.grad_compression import NO_COMPRESSION, Compression, Matrix
 from autoplan.cost.local_segment import LocalSegment
@@ -46,6 +45,7 @@ from autoplan.cost.parameters import (
 from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_cost import segment_costs
 from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.cost.waits import start_s
 from autoplan.cost.work_context import ContextOf, work_contexts
 from autoplan.cost.works import Run, Shardings, Works, make_works_pricer
 from autoplan.graph import DTYPE_BYTES, OpGraph
@@ -120,7 +120,8 @@ def make_pricer(
         found = local(mesh.tp, mesh.sharding)
         shared_bytes = _shared_bytes([found[kind] for kind in kinds], mesh, precision=precision)
         return (
-            collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
+            start_s(hardware.device, n_devices=mesh.n_devices)
+            + collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages)
             + contexts(mesh.tp).tp_collective_s("all_reduce", shared_bytes)
         )
@@ -145,8 +146,7 @@ def make_pricer(
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
             overlap_slowdown=hardware.overlap_slowdown,
-            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes)
-            + (start_s(hardware.device, n_devices=mesh.n_devices) if mesh.cuda_graph else 0.0),
+            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes),
             reserved_fixed_bytes=outside_allocator_bytes(
                 mesh,
                 has_tied_weights=bool(tied),

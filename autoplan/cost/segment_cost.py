@@ -89,12 +89,8 @@ def _plain_cost(
         work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
     )
     first_s, last_s = parameters.host_first_s, parameters.host_last_s
-    optimizer_s = parameters.optimizer_s
     if is_captured:
         host, first_s, last_s = PassSeconds(0.0, 0.0), 0.0, 0.0
-        forward_s += parameters.waits_forward_s
-        backward_s += parameters.waits_backward_s
-        optimizer_s += parameters.waits_once_s
     device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
     added = launch(
         host,
@@ -114,7 +110,7 @@ def _plain_cost(
         tp_backward_s=work.tp_backward_s,
         gather_s=parameters.gather_s,
         reduce_s=parameters.reduce_s,
-        optimizer_s=optimizer_s + added.once_s,
+        optimizer_s=parameters.optimizer_s + added.once_s,
         state_bytes=parameters.state_bytes + fixed_bytes,
         gathered_bytes=parameters.gathered_bytes,
         gradient_bytes=parameters.gradient_bytes,

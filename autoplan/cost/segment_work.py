@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autoplan.cost.captured import COLLECTIVE_WAIT_S
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
 from autoplan.cost.kept_tensors import KeptTensor
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
+from autoplan.cost.waits import COLLECTIVE_WAIT_S
 from autoplan.cost.work_context import WorkContext
 from autoplan.hardware import Device
 from autoplan.layout import Conversion
@@ -77,7 +77,7 @@ WHOLE_PASS = PassParts(1.0, 1.0, 1.0, 1.0)
 
 
 class PassRatios(NamedTuple):
-    """Device time of a forward and of a backward pass in a CUDA graph, over that in a stream."""
+    """Device time of a forward and of a backward pass in a CUDA graph, over that in a stream; at most 1."""
 
     forward: float
     backward: float
@@ -93,7 +93,6 @@ class SegmentWork:
     Attributes:
         host_forward_s, host_backward_s: what the host takes to launch it, without collectives.
         collectives_forward_s, collectives_backward_s: what the host takes to start its collectives.
-        n_collectives_forward, n_collectives_backward: how many these are.
         input_bytes: what recomputation keeps: its inputs that carry a gradient.
         weight_bytes: gradients of its weights as they are computed.
         n_weight_ops, weight_backward_s, pending_bytes: see `weight_gradients`.
@@ -124,8 +123,6 @@ class SegmentWork:
     attention: KeptAttention | None = None
     chunked: SegmentWork | None = None
     in_graph: PassRatios = AS_IN_STREAM
-    n_collectives_forward: int = 0
-    n_collectives_backward: int = 0
 
     def captured(self) -> SegmentWork:
         """It as a part of a CUDA graph."""
@@ -136,8 +133,6 @@ class SegmentWork:
             forward_s=self.forward_s * forward,
             backward_s=self.backward_s * backward,
             weight_backward_s=self.weight_backward_s * backward,
-            tp_forward_s=self.tp_forward_s + self.n_collectives_forward * COLLECTIVE_WAIT_S,
-            tp_backward_s=self.tp_backward_s + self.n_collectives_backward * COLLECTIVE_WAIT_S,
             attention=attention,
             chunked=self.chunked and self.chunked.captured(),
         )
@@ -151,7 +146,6 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
     item_bytes = element_bytes(context.precision).gathered
     forward = _forward_pass(context, segment, times, batch_size)
-    n_collectives_backward = _n_collectives(segment, "backward")
     return SegmentWork(
         forward_s=forward.device + cast_s,
         backward_s=sum(t.backward_s for t in times)
@@ -161,7 +155,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         host_forward_s=forward.host,
         host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
         collectives_forward_s=forward.collectives,
-        collectives_backward_s=context.device.collective_launch_s * n_collectives_backward,
+        collectives_backward_s=context.device.collective_launch_s * _n_collectives(segment, "backward"),
         tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(context, segment, batch_size),
@@ -174,8 +168,6 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         n_kept_tensors=segment.n_kept_tensors,
         repeated=_forward_pass(context, repeated_part(segment), times, batch_size).fraction_of(forward),
         attention=kept_attention(context, segment, dict(enumerate(times)), batch_size),
-        n_collectives_forward=_n_collectives(segment, "forward"),
-        n_collectives_backward=n_collectives_backward,
     )
 
 
@@ -311,7 +303,7 @@ def _loss_cast_s(context: WorkContext, segment: LocalSegment, batch_size: int) -
 
 
 def _communication_s(context: WorkContext, segment: LocalSegment, batch_size: int, *, backward: bool) -> float:
-    total_s = 0.0
+    total_s = COLLECTIVE_WAIT_S * _n_collectives(segment, "backward" if backward else "forward")
     for spec, step in segment.conversions:
         kind = step.backward if backward else step.forward
         if kind:

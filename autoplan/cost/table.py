@@ -101,7 +101,7 @@ class CostTable:
         keeps_gathered: whether gathered parameters stay for the whole step (ZeRO 1 and 2).
         overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
         per_step_s: fixed cost of a step on the critical path (tied weights, gradients of which tensor-parallel ranks
-            have shares, the gradient norm, and how long a CUDA graph takes to start).
+            have shares, the gradient norm, and until the device starts).
         reserved_fixed_bytes: device context and communication buffers, outside of the allocator.
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.

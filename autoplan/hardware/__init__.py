@@ -15,8 +15,9 @@ groups of hosts of several kinds.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,23 @@ class Device:
         return self.memory_bytes_per_s * self.memory_efficiency
 
 
+class CollectiveTimes(NamedTuple):
+    """Measured times of one kind of collective, or of a "send", over `n_devices` of a host.
+
+    Attributes:
+        times: (bytes of the full tensor, seconds), in ascending order of sizes.
+    """
+
+    kind: str
+    n_devices: int
+    times: tuple[tuple[int, float], ...]
+
+    def sped_up(self, factor: float) -> CollectiveTimes:
+        """What links that carry `factor` times as much would take; starting takes as long as before."""
+        start_s = min(seconds for _, seconds in self.times)
+        return self._replace(times=tuple((size, start_s + (s - start_s) / factor) for size, s in self.times))
+
+
 @dataclass(frozen=True, slots=True)
 class LinkTier:
     """How the devices of one domain talk to each other; every figure is per device and one direction.
@@ -127,6 +145,7 @@ class LinkTier:
             measured ones takes the smaller.
         multicast_bus_efficiency: `bus_efficiency` of an all-reduce of all `n_devices` in the switch (NVLink
             multicast, "NVLS"), which sends less over each link and so may pass 1; None where it is off.
+        timed: of groups that were measured, which take these times whatever the figures above give.
     """
 
     name: str
@@ -138,6 +157,12 @@ class LinkTier:
     kind_bus_efficiency: tuple[tuple[str, float], ...] = ()
     group_bus_efficiency: tuple[tuple[int, float], ...] = ()
     multicast_bus_efficiency: float | None = None
+    timed: tuple[CollectiveTimes, ...] = ()
+
+    def at_rate(self, bytes_per_s: float) -> LinkTier:
+        """The same links with another data-sheet rate."""
+        factor = bytes_per_s / self.bytes_per_s
+        return replace(self, bytes_per_s=bytes_per_s, timed=tuple(own.sped_up(factor) for own in self.timed))
 
     def bus_efficiency_of(self, n_devices: int) -> float:
         """The bus efficiency of an all-reduce over `n_devices` of the domain."""

@@ -71,6 +71,7 @@ _HALF_RATE = Quantity(
 BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
 # Kinds of communication whose bus rate may differ from that of an all-reduce; an all-gather stands for reduce-scatter.
 LINK_KINDS = ("all_gather", "all_to_all", "send")
+TIMED_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 DEVICE_FIELDS: Mapping[str, Quantity] = {
     "memory": Quantity(units.BYTE_UNITS, units.GiB, 2 * units.TiB, "80 GiB", "memory that the driver offers"),
@@ -182,6 +183,18 @@ def section(
         if key in figures:
             sources.append((f"{field_path}.{key}", figures[key].source, figures[key].text))
     return figures
+
+
+def timed_size(size: str, seconds: Any, label: str) -> tuple[int, float]:
+    """(bytes, seconds) of an entry such as "64 KiB" = "9.1 us".
+
+    Raises: InputError that names what is wrong.
+    """
+    try:
+        return round(units.parse_quantity(size, units.BYTE_UNITS)), units.parse_quantity(seconds, units.SECOND_UNITS)
+    except (ValueError, AttributeError) as error:
+        expected = 'a size and the time it takes, such as "64 KiB" = "9.1 us"'
+        raise InputError.of(f'{label}."{size}"', found=seconds, expected=expected, fix=str(error)) from error
 
 
 def _figure(entry: Any, label: str, quantity: Quantity) -> Figure:

@@ -17,7 +17,7 @@ from typing import Any
 
 from autoplan import units
 from autoplan.errors import InputError, UsageError
-from autoplan.hardware import Device, HardwareProfile, LinkTier, ShardingHost, attention_of
+from autoplan.hardware import CollectiveTimes, Device, HardwareProfile, LinkTier, ShardingHost, attention_of
 from autoplan.hardware.fields import (
     BUS_RATE,
     DEVICE_FIELDS,
@@ -28,6 +28,7 @@ from autoplan.hardware.fields import (
     PEAK_PRECISIONS,
     SHARDING_FIELDS,
     SHARED_FILE,
+    TIMED_KINDS,
     Sources,
     Table,
     check_choice,
@@ -37,6 +38,7 @@ from autoplan.hardware.fields import (
     inner_table,
     plain,
     section,
+    timed_size,
 )
 from autoplan.hardware.networks import HostShape, read_network
 from autoplan.options import MAX_HOSTS
@@ -304,7 +306,8 @@ def _own_links(table: Table, where: str, host: HostShape, n_hosts: int, sources:
     """The links of a host within it, where several of its devices are ours, and between the hosts that they join."""
     link = _host_link(table, where, host.n_devices, sources)
     n_joined = min(n_hosts, host.n_joined)
-    between = replace(link, n_devices=n_joined * host.n_used, group_bus_efficiency=(), multicast_bus_efficiency=None)
+    n_devices = n_joined * host.n_used
+    between = replace(link, n_devices=n_devices, group_bus_efficiency=(), multicast_bus_efficiency=None, timed=())
     return [link] * (host.n_used > 1) + [between] * (n_joined > 1)
 
 
@@ -317,7 +320,7 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
         table,
         label,
         HOST_LINK_FIELDS,
-        others=("kind", "n_hosts", "all_reduce_bus_rate_of_group"),
+        others=("kind", "n_hosts", "all_reduce_bus_rate_of_group", "times"),
         fallback=kinds[kind],
         sources=sources,
     )
@@ -340,6 +343,7 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
         ),
         group_bus_efficiency=tuple((size, bus_rate / rate) for size, bus_rate in groups),
         multicast_bus_efficiency=multicast.value / rate if multicast else None,
+        timed=_timed(table.get("times"), f"{label}.times", n_devices, sources),
     )
 
 
@@ -360,6 +364,28 @@ def _group_rates(table: Any, label: str, n_devices: int, sources: Sources) -> li
     sizes = {str(size): BUS_RATE for size in range(2, n_devices)}
     figures = section(table, where, sizes, sources=sources, required=False)
     return sorted((int(size), figure.value) for size, figure in figures.items())
+
+
+def _timed(table: Any, label: str, n_devices: int, sources: Sources) -> tuple[CollectiveTimes, ...]:
+    """Measured times by kind and group size; none where the file has no such table."""
+    if table is None:
+        return ()
+    form = 'tables such as all_gather = { 2 = { "64 KiB" = "9.1 us" } }, and source = "where they come from"'
+    if not isinstance(table, dict) or not isinstance(table.get("source"), str):
+        raise InputError.of(label, found=table, expected=form, fix="see the schema")
+    check_keys(table, label, ("source", *TIMED_KINDS))
+    found = []
+    for kind, groups in ((key, value) for key, value in table.items() if key != "source"):
+        sizes = [str(size) for size in range(2, n_devices + 1)]
+        if not isinstance(groups, dict) or not all(isinstance(times, dict) and times for times in groups.values()):
+            raise InputError.of(f"{label}.{kind}", found=groups, expected=form, fix="see the schema")
+        check_keys(groups, f"{label}.{kind}", sizes)
+        for n, times in groups.items():
+            pairs = [timed_size(size, text, f"{label}.{kind}.{n}") for size, text in times.items()]
+            found.append(CollectiveTimes(kind, int(n), tuple(sorted(pairs))))
+    n_times = sum(len(own.times) for own in found)
+    sources.append((label.partition(": ")[2], table["source"], f"{n_times} times"))
+    return tuple(found)
 
 
 def _network(

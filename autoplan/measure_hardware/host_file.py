@@ -201,6 +201,19 @@ def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> It
         yield "[host_link.all_reduce_bus_rate_of_group]"
     for n, group_rate in smaller.items():
         yield _figure(str(n), _rate(group_rate), f"{host.n_devices // n} groups of {n} at once, {over}")
+    yield from ("", *_times(host, over))
+
+
+def _times(host: MeasuredHost, over: str) -> Iterator[str]:
+    """Every time that was measured, by kind and group."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for time in host.times:
+        text = f"{_quoted(_size(time.size_bytes))} = {_quoted(_short_seconds(time.seconds))}"
+        groups.setdefault((time.kind, time.n_devices), []).append(text)
+    yield "[host_link.times]"
+    yield f"source = {_quoted(f'medians of many calls, groups of a size side by side, {over}')}"
+    for (kind, n_devices), texts in groups.items():
+        yield f"{kind}.{n_devices} = {{ {', '.join(texts)} }}"
 
 
 def _link_rate(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> tuple[str, float | None, str]:
@@ -257,6 +270,12 @@ def _seconds(key: str, host: MeasuredHost, source: str) -> str:
 
 def _short_seconds(seconds: float) -> str:
     return f"{_digits(seconds * 1e6)} us"
+
+
+def _size(n_bytes: int) -> str:
+    """Without a rest, in the largest unit that leaves none."""
+    unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if n_bytes % units.BYTE_UNITS[unit] == 0)
+    return f"{n_bytes / units.BYTE_UNITS[unit]:.0f} {unit}"
 
 
 def _rate(bytes_per_s: float) -> str:

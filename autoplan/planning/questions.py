@@ -126,7 +126,7 @@ def _host_betterments(hardware: HardwareProfile, *, is_measured: bool) -> tuple[
     compute = [("1 % more compute", replace(hardware, device=replace(device, peak_flops_per_s=peaks)))]
     links = []
     for index, tier in enumerate(hardware.links):
-        faster = replace(tier, bytes_per_s=tier.bytes_per_s + MORE_LINK_BYTES_PER_S)
+        faster = tier.at_rate(tier.bytes_per_s + MORE_LINK_BYTES_PER_S)
         tiers = (*hardware.links[:index], faster, *hardware.links[index + 1 :])
         links.append((f"+1 GB/s of {tier.name} ({tier.n_devices} devices)", replace(hardware, links=tiers)))
     return (("+1 GiB of memory", replace(hardware, device=memory)), *links, *([] if is_measured else compute))

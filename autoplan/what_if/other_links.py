@@ -45,7 +45,7 @@ def changed(hardware: Hardware, point: Point) -> Hardware:
 def scaled(tier: LinkTier, factor: float) -> LinkTier:
     """Links that carry `factor` times as much; starting a transfer takes as long as before."""
     half_rate_bytes = max(1, round(tier.half_rate_bytes * factor))
-    return replace(tier, bytes_per_s=tier.bytes_per_s * factor, half_rate_bytes=half_rate_bytes)
+    return replace(tier.at_rate(tier.bytes_per_s * factor), half_rate_bytes=half_rate_bytes)
 
 
 def kind_without_nvlink(hardware: HardwareProfile) -> str:

@@ -14,6 +14,7 @@ from profile_rows import (
     rows_of_one_stage,
     segment_rows,
     tables,
+    whole_plan,
 )
 
 from autoplan import api
@@ -45,6 +46,23 @@ def test_a_plan_takes_exactly_the_measured_seconds(problem, measured, size, monk
         if segment.is_block:
             assert 0 < table.costs[kind][1].recompute_s < row["forward_s"]  # its last product does not run again
     assert set(table.sources) == {"measured"}
+
+
+def test_in_a_graph_a_plan_takes_what_blocks_took_in_one(problem) -> None:
+    def priced(**times):
+        rows = (replace(row, **{name: factor * row.forward_s for name, factor in times.items()}) for row in rows_of)
+        known = replace(problem.measured, segments=tuple(rows))
+        plan = whole_plan(problem, cuda_graph=True)
+        table = price_plan(problem.graph, problem.hardware, plan, measured=known)
+        kind = next(segment.kind for segment in problem.graph.segments if segment.is_block)
+        return table.costs[kind]
+
+    rows_of = problem.measured.segments
+    (as_in_stream, _), (halved, recomputed) = priced(), priced(graph_forward_s=0.5, graph_backward_s=0.25)
+    backward_s = 0.25 * as_in_stream.forward_s
+    assert (halved.forward_s, halved.backward_s) == pytest.approx((0.5 * as_in_stream.forward_s, backward_s))
+    assert 0 < recomputed.recompute_s < halved.forward_s
+    assert priced(graph_forward_s=2.0, graph_backward_s=1e3)[0] == as_in_stream  # a graph adds no time
 
 
 def test_the_optimizer_takes_the_measured_time_per_element(problem) -> None:

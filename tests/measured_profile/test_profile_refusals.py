@@ -31,6 +31,7 @@ pytest_plugins = ["profile_fixtures"]
         ({"schema_version": 99}, "schema_version", "99"),
         ({"forward_s": -1.0}, "forward_s", "-1.0"),
         ({"forward_s": None}, "forward_s", "None"),
+        ({"graph_forward_s": -1.0}, "graph_forward_s", "-1.0"),
         ({"tp": 0}, "tp", "0"),
         ({"what": "weather"}, "m.json:1", "weather"),
     ],
