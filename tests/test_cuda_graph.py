@@ -244,6 +244,35 @@ def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_pat
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_program_looks_for_changes_while_the_device_is_busy(tmp_path: Path) -> None:
+    options = Options(global_batch=4, fix=(("cuda_graph", "on"), ("compile", "off"), ("generated", "off")))
+    small = {"n_layers": 1, "width": 16, "n_heads": 2, "text": str(EXAMPLES / "data" / "stories.txt")}
+    asked = api.make_problem(EXAMPLES / "text_gpt.py", hw="dgx_h100_x8/1", overrides=small, options=options)
+    api.emit(asked, api.solve(asked), tmp_path / "program")
+    runner = tmp_path / "program" / "graph_on_a_cpu.py"
+    runner.write_text((Path(__file__).parent / "distributed" / runner.name).read_text())
+    command = [
+        sys.executable,
+        str(runner),
+        "--device",
+        "cpu",
+        "--steps",
+        "6",
+        "--eval-every",
+        "5",
+        "--eval-batches",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.split("told: ")[1].split()
+    # as it comes twice, nothing to look at yet; a capture; replays with no look in front; an evaluation, after which
+    # there is one again
+    step = ["replay", "ahead", "look"]
+    assert told == ["ahead", "ahead", *step, *step, *step, "forget", "look", *step]
+
+
 def test_a_batch_is_like_another_one_whatever_its_numbers() -> None:
     batch = ({"ids": torch.zeros(4, 8), "n": 3}, torch.zeros(4))
     assert _is_like(({"ids": torch.ones(4, 8), "n": 3}, torch.ones(4)), _described(batch))
@@ -470,7 +499,7 @@ def test_after_an_evaluation_changes_are_looked_for_again(on_a_cpu: None) -> Non
     recorded = graph._graph
     graph.look_ahead()
     model[1].p = 0.5
-    graph.look_again()
+    graph.forget_seen()
     graph.run(batch_of(2))
     assert recorded.n_replays == 1 and graph._graph is None
 

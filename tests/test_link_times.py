@@ -12,7 +12,7 @@ TIMES = """
 [host_link.times]
 source = "by hand"
 all_reduce.2 = { "4 MiB" = "50 us", "1 MiB" = "20 us" }
-send.2 = { "1 MiB" = "9 us" }
+send.2 = { "1 MiB" = "9 us", "2 MiB" = "8 us" }
 """
 FOUR = TOY.replace("n_devices = 2", "n_devices = 4")
 MiB = 2**20
@@ -43,7 +43,9 @@ def test_nothing_takes_no_time_and_other_groups_follow_the_figures() -> None:
     hardware = built(FOUR.replace("[network.lab]", f"{TIMES}\n[network.lab]"))
     group = axis_group(hardware, size=2, stride=1)
     assert collective_s("all_gather", MiB, group=group, hardware=hardware) != pytest.approx(20e-6)
-    assert send_s(MiB, pair=pair_group(hardware, n_devices=4), hardware=hardware) == pytest.approx(9e-6)
+    pair = pair_group(hardware, n_devices=4)
+    for size_mib in (1, 2, 100):  # a larger one that was found to be faster is not
+        assert send_s(size_mib * MiB, pair=pair, hardware=hardware) == pytest.approx(9e-6)
 
 
 def test_faster_links_carry_more_and_start_as_slowly() -> None:
@@ -55,11 +57,16 @@ def test_faster_links_carry_more_and_start_as_slowly() -> None:
 
 MISTAKES = {
     "no source": ('source = "by hand"\nall', "all", ["my_box.toml: host_link.times", "source"]),
+    "empty source": ('source = "by hand"\nall', 'source = " "\nall', ["my_box.toml: host_link.times", "source"]),
     "kind": ("send.2", "sends.2", ["my_box.toml: host_link.times.sends", 'did you mean "send"?']),
     "group": ("send.2", "send.3", ["my_box.toml: host_link.times.send.3"]),
-    "size": ('"1 MiB" = "9 us"', '"1" = "9 us"', ['my_box.toml: host_link.times.send.2."1"', "9 us"]),
-    "time": ('"9 us"', '"9"', ['my_box.toml: host_link.times.send.2."1 MiB"', "'9'"]),
-    "no sizes": ('{ "1 MiB" = "9 us" }', "{}", ["my_box.toml: host_link.times.send"]),
+    "size": ('"1 MiB" = "9 us"', '"1" = "9 us"', ['my_box.toml: host_link.times.send.2."1"', "1 = 9 us"]),
+    "no size": ('"1 MiB" = "9 us"', '"0.1 B" = "9 us"', ['host_link.times.send.2."0.1 B"', "at least one byte"]),
+    "time": ('"9 us"', '"9"', ['my_box.toml: host_link.times.send.2."1 MiB"', "no unit"]),
+    "number": ('"9 us"', "9", ['my_box.toml: host_link.times.send.2."1 MiB"', "found 9", "in quotes"]),
+    "one size": (', "2 MiB" = "8 us"', "", ["my_box.toml: host_link.times.send.2", "two sizes or more"]),
+    "the same size": ('"2 MiB" = "8 us"', '"1024 KiB" = "8 us"', ["host_link.times.send.2", "all different"]),
+    "no sizes": ('{ "1 MiB" = "9 us", "2 MiB" = "8 us" }', "{}", ["my_box.toml: host_link.times.send"]),
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 
 import pytest
 
 from autoplan.measuring_program.progress import Progress
-from autoplan.measuring_program.results import ResultCache
+from autoplan.measuring_program.results import ResultCache, key_of, read_results
 
 TASK = {
     "what": "segment", "content": "c", "assignment": "a", "tp": 1, "micro_batch_size": 2, "precision": "bf16",
@@ -89,3 +90,11 @@ def test_time_left_is_that_of_the_cases_to_be_measured() -> None:
     assert progress.measured(compiled | FIGURES, seconds=110.0).endswith("about 2 min left")  # 10 + 110
     assert progress.measured(ROW, seconds=10.0).startswith("[5/6]")
     assert "left" not in progress.measured(compiled | FIGURES, seconds=1.0)
+
+
+def test_what_was_measured_before_blocks_were_replayed_is_measured_again(tmp_path) -> None:
+    path, other = tmp_path / "measured.json", TASK | {"content": "other"}
+    failed = TASK | {"content": "failed", "status": "not run"}
+    rows = [ROW, other | FIGURES | {"graph_forward_s": None}, failed, {"what": "optimizer", "per_element_s": 1.0}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_results(path) == {key_of(row) for row in rows[1:]}

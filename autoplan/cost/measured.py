@@ -43,7 +43,7 @@ class _Ratio:
     backward: float
     host_forward: float
     host_backward: float
-    in_graph: PassRatios
+    in_graph: PassRatios | None
     saved: float
     working: float | None
 
@@ -142,9 +142,9 @@ def _ratio(row: SegmentTime, computed: SegmentWork) -> _Ratio:
     )
 
 
-def _in_graph(row: SegmentTime) -> PassRatios:
+def _in_graph(row: SegmentTime) -> PassRatios | None:
     if row.graph_forward_s is None or row.graph_backward_s is None:
-        return AS_IN_STREAM
+        return None
     ratios = fraction_of(row.graph_forward_s, row.forward_s), fraction_of(row.graph_backward_s, row.backward_s)
     return PassRatios(*(min(1.0, ratio) for ratio in ratios))
 
@@ -162,7 +162,7 @@ def _as_measured(work: SegmentWork, row: SegmentTime) -> SegmentWork:
             forward=fraction_of(row.forward_s, work.forward_s),
             host_forward=fraction_of(row.host_forward_s, work.host_forward_s),
         ),
-        in_graph=_in_graph(row),
+        in_graph=_in_graph(row) or AS_IN_STREAM,
         saved_bytes=row.saved_bytes,
         working_bytes=work.working_bytes if row.working_bytes is None else row.working_bytes + work.weight_bytes,
     )
@@ -175,7 +175,7 @@ def _scaled(work: SegmentWork, ratio: _Ratio) -> SegmentWork:
         attention=_attention(work, forward=ratio.forward, host_forward=ratio.host_forward),
         host_forward_s=work.host_forward_s * ratio.host_forward,
         host_backward_s=work.host_backward_s * ratio.host_backward,
-        in_graph=ratio.in_graph,
+        in_graph=ratio.in_graph or AS_IN_STREAM,
         saved_bytes=round(work.saved_bytes * ratio.saved),
         working_bytes=round(work.working_bytes * (1.0 if ratio.working is None else ratio.working)),
     )
@@ -185,7 +185,8 @@ def _calibrated(work: SegmentWork, *, of_device: Sequence[_Ratio], of_host: Sequ
     """By the medians of what was measured; where nothing was, as computed."""
     if of_device:
         forward, backward = median(r.forward for r in of_device), median(r.backward for r in of_device)
-        in_graph = PassRatios(*(median(ratios) for ratios in zip(*(r.in_graph for r in of_device), strict=True)))
+        known = [r.in_graph for r in of_device if r.in_graph is not None]
+        in_graph = PassRatios(*map(median, zip(*known, strict=True))) if known else AS_IN_STREAM
         work = replace(_timed(work, forward=forward, backward=backward), in_graph=in_graph)
     if not of_host:
         return work

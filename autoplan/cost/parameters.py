@@ -177,7 +177,8 @@ def parameter_cost(
     casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     if is_wrapped and degree == 1:  # cast and copied one by one
-        unpack_s = max(unpack_s, 2 * n_tensors * context.device.kernel_s)
+        n_kernels = (1 + (element.gathered < element.master)) * n_tensors
+        unpack_s = max(unpack_s + 2 * gathered_bytes / bandwidth, n_kernels * context.device.kernel_s)
     if is_wrapped and is_group and n_tensors:
         unpack_s += ADDRESSES_S if degree > 1 else 0.0
         pack_s += ADDRESSES_S
@@ -222,7 +223,7 @@ def _accumulate_s(device: Device, element: ElementBytes, n_elements: int, placem
     n_bytes = (element.gathered + 2 * element.reduced) * n_elements
     if element.gathered == element.reduced:
         return max(device.kernel_s, n_bytes / device.copy_bytes_per_s)
-    return max(MIXED_KERNEL_S, n_bytes / (MIXED_FRACTION * device.copy_bytes_per_s))
+    return max(MIXED_KERNEL_S, device.kernel_s, n_bytes / (MIXED_FRACTION * device.copy_bytes_per_s))
 
 
 def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[float, float, float, float]:

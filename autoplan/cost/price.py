@@ -120,8 +120,7 @@ def make_pricer(
         found = local(mesh.tp, mesh.sharding)
         shared_bytes = _shared_bytes([found[kind] for kind in kinds], mesh, precision=precision)
         return (
-            start_s(hardware.device, n_devices=mesh.n_devices)
-            + collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
+            collective("all_reduce", GRADIENT_NORM_BYTES, groups.whole_step)
             + collective("all_reduce", tied_bytes, groups.stages)
             + contexts(mesh.tp).tp_collective_s("all_reduce", shared_bytes)
         )
@@ -136,6 +135,7 @@ def make_pricer(
         sources = () if measured is None else tuple(source for _, source in works(way.run))
         copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, groups.stages)
+        begins_s = start_s(hardware.device, n_devices=mesh.n_devices)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(
             mesh=mesh,
@@ -146,7 +146,8 @@ def make_pricer(
             reduces_per_micro_batch=mesh.zero_stage >= 2,
             keeps_gathered=mesh.zero_stage < 3,
             overlap_slowdown=hardware.overlap_slowdown,
-            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes),
+            per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes) + begins_s,
+            start_s=begins_s,
             reserved_fixed_bytes=outside_allocator_bytes(
                 mesh,
                 has_tied_weights=bool(tied),

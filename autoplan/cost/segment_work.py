@@ -18,7 +18,6 @@ from autoplan.cost.kept_tensors import KeptTensor
 from autoplan.cost.local_segment import LocalOp, LocalSegment
 from autoplan.cost.op_time import OpTime, host_s, op_time
 from autoplan.cost.parameters import element_bytes
-from autoplan.cost.waits import COLLECTIVE_WAIT_S
 from autoplan.cost.work_context import WorkContext
 from autoplan.hardware import Device
 from autoplan.layout import Conversion
@@ -303,7 +302,7 @@ def _loss_cast_s(context: WorkContext, segment: LocalSegment, batch_size: int) -
 
 
 def _communication_s(context: WorkContext, segment: LocalSegment, batch_size: int, *, backward: bool) -> float:
-    total_s = COLLECTIVE_WAIT_S * _n_collectives(segment, "backward" if backward else "forward")
+    total_s = 0.0
     for spec, step in segment.conversions:
         kind = step.backward if backward else step.forward
         if kind:

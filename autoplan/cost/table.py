@@ -101,7 +101,8 @@ class CostTable:
         keeps_gathered: whether gathered parameters stay for the whole step (ZeRO 1 and 2).
         overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
         per_step_s: fixed cost of a step on the critical path (tied weights, gradients of which tensor-parallel ranks
-            have shares, the gradient norm, and until the device starts).
+            have shares, the gradient norm, and `start_s`).
+        start_s: the part of it in which the device waits for its host to begin.
         reserved_fixed_bytes: device context and communication buffers, outside of the allocator.
         reserved_ratio: reserved / allocated by rounding and fragmentation (>= 1).
         memory_limit_bytes: what a device offers.
@@ -136,6 +137,7 @@ class CostTable:
     workspace_bytes: int = 0
     message_bytes: tuple[int, ...] = ()
     action_s: float = 0.0
+    start_s: float = 0.0
     batch_copy_s: float = 0.0
     batch_bytes: int = 0
     memory_margin: float = 0.0

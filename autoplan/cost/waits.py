@@ -1,11 +1,11 @@
-"""What a device waits for between kernels and between steps, whatever these are.
+"""What a device waits for in front of collectives, of copies from the host's memory, and of a step, whatever these are.
 
-    step   | the host begins |  kernels, 0.4 us apart; collectives, and copies from the host's memory, further apart  |
+    step   | the host begins |  kernels, with waits in front of some  |  optimizer  |
 
 Traces of CUDA graphs of BERT-large, ViT-L and ResNet-152 on two H100 with torch 2.11
 (benchmarks/results/graph_kernels_h100_x2_2026-11-26.txt). Taken for all devices, and for steps whose kernels are
-launched one by one, too, which are never faster: a graph adds no time. Intervals between the kernels of a segment are
-part of its time where it was measured.
+launched one by one, too, which are never faster: a graph adds no time. Other intervals between the kernels of a
+segment, 0.4 us in a graph, are part of its time where it was measured, and left out where it was not.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from autoplan.analysis.attention_kernel import scattered_masks
 from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
 from autoplan.analysis.idle_ops import idle_ops
 from autoplan.cost.collective_time import Route, axis_group, route_of, route_s
+from autoplan.cost.waits import COLLECTIVE_WAIT_S
 from autoplan.graph import LOSS_PATH, GraphFacts, Op, OpGraph
 from autoplan.hardware import Device, HardwareProfile
 from autoplan.parallel_plan import Execution
@@ -37,7 +38,7 @@ class WorkContext:
     """Everything the sums depend on besides the segment and the micro-batch.
 
     Attributes:
-        tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis.
+        tp_collective_s: (kind, full bytes) -> seconds on the tensor-parallel axis, with the wait before it.
         idle: the `idle_ops`.
         head: what of the model a chunked loss computes slice by slice, if it can.
         memory_format: of images, as in `Execution`.
@@ -88,7 +89,8 @@ def _shared_contexts(
         device: Device, precision: str, route: Route, memory_format: str, scattered: frozenset[str]
     ) -> WorkContext:
         def tp_collective_s(kind: str, n_bytes: float) -> float:
-            return route_s(kind, n_bytes, route)
+            seconds = route_s(kind, n_bytes, route)
+            return seconds + COLLECTIVE_WAIT_S if seconds else 0.0
 
         tp = route.n_devices
         shared_s = cache(tp_collective_s)

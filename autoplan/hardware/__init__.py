@@ -113,7 +113,8 @@ class CollectiveTimes(NamedTuple):
     """Measured times of one kind of collective, or of a "send", over `n_devices` of a host.
 
     Attributes:
-        times: (bytes of the full tensor, seconds), in ascending order of sizes.
+        times: (bytes of the full tensor, seconds) of two sizes or more, both in ascending order: a larger one that was
+            found to be faster takes as long as a smaller one.
     """
 
     kind: str

@@ -190,11 +190,17 @@ def timed_size(size: str, seconds: Any, label: str) -> tuple[int, float]:
 
     Raises: InputError that names what is wrong.
     """
+    where, expected = f'{label}."{size}"', 'a size and the time it takes, such as "64 KiB" = "9.1 us"'
+    if not isinstance(seconds, str):
+        raise InputError.of(where, found=seconds, expected=expected, fix="add the unit, in quotes")
     try:
-        return round(units.parse_quantity(size, units.BYTE_UNITS)), units.parse_quantity(seconds, units.SECOND_UNITS)
-    except (ValueError, AttributeError) as error:
-        expected = 'a size and the time it takes, such as "64 KiB" = "9.1 us"'
-        raise InputError.of(f'{label}."{size}"', found=seconds, expected=expected, fix=str(error)) from error
+        n_bytes = round(units.parse_quantity(size, units.BYTE_UNITS))
+        duration_s = units.parse_quantity(seconds, units.SECOND_UNITS)
+    except ValueError as error:
+        raise InputError.of(where, found=f"{size} = {seconds}", expected=expected, fix=str(error)) from error
+    if n_bytes < 1:
+        raise InputError.of(where, found=size, expected="at least one byte", fix="leave it out")
+    return n_bytes, duration_s
 
 
 def _figure(entry: Any, label: str, quantity: Quantity) -> Figure:

@@ -12,6 +12,7 @@ import tomllib
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -371,18 +372,25 @@ def _timed(table: Any, label: str, n_devices: int, sources: Sources) -> tuple[Co
     if table is None:
         return ()
     form = 'tables such as all_gather = { 2 = { "64 KiB" = "9.1 us" } }, and source = "where they come from"'
-    if not isinstance(table, dict) or not isinstance(table.get("source"), str):
-        raise InputError.of(label, found=table, expected=form, fix="see the schema")
+    if not isinstance(table, dict) or not isinstance(table.get("source"), str) or not table["source"].strip():
+        raise InputError.of(label, found=table, expected=form, fix="see the schema; source says where they come from")
     check_keys(table, label, ("source", *TIMED_KINDS))
     found = []
     for kind, groups in ((key, value) for key, value in table.items() if key != "source"):
-        sizes = [str(size) for size in range(2, n_devices + 1)]
+        sizes = [str(size) for size in range(2, 3 if kind == "send" else n_devices + 1)]
         if not isinstance(groups, dict) or not all(isinstance(times, dict) and times for times in groups.values()):
             raise InputError.of(f"{label}.{kind}", found=groups, expected=form, fix="see the schema")
         check_keys(groups, f"{label}.{kind}", sizes)
         for n, times in groups.items():
-            pairs = [timed_size(size, text, f"{label}.{kind}.{n}") for size, text in times.items()]
-            found.append(CollectiveTimes(kind, int(n), tuple(sorted(pairs))))
+            where = f"{label}.{kind}.{n}"
+            pairs = sorted(timed_size(size, text, where) for size, text in times.items())
+            n_bytes = [size for size, _ in pairs]
+            if len(set(n_bytes)) < max(2, len(n_bytes)):
+                raise InputError.of(
+                    where, found=times, expected="two sizes or more, all different", fix="add one, or leave it out"
+                )
+            seconds = accumulate((duration_s for _, duration_s in pairs), max)
+            found.append(CollectiveTimes(kind, int(n), tuple(zip(n_bytes, seconds, strict=True))))
     n_times = sum(len(own.times) for own in found)
     sources.append((label.partition(": ")[2], table["source"], f"{n_times} times"))
     return tuple(found)

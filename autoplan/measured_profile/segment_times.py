@@ -164,6 +164,9 @@ def parse_measured_profile(
     versions = dict.fromkeys(f"torch {row['torch']}, driver {row['driver'] or 'unknown'}" for row in segments.values())
     n_noisy = sum(row["status"] == NOISY for row in segments.values())
     noise = f"; {n_noisy} of {len(segments)} measurements noisy: times spread by more than 10 %" if n_noisy else ""
+    replayed = [row.get("graph_forward_s") is not None for row in segments.values() if "forward_s" in row]
+    if any(replayed) and not all(replayed):
+        noise += f"; {replayed.count(False)} of {len(replayed)} not measured as CUDA graphs"
     return MeasuredProfile(
         segments=_with_typical_host(
             tuple(_segment_time(row) for row in segments.values() if row["status"] in (MEASURED, NOISY))

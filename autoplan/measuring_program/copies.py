@@ -27,15 +27,17 @@ def copies_s(seen: list[Any], clock: Clock) -> float:
     return statistics.median(clock.between_s(a, b) for a, b in found[2:])
 
 
-def graph_copies_s(seen: list[Any], clock: Clock) -> float:
-    """Of one pass, in a CUDA graph."""
-    found = replayed_s([_Copies(seen, clock).run], clock) if seen else []
-    return statistics.median(seconds for (seconds,) in found) if found else 0.0
-
-
 def without_copies(whole_s: float, copied_s: float) -> float | None:
     """The time of a pass less that of its copies; None where these took longer than all of it, so one is wrong."""
     return max(0.0, whole_s - copied_s) if copied_s < whole_s + RESOLUTION_S else None
+
+
+def without_graph_copies(whole_s: float | None, seen: list[Any], clock: Clock) -> float | None:
+    """Likewise of a pass in a CUDA graph, whose copies are timed in one; None where one of both is not known."""
+    if whole_s is None or not seen:
+        return whole_s
+    found = replayed_s([_Copies(seen, clock).run], clock)
+    return without_copies(whole_s, statistics.median(seconds for (seconds,) in found)) if found else None
 
 
 class _Copies:

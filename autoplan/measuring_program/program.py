@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .copies import copies_s, graph_copies_s, without_copies
+from .copies import copies_s, without_copies, without_graph_copies
 from .generated import Compile, generated_builder
 from .memory import memory_of, n_more_copies
 from .ops import kernels_s, op_times
@@ -116,15 +116,16 @@ def _measured_calls(build: Callable[[], Call], clock: Clock, seen: list[Any], *,
         times = min(times, measured(), key=_widest)
     is_noisy = _widest(times) > MAX_SPREAD
     launches_s.append(clock.launch_s())
-    times |= graph_times(run, clock)
+    in_graph = graph_times(run, clock)
     for way, copied in zip(("forward", "backward"), stand_ins, strict=True):
-        for name, seconds in ((f"{way}_s", copies_s(copied, clock)), (f"graph_{way}_s", graph_copies_s(copied, clock))):
-            if name in times and (left_s := without_copies(times[name], seconds)) is not None:
-                times[name] = left_s
-            elif name in times:
-                is_noisy = True
+        left_s = without_copies(times[f"{way}_s"], copies_s(copied, clock))
+        if left_s is None:
+            is_noisy = True
+        else:
+            times[f"{way}_s"] = left_s
+        in_graph[f"graph_{way}_s"] = without_graph_copies(in_graph[f"graph_{way}_s"], copied, clock)
     status = "noisy" if is_noisy else "measured"
-    return {"status": status, **times, **memory, "launch_s": statistics.mean(launches_s)}
+    return {"status": status, **times, **in_graph, **memory, "launch_s": statistics.mean(launches_s)}
 
 
 def _widest(times: dict[str, float]) -> float:

@@ -18,11 +18,11 @@ from .timing import MIN_ROUNDS, Clock, Round
 N_IN_A_ROW = 4  # replays between two looks at the events, so that the device hardly rests
 
 
-def graph_times(run: Round, clock: Clock) -> dict[str, float]:
-    """The median of either pass per copy, as fields of a result line; none where a round cannot be captured."""
+def graph_times(run: Round, clock: Clock) -> dict[str, float | None]:
+    """The median of either pass per copy, as fields of a result line; None where a round cannot be captured."""
     found = replayed_s([run.forward, run.backward], clock)
     if not found:
-        return {}
+        return {"graph_forward_s": None, "graph_backward_s": None}
     forward_s, backward_s = (statistics.median(seconds) / len(run.calls) for seconds in zip(*found, strict=True))
     return {"graph_forward_s": forward_s, "graph_backward_s": backward_s}
 

@@ -86,6 +86,7 @@ class StepGraph:
             if self._largest(not _is_like(batch, self._noticed)):
                 return self._run_noticing(batch)
             self._capture(batch)
+            self._largest(0)  # else ranks would wait in a replay for one that failed to capture
             return self._replay(batch)
         self._n_as_they_come += 1
         with self._on_own_stream():
@@ -106,8 +107,8 @@ class StepGraph:
         if self._watched is not None:
             self._seen = self._watched.changes()
 
-    def look_again(self) -> None:
-        """Whatever was found ahead, something may have changed since."""
+    def forget_seen(self) -> None:
+        """Something may have changed since changes were looked for ahead."""
         self._seen = None
 
     def release(self) -> None:

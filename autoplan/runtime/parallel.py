@@ -159,8 +159,10 @@ class ParallelModel(nn.Module):
         """
         if self._graph is None:
             self.optimizer.zero_grad(set_to_none=True)
-        else:  # what a forward pass by itself gathered, a replay would take for gathered now
-            self._free_gathered_parameters()
+        else:
+            if not self.is_left_alone:
+                self._graph.forget_seen()
+            self._free_gathered_parameters()  # what a forward pass by itself gathered, a replay would take for its own
         passes = self._passes if self._graph is None else self._graph.run
         local_loss = passes(map_tensors(self._to_device, batch))
         with torch.profiler.record_function(OPTIMIZER_MARK):
@@ -231,6 +233,8 @@ class ParallelModel(nn.Module):
         Like `step`, of which it is the forward half, it takes this data-parallel rank's samples. Batches weigh alike,
         or, with `config.ignored_target`, by how many of their targets count.
         """
+        if self._graph is not None:
+            self._graph.forget_seen()
         batches = self._micro_batches(batch)
         self._count_targets(batches)
         self.stages.eval()
@@ -241,8 +245,6 @@ class ParallelModel(nn.Module):
                 losses = [self._loss(self._outputs(inputs), targets) for inputs, targets in batches]
                 local_loss = torch.stack(losses).sum() / self._mean_divisor
         self.stages.train()
-        if self._graph is not None:
-            self._graph.look_again()
         self._free_gathered_parameters()
         loss = self._share(local_loss)
         if self.config.n_ranks > 1:

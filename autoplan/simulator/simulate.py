@@ -7,11 +7,11 @@ It is the only judge of time and memory. It reads a CostTable and the stages, an
 **One step** is replayed by `replay`. With M micro-batches, it takes on the slowest rank
 
     step_s = M x (compute + recompute + tensor-parallel + launch) + what launch adds once      `_breakdown`
-             (launch: what the host adds to the segments, and to every action of a pipeline)
+             (launch: what the host adds to the segments, and to every action of a pipeline; and start_s)
            + exposed_dp    gathers and reductions beside which nothing is computed, and the slowdown by the others
            + exposed_pp    waiting for a transfer that is under way
            + bubble        waiting for another rank to compute
-           + optimizer     optimizer_s of its segments less what they wait for the host once, and per_step_s
+           + optimizer     optimizer_s of its segments less what they wait for the host once, and the rest of per_step_s
            + exposed_batch_copy    by how much copying the next batch outlasts all of that; see `cost.batch`
 
 The first line and that of the optimizer, of any rank, are together a lower bound on the step time, under any schedule.
@@ -85,9 +85,10 @@ def _breakdown(table: CostTable, stages: tuple[Stage, ...], clock: RankClock, *,
         exposed_dp_s=clock.exposed_dp_s,
         exposed_pp_s=clock.exposed_pp_s,
         bubble_s=clock.bubble_s,
-        optimizer_s=table.per_step_s + sum(cost.optimizer_s - cost.launch_once_s for cost in costs),
+        optimizer_s=table.per_step_s - table.start_s + sum(cost.optimizer_s - cost.launch_once_s for cost in costs),
         launch_s=n_micro_batches * sum(cost.launch_forward_s + cost.launch_backward_s for cost in costs)
         + actions_s
+        + table.start_s
         + sum(cost.launch_once_s for cost in costs),
     )
 

@@ -47,6 +47,19 @@ def test_a_wrong_file_is_refused_by_field(problem, measured, change, field, foun
     assert "expected:" in message and "fix:" in message
 
 
+def test_times_in_a_graph_are_read_and_it_is_said_where_they_are_missing(problem, measured) -> None:
+    facts = GraphFacts.of(problem.graph)
+    contents = {content_key(problem.graph, facts, segment) for segment in problem.graph.segments}
+    first, *others = segment_rows(measured.rows)
+    replayed = {"graph_forward_s": 1.5, "graph_backward_s": 2.5}
+    of = {"where": "m.json", "device": "CPU", "precision": "fp32", "contents": contents, "model": "gpt.py"}
+    found = parse_measured_profile("\n".join(map(json.dumps, [first | replayed, *others])), **of)
+    (segment,) = (row for row in found.segments if row.graph_forward_s is not None)
+    assert (segment.graph_forward_s, segment.graph_backward_s) == (1.5, 2.5)
+    assert found.source.endswith(f"; {len(others)} of {len(others) + 1} not measured as CUDA graphs")
+    assert "graph" not in parse_measured_profile("\n".join(map(json.dumps, [first, *others])), **of).source.lower()
+
+
 @pytest.mark.parametrize("text", ["", "no json", "[]", '{"schema_version": NaN}'])
 def test_a_damaged_file_is_refused(text) -> None:
     with pytest.raises(InputError):
