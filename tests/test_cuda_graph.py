@@ -246,7 +246,8 @@ def test_a_program_with_a_graph_runs_without_one_if_told_to_and_on_a_cpu(tmp_pat
 
 @pytest.mark.slow
 def test_a_program_looks_for_changes_while_the_device_is_busy(tmp_path: Path) -> None:
-    options = Options(global_batch=4, fix=(("cuda_graph", "on"), ("compile", "off"), ("generated", "off")))
+    fixed = {"cuda_graph": "on", "compile": "off", "generated": "off", "micro_batch": "4", "recompute": "none"}
+    options = Options(global_batch=4, fix=tuple(fixed.items()))
     small = {"n_layers": 1, "width": 16, "n_heads": 2, "text": str(EXAMPLES / "data" / "stories.txt")}
     asked = api.make_problem(EXAMPLES / "text_gpt.py", hw="dgx_h100_x8/1", overrides=small, options=options)
     api.emit(asked, api.solve(asked), tmp_path / "program")

@@ -9,7 +9,14 @@ from test_price import PROFILE, RULES, TOY
 
 from autoplan.cost.collective_time import Group, axis_group, collective_s
 from autoplan.cost.grad_compression import NO_COMPRESSION
-from autoplan.cost.parameters import MIXED_KERNEL_S, ParameterContext, ParameterCost, Placement, parameter_cost
+from autoplan.cost.parameters import (
+    MIXED_FRACTION,
+    MIXED_KERNEL_S,
+    ParameterContext,
+    ParameterCost,
+    Placement,
+    parameter_cost,
+)
 from autoplan.cost.price import make_pricer
 from autoplan.cost.waits import ADDRESSES_S, AGREEMENT_S, COLLECTIVE_WAIT_S, START_LAUNCHES
 from autoplan.cost.work_context import work_contexts
@@ -59,9 +66,10 @@ def test_groups_copy_their_addresses_with_every_gathering_and_reduction() -> Non
 
 
 def test_adding_a_gradient_takes_a_kernel_at_least() -> None:
-    small, large = (1, 8), (1, 10**6)
+    small, large, divided = (1, 8), (1, 10**6), Group(4, 4)
     added = cost_of(small, small, large, repeats=True)
-    assert added.accumulate_s == pytest.approx(2 * MIXED_KERNEL_S + (2 + 2 * 4) * 1e6 / (0.57 * 1e9))
+    assert added.accumulate_s == pytest.approx(2 * MIXED_KERNEL_S + (2 + 2 * 4) * 1e6 / (MIXED_FRACTION * 1e9))
+    assert cost_of(large, zero_stage=2, shard=divided, repeats=True).accumulate_s == pytest.approx(3 * 1e6 / 1e9)
     assert cost_of(small, repeats=True, precision="fp32").accumulate_s == pytest.approx(3 * 4 * 8 / 1e9)
     assert cost_of(small, repeats=False).accumulate_s == 0.0
 

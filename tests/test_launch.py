@@ -1,10 +1,8 @@
-"""What the host adds: hiding in its lead, shares of fully_shard, and gradients that are added up."""
+"""What the host adds: hiding in its lead, and shares of fully_shard."""
 
 import pytest
 
-from autoplan.cost.collective_time import Group
 from autoplan.cost.launch import PassSeconds, launch
-from autoplan.cost.parameters import MIXED_FRACTION, Placement, _accumulated_bytes, element_bytes
 from autoplan.hardware import ShardingHost
 from autoplan.measure_hardware.host_shares import ShardedPasses, sharding_host
 
@@ -36,12 +34,3 @@ def test_shares_of_the_host_are_found_again_in_passes_made_of_them() -> None:
 
     found = sharding_host([passes(stage, n) for n in (2, 16) for stage in (None, 1, 3)])
     assert found == ShardingHost(10, 1, 100, 2, 200, 3, 7)
-
-
-@pytest.mark.parametrize(
-    ("precision", "zero_stage", "expected"),
-    [("bf16", 1, 10 * 100 / MIXED_FRACTION), ("bf16", 2, 3 * 4 * 100 / 4), ("fp32", 1, 12 * 100)],
-)
-def test_gradients_of_another_micro_batch_are_added(precision, zero_stage, expected) -> None:
-    placement = Placement(Group(4, 4), Group(1, 1), zero_stage, repeats=True)
-    assert _accumulated_bytes(element_bytes(precision), 100, placement) == pytest.approx(expected)

@@ -27,13 +27,8 @@ def test_a_published_step_is_predicted_and_lies_in_its_interval(name):
     assert found.step_s == pytest.approx(sum(found.parts_s.values()))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("dle-rn50-A100-SXM-80GB-1-fp16", marks=pytest.mark.nightly),
-        "dle-rn50-V100-SXM3-32GB-1-fp16",
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["dle-rn50-A100-SXM-80GB-1-fp16", "dle-rn50-V100-SXM3-32GB-1-fp16"])
 def test_a_published_step_of_images_in_channels_last_is_predicted(name):
     found = PREDICT(published.case_of(ROWS[name]))
     assert found.case.mesh.memory_format == "channels_last"

@@ -159,9 +159,8 @@ def test_two_ranks_train_as_one_process_under_every_zero_stage_and_schedule():
     _assert_exact(TWO_RANKS)
 
 
-@pytest.mark.parametrize(
-    "configs", [FOUR_RANKS, pytest.param(MORE_ON_FOUR_RANKS, marks=pytest.mark.nightly)], ids=["default", "more"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("configs", [FOUR_RANKS, MORE_ON_FOUR_RANKS], ids=["default", "more"])
 def test_four_ranks_train_as_one_process_under_hybrid_meshes(configs):
     _assert_exact(configs)
 
