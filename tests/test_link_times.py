@@ -5,7 +5,7 @@ from test_hardware import TOY
 
 from autoplan.cost.collective_time import axis_group, collective_s, pair_group, send_s
 from autoplan.errors import InputError
-from autoplan.hardware import HardwareProfile
+from autoplan.hardware import CollectiveTimes, HardwareProfile
 from autoplan.hardware.file import build_hardware_profile
 
 TIMES = """
@@ -53,6 +53,7 @@ def test_faster_links_carry_more_and_start_as_slowly() -> None:
     faster = link.at_rate(2 * link.bytes_per_s)
     kind, n_devices, times = faster.timed[0]
     assert (kind, n_devices, dict(times)) == ("all_reduce", 2, pytest.approx({MiB: 20e-6, 4 * MiB: 35e-6}))
+    assert CollectiveTimes("send", 2, ((MiB, 8e-6),)).sped_up(2.0).times == ((MiB, 4e-6),)
 
 
 MISTAKES = {
@@ -64,8 +65,7 @@ MISTAKES = {
     "no size": ('"1 MiB" = "9 us"', '"0.1 B" = "9 us"', ['host_link.times.send.2."0.1 B"', "at least one byte"]),
     "time": ('"9 us"', '"9"', ['my_box.toml: host_link.times.send.2."1 MiB"', "no unit"]),
     "number": ('"9 us"', "9", ['my_box.toml: host_link.times.send.2."1 MiB"', "found 9", "in quotes"]),
-    "one size": (', "2 MiB" = "8 us"', "", ["my_box.toml: host_link.times.send.2", "two sizes or more"]),
-    "the same size": ('"2 MiB" = "8 us"', '"1024 KiB" = "8 us"', ["host_link.times.send.2", "all different"]),
+    "the same size": ('"2 MiB" = "8 us"', '"1024 KiB" = "8 us"', ["host_link.times.send.2", "different sizes"]),
     "no sizes": ('{ "1 MiB" = "9 us", "2 MiB" = "8 us" }', "{}", ["my_box.toml: host_link.times.send"]),
 }
 

@@ -113,8 +113,8 @@ class CollectiveTimes(NamedTuple):
     """Measured times of one kind of collective, or of a "send", over `n_devices` of a host.
 
     Attributes:
-        times: (bytes of the full tensor, seconds) of two sizes or more, both in ascending order: a larger one that was
-            found to be faster takes as long as a smaller one.
+        times: (bytes of the full tensor, seconds), both in ascending order: a larger one that was found to be faster
+            takes as long as a smaller one.
     """
 
     kind: str
@@ -122,8 +122,8 @@ class CollectiveTimes(NamedTuple):
     times: tuple[tuple[int, float], ...]
 
     def sped_up(self, factor: float) -> CollectiveTimes:
-        """What links that carry `factor` times as much would take; starting takes as long as before."""
-        start_s = min(seconds for _, seconds in self.times)
+        """What links that carry `factor` times as much would take; starting, where it is known, takes as long."""
+        start_s = self.times[0][1] if len(self.times) > 1 else 0.0
         return self._replace(times=tuple((size, start_s + (s - start_s) / factor) for size, s in self.times))
 
 

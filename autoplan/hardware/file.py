@@ -385,10 +385,8 @@ def _timed(table: Any, label: str, n_devices: int, sources: Sources) -> tuple[Co
             where = f"{label}.{kind}.{n}"
             pairs = sorted(timed_size(size, text, where) for size, text in times.items())
             n_bytes = [size for size, _ in pairs]
-            if len(set(n_bytes)) < max(2, len(n_bytes)):
-                raise InputError.of(
-                    where, found=times, expected="two sizes or more, all different", fix="add one, or leave it out"
-                )
+            if len(set(n_bytes)) < len(n_bytes):
+                raise InputError.of(where, found=times, expected="different sizes", fix="leave one of them out")
             seconds = accumulate((duration_s for _, duration_s in pairs), max)
             found.append(CollectiveTimes(kind, int(n), tuple(zip(n_bytes, seconds, strict=True))))
     n_times = sum(len(own.times) for own in found)
