@@ -144,18 +144,20 @@ class Route:
         )
         return Route(n_devices, tuple(levels))
 
+    def measured_s(self, kind: str, size_bytes: float) -> float | None:
+        """The time of a size among those that were measured; None where none of this kind was."""
+        times = dict(self.timed).get(kind)
+        if times is None:
+            return None
+        sizes = [size for size, _ in times]
+        if size_bytes <= sizes[0] or len(times) == 1:
+            return times[0][1] * max(1.0, size_bytes / sizes[0])
+        after = min(bisect_left(sizes, size_bytes), len(sizes) - 1)
+        (size, seconds), (larger, more_s) = times[after - 1], times[after]
+        return seconds + (more_s - seconds) * (size_bytes - size) / (larger - size)
+
 
 Algorithm = Callable[[float, Route], float | None]
-
-
-def measured_s(size_bytes: float, times: Times) -> float:
-    """The time of a size among those that were measured."""
-    sizes = [size for size, _ in times]
-    if size_bytes <= sizes[0] or len(times) == 1:
-        return times[0][1] * max(1.0, size_bytes / sizes[0])
-    after = min(bisect_left(sizes, size_bytes), len(sizes) - 1)
-    (size, seconds), (larger, more_s) = times[after - 1], times[after]
-    return seconds + (more_s - seconds) * (size_bytes - size) / (larger - size)
 
 
 def axis_group(hardware: HardwareProfile, *, size: int, stride: int, n_devices: int | None = None) -> Group:
@@ -227,9 +229,8 @@ def route_s(kind: str, size_bytes: float, route: Route) -> float:
     """Time of one collective on this route, as measured or by its cheapest algorithm; see `collective_s`."""
     if route.n_devices == 1 or size_bytes == 0:
         return 0.0
-    times = dict(route.timed).get(kind)
-    if times is not None:
-        return measured_s(size_bytes, times)
+    if (measured_s := route.measured_s(kind, size_bytes)) is not None:
+        return measured_s
     ways_s = [algorithm(size_bytes, route) for algorithm in _algorithms()[kind]]
     return min(seconds for seconds in ways_s if seconds is not None)
 
@@ -243,9 +244,8 @@ def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile) -> floa
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
     route = route_of(pair, hardware)
-    times = dict(route.timed).get("send")
-    if times is not None:
-        return measured_s(size_bytes, times)
+    if (measured_s := route.measured_s("send", size_bytes)) is not None:
+        return measured_s
     link = route.levels[-1].link
     return link.latency_s + link.transfer_s(size_bytes, "send")
 

@@ -221,9 +221,9 @@ def _accumulate_s(device: Device, element: ElementBytes, n_elements: int, placem
         n_bytes = 3 * element.reduced * n_elements / placement.shard.n_devices
         return max(device.kernel_s, n_bytes / device.copy_bytes_per_s)
     n_bytes = (element.gathered + 2 * element.reduced) * n_elements
-    if element.gathered == element.reduced:
-        return max(device.kernel_s, n_bytes / device.copy_bytes_per_s)
-    return max(MIXED_KERNEL_S, device.kernel_s, n_bytes / (MIXED_FRACTION * device.copy_bytes_per_s))
+    is_mixed = element.gathered < element.reduced
+    seconds = n_bytes / ((MIXED_FRACTION if is_mixed else 1.0) * device.copy_bytes_per_s)
+    return max(device.kernel_s, MIXED_KERNEL_S if is_mixed else 0.0, seconds)
 
 
 def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[float, float, float, float]:
