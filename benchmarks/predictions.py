@@ -6,13 +6,17 @@
     python benchmarks/predictions.py table RESULTS.jsonl... - DIR                eager ones without measured segments
     python benchmarks/predictions.py table RESULTS.jsonl... compiled DIR         compiled ones without measured segments
     python benchmarks/predictions.py table ... -- ...                            runs of other PROFILE and DIR, too
+    python benchmarks/predictions.py tables [NAME...]                            all of tables.csv, or some, anew
 
 `emit` plans for HARDWARE (default: h200_x4) the cases of at most N devices (default: 4).
 
 A row holds what the program measured: the median step after warm-up, and the largest allocated memory of any rank. Bad
 rows are rows. A prediction takes the measured segments of PROFILE (`autoplan profile`) and the links of
 DIR/LINKS_xN.toml for N devices, or DIR/LINKS.toml (`autoplan hw measure`), where there are any; or DIR is the name of a
-hardware profile.
+hardware profile. Several profiles are A.jsonl+B.jsonl; what both hold is taken from the later one.
+
+`tables` writes them into `results`; a change of a price moves them. Blocks of Hugging Face models are found by the code
+that is generated for them, which differs from version to version: only rows of the one that is installed are printed.
 
 `run` takes the cases of one kind of links (default: nvlink), which the caller sets through NCCL's variables. It starts
 several programs at once on devices of their own, each in processes forked from one that has imported what they need. It
@@ -21,6 +25,7 @@ starts none after S seconds; run again, it goes on with what RESULTS does not ho
 
 import csv
 import functools
+import io
 import json
 import os
 import runpy
@@ -28,8 +33,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -295,17 +302,30 @@ def predictions(results: list[Path], profile: str, hardware: Path) -> Iterator[t
     from autoplan.answers.answer import plan_from_dict
 
     by_name = {(case.links, case.name): case for case in cases()}
-    file = None if profile in ("-", "compiled") else Path(profile)
-    for row in (row for result in results for row in read(result)):
-        case = by_name[row["links"], row["case"]]
-        if profile == ("-" if row["plan"]["mesh"]["compile"] else "compiled"):
-            continue
-        links = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
-        other = HARDWARE if hardware.is_dir() else hardware.name
-        name = next((str(found) for found in links if found.exists()), other)
-        plan = plan_from_dict(row["plan"], where=case.name)
-        asked = as_it_ran(problem(case, name, profile=file), case, plan)
-        yield row, api.score(asked, as_traced(plan, asked.graph)).best
+    with profile_file(profile) as file:
+        for row in (row for result in results for row in read(result)):
+            case = by_name[row["links"], row["case"]]
+            if profile == ("-" if row["plan"]["mesh"]["compile"] else "compiled"):
+                continue
+            links = [hardware / f"{case.links}{of}.toml" for of in (f"_x{case.devices}", "")]
+            other = HARDWARE if hardware.is_dir() else hardware.name
+            name = next((str(found) for found in links if found.exists()), other)
+            plan = plan_from_dict(row["plan"], where=case.name)
+            asked = as_it_ran(problem(case, name, profile=file), case, plan)
+            yield row, api.score(asked, as_traced(plan, asked.graph)).best
+
+
+@contextmanager
+def profile_file(given: str) -> Iterator[Path | None]:
+    """The file of one profile, or one that holds several; None where the argument asks for no profile."""
+    first, *others = map(Path, given.split("+"))
+    if not others:
+        yield None if given in ("-", "compiled") else first
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "profile.jsonl"
+        file.write_text("".join(part.read_text() for part in (first, *others)))
+        yield file
 
 
 def all_predictions(given: list[str]) -> Iterator[tuple[dict, object]]:
@@ -366,9 +386,37 @@ def table(*given: str) -> None:
         print(line(row, best), flush=True)
         if not row["exit_code"]:
             runs.append(compared(row, best))
+    if not runs:
+        print("no run that was asked for came to its end")
+        return
     print_step_errors(runs)
     print_memory_errors(runs)
     print_intervals(runs)
+
+
+def tables(*names: str) -> None:
+    """Print the tables of tables.csv that are named, or all, into `results`."""
+    import transformers
+
+    rows = {row["table"]: row for row in table_rows()}
+    if unknown := sorted(set(names) - set(rows)):
+        raise SystemExit(f"tables: found {', '.join(unknown)}\n  expected: some of {', '.join(rows)}")
+    os.chdir(HERE / "results")
+    for row in (rows[name] for name in names or rows):
+        if not transformers.__version__.startswith(f"{row['transformers']}."):
+            print(f"{row['table']}: needs transformers {row['transformers']}, found {transformers.__version__}")
+            continue
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            table(*row["arguments"].split())
+        Path(f"{row['table']}.txt").write_text(printed.getvalue())
+        print(row["table"], flush=True)
+
+
+def table_rows() -> list[dict[str, str]]:
+    """`table`, `transformers` and `arguments` of each row of tables.csv."""
+    with (HERE / "tables.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def line(row: dict, best: object) -> str:
@@ -441,9 +489,11 @@ def summary(errors: list[float]) -> str:
 
 if __name__ == "__main__":
     action, *given = sys.argv[1:]
-    if action == "table":
-        table(*given)
+    if action in ("table", "tables"):
+        {"table": table, "tables": tables}[action](*given)
     elif action == "run":
         run(*(Path(text).absolute() for text in given[:2]), *given[2:])
-    else:
+    elif action == "emit":
         emit(Path(given[0]).absolute(), *given[1:])
+    else:
+        raise SystemExit(f"found {action!r}\n  expected: emit, run, table or tables")

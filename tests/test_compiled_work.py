@@ -218,11 +218,11 @@ def test_on_a_cpu_blocks_are_compiled_where_that_is_asked_for() -> None:
     assert executions(hidden, Options(), None, device=gpu) == (eager,)
 
 
+@pytest.mark.nightly
 def test_ops_that_differ_in_names_are_looked_at_once_and_cost_the_same() -> None:
     resnet = trace_model(CHECKOUT / "benchmarks" / "models" / "resnet_50.py")
     context, _, local = block_of(resnet)
     looked_at = set(local.alike)
     assert len(looked_at) < len(local.ops) / 2  # three bottlenecks, of which the last two are alike
-    for batch_size in (1, 4):
-        times = times_of(context, local.ops, local.alike, batch_size)
-        assert times == [timed(context, op, batch_size) for op in local.ops]
+    times = times_of(context, local.ops, local.alike, 4)
+    assert times == [timed(context, op, 4) for op in local.ops]

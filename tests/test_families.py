@@ -23,7 +23,7 @@ def assert_exact(folder, model, features, *, seed=None):
     return plans
 
 
-LIKE_OTHERS = ("mistral_hf", "qwen_hf", "bert_hf", "conformer", "fourier", "two_tower")  # tested at night
+LIKE_OTHERS = ("mistral_hf", "qwen_hf", "bert_hf", "mixtral_hf", "conformer", "fourier", "two_tower")  # tested at night
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from autoplan.answers.answer import trust
 from autoplan.answers.intervals import (
     AHEAD,
     COMPUTED,
+    GRAPH,
     MEMORY_ERRORS,
     STEP_ERRORS,
     WAITED_FOR,
@@ -73,10 +74,10 @@ def test_coverage_counts_the_ends_and_is_unknown_without_runs() -> None:
 
 
 def test_every_provenance_has_errors_and_the_less_is_known_the_larger_they_are(answer) -> None:
-    waiting, busy = (
-        {source: STEP_ERRORS[source, role] for source in (*SOURCES, COMPUTED)} for role in (WAITED_FOR, AHEAD)
+    of_steps = (
+        {source: STEP_ERRORS[source, role] for source in (*SOURCES, COMPUTED)} for role in (WAITED_FOR, AHEAD, GRAPH)
     )
-    for errors in (waiting, busy, MEMORY_ERRORS):
+    for errors in (*of_steps, MEMORY_ERRORS):
         assert tuple(errors) == (*SOURCES, COMPUTED)
         ratios = [interval(1.0, errors[source])[1] for source in errors]
         assert ratios == sorted(ratios) and ratios[0] > 1.0

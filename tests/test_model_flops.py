@@ -33,9 +33,8 @@ def counted_flops(source) -> float:
 @pytest.mark.parametrize(
     "family",
     [
-        "resnet",
         "vit_hf",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("unet", "diffusion_transformer")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resnet", "unet", "diffusion_transformer")),
     ],
 )
 def test_model_flops_are_those_that_torch_counts(family: str) -> None:

@@ -357,3 +357,25 @@ def test_tf32_takes_the_memory_of_float32_at_its_own_peak():
     assert peak_flops_per_s(PROFILE.device, "tf32") == 8 * peak_flops_per_s(PROFILE.device, "fp32") == 156e12
     with pytest.raises(InputError, match="without tf32"):
         peak_flops_per_s(load_hardware_profile("v100_x8").device, "tf32")
+
+
+def test_parameters_that_are_kept_are_unpacked_before_the_forward_pass_alone() -> None:
+    price = make_pricer(graph_of("gpt"), hardware=PROFILE, precision="bf16", shardings={}, rules=RULES)
+    replicas, third = (price(Mesh(dp=2, zero_stage=z, zero_shard_degree=2 if z else 1)) for z in (0, 3))
+    added = {}
+    for kind in third.kinds:
+        plain, sharded = replicas.costs[kind][0], third.costs[kind][0]
+        added.setdefault(sharded.is_kept, []).append(
+            (sharded.forward_s - plain.forward_s, sharded.backward_s - plain.backward_s)
+        )
+    # To pack an element of bf16 takes 1.1 times as long as to unpack it.
+    assert all(0.0 < 2 * forward < backward for forward, backward in added[False])
+    assert all(0.0 < backward < 1.5 * forward for forward, backward in added[True])
+
+
+def test_of_one_micro_batch_stages_1_and_2_are_one() -> None:
+    price = make_pricer(graph_of("gpt"), hardware=PROFILE, precision="bf16", shardings={}, rules=RULES)
+    for pp, n, is_alike in ((1, 1, True), (2, 1, True), (1, 2, False)):
+        meshes = [Mesh(dp=2, pp=pp, zero_stage=z, zero_shard_degree=2, n_micro_batches=n) for z in (1, 2)]
+        first, second = (replace(price(mesh), mesh=meshes[0]) for mesh in meshes)
+        assert (first == second) is is_alike

@@ -153,7 +153,14 @@ def _large(answer: Answer, *, n_ranks: int, n_micro_batches: int, n_spans: int) 
     return replace(answer, result=replace(answer.result, best=best, rejected=rejected)), curves
 
 
-@pytest.mark.parametrize(("n_ranks", "n_micro_batches", "n_spans"), [(64, 32, 4), (64, 128, 3), (8, 1024, 2)])
+@pytest.mark.parametrize(
+    ("n_ranks", "n_micro_batches", "n_spans"),
+    [
+        pytest.param(64, 32, 4, marks=pytest.mark.nightly),
+        pytest.param(64, 128, 3, marks=pytest.mark.nightly),
+        (8, 1024, 2),
+    ],
+)
 def test_page_stays_below_a_megabyte(answer: Answer, n_ranks: int, n_micro_batches: int, n_spans: int) -> None:
     # 64 x 2 x 32 = 4,096 actions with 16,384 gathers; then four times as many actions; then 8 long rows
     large, curves = _large(answer, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_spans=n_spans)

@@ -39,6 +39,15 @@ def test_every_mesh_is_in_canonical_form() -> None:
         assert mesh.pp > 1 or (mesh.schedule, mesh.n_chunks) == ("1f1b", 1)
         assert (mesh.n_chunks > 1) == (mesh.schedule in ("interleaved", "zero_bubble_v"))
         assert (mesh.tp == 1) == (mesh.sharding == "")
+        assert mesh.n_micro_batches > 1 or mesh.zero_stage != 2
+
+
+def test_one_micro_batch_is_sharded_by_stage_1_and_by_stage_2_where_that_is_fixed() -> None:
+    one = {mesh.zero_stage for mesh in meshes() if mesh.n_micro_batches == 1 and mesh.dp > 1}
+    several = {mesh.zero_stage for mesh in meshes() if mesh.n_micro_batches > 1 and mesh.dp > 1}
+    assert (one, several) == ({0, 1, 3}, {0, 1, 2, 3})
+    second = meshes(fix=(("zero", "2"),))
+    assert {mesh.zero_stage for mesh in second} == {2} and any(mesh.n_micro_batches == 1 for mesh in second)
 
 
 def test_tensor_parallelism_leaves_a_host_only_on_links_that_join_hosts() -> None:

@@ -12,8 +12,9 @@ from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, overlay
 from autoplan.tracing.trace import model_source, module_source, trace_model
 
 FAMILIES = Path(__file__).parent / "families"
-BY_RECORD = ("unet", "decoder_hf", "t5_hf")  # the second drops gradients, the third adds in place
+BY_RECORD = ("unet", "decoder_hf")  # the second drops gradients
 OTHERS = (
+    "t5_hf",  # adds in place
     "bert_hf",
     "capacity_mixture",
     "custom_op",

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from distributed.launch import run_ranks
 from torch import nn
 
 from autoplan.runtime import cuda_graph, recompute
@@ -148,8 +150,7 @@ class Recorded:
         self.n_replays += 1
 
 
-@pytest.fixture
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def imitate_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `StepGraph` asks of a GPU, on a CPU, where passes that are captured are computed too."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
@@ -157,10 +158,16 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(StepGraph, "_on_own_stream", lambda self: nullcontext())
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That for one process."""
+    imitate_a_gpu(monkeypatch)
     monkeypatch.setattr(cuda_graph.dist, "get_rank", lambda: 0)
 
 
-def step_graph(model: nn.Module) -> tuple[StepGraph, list[int]]:
+def step_graph(model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[StepGraph, list[int]]:
     """It, and how often its passes were computed."""
     n_passes: list[int] = []
 
@@ -171,7 +178,7 @@ def step_graph(model: nn.Module) -> tuple[StepGraph, list[int]]:
         return loss.detach()
 
     return StepGraph(
-        model, passes, parameters=list(model.named_parameters()), device=torch.device("cpu"), group=None
+        model, passes, parameters=list(model.named_parameters()), device=torch.device("cpu"), group=group
     ), n_passes
 
 
@@ -283,3 +290,23 @@ def test_nothing_is_captured_where_a_replay_would_miss_something(
     said = capsys.readouterr().err
     assert len(n_passes) == 4 and graph._graph is None
     assert said.count("not captured") == 1 and said.rstrip().endswith("; and 1 more"), said
+
+
+def replays_of_a_rank() -> list[int]:
+    """How often it has replayed after each step in which ranks differ, and after those between."""
+    imitate_a_gpu(pytest.MonkeyPatch())
+    model, is_second = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), dist.get_rank() == 1
+    graph, _ = step_graph(model, dist.new_group(backend="gloo"))
+    for n in (2, 3 if is_second else 2, 2, 2):  # the second step puts the capture off on both
+        graph.run(batch_of(n))
+    recorded, found = graph._graph, []
+    for n in (2, 3 if is_second else 2, 2):
+        graph.run(batch_of(n))
+        found.append(recorded.n_replays)
+    model[1].p = 0.5 if is_second else 0.0
+    graph.run(batch_of(2))
+    return [*found, recorded.n_replays, graph._graph is None]
+
+
+def test_no_rank_replays_where_another_has_other_shapes_or_a_changed_module() -> None:
+    assert run_ranks(replays_of_a_rank, 2) == [[2, 2, 3, 3, True]] * 2

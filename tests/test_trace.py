@@ -272,13 +272,13 @@ def test_no_weight_is_allocated_for_a_model_of_70_billion_parameters():
     code = (
         "import resource\nfrom pathlib import Path\n"
         "from autoplan.tracing.trace import model_source, trace_model\n"
-        f"graph = trace_model(model_source(Path({str(EXAMPLES / 'llama.py')!r}), {{'size': '70b', 'n_layers': 4}}))\n"
+        f"graph = trace_model(model_source(Path({str(EXAMPLES / 'llama.py')!r}), {{'size': '70b', 'n_layers': 2}}))\n"
         "print(graph.n_parameters(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     n_parameters, peak_kib = map(int, done.stdout.split())
-    # 4 of 80 layers: 4 * 0.856e9 + 2 * 1.05e9 parameters would take 22 GB in float32
-    assert n_parameters > 5e9
+    # 2 of 80 layers: 2 * 0.856e9 + 2 * 1.05e9 parameters would take 15 GB in float32
+    assert n_parameters > 3.5e9
     assert peak_kib * 1024 < 2e9
 
 

@@ -129,7 +129,9 @@ def make_pricer(
         n_here = n_ranks or mesh.pp
         groups = groups_of(mesh.dp * mesh.tp * n_here, mesh.dp, mesh.tp, mesh.zero_shard_degree)
         tied_bytes = tied_weight_bytes(tied, mesh, precision) if n_here == mesh.pp else 0
-        placement = Placement(groups.shard, groups.replicate, mesh.zero_stage, mesh.n_micro_batches > 1, exchange)
+        repeats = mesh.n_micro_batches > 1
+        zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
+        placement = Placement(groups.shard, groups.replicate, zero_stage, repeats, exchange)
         way = _Way.of(mesh, placement, loss="whole" if is_in_compiled(graph, mesh) else loss)
         found = costs(way)
         sources = () if measured is None else tuple(source for _, source in works(way.run))
@@ -142,9 +144,9 @@ def make_pricer(
             kinds=kinds,
             costs=found,
             cut_s=cut_s if mesh.pp > 1 else unsent,
-            gathers_per_micro_batch=mesh.zero_stage == 3,
-            reduces_per_micro_batch=mesh.zero_stage >= 2,
-            keeps_gathered=mesh.zero_stage < 3,
+            gathers_per_micro_batch=zero_stage == 3,
+            reduces_per_micro_batch=zero_stage >= 2,
+            keeps_gathered=zero_stage < 3,
             overlap_slowdown=hardware.overlap_slowdown,
             per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes) + begins_s,
             start_s=begins_s,

@@ -83,7 +83,8 @@ def _plain_cost(
 ) -> SegmentCost:
     """Nothing recomputed."""
     forward_s = work.forward_s + parameters.unpack_s
-    backward_s = work.backward_s + parameters.unpack_s + parameters.pack_s + parameters.accumulate_s
+    unpack_again_s = 0.0 if parameters.is_kept else parameters.unpack_s
+    backward_s = work.backward_s + unpack_again_s + parameters.pack_s + parameters.accumulate_s
     host = PassSeconds(
         work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
         work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,

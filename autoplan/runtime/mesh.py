@@ -177,8 +177,7 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     # Every model whose last op is a linear layer is warned of; `in_place` lets outputs be changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if device_type == "cuda":
-        # Read before the first allocation. Without it gaps between large tensors took 11 GiB of Llama-1B's 128.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        choose_allocator()
         # NCCL would register what a CUDA graph sends, and the ranks then wait for each other for ever: seen with tensor
         # and pipeline parallelism (torch 2.11 with NCCL 2.28, 2 H200, 2026-11-25), where segments are expandable.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -194,6 +193,15 @@ def join_process_group(device_type: str, *, timeout_s: float = TIMEOUT_S) -> Non
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def choose_allocator() -> None:
+    """Ask for memory that grows in place, before the first allocation, unless the environment says otherwise.
+
+    Without it gaps between large tensors took 11 GiB of Llama-1B's 128.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the later name, of which torch reads the earlier one first
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def _store_of_restart(timeout: timedelta) -> dict[str, Any]:

@@ -18,8 +18,9 @@ Where recomputation may keep attention, each mesh but those of zero_bubble_v has
 only when its mesh has been looked at, see `twins`.
 
 Each plan has one name only (canonical form): zero_stage 0 exactly when zero_shard_degree is 1; dp = 1 has zero_stage 0;
-pp = 1 has schedule "1f1b" and one chunk; a plan that recomputes no attention does not keep it. How many pieces each
-stage may have, says `plans.stage_sizes`.
+one micro-batch, which is reduced at its end in any case, has no zero_stage 2 unless the user fixes it; pp = 1 has
+schedule "1f1b" and one chunk; a plan that recomputes no attention does not keep it. How many pieces each stage may
+have, says `plans.stage_sizes`.
 
 **More devices never hurt.** A cluster of n devices also tries smaller device counts and leaves the rest idle: below one
 host the powers of two and the divisors of the host, then k hosts for every k of at most `MAX_SIGNIFICANT_BITS`
@@ -276,6 +277,8 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
     schedules = {n: _schedule_choices(space, options, pp=pp, n_micro_batches=n) for n in counts.values()}
     for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
         n_micro_batches = counts[micro_batch_size]
+        if n_micro_batches == 1 and zero_stage == 2 and (1, shard_degree) in zeros:
+            continue
         is_own = tp == pp == 1 and not generated
         pairs = (
             (*own, is_captured)

@@ -3,6 +3,7 @@
 Starting processes costs seconds, so one launch should carry many configurations.
 """
 
+import io
 import multiprocessing
 import os
 import queue
@@ -15,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -138,22 +140,28 @@ def _run_rank(
         results.put((rank, None, traceback.format_exc()))
 
 
-def run_program(folder: Path, n_ranks: int, *options: str, timeout_s: float = 120.0) -> list[str]:
+def run_program(folder: Path, n_ranks: int, *options: str, exit_code: int = 0, timeout_s: float = 120.0) -> list[str]:
     """What each rank of `train.py *options` of an emitted folder writes to stdout, where autoplan cannot be imported.
 
-    The ranks are processes of `run_ranks`, which have imported torch already, with the variables that torchrun sets.
+    Raises: AssertionError as `run_ranks`, also when the program exits with another code than `exit_code`.
+    """
+    ends = ends_of_program(folder, n_ranks, *options, timeout_s=timeout_s)
+    assert [code for code, _ in ends] == [exit_code] * n_ranks, f"train.py exits, after it printed: {ends}"
+    return [printed for _, printed in ends]
 
-    Raises: AssertionError as `run_ranks`, also when the program exits with another code than 0.
+
+def ends_of_program(folder: Path, n_ranks: int, *options: str, timeout_s: float = 120.0) -> list[tuple[object, str]]:
+    """What each rank exits with, and what it writes to stdout.
+
+    The ranks are processes of `run_ranks`, which have imported torch already, with the variables that torchrun sets.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as written:
-        run_ranks(_run_program, n_ranks, str(folder), options, port, written, backend="", timeout_s=timeout_s)
-        return [Path(written, str(rank)).read_text() for rank in range(n_ranks)]
+    return run_ranks(_run_program, n_ranks, str(folder), options, port, backend="", timeout_s=timeout_s)
 
 
-def _run_program(folder: str, options: tuple[str, ...], port: int, written: str) -> None:
+def _run_program(folder: str, options: tuple[str, ...], port: int) -> tuple[object, str]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.chdir(folder)
     for name in [name for name in sys.modules if name.partition(".")[0] == "autoplan"]:
@@ -161,14 +169,13 @@ def _run_program(folder: str, options: tuple[str, ...], port: int, written: str)
     sys.modules["autoplan"] = None  # type: ignore[assignment]
     sys.path.insert(0, folder)
     sys.argv = ["train.py", *options]
-    with Path(written, os.environ["RANK"]).open("w") as sys.stdout:
+    code: object = 0
+    with redirect_stdout(io.StringIO()) as printed:
         try:
             runpy.run_path("train.py", run_name="__main__")
         except SystemExit as end:
-            sys.stdout.flush()
-            printed = Path(written, os.environ["RANK"]).read_text()
-            assert not end.code, f"train.py exits with {end.code}, after it printed {printed!r}"
-        sys.stdout.flush()
+            code = end.code or 0
+    return code, printed.getvalue()
 
 
 def run_folder(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from unittest.mock import patch
 
 import pytest
+import torch
 from profile_rows import (
     BATCHES,
     DEGREES,
@@ -23,7 +27,9 @@ from autoplan.measure_model.measurement_folder import value_ranges
 from autoplan.measure_model.run import run_measurements
 from autoplan.measured_profile.segment_key import content_key
 from autoplan.measured_profile.segment_times import parse_measured_profile
+from autoplan.measuring_program import program
 from autoplan.report.measured_profile import results_table
+from autoplan.runtime import mesh
 
 pytest_plugins = ["profile_fixtures"]
 
@@ -180,3 +186,20 @@ def test_a_wrong_profile_on_the_command_line_exits_3(hw, measured, capsys) -> No
     arguments = ["plan", str(MLP), "--hw", hw, "--precision", "fp32", "--profile", str(measured.out)]
     assert cli.run(arguments) == 3
     assert "measured.json: model: found 'gpt.py'" in capsys.readouterr().err
+
+
+def test_a_gpu_measures_with_the_allocator_of_programs(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "runtime.mesh", mesh)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    found, names = [], ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr(program, "measure", lambda *_, **__: found.append(os.environ.get(names[0])))
+    with patch.dict(os.environ):
+        for name in names:
+            os.environ.pop(name, None)
+        program.main(tmp_path, [])
+        os.environ[names[0]] = "backend:cudaMallocAsync"
+        program.main(tmp_path, [])
+        os.environ[names[1]] = os.environ.pop(names[0])
+        program.main(tmp_path, [])
+    assert found == ["expandable_segments:True", "backend:cudaMallocAsync", None]
