@@ -27,7 +27,7 @@ from autoplan.runtime import (
     load_checkpoint,
 )
 from autoplan.runtime.checkpoint_folder import newest_complete
-from autoplan.runtime.mesh import DeviceMemoryError, check_device_memory
+from autoplan.runtime.planned_devices import DeviceMemoryError, check_device_memory
 from autoplan.runtime.zero import local_part
 
 FSDP = {"dp": 2, "zero_stage": 3, "zero_shard_degree": 2, "n_micro_batches": 2, "precision": "fp64"}

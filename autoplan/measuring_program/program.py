@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from .timing import Call, Clock, Round, round_times
 SCHEMA_VERSION = 1
 SECONDS = 1.0
 MAX_SPREAD = 0.10
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables that times on a GPU depend on
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ def _result_cache(
     own_texts = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
     own_hash = hashlib.sha256(own_texts.encode()).hexdigest()
     measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": backend, "measuring": own_hash}
+    measured_with |= {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
     paths = (model, *map(folder.joinpath, plan["beside_model"])) if model.exists() else ()
     text = "".join(path.read_text() for path in paths)
     return ResultCache(path, measured_with=measured_with, model_text=text, has_own_ops=plan["has_own_ops"])
@@ -312,6 +315,8 @@ def main(folder: Path, arguments: list[str]) -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("measure: found no CUDA device\n  expected: one GPU of the target\n  fix: run on it, or --device cpu")
     torch.backends.cudnn.benchmark = True  # as programs with convolutions have it
-    importlib.import_module("runtime.mesh").choose_allocator()  # as programs do when they join their process group
+    importlib.import_module(
+        "runtime.process_group"
+    ).choose_allocator()  # as programs do when they join their process group
     options = {"seconds": given.seconds, "backend": given.backend, "cache": given.cache}
     measure(folder, given.out, torch.device(given.device), **options)

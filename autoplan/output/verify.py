@@ -154,7 +154,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
 
 
 def _check_device_count(expected: int, folder: Path) -> None:
-    from autoplan.runtime.mesh import n_gpus
+    from autoplan.runtime.planned_devices import n_gpus
 
     if (found := n_gpus()) < expected:
         raise MeasureError(

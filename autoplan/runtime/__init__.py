@@ -2,7 +2,8 @@
 
 It is copied as it stands into the folder of a program.
 
-    config, mesh           the plan, the process groups
+    config, mesh           the plan, who does what of it, the process groups between ranks
+    process_group, planned_devices    joining and leaving; whether processes and devices are as planned
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     buffers                the dtype of buffers where a program computes in 16 bits
     float32_products       whether GPUs round the operands of float32 products
@@ -33,23 +34,20 @@ from .config import Config
 from .hang_watch import watch_for_hangs
 from .learning_rate import LearningRate, check_rate
 from .loading import TrainingData, evaluation_data, training_data
-from .mesh import (
-    RankMesh,
-    WorldSizeError,
-    build_rank_mesh,
-    check_world_size,
-    default_device_type,
-    from_first_rank,
-    join_process_group,
-    start_process_group,
-    stop_process_group,
-    world_size,
-)
+from .mesh import RankMesh, build_rank_mesh
 from .metrics import EvaluationRecord, MetricLog, PlannedFigures, StepRecord
 from .number_options import not_negative, positive, whole_number
 from .parallel import ParallelModel
 from .parity import TOLERANCES, Differences, PlainTraining, compare
 from .pipeline import Boundary, PerSample
+from .planned_devices import WorldSizeError, check_world_size, world_size
+from .process_group import (
+    default_device_type,
+    from_first_rank,
+    join_process_group,
+    start_process_group,
+    stop_process_group,
+)
 from .resume import Run, add_checkpoint_options
 from .step_profile import StepProfile
 from .step_trace import StepTrace, parse_steps

@@ -60,8 +60,8 @@ from .checkpoint_state import (
 from .config import Config
 from .folder_lock import lock_folder, unlock_folder
 from .host_copies import HostCopies
-from .mesh import from_first_rank
 from .parallel import ParallelModel
+from .process_group import from_first_rank
 from .seeds import resumed_seed
 
 KEEP = 3

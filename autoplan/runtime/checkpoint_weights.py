@@ -22,8 +22,8 @@ from .checkpoint import check_shapes, passing_host_group
 from .checkpoint_pieces import pieces_of
 from .checkpoint_planner import CheckpointError, IndexReader, read_pieces, write_pieces
 from .checkpoint_state import MODEL, buffer_pieces, parameter_pieces
-from .mesh import from_first_rank
 from .parallel import ParallelModel
+from .process_group import from_first_rank
 
 SAFETENSORS = ".safetensors"
 MAX_HEADER_BYTES = 100 * 2**20

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from .batches import flatten_tensors, map_tensors, with_paths
 from .held_values import Watched, changed_between, held_by
-from .mesh import release_before_stop
+from .process_group import release_before_stop
 from .recompute import recomputed_and_drawing
 from .seeds import host_state
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from .mesh import OTHERS_FIRST_S
 from .parallel import ParallelModel
+from .process_group import OTHERS_FIRST_S
 
 LOOKS_PER_LIMIT = 10
 MAX_INTERVAL_S = 5.0

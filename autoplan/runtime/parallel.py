@@ -36,11 +36,12 @@ from .gradients import (
 from .learning_rate import LearningRate, build_scheduler_of, load_scheduler, step_scheduler
 from .loss_average import total_count, weigh
 from .loss_scale import LossScale
-from .mesh import RankMesh, failing_after_others
+from .mesh import RankMesh
 from .model_calls import call_model, loss_function
 from .named_parameters import name_parameters
 from .optimizer import LEARNING_RATE, build_optimizer_of
 from .pipeline import Pipeline
+from .process_group import failing_after_others
 from .recompute import unchanged_buffers
 from .seeds import training_seed
 from .stage_order import apply_in_order

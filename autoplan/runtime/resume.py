@@ -25,9 +25,9 @@ from .checkpoint import KEEP, Checkpoints, Stateful, checkpoint_at, load_checkpo
 from .checkpoint_planner import CheckpointError
 from .checkpoint_weights import check_export_name, export_model, load_initial_weights
 from .loading import TrainingData
-from .mesh import from_first_rank
 from .number_options import whole_number
 from .parallel import ParallelModel
+from .process_group import from_first_rank
 
 STEPS_PER_SAVE = 100
 EXIT_STOPPED = 128 + signal.SIGTERM

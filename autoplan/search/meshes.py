@@ -277,7 +277,7 @@ def meshes_of(space: SearchSpace, options: Options, *, tp: int, pp: int, dp: int
     schedules = {n: _schedule_choices(space, options, pp=pp, n_micro_batches=n) for n in counts.values()}
     for sharding, micro_batch_size, (zero_stage, shard_degree), execution, generated in choices:
         n_micro_batches = counts[micro_batch_size]
-        if n_micro_batches == 1 and zero_stage == 2 and (1, shard_degree) in zeros:
+        if (zero_stage, shard_degree) not in canonical(zeros, n_micro_batches=n_micro_batches):
             continue
         is_own = tp == pp == 1 and not generated
         pairs = (
@@ -359,6 +359,13 @@ def zero_choices(space: SearchSpace, options: Options, *, tp: int, dp: int) -> t
         for s, d in choices
         if zero in (None, s) and shard in (None, d) and can_compress(compression, zero_stage=s, shard_degree=d, dp=dp)
     )
+
+
+def canonical(zeros: tuple[tuple[int, int], ...], *, n_micro_batches: int) -> tuple[tuple[int, int], ...]:
+    """Of `zero_choices` those that are plans of their own: of one micro-batch stage 2 is stage 1, if that is there."""
+    if n_micro_batches > 1:
+        return zeros
+    return tuple((stage, degree) for stage, degree in zeros if stage != 2 or (1, degree) not in zeros)
 
 
 def can_compress(compression: str | None, *, zero_stage: int, shard_degree: int, dp: int) -> bool:

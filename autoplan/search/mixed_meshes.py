@@ -25,6 +25,7 @@ from autoplan.search.meshes import (
     MakePlan,
     Price,
     SearchSpace,
+    canonical,
     device_counts,
     divisors,
     fixed,
@@ -183,10 +184,11 @@ def shapes(space: MixedSpace, options: Options) -> Iterator[Shape]:
             if (plain, order) not in least:
                 least[plain, order] = LeastPasses.of(_table(space, plain, order))
             mesh = replace(plain, dp=dp, n_micro_batches=pipelines.global_batch // dp // size)
+            own_zeros = canonical(zeros, n_micro_batches=mesh.n_micro_batches)
             for schedule, possible in _schedules(space, options, mesh, n_ranks):
                 own = replace(mesh, schedule=schedule)
                 bound_s = float(pipeline_bounds_s(least[plain, order], own, possible).min())
-                yield Shape(own, order, possible, zeros, bound_s)
+                yield Shape(own, order, possible, own_zeros, bound_s)
 
 
 def families_of(space: MixedSpace, shape: Shape) -> Iterator[Family]:

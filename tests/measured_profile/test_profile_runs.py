@@ -29,7 +29,7 @@ from autoplan.measured_profile.segment_key import content_key
 from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.measuring_program import program
 from autoplan.report.measured_profile import results_table
-from autoplan.runtime import mesh
+from autoplan.runtime import process_group
 
 pytest_plugins = ["profile_fixtures"]
 
@@ -189,7 +189,7 @@ def test_a_wrong_profile_on_the_command_line_exits_3(hw, measured, capsys) -> No
 
 
 def test_a_gpu_measures_with_the_allocator_of_programs(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "runtime.mesh", mesh)
+    monkeypatch.setitem(sys.modules, "runtime.process_group", process_group)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     found, names = [], ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
