@@ -24,10 +24,7 @@ from .config import Config
 from .planned_devices import check_device_count, check_world_size
 
 TIMEOUT_S = 600.0
-
 OTHERS_FIRST_S = 5.0  # torchrun looks at its processes every 0.1 s
-
-
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 

@@ -2,10 +2,10 @@
 
 In the search, meshes whose passes can be captured are (`SearchSpace.cuda_graph`). A graph takes waiting for the host
 out of every pass, shortens those whose blocks were faster when they were replayed, and adds no time, so the same plan
-without it is no faster, and meshes need not be priced twice; but
-where blocks draw random numbers, as in dropout, plans without a graph may recompute them and so are in the search too.
-A graph holds a batch of its own in memory: a plan that fits only without that is not found.
-In the end a plan that gains no more than the gap of the search goes without: simpler, as fast.
+without it is no faster, and meshes need not be priced twice; but where blocks draw random numbers, as in dropout, plans
+without a graph may recompute them and so are in the search too. A graph holds a batch of its own in memory: a plan that
+fits only without that is not found. In the end a plan that gains no more than the gap of the search goes without:
+simpler, as fast.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                --second_run------------> another ---------+--overlaid_graph--> ops --segments--> OpGraph
                --module_level (whole modules, where torch.export fails)------------------------> OpGraph
 
-constant_masks, dissolved, in_place_writes, effects and waits are what a trace gets wrong or leaves out;
+constant_masks, dissolved, in_place_writes, effects and host_reads are what a trace gets wrong or leaves out;
 shapes_by_values has the shapes that torch does not tell; given_values and written_slices are tensors that forward makes
 of numbers, or fills piece by piece; whole_dropout is dropout that torch took apart; same_operators compares two runs;
 second_names has the operators with two names; local_modules are those beside the model file; source_names finds the

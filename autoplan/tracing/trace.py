@@ -37,13 +37,13 @@ from autoplan.errors import InputError, TraceError
 from autoplan.graph import IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
+from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.local_modules import check_model_file, search_beside
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
-from autoplan.tracing.waits import waiting_place
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
 from autoplan.user_errors import USERS_ERRORS, import_failure, made_batch, trace_failure, user_frame

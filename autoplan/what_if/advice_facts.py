@@ -15,11 +15,7 @@ from autoplan.hardware import HardwareProfile
 from autoplan.what_if.rows import WhatIfRow
 
 LITTLE, MUCH = 0.10, 0.30  # of the wall time, waiting for communication
-
-
 DEARER = 1.10  # cost of a token against the cheapest
-
-
 STOPPED = "none yet: interrupted before all clusters were searched"
 
 

@@ -14,7 +14,7 @@ from autoplan.errors import UsageError
 from autoplan.graph import graph_from_json, graph_to_json
 from autoplan.options import Options
 from autoplan.planning.problem import Problem, trace_model
-from autoplan.tracing.waits import waiting_place
+from autoplan.tracing.host_reads import waiting_place
 
 GPT2 = Path(__file__).parent / "families" / "gpt2_hf.py"
 LLAMA = Path(__file__).parent.parent / "examples" / "llama.py"
