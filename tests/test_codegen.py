@@ -47,7 +47,7 @@ def test_generated_model_is_the_golden_one(name):
     assert text == path.read_text()
 
 
-LONG = ("conformer", "fourier", "mistral_hf", "qwen_hf")
+LONG = ("conformer", "fourier", "mistral_hf", "mixtral_hf", "qwen_hf")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_chunked_loss_with_a_head_of_its_own_equals_one_process(tmp_path, any_
         assert max(number for steps in differences.values() for step in steps for number in step) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("stage", "n_copies"), [("zero1", 0), ("zero2", 1), ("zero3", 3)])
+@pytest.mark.parametrize(("stage", "n_copies"), [("zero1", 0), ("zero2", 1), ("zero3", 2)])
 def test_a_head_of_its_own_takes_its_addresses_longer_and_its_gradients_less_memory(stage, n_copies, any_size):
     graph, hardware = graph_of("llama"), load_hardware_profile("dgx_a100_x8/2")
     apart, together = (

@@ -127,8 +127,8 @@ def whole_pieces(toy: Toy, rng: random.Random, *, share: float, n_stages: int | 
         yield Bounded(bounds[0], bounds[1], best_s, raised_s)
 
 
-@pytest.mark.parametrize(  # no plan of toys 1 and 2 fits
-    "seed", [0, *range(3, 9), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(9, 17))]
+@pytest.mark.parametrize(  # no plan of toys 1 and 2 fits, and none of those that are tried of toy 3
+    "seed", [0, *range(4, 9), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(9, 18))]
 )
 def test_the_bound_by_whole_pieces_never_exceeds_the_fastest_plan(seed: int) -> None:
     rng = random.Random(seed)
