@@ -31,9 +31,7 @@ def paddable_ops(name):
                 yield op, degree, strategy
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.nightly] * (part % 2)) for part in range(N_PARTS)]
-)
+@pytest.mark.parametrize("part", range(N_PARTS))
 @pytest.mark.filterwarnings("ignore")
 def test_whatever_the_padding_holds_a_padded_strategy_equals_the_whole_op(part, monkeypatch):
     n_checked = 0
