@@ -171,6 +171,7 @@ def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> No
     assert works[1].saved_bytes == 2 * works[0].saved_bytes
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_of_llama_are_computed_as_they_were_measured() -> None:
     import compiled_blocks
 

@@ -121,7 +121,7 @@ def test_no_plan_is_slower_with_a_graph_which_needs_memory_for_a_batch_of_its_ow
         ("gpt", Options(fix=(("cuda_graph", "off"),)), (NEVER, NEVER, NEVER)),
         ("gpt", Options(precision="fp16"), (NEVER, NEVER, NEVER)),
         ("gpt", Options(fix=(("grad_compression", "bf16"),)), (NEVER, NEVER, NEVER)),
-        ("mixture", Options(), (ALWAYS, ALWAYS, NEVER)),
+        pytest.param("mixture", Options(), (ALWAYS, ALWAYS, NEVER), marks=pytest.mark.nightly),
         ("mixture", Options(fix=(("cuda_graph", "on"),)), (ALWAYS, ALWAYS, ())),
     ],
     ids=lambda value: str(getattr(value, "fix", value) or getattr(value, "precision", value)),

@@ -64,7 +64,7 @@ LOGITS = {
     "qwen2": (3, 16, 64), "qwen3": (3, 16, 64), "mistral": (3, 3),
 }  # fmt: skip
 OVERRIDES = {"t5": {"context": 8}}
-LIKE_OTHERS = ("bart", "gpt2", "qwen2", "qwen3")  # to `hf:`, as T5 and Llama are
+LIKE_OTHERS = ("bart", "gpt2", "mixtral", "qwen2", "qwen3")  # to `hf:`, as T5 and Llama are
 
 
 @pytest.fixture(autouse=True)

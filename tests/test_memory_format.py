@@ -11,6 +11,7 @@ import pytest
 import torch
 from distributed.launch import run_ranks
 from distributed.programs import EXAMPLES, check_programs, graph_of, make_plan, write_programs
+from made_once import made_once
 from torch import nn
 from torch._prims_common import suggest_memory_format  # what operators of torch read from strides
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,23 +181,30 @@ def test_conversions_of_tensor_parallelism_keep_the_order_of_images():
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The rows of a small ResNet both ways, their file, and the hardware profile of a CPU."""
-    folder = tmp_path_factory.mktemp("formats")
-    hw = folder / "cpu_x4.toml"
+    folder = made_once(tmp_path_factory, "formats", write_measured)
+    rows = [json.loads(line) for line in (folder / "measured.json").read_text().splitlines()]
+    segments = [row for row in rows if row["what"] == "segment"]
+    return SimpleNamespace(rows=segments, out=folder / "measured.json", hw=str(folder / "cpu_x4.toml"))
+
+
+def write_measured(folder):
     text = (EXAMPLES.parent / "hardware_profiles/h200_x4.toml").read_text()
-    hw.write_text(text.replace('name = "NVIDIA H200"', 'name = "CPU"'))
+    (folder / "cpu_x4.toml").write_text(text.replace('name = "NVIDIA H200"', 'name = "CPU"'))
     files = api.measurement_folder(
         RESNET,
-        hw=str(hw),
+        hw=str(folder / "cpu_x4.toml"),
         overrides=SIZES,
         degrees=(1,),
         micro_batch_sizes=(2,),
         precision="fp32",
         memory_format="both",
     )
-    out = folder / "measured.json"
-    quick = [*("--seconds", "0.005")]
-    rows = run_measurements(files, out=out, device="cpu", start=lambda command: start_process([*command, *quick]))
-    return SimpleNamespace(rows=[row for row in rows if row["what"] == "segment"], out=out, hw=str(hw))
+    run_measurements(
+        files,
+        out=folder / "measured.json",
+        device="cpu",
+        start=lambda command: start_process([*command, "--seconds", "0.005"]),
+    )
 
 
 @pytest.fixture

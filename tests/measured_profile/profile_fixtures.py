@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from made_once import made_once
 from profile_rows import (
     BATCHES,
     CHECKOUT,
@@ -37,10 +41,17 @@ def files(hw):
 
 @pytest.fixture(scope="session")
 def measured(files, tmp_path_factory) -> SimpleNamespace:
-    out = tmp_path_factory.mktemp("measured") / "measured.json"
-    cache = out.with_name("measurements.sqlite")
-    rows = run_measurements(files, out=out, device="cpu", cache=cache, start=quick)
-    return SimpleNamespace(out=out, rows=rows, text=out.read_text(), cache=cache)
+    def measure(folder: Path) -> None:
+        cache = folder / "measurements.sqlite"
+        run_measurements(files, out=folder / "measured.json", device="cpu", cache=cache, start=quick)
+
+    # Tests add to what they measure with: each process has a copy.
+    folder = tmp_path_factory.mktemp("profile") / "own"
+    shutil.copytree(made_once(tmp_path_factory, "measured_profile", measure), folder)
+    text = (folder / "measured.json").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    cache = folder / "measurements.sqlite"
+    return SimpleNamespace(out=folder / "measured.json", rows=rows, text=text, cache=cache)
 
 
 @pytest.fixture
