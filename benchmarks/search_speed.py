@@ -104,7 +104,7 @@ def _plan_mixed(graph, hosts: list[int], global_batch: int, time_limit_s: float)
     from autoplan.hardware import load_hardware_profile
     from autoplan.hardware.cluster import load_cluster
     from autoplan.options import Options
-    from autoplan.search.mixed_search import search_mixed
+    from autoplan.search.mixed.search import search_mixed
     from autoplan.space.mixed_space import mixed_space
 
     options = Options(global_batch=global_batch, precision="fp16", time_limit_s=time_limit_s)

@@ -14,7 +14,7 @@ from autoplan.cost.mixed_price import joined, shared
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, Plan, StagePlan
-from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
+from autoplan.search.mixed.meshes import Groups, GroupSpace, MixedSpace
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate
 

@@ -28,7 +28,7 @@ from autoplan.planning.confidence import search_confidently
 from autoplan.report.explain import why_not_report
 from autoplan.report.plan import plan_report, status_text
 from autoplan.search import search
-from autoplan.search.mixed_search import search_mixed
+from autoplan.search.mixed.search import search_mixed
 from autoplan.search.result import SearchResult
 from autoplan.units import GiB
 from autoplan.what_if.points import solve_point

@@ -30,8 +30,8 @@ from autoplan.report.explain import explain_report
 from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.search import GOOD_ENOUGH, search
-from autoplan.search.mixed_meshes import MeshQueue, families_of, shapes
-from autoplan.search.mixed_search import search_mixed
+from autoplan.search.mixed.meshes import MeshQueue, families_of, shapes
+from autoplan.search.mixed.search import search_mixed
 from autoplan.search.partition import best_partition
 from autoplan.search.result import SearchResult
 from autoplan.simulator.simulate import simulate

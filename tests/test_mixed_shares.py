@@ -29,9 +29,9 @@ from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh, StagePlan
 from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.search.bounds import step_bound_s
-from autoplan.search.mixed_search import search_mixed
-from autoplan.search.mixed_shares import ShareQueue, micro_batch_counts
-from autoplan.search.share_families import mesh_of, share_families
+from autoplan.search.mixed.search import search_mixed
+from autoplan.search.mixed.share_families import mesh_of, share_families
+from autoplan.search.mixed.shares import ShareQueue, micro_batch_counts
 from autoplan.simulator.simulate import memory_over_time, simulate
 from autoplan.solver.linear_model import INFINITY
 from autoplan.space.mixed_space import mixed_space as real_mixed_space

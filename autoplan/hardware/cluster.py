@@ -16,7 +16,7 @@
     rate_per_group_one_direction = {...}   all uplinks of one group together, in bits  "400 Gbit/s"
     bus_efficiency = {...}                 achieved bus bandwidth / rate               "80 %"
 
-Plans for it are made by `space.mixed_space` and `search.mixed_search`.
+Plans for it are made by `space.mixed_space` and `search.mixed`.
 """
 
 from __future__ import annotations

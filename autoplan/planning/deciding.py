@@ -162,7 +162,7 @@ def _search_once(
 ) -> SearchResult:
     """The search with the memory confidence of the options, whatever comes of it."""
     from autoplan.search import search
-    from autoplan.search.mixed_search import search_mixed
+    from autoplan.search.mixed.search import search_mixed
     from autoplan.space.mixed_space import mixed_space
     from autoplan.space.priced import priced_space
 

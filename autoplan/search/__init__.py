@@ -37,9 +37,7 @@ Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
                     path_weights, longest_paths: and all ways to recompute
     one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths and rank_paths are
                     what its schedule implies, plans its plans, thrift those without a solver
-    mixed clusters  mixed_search, mixed_state, mixed_answer, mixed_rejections: the same search over groups of hosts
-                    mixed_meshes, mixed_bounds, mixed_plans: pipelines over groups
-                    mixed_shares, share_families: shares of the batch
+    mixed clusters  mixed: the same search over groups of hosts
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from autoplan.options import AS_COMPUTED, Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
 from autoplan.search.meshes import MakePlan, divisors, fixed, fixed_int
-from autoplan.search.mixed_meshes import Groups, GroupSpace, MixedSpace
+from autoplan.search.mixed.meshes import Groups, GroupSpace, MixedSpace
 from autoplan.space.choices import compression_choice, loss_choice
 from autoplan.space.layouts import of_size, shardings_by_size
 from autoplan.space.priced import priced_space

@@ -29,7 +29,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh
 from autoplan.search.bounds import least_communication_s, least_passes_s, shortfall_bytes
 from autoplan.search.meshes import divisors, fixed_int, legal_tensor_degrees
-from autoplan.search.mixed_meshes import MixedSpace, allowed_counts
+from autoplan.search.mixed.meshes import MixedSpace, allowed_counts
 from autoplan.search.ranges import Array
 from autoplan.solver.linear_model import INFINITY
 

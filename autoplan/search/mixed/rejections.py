@@ -6,7 +6,7 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Mesh
-from autoplan.search.mixed_meshes import Family, Groups
+from autoplan.search.mixed.meshes import Family, Groups
 from autoplan.search.rejections import with_margin
 from autoplan.search.result import Rejection
 from autoplan.solver.linear_model import INFINITY

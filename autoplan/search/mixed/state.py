@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.mixed_meshes import Groups, MeshQueue, MixedSpace, Shape
-from autoplan.search.mixed_shares import ShareQueue
+from autoplan.search.mixed.meshes import Groups, MeshQueue, MixedSpace, Shape
+from autoplan.search.mixed.shares import ShareQueue
 from autoplan.search.one_mesh import Judged, faster_than
 from autoplan.search.result import Rejection, SearchResult
 from autoplan.solver.linear_model import INFINITY

@@ -7,8 +7,8 @@ from dataclasses import replace
 from autoplan.errors import InfeasibleError
 from autoplan.parallel_plan import Plan
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.mixed_rejections import least_short
-from autoplan.search.mixed_state import Found, MixedState
+from autoplan.search.mixed.rejections import least_short
+from autoplan.search.mixed.state import Found, MixedState
 from autoplan.search.one_mesh import faster_than
 from autoplan.search.preference import Scored, simplest
 from autoplan.search.result import Candidate, OneDevice, Rejection, SearchResult

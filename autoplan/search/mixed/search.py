@@ -5,9 +5,9 @@ Plans are of three sorts, and the best of all is the answer:
     one group       everything that `search` finds in a group alone, the other groups idle
     several groups  a pipeline: some ranks in a row on one group, some on the next; dp and tp the same everywhere,
                     dp never spans groups; 1f1b or gpipe, one stage per rank; groups in every order
-    shared batch    data parallelism over several groups, pp 1, each with its own micro-batches (`mixed_shares`)
+    shared batch    data parallelism over several groups, pp 1, each with its own micro-batches (`shares`)
 
-The meshes of pipelines are examined in the order of their bounds (`mixed_meshes`): priced, cut by `best_partition` (a
+The meshes of pipelines are examined in the order of their bounds (`meshes`): priced, cut by `best_partition` (a
 rank's stage by its own figures, so that faster ranks get more layers), simulated; of a small mesh all plans are. What
 is left unproved is the gap of the result.
 
@@ -30,12 +30,12 @@ from autoplan.parallel_plan import Mesh
 from autoplan.search import search
 from autoplan.search.bounds import least_passes_s
 from autoplan.search.meshes import fixed, legal_tensor_degrees, micro_batch_sizes
-from autoplan.search.mixed_answer import result_of
-from autoplan.search.mixed_meshes import Groups, GroupSpace, MeshQueue, MixedSpace, shapes
-from autoplan.search.mixed_plans import best_of_shares, fitting, neighbours, repaired
-from autoplan.search.mixed_rejections import rejection
-from autoplan.search.mixed_shares import ShareQueue
-from autoplan.search.mixed_state import Found, MixedState
+from autoplan.search.mixed.answer import result_of
+from autoplan.search.mixed.meshes import Groups, GroupSpace, MeshQueue, MixedSpace, shapes
+from autoplan.search.mixed.plans import best_of_shares, fitting, neighbours, repaired
+from autoplan.search.mixed.rejections import rejection
+from autoplan.search.mixed.shares import ShareQueue
+from autoplan.search.mixed.state import Found, MixedState
 from autoplan.search.one_mesh import MAX_TRIED_PASSES, Judged, faster_than
 from autoplan.search.partition import best_partition
 from autoplan.search.plans import all_plans, count_plans, piece_edges, runs_of

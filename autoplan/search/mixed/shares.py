@@ -20,8 +20,8 @@ from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, Options
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import fixed, fixed_int
-from autoplan.search.mixed_meshes import Groups, MixedSpace
-from autoplan.search.share_families import ShareFamily, mesh_of, share_families
+from autoplan.search.mixed.meshes import Groups, MixedSpace
+from autoplan.search.mixed.share_families import ShareFamily, mesh_of, share_families
 from autoplan.solver.linear_model import INFINITY
 
 

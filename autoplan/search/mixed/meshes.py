@@ -2,7 +2,7 @@
 
 A shape says all of a pipeline but its ZeRO stage, its shard degree and how many ranks each group has; its bound is that
 of the least compute there is. The queue prices a shape when its bound is the first (`families_of`): the bounds of its
-meshes are those of `mixed_bounds`.
+meshes are those of `bounds`.
 
 Like `device_counts`, the ranks of a group fill one host in part, or any number of whole hosts with few significant
 bits, so the plans of a larger cluster include those of a smaller one.
@@ -35,7 +35,7 @@ from autoplan.search.meshes import (
     significant_bits,
     zero_choices,
 )
-from autoplan.search.mixed_bounds import LeastPasses, between_ranks_s, pipeline_bounds_s, short_bytes
+from autoplan.search.mixed.bounds import LeastPasses, between_ranks_s, pipeline_bounds_s, short_bytes
 from autoplan.search.ranges import Array
 from autoplan.solver.linear_model import INFINITY
 
