@@ -82,6 +82,7 @@ def test_a_small_model_waits_for_the_host_and_its_plan_has_a_graph() -> None:
     assert "graph" not in plan_table(without)
 
 
+@pytest.mark.nightly
 def test_a_plan_whose_host_is_ahead_goes_without_unless_one_is_asked_for() -> None:
     model, large = EXAMPLES / "llama.py", {"global_batch": 128, "size": "8b"}
     free, fixed = _solved(model, **large), _solved(model, ("cuda_graph", "on"), **large)

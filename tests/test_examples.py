@@ -81,9 +81,8 @@ def plain_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "n_ranks", [2, pytest.param(1, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # tests/test_live.py has two ranks
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_a_loop_of_ones_own_trains_as_on_one_process_whatever_is_planned(tmp_path: Path, n_ranks: int) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}"] if n_ranks > 1 else []
     done = subprocess.run(

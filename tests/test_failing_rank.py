@@ -133,6 +133,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.nightly
 def test_a_script_around_parallelize_that_raises_on_one_rank_ends_with_its_traceback(tmp_path):
     Path(tmp_path, "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]

@@ -118,7 +118,9 @@ def test_each_kind_of_block_is_also_measured_as_the_users_own_module(family, mea
     assert outer.isdisjoint(row["segment"] for row in segment_rows(rows, module="own"))
 
 
-@pytest.mark.parametrize("family", ["vit_hf", "resnet", "gpt2_hf", "t5_hf"])
+@pytest.mark.parametrize(
+    "family", ["vit_hf", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("resnet", "gpt2_hf", "t5_hf"))]
+)
 def test_an_own_module_called_alone_gives_what_it_gives_inside_of_the_model(family, tmp_path, monkeypatch) -> None:
     # the results that it makes, not what it hands on, have the shapes of a plain forward pass of the whole model
     torch = pytest.importorskip("torch")
