@@ -165,7 +165,9 @@ def test_what_cannot_be_written_is_a_usage_error_of_the_rank_that_writes(parse, 
 
 def test_a_run_that_has_its_steps_says_that_nothing_is_left_to_do(capsys):
     mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
-    model, data = types.SimpleNamespace(n_steps=12, mesh=mesh), types.SimpleNamespace(close=lambda: None)
+    config = types.SimpleNamespace(precision="fp32")
+    model = types.SimpleNamespace(n_steps=12, mesh=mesh, config=config)
+    data = types.SimpleNamespace(close=lambda: None)
     for n_steps in (6, 12):
         assert list(train_steps(model, data, n_steps=n_steps)) == []
         assert "nothing is left to do\n  fix: --steps 13 or more" in capsys.readouterr().err
@@ -191,6 +193,14 @@ def test_mfu_is_given_on_the_planned_device_only():
     assert workload.tokens_per_s(8.0) is None
 
 
+@pytest.mark.parametrize(("precision", "rank", "is_said"), [("bf16", 0, True), ("bf16", 1, False), ("fp32", 0, False)])
+def test_16_bits_on_a_cpu_are_said_to_be_slow(capsys, precision, rank, is_said):
+    mesh = types.SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    model = types.SimpleNamespace(n_steps=0, mesh=mesh, config=types.SimpleNamespace(precision=precision))
+    assert list(train_steps(model, types.SimpleNamespace(close=lambda: None), n_steps=0)) == []
+    assert ("fix: --dtype float32" in capsys.readouterr().err) is is_said
+
+
 def test_libraries_of_other_versions_than_planned_with_are_named(capsys):
     text = "import json\nimport torch\n\ndef build_model():\n    from transformers import BertModel\n"
     installed = metadata.version("transformers")
@@ -198,7 +208,9 @@ def test_libraries_of_other_versions_than_planned_with_are_named(capsys):
     assert list(PlannedFigures(libraries=(("transformers", installed),)).other_libraries()) == []
     planned = PlannedFigures(libraries=(("transformers", "4.0"), ("no-such-library", "1.0")))
     mesh = types.SimpleNamespace(rank=0, device=torch.device("cpu"))
-    model, data = types.SimpleNamespace(n_steps=0, mesh=mesh), types.SimpleNamespace(close=lambda: None)
+    config = types.SimpleNamespace(precision="fp32")
+    model = types.SimpleNamespace(n_steps=0, mesh=mesh, config=config)
+    data = types.SimpleNamespace(close=lambda: None)
     assert list(train_steps(model, data, n_steps=0, planned=planned)) == []
     lines = [line for line in capsys.readouterr().err.splitlines() if "fix: " not in line]
     assert [line.partition(", so")[0] for line in lines] == [

@@ -90,6 +90,8 @@ def test_cpu_run_checks_parity_in_float64_on_every_process_of_the_plan(folder: P
     text = verification_text(found)
     assert "equal one process" in text
     assert "predicted  measured" not in text and "Run on cpu. The step (1.6 s predicted)" in text
+    assert "compared with one:" not in text
+    assert "one process was compared with one: plan --fix dp=2" in verification_text(replace(found, n_processes=1))
 
 
 def test_step_time_on_the_planned_device_is_the_median_without_warm_up(folder: Path) -> None:

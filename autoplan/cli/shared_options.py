@@ -49,7 +49,10 @@ model_argument = combined(
 )
 cluster_options = combined(
     click.option(
-        "--hw", required=True, metavar="NAME|FILE", help="Hardware profile, or mixed cluster; see `autoplan hw list`."
+        "--hw",
+        required=True,
+        metavar="NAME|FILE",
+        help="Hardware profile, or mixed cluster; see `autoplan hw list`. NAME/2: 2 of the devices of each host.",
     ),
     click.option("--hosts", type=int, default=1, show_default=True, help="How many equal hosts."),
 )

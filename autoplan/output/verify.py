@@ -290,6 +290,8 @@ def verification_text(found: Verification) -> str:
         tables += [_table(whole, "difference", "expected"), found.interval_source]
     if parts:
         tables += [_table(parts, "of the step", ""), COMPONENTS_NOTE]
+    if found.parity is not None and found.n_processes == 1:
+        tables.append("The plan uses one device, so one process was compared with one: plan --fix dp=2 spreads it.")
     if found.measured_step_s is None:
         tables.append(_not_measured(found))
     return "\n\n".join(text if "\n" in text else textwrap.fill(text, WIDTH) for text in tables) + "\n"

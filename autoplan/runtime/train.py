@@ -49,6 +49,11 @@ def train_steps(
         )
     for line in planned.other_libraries() if model.mesh.rank == 0 else ():
         print(line, file=sys.stderr)
+    if model.mesh.device.type == "cpu" and model.config.precision in ("bf16", "fp16") and model.mesh.rank == 0:
+        print(
+            f"on a CPU, in {model.config.precision}, which most CPUs emulate slowly\n  fix: --dtype float32",
+            file=sys.stderr,
+        )
     if model.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.mesh.device)
     gc.disable()
