@@ -423,16 +423,21 @@ def _explain_nothing(space: SearchSpace, options: Options, *, is_late: Callable[
     tp_line = f"  legal tp (exists for the model, {near}): {_listed(legal_tp)}\n"
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
     largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
+    near_lines = list(_near_lines(space, options, is_late=is_late))
+    counts = _listed(sorted(device_counts(space)))
+    fix = f"choose dp * tp * pp among {counts}, or change the global batch"
+    if near_lines:
+        fix = "take a value that is named instead of one that is fixed"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
-        + "".join(f"  {line}\n" for line in _near_lines(space, options, is_late=is_late))
+        + "".join(f"  {line}\n" for line in near_lines)
         + f"  legal dp (divides the global batch): {_listed(legal_dp)}\n"
         + (tp_line if fixed(options, "tp") is None else "")
         + f"  legal pp: 1 to {space.n_pieces} (pieces the model can be cut into), with as many micro-batches\n"
         + (f"  no more pieces: {space.why_uncut}\n" if space.why_uncut else "")
         + f"  legal micro-batch: divisors of global batch / dp{largest}, at most {MAX_MICRO_BATCHES} of them a step\n"
         "  legal zero: 0 when dp = 1\n"
-        f"  fix: choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
+        f"  fix: {fix}"
     )
 
 
