@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -77,6 +78,26 @@ def _groups(name: str) -> dict[str, str]:
     """Group of runs -> their mean absolute error and number, as READMEs write them."""
     found = re.findall(r"^([\w, -]+): (\d+) runs, mean absolute error ([\d.]+)%", (RESULTS / name).read_text(), re.M)
     return {group: f"{error} % ({n_runs})" for group, n_runs, error in found}
+
+
+GRAPH_CELLS = {
+    "predictions_h200_x2_2026-11-26_graphs_profile": {
+        "nvlink": "2.6 % (19)",
+        "host_memory": "3.5 % (12)",
+        "host_memory|socket": "4.9 % (19)",
+    },
+    "predictions_h100_x2_2026-11-26_graph_blocks_profile": {"nvlink": "2.8 % (21)"},
+    "predictions_h100_x4_2026-11-26_graphs_graph_blocks": {"nvlink": "5.2 % (18)"},
+}
+
+
+@pytest.mark.parametrize("table", GRAPH_CELLS)
+def test_readme_says_how_far_off_all_graphs_over_some_links_are(table: str) -> None:
+    rows, readme = (RESULTS / f"{table}.txt").read_text(), (CHECKOUT / "README.md").read_text()
+    for links, cell in GRAPH_CELLS[table].items():
+        errors = [abs(float(found)) for found in re.findall(rf"^(?:{links}) .*?([+-][\d.]+)%", rows, re.M)]
+        assert f"{statistics.mean(errors):.1f} % ({len(errors)})" == cell
+        assert cell in readme
 
 
 @pytest.mark.parametrize(

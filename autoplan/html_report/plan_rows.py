@@ -25,7 +25,7 @@ from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values, recompute_text
 from autoplan.report.plan import reason_text, tightest_bytes
-from autoplan.search.meshes import is_as_fixed
+from autoplan.search.fixed_values import is_as_fixed
 from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
 

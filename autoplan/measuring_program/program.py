@@ -315,8 +315,7 @@ def main(folder: Path, arguments: list[str]) -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("measure: found no CUDA device\n  expected: one GPU of the target\n  fix: run on it, or --device cpu")
     torch.backends.cudnn.benchmark = True  # as programs with convolutions have it
-    importlib.import_module(
-        "runtime.process_group"
-    ).choose_allocator()  # as programs do when they join their process group
+    process_group = importlib.import_module("runtime.process_group")
+    process_group.choose_allocator()  # as programs do when they join it
     options = {"seconds": given.seconds, "backend": given.backend, "cache": given.cache}
     measure(folder, given.out, torch.device(given.device), **options)

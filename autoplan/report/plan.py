@@ -41,7 +41,8 @@ from autoplan.plan_words import (
 )
 from autoplan.report.rivals import rivals_text
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.meshes import MAX_MICRO_BATCHES, is_as_fixed, is_deeper, least_micro_batch_size
+from autoplan.search.fixed_values import is_as_fixed
+from autoplan.search.meshes import MAX_MICRO_BATCHES, is_deeper, least_micro_batch_size
 from autoplan.search.result import Candidate, Remedy, SearchResult
 from autoplan.units import GiB, format_seconds, format_share
 

@@ -27,6 +27,7 @@ forward or backward pass to that of `bounds.computes_least` than to any other: t
 Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
 
     the space       meshes, twins, baselines, one_device: what is tried        beyond: and what else
+                    fixed_values: what a plan has of what the user may fix
     the answer      result, found: what is returned        preference, rejections, remedies: which, and why no other
                     released: which plans go without a CUDA graph
     the queue       state, examination: where it stands, and one mesh of it examined

@@ -30,7 +30,7 @@ contains that of the smaller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
@@ -41,6 +41,7 @@ from autoplan.errors import InfeasibleError, InputError
 from autoplan.options import PLAIN_SCHEDULE, Options
 from autoplan.parallel_plan import ZERO_STAGES, Execution, Mesh, Plan, StagePlan
 from autoplan.schedules import splits_backward
+from autoplan.search.fixed_values import value_of_mesh
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
 MAX_SPLIT_ZERO_STAGE = 2  # of a split backward pass: its halves need the parameters that the forward pass gathered
@@ -424,10 +425,9 @@ def _explain_nothing(space: SearchSpace, options: Options, *, is_late: Callable[
     fixes = ", ".join(f"{name}={value}" for name, value in options.fix) or "nothing"
     largest = "" if options.max_micro_batch_size is None else f" up to {options.max_micro_batch_size}"
     near_lines = list(_near_lines(space, options, is_late=is_late))
-    counts = _listed(sorted(device_counts(space)))
-    fix = f"choose dp * tp * pp among {counts}, or change the global batch"
-    if near_lines:
-        fix = "take a value that is named instead of one that is fixed"
+    fix = "take a value that is named instead of one that is fixed"
+    if not near_lines:
+        fix = f"choose dp * tp * pp among {_listed(sorted(device_counts(space)))}, or change the global batch"
     raise InfeasibleError(
         f"no mesh: global batch {space.global_batch} on {space.n_devices} devices, fixed: {fixes}\n"
         + "".join(f"  {line}\n" for line in near_lines)
@@ -441,38 +441,6 @@ def _explain_nothing(space: SearchSpace, options: Options, *, is_late: Callable[
     )
 
 
-# What each name of `--fix` means in a mesh; recompute and loss are of plans. The rest changes what is trained.
-MESH_FIELDS = {
-    "dp": "dp", "tp": "tp", "pp": "pp", "zero": "zero_stage", "shard": "zero_shard_degree",
-    "micro_batch": "micro_batch_size", "schedule": "schedule", "chunks": "n_chunks", "compile": "compile",
-    "memory_format": "memory_format", "generated": "generated", "keep_attention": "keeps_attention",
-    "cuda_graph": "cuda_graph",
-}  # fmt: skip
-
-
-def is_as_fixed(plan: Plan, fix: Collection[tuple[str, str]]) -> bool:
-    """Whether a plan has what `--fix` asks for, of what decides which plans there are; plain recipes are free of it."""
-    is_any_schedule = plan.mesh.pp == 1 or ("schedule", PLAIN_SCHEDULE) in fix
-    asked = ((name, value) for name, value in fix if not (name == "schedule" and is_any_schedule))
-    return all(value_of(name, plan) in (None, value) for name, value in asked)
-
-
-def value_of(name: str, plan: Plan) -> str | None:
-    """What a plan has of what `--fix` names, as `--fix` takes it; None of names that every plan of a search obeys."""
-    if name == "recompute":
-        return plan.recompute
-    return plan.loss if name == "loss" else _value_of_mesh(name, plan.mesh)
-
-
-def _value_of_mesh(name: str, mesh: Mesh) -> str | None:
-    """Likewise of a mesh; of programs that can be nothing but generated, `--fix generated` says nothing."""
-    field = MESH_FIELDS.get(name)
-    if field is None or (name == "generated" and mesh.tp * mesh.pp > 1):
-        return None
-    value = getattr(mesh, field)
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
-
-
 N_NEAR = 4  # legal values shown next to a fixed one
 
 
@@ -483,7 +451,7 @@ def _near_lines(space: SearchSpace, options: Options, *, is_late: Callable[[], b
             continue
         freed = replace(options, fix=tuple(pair for pair in options.fix if pair[0] != name))
         meshes, _ = _meshes(space, freed, is_late=is_late)
-        legal = {_value_of_mesh(name, mesh) or "none" for mesh in meshes}
+        legal = {value_of_mesh(name, mesh) or "none" for mesh in meshes}
         if legal:
             yield f"instead of {name}={value}, with the rest as it is: {_nearest_text(legal, value)}"
     per_step = (fixed_int(options, "dp") or 1) * (fixed_int(options, "micro_batch") or 1)

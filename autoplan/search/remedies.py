@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autoplan.options import Options
-from autoplan.search.meshes import value_of
+from autoplan.search.fixed_values import value_of
 from autoplan.search.result import Candidate, Remedy, SearchResult
 
 # From the least to the most intrusive. The rest of what may be fixed changes what is trained.

@@ -36,7 +36,7 @@ from autoplan.parallel_plan import Plan
 from autoplan.plan_words import describe_mesh, groups_text
 from autoplan.planning.deciding import decide
 from autoplan.planning.problem import Problem
-from autoplan.search.meshes import value_of
+from autoplan.search.fixed_values import value_of
 from autoplan.search.result import SearchResult
 
 QUICK_SCHEDULE = ("schedule", PLAIN_SCHEDULE)
