@@ -458,6 +458,12 @@ def test_closed_pipe_is_silent(tmp_path: Path, answer: Answer) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_closed_pipe_changes_no_exit_code() -> None:
+    command = f"'{sys.executable}' -m autoplan explain nowhere 2>&1 | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=CHECKOUT, check=False)
+    assert done.returncode == errors.InputError.exit_code
+
+
 def test_a_trace_that_takes_long_says_what_may_shorten_it_and_then_that_it_goes_on(capsys) -> None:
     with told_while_tracing("model.py", first_s=0.05, every_s=0.05):
         time.sleep(0.5)

@@ -107,6 +107,8 @@ def test_betterments_change_one_figure_each(asked) -> None:
     assert rates["bf16"] == pytest.approx(1.01 * dict(hardware.device.peak_flops_per_s)["bf16"])
     # measured times of segments do not follow the data sheet
     assert "1 % more compute" not in dict(questions.betterments(hardware, is_measured=True))
+    of_two = replace(hardware, n_devices_per_host=2)
+    assert "+1 GB/s of nvlink (2 devices)" in dict(questions.betterments(of_two))
 
 
 def test_sensitivity_finds_what_the_step_is_bound_by(asked) -> None:

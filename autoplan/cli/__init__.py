@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 
 import click
@@ -102,7 +103,8 @@ def _with_what_there_is(error: click.ClickException) -> click.ClickException:
 def _report_error(text: str, code: int, *, show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exc()
-    click.echo(f"autoplan: {text}", err=True)
+    with suppress(BrokenPipeError):  # a reader that has left (`2>&1 | head`) changes no exit code
+        click.echo(f"autoplan: {text}", err=True)
     return code
 
 

@@ -47,6 +47,10 @@ N_ADAM_STATES = 2
 # Element-wise ops on tensors of two dtypes / of one. 1.5 billion bf16 gradients added to float32 ones take 6.2 ms on an
 # H200: 2.4 TB/s against 4.2 (benchmarks/results/step_kernels_h200_2026-11-21.txt, llama-1b).
 MIXED_FRACTION = 0.57
+# The copies of the gradients of a large group for their reduction, which `runtime.packing` makes at once: 2.5 TB/s from
+# bf16 to float32, 2.6 from float32, where a copy of one tensor takes 3.0 (H100, packing_h100_2026-11-27.jsonl there).
+PACK_FRACTION = 0.8
+LEAST_PACKED_ELEMENTS = 1 << 24  # as in `runtime.packing`, which programs have without this module
 # What such an op takes at least: additions to the gradients of biases of ViT-L, of 1024 elements, 2.8 to 3.4 us, and
 # 0.4 us to the next one (H100, benchmarks/results/graph_kernels_h100_x2_2026-11-26.txt).
 MIXED_KERNEL_S = 3.4e-6
@@ -171,9 +175,8 @@ def parameter_cost(
     reduced_bytes = element.reduced * n_shard_elements
     bandwidth = context.device.copy_bytes_per_s
     unpack_s = 2 * gathered_bytes / bandwidth if degree > 1 else 0.0
-    packed_bytes = 2 * element.reduced if placement.accumulates else element.gathered + element.reduced
-    pack_fraction = MIXED_FRACTION if element.gathered < element.reduced and not placement.accumulates else 1.0
-    pack_s = packed_bytes * n_elements / (pack_fraction * bandwidth) if is_wrapped else 0.0
+    packs_at_once = n_elements >= LEAST_PACKED_ELEMENTS and all(n % degree == 0 for n, _ in matrices)
+    pack_s = _pack_s(context.device, element, n_elements, placement, at_once=packs_at_once) if is_wrapped else 0.0
     casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     if is_wrapped and degree == 1:  # cast and copied one by one
@@ -181,7 +184,7 @@ def parameter_cost(
         unpack_s = max(unpack_s + 2 * gathered_bytes / bandwidth, n_kernels * context.device.kernel_s)
     if is_wrapped and is_group and n_tensors:
         unpack_s += ADDRESSES_S if degree > 1 else 0.0
-        pack_s += ADDRESSES_S
+        pack_s += 0.0 if packs_at_once else ADDRESSES_S
     gathers_often, reduces_often = placement.zero_stage == 3, placement.zero_stage >= 2
     reduction = _reduction(context, matrices, placement)
     once_s = reduction.once_s + (0.0 if gathers_often else unpack_s) + (0.0 if reduces_often else pack_s)
@@ -224,6 +227,14 @@ def _accumulate_s(device: Device, element: ElementBytes, n_elements: int, placem
     is_mixed = element.gathered < element.reduced
     seconds = n_bytes / ((MIXED_FRACTION if is_mixed else 1.0) * device.copy_bytes_per_s)
     return max(device.kernel_s, MIXED_KERNEL_S if is_mixed else 0.0, seconds)
+
+
+def _pack_s(device: Device, element: ElementBytes, n_elements: int, placement: Placement, *, at_once: bool) -> float:
+    """Copying gradients to where their reduction reads them; those that were added up have its dtype already."""
+    is_mixed = element.gathered < element.reduced and not placement.accumulates
+    n_bytes = (element.gathered if is_mixed else element.reduced) + element.reduced
+    fraction = PACK_FRACTION if at_once else MIXED_FRACTION if is_mixed else 1.0
+    return n_bytes * n_elements / (fraction * device.copy_bytes_per_s)
 
 
 def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[float, float, float, float]:

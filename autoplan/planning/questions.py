@@ -128,7 +128,8 @@ def _host_betterments(hardware: HardwareProfile, *, is_measured: bool) -> tuple[
     for index, tier in enumerate(hardware.links):
         faster = tier.at_rate(tier.bytes_per_s + MORE_LINK_BYTES_PER_S)
         tiers = (*hardware.links[:index], faster, *hardware.links[index + 1 :])
-        links.append((f"+1 GB/s of {tier.name} ({tier.n_devices} devices)", replace(hardware, links=tiers)))
+        n_joined = min(tier.n_devices, hardware.n_devices)
+        links.append((f"+1 GB/s of {tier.name} ({n_joined} devices)", replace(hardware, links=tiers)))
     return (("+1 GiB of memory", replace(hardware, device=memory)), *links, *([] if is_measured else compute))
 
 

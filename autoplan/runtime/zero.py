@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from .buffers import cast_buffers
 from .config import Config
 from .grad_compression import PowerSGD, compress_reductions, sharded_axes
+from .packing import pack_at_once
 
 
 def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, config: Config) -> PowerSGD | None:
@@ -53,6 +54,7 @@ def apply_zero(root: nn.Module, *, blocks: Iterable[str], mesh: DeviceMesh, conf
         policy = MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=config.parameter_dtype)
         cast_buffers(root, config.compute_dtype, kept=config.float32_buffers)
     _leave_cudnn_out_of_rnns(root)
+    pack_at_once()
     axes = sharded_axes(mesh, config)
     innermost_first = sorted(blocks, key=lambda name: -name.count("."))
     for block in [root.get_submodule(name) for name in innermost_first]:
