@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from autoplan.cost.parameters import LEAST_PACKED_ELEMENTS
+from autoplan.cost.parameters import LEAST_PART_ELEMENTS
 from autoplan.runtime import packing
 
 SHAPES = ((8, 3), (4,), (16, 2, 5))
@@ -27,7 +27,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copy(into, parts)
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
-    monkeypatch.setattr(packing, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(packing, "LEAST_PART_ELEMENTS", 0)
     return n_copied
 
 
@@ -49,18 +49,24 @@ def test_leaves_other_gradients_to_torch(always: list[int], gradients: list[torc
     assert not always
 
 
-def test_leaves_small_groups_to_torch(always: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("n_ranks", "n_copied"), [(2, [len(SHAPES) * 2]), (4, [])])
+def test_leaves_small_parts_to_torch(
+    always: list[int], monkeypatch: pytest.MonkeyPatch, n_ranks: int, n_copied: list[int]
+) -> None:
     gradients = [torch.randn(shape) for shape in SHAPES]
-    monkeypatch.setattr(packing, "LEAST_ELEMENTS", sum(gradient.numel() for gradient in gradients) + 1)
-    assert torch.equal(*_packed(gradients, n_ranks=2))
-    assert not always
+    n_elements = sum(gradient.numel() for gradient in gradients)
+    monkeypatch.setattr(packing, "LEAST_PART_ELEMENTS", n_elements // (3 * len(SHAPES)))  # of as many on 3 ranks
+    assert torch.equal(*_packed(gradients, n_ranks))
+    assert always == n_copied
 
 
 def test_costs_and_programs_mean_the_same_groups() -> None:
-    assert packing.LEAST_ELEMENTS == LEAST_PACKED_ELEMENTS
+    assert packing.LEAST_PART_ELEMENTS == LEAST_PART_ELEMENTS
 
 
-def test_fully_shard_uses_it(always: list[int], one_rank: None) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_fully_shard_uses_it(always: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing.of_torch, "foreach_reduce_scatter_copy_in", packing.pack_by_torch)  # to be undone
     packing.pack_at_once()
     module, whole = nn.Linear(8, 4), nn.Linear(8, 4).bfloat16()
     whole.load_state_dict(module.state_dict())
@@ -89,5 +95,5 @@ def _packed(gradients: list[torch.Tensor], n_ranks: int) -> tuple[torch.Tensor, 
     )
     ours, theirs = (torch.full((n_elements,), torch.nan) for _ in range(2))
     packing.pack(list(gradients), ours, n_ranks)
-    packing._pack_by_torch(list(gradients), theirs, n_ranks)
+    packing.pack_by_torch(list(gradients), theirs, n_ranks)
     return ours, theirs

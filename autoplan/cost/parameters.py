@@ -47,13 +47,15 @@ N_ADAM_STATES = 2
 # Element-wise ops on tensors of two dtypes / of one. 1.5 billion bf16 gradients added to float32 ones take 6.2 ms on an
 # H200: 2.4 TB/s against 4.2 (benchmarks/results/step_kernels_h200_2026-11-21.txt, llama-1b).
 MIXED_FRACTION = 0.57
-# The copies of the gradients of a large group for their reduction, which `runtime.packing` makes at once: 2.5 TB/s from
-# bf16 to float32, 2.6 from float32, where a copy of one tensor takes 3.0 (H100, packing_h100_2026-11-27.jsonl there).
-PACK_FRACTION = 0.8
-LEAST_PACKED_ELEMENTS = 1 << 24  # as in `runtime.packing`, which programs have without this module
 # What such an op takes at least: additions to the gradients of biases of ViT-L, of 1024 elements, 2.8 to 3.4 us, and
 # 0.4 us to the next one (H100, benchmarks/results/graph_kernels_h100_x2_2026-11-26.txt).
 MIXED_KERNEL_S = 3.4e-6
+# Copying gradients to where their reduction reads them: 2.6 TB/s in one dtype, and 2.5 from bf16 to float32 where
+# `runtime.packing` does it at once, else as other ops of two dtypes; a copy of one tensor reaches 3.0 (H100,
+# benchmarks/results/packing_h100_2026-11-27.jsonl; an H200 3.4 to 3.7, 3.3 and 4.2).
+PACK_FRACTION = 0.87
+PACK_MIXED_FRACTION = 0.82
+LEAST_PART_ELEMENTS = 1 << 20  # as in `runtime.packing`, which programs have without this module
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ def parameter_cost(
     reduced_bytes = element.reduced * n_shard_elements
     bandwidth = context.device.copy_bytes_per_s
     unpack_s = 2 * gathered_bytes / bandwidth if degree > 1 else 0.0
-    packs_at_once = n_elements >= LEAST_PACKED_ELEMENTS and all(n % degree == 0 for n, _ in matrices)
+    has_large_parts = n_elements >= LEAST_PART_ELEMENTS * n_tensors * degree
+    packs_at_once = has_large_parts and all(n % degree == 0 for n, _ in matrices)
     pack_s = _pack_s(context.device, element, n_elements, placement, at_once=packs_at_once) if is_wrapped else 0.0
     casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
@@ -231,10 +234,10 @@ def _accumulate_s(device: Device, element: ElementBytes, n_elements: int, placem
 
 def _pack_s(device: Device, element: ElementBytes, n_elements: int, placement: Placement, *, at_once: bool) -> float:
     """Copying gradients to where their reduction reads them; those that were added up have its dtype already."""
-    is_mixed = element.gathered < element.reduced and not placement.accumulates
-    n_bytes = (element.gathered if is_mixed else element.reduced) + element.reduced
-    fraction = PACK_FRACTION if at_once else MIXED_FRACTION if is_mixed else 1.0
-    return n_bytes * n_elements / (fraction * device.copy_bytes_per_s)
+    if placement.accumulates or element.gathered == element.reduced:
+        return 2 * element.reduced * n_elements / (PACK_FRACTION * device.copy_bytes_per_s)
+    fraction = PACK_MIXED_FRACTION if at_once else MIXED_FRACTION
+    return (element.gathered + element.reduced) * n_elements / (fraction * device.copy_bytes_per_s)
 
 
 def _host_s(host: ShardingHost, n_tensors: int, *, is_group: bool) -> tuple[float, float, float, float]:

@@ -12,7 +12,7 @@ It is copied as it stands into the folder of a program.
     seeds                  where every random number of a run begins
     model_calls            the user's model and loss, whatever their inputs look like
     compiled, chunked_loss, padded_head, memory_format, recompute, kept_attention, scalar_parameters, zero,
-    grad_compression, pipeline, stage_shell, gradients, batch_norm, loss_average, unused, in_place
+    packing, grad_compression, pipeline, stage_shell, gradients, batch_norm, loss_average, unused, in_place
     stage_order            all of it, applied to a stage in order
     cuda_graph             forward and backward passes of a step, launched at once
     held_values            what modules hold, and whether it has changed since passes were captured
