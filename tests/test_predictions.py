@@ -86,7 +86,7 @@ GRAPH_CELLS = {
         "host_memory": "3.4 % (12)",
         "host_memory|socket": "4.8 % (19)",
     },
-    "predictions_h100_x2_2026-11-26_graph_blocks_profile": {"nvlink": "2.8 % (21)"},
+    "predictions_h100_x2_2026-11-26_graph_blocks_profile": {"nvlink": "2.7 % (21)"},
     "predictions_h100_x4_2026-11-26_graphs_graph_blocks": {"nvlink": "5.4 % (18)"},
     "predictions_h100_x4_2026-11-27_graphs_profile": {"nvlink": "2.4 % (14)"},
 }
