@@ -181,6 +181,7 @@ def test_a_split_backward_pass_on_four_ranks_equals_one_process(tmp_path):
     assert_equal_to_one_process(tmp_path, cases, n_ranks=4)
 
 
+@pytest.mark.nightly
 @WHICH
 def test_programs_on_four_ranks_equal_one_process(tmp_path, which):
     cases = {**four_rank_cases("gpt"), **four_rank_cases("llama")}

@@ -89,6 +89,7 @@ def train_all(names):
     return {name: train(filled_in(CASES[name])) for name in names}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("which", ["by default", pytest.param("others", marks=pytest.mark.nightly)])
 def test_unequal_shares_train_like_one_process_over_the_whole_batch(which):
     names = [name for name in CASES if (name in NIGHTLY) == (which == "others")]

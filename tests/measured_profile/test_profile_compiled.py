@@ -135,6 +135,7 @@ def test_a_segment_that_does_not_compile_leaves_a_line_and_only_eager_plans(prob
         best_plan(asked, ("compile", "on"))
 
 
+@pytest.mark.nightly
 def test_a_failing_compiler_does_not_stop_the_rest(hw, tmp_path) -> None:
     overrides = {"width": 8, "depth": 1}
     files = api.measurement_folder(
