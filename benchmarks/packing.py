@@ -3,8 +3,8 @@
     python benchmarks/packing.py ROWS.jsonl        writes rows; needs torch and autoplan/runtime
     python benchmarks/packing.py table ROWS.jsonl
 
-A row is one block on so many ranks: seconds of torch's kernel and of a copy at once, one call after the
-other, and as replays of a CUDA graph.
+A row is one block on so many ranks: seconds of torch's kernel and of a copy at once, one call after the other, and as
+replays of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 BLOCKS = {
@@ -40,10 +41,7 @@ def measure(path: Path) -> None:
                     row |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
                     packed = torch.empty(n_elements, device="cuda")
                     for way, pack in ways.items():
-
-                        def call(pack=pack, gradients=gradients, packed=packed, n_ranks=n_ranks) -> None:
-                            pack(gradients, packed, n_ranks)
-
+                        call = partial(pack, gradients, packed, n_ranks)
                         row[f"{way}_s"] = seconds(call)
                         graph = torch.cuda.CUDAGraph()
                         with torch.cuda.graph(graph):

@@ -100,7 +100,7 @@ def test_a_table_that_a_loss_reads_is_refused_with_its_line_and_where_else_to_ho
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fix", [(("tp", "2"),), pytest.param((("pp", "2"),), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fix", [(("tp", "2"),), (("pp", "2"),)])
 def test_a_program_with_numbers_and_filled_tensors_trains_like_one_process(tmp_path, fix):
     path = tmp_path / "model.py"
     path.write_text(MODEL)
