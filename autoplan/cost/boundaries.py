@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.parameters import element_bytes
@@ -18,15 +18,19 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 
 def make_cuts_pricer(
     graph: OpGraph, hardware: HardwareProfile, precision: str
-) -> Callable[[int, str, int, Group], tuple[Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages) -> seconds to send over each boundary, and bytes; 0 where none may."""
+) -> Callable[[int, str, int, int, Group], tuple[Cuts, tuple[int, ...]]]:
+    """(tp, sharding, micro-batch size, stages of a rank, ranks) -> seconds to send over each boundary, and bytes.
+
+    Both are 0 where none may be.
+    """
     boundary_bytes = make_boundary_sizer(graph, precision)
 
     @cache
-    def cuts(tp: int, sharding: str, micro_batch_size: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
-        sizes = boundary_bytes(tp, sharding, micro_batch_size)
+    def cuts(tp: int, sharding: str, size: int, n_chunks: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
+        sizes = boundary_bytes(tp, sharding, size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
-        seconds = {n_bytes: send_s(n_bytes, pair=stages, hardware=hardware) for n_bytes in allowed}
+        sent = partial(send_s, pair=stages, hardware=hardware, n_chunks=n_chunks)
+        seconds = {n_bytes: sent(n_bytes) for n_bytes in allowed}
         return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
 
     return cuts

@@ -4,6 +4,7 @@
 
 Groups inside a host whose collectives were measured take what was measured (`LinkTier.timed`): between two sizes time
 grows in proportion, below the smallest it stays, beyond the largest it goes on growing.
+Sends of ranks that hold several stages have few thread blocks and take at least `FEW_BLOCKS_TIMES`.
 
 The last term is `Link.transfer_s`: the bus bandwidth rises with size, is half the achieved rate at `half_rate_bytes`
 and approaches it for large tensors. The algorithms are the files of `cost_models/` (`COLLECTIVES`); `route_of`
@@ -40,6 +41,9 @@ from autoplan.registry import load_table
 
 Times = tuple[tuple[int, float], ...]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+# Sends by the 4 thread blocks of ranks that hold several stages (`runtime.mesh.SEND_BLOCKS`), of which NCCL takes 2 up
+# to 16 MiB: 2 H200, torch 2.11 (benchmarks/results/sends_h200_x2_2026-11-22.jsonl). Taken for all devices.
+FEW_BLOCKS_TIMES: Times = ((1 << 20, 42e-6), (16 << 20, 246e-6), (64 << 20, 514e-6), (256 << 20, 2039e-6))
 
 
 class Spread(NamedTuple):
@@ -147,14 +151,17 @@ class Route:
     def measured_s(self, kind: str, size_bytes: float) -> float | None:
         """The time of a size among those that were measured; None where none of this kind was."""
         times = dict(self.timed).get(kind)
-        if times is None:
-            return None
-        sizes = [size for size, _ in times]
-        if size_bytes <= sizes[0] or len(times) == 1:
-            return times[0][1] * max(1.0, size_bytes / sizes[0])
-        after = min(bisect_left(sizes, size_bytes), len(sizes) - 1)
-        (size, seconds), (larger, more_s) = times[after - 1], times[after]
-        return seconds + (more_s - seconds) * (size_bytes - size) / (larger - size)
+        return None if times is None else _between_times_s(times, size_bytes)
+
+
+def _between_times_s(times: Times, size_bytes: float) -> float:
+    """The time of a size in proportion to those of its neighbours; below all of them that of the smallest."""
+    sizes = [size for size, _ in times]
+    if size_bytes <= sizes[0] or len(times) == 1:
+        return times[0][1] * max(1.0, size_bytes / sizes[0])
+    after = min(bisect_left(sizes, size_bytes), len(sizes) - 1)
+    (size, seconds), (larger, more_s) = times[after - 1], times[after]
+    return seconds + (more_s - seconds) * (size_bytes - size) / (larger - size)
 
 
 Algorithm = Callable[[float, Route], float | None]
@@ -235,19 +242,20 @@ def route_s(kind: str, size_bytes: float, route: Route) -> float:
     return min(seconds for seconds in ways_s if seconds is not None)
 
 
-def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile) -> float:
+def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, n_chunks: int = 1) -> float:
     """Time to send `size_bytes` from one device of `pair` to the other: latency + (size + half_rate) / achieved rate.
 
     Over the outermost tier between the two, the slowest on the way. Every device of the sending stage is taken to send
-    at the same time, each over its own share of that tier. A device sends itself nothing.
+    at the same time, each over its own share of that tier. A device sends itself nothing. One that holds `n_chunks`
+    stages sends by few thread blocks.
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
     route = route_of(pair, hardware)
-    if (measured_s := route.measured_s("send", size_bytes)) is not None:
-        return measured_s
     link = route.levels[-1].link
-    return link.latency_s + link.transfer_s(size_bytes, "send")
+    measured_s = route.measured_s("send", size_bytes)
+    by_all_s = link.latency_s + link.transfer_s(size_bytes, "send") if measured_s is None else measured_s
+    return by_all_s if n_chunks == 1 else max(by_all_s, _between_times_s(FEW_BLOCKS_TIMES, size_bytes))
 
 
 @lru_cache(maxsize=4096)

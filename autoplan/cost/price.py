@@ -136,7 +136,7 @@ def make_pricer(
         found = costs(way)
         sources = () if measured is None else tuple(source for _, source in works(way.run))
         copy_s, batch_bytes = batch(mesh)
-        cut_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, groups.stages)
+        cut_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.n_chunks, groups.stages)
         begins_s = start_s(hardware.device, n_devices=mesh.n_devices)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(

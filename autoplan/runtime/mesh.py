@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .config import Config
 from .planned_devices import check_device_memory, check_world_size, free_bytes
 
-# Most thread blocks of a send or receive between stages. Each occupies a multiprocessor until the other rank is there,
-# for half of an interleaved step. On 2 H200 a product beside a waiting receive took 17 % longer with NCCL's own 16 and
-# 7 % with 4, which still carry 130 GB/s; an interleaved step of Llama-8B went from 3.11 to 2.97 s (2026-11-22).
+# Most thread blocks of a send or receive where a rank holds several stages and computes while it waits. Each occupies a
+# multiprocessor until the other rank is there, for half of an interleaved step. On 2 H200 a product beside a waiting
+# receive took 17 % longer with NCCL's own 16 and 7 % with 4, which still carry 130 GB/s; an interleaved step of
+# Llama-8B went from 3.11 to 2.97 s (2026-11-22). Where a rank holds one stage, it only waits, and the limit took 4 % of
+# a step of ViT-L, 2 % of Llama-1B (4 stages, 4 H100, 2026-11-27).
 SEND_BLOCKS = 4
 
 
@@ -63,7 +65,7 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         device_type,
         (config.pp, replica_degree, config.zero_shard_degree, config.tp),
         mesh_dim_names=("pp", "replica", "shard", "tp"),
-        backend_override={"pp": _send_options()} if config.pp > 1 and device_type == "cuda" else None,
+        backend_override={"pp": _few_send_blocks()} if config.n_chunks > 1 and device_type == "cuda" else None,
     )
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, torch.cuda.current_device())
     pp_rank, replica, shard, tp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "replica", "shard", "tp"))
@@ -83,8 +85,8 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
     )
 
 
-def _send_options() -> Any:
-    """How NCCL is to talk between pipeline stages."""
+def _few_send_blocks() -> Any:
+    """How NCCL is to talk between the stages of ranks that hold several."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = SEND_BLOCKS
     world: Any = dist.group.WORLD
