@@ -22,8 +22,8 @@ from .planned_devices import check_device_memory, check_world_size, free_bytes
 # Most thread blocks of a send or receive where a rank holds several stages and computes while it waits. Each occupies a
 # multiprocessor until the other rank is there, for half of an interleaved step. On 2 H200 a product beside a waiting
 # receive took 17 % longer with NCCL's own 16 and 7 % with 4, which still carry 130 GB/s; an interleaved step of
-# Llama-8B went from 3.11 to 2.97 s (2026-11-22). Where a rank holds one stage, it only waits, and the limit took 4 % of
-# a step of ViT-L, 2 % of Llama-1B (4 stages, 4 H100, 2026-11-27).
+# Llama-8B went from 3.11 to 2.97 s (2026-11-22). Where a rank holds one stage, it only waits, and the limit took 1 to
+# 9 % of a step (4 stages, 4 H100, 2026-11-27; benchmarks/results/send_blocks_h100_x4_2026-11-27.jsonl).
 SEND_BLOCKS = 4
 
 
