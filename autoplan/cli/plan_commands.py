@@ -247,7 +247,8 @@ def _check_status(answer: Answer, options: Options) -> None:
     if answer.result.stopped_by == "interrupted":
         raise KeyboardInterrupt
     if status == "infeasible":
-        raise InfeasibleError("no plan fits, and that is proved")
+        has_none = answer.result.n_meshes == 0
+        raise InfeasibleError("there is no such plan" if has_none else "no plan fits, and that is proved")
     if answer.result.best is None:
         from autoplan.report.plan import large_batch_text
 

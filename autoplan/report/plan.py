@@ -265,6 +265,8 @@ def status_text(answer: Answer) -> str:
     if result.status == "optimal" and result.n_meshes == 1 and _fix(answer):
         fastest = f"given: there is one mesh {_of_these(answer)}, and this is its fastest plan{_that_fits(result)}"
         return "\n".join([*_unmet(answer), textwrap.fill(fastest, WIDTH)])
+    if result.status == "infeasible" and result.n_meshes == 0:
+        return textwrap.fill(f"infeasible: there is no plan {_of_these(answer)}", WIDTH)
     if result.status == "feasible":
         status = f"feasible: the search {_STOPPED[result.stopped_by]};\n{_worst_case(answer)}"
     else:
