@@ -19,9 +19,9 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 def make_cuts_pricer(
     graph: OpGraph, hardware: HardwareProfile, precision: str
 ) -> Callable[[int, str, int, int, Group], tuple[Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages of a rank, ranks) -> seconds to send over each boundary, and bytes.
+    """(tp, sharding, micro-batch size, stages of a rank, group) -> seconds to send over each boundary, and bytes.
 
-    Both are 0 where none may be.
+    None and 0 bytes where none may be sent.
     """
     boundary_bytes = make_boundary_sizer(graph, precision)
 

@@ -21,7 +21,11 @@ from autoplan.units import MiB
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
-PIPELINE_SENDS_BYTES = 184 * MiB  # 135 of the first and the last stage
+# Of the few thread blocks of ranks that hold several stages: 135 of the first and the last stage. Where a rank holds
+# one, NCCL takes more of them, and buffers for each: 448 to 465 with one neighbour, 655 where ranks of an axis lie
+# beside, 816 to 852 with two (benchmarks/results/send_blocks_h100_x4_2026-11-27.jsonl).
+FEW_BLOCKS_SENDS_BYTES = 184 * MiB
+SENDS_BYTES = {1: 655 * MiB, 2: 852 * MiB}  # by the most neighbours of a stage
 ALL_TO_ALL_BYTES = 404 * MiB  # for each other rank: 442 with one, 1,212 with three
 
 
@@ -52,6 +56,12 @@ def outside_allocator_bytes(
         CONTEXT_BYTES
         + (FIRST_COMMUNICATOR_BYTES if first else 0)
         + FURTHER_COMMUNICATOR_BYTES * sum(axis != "pp" for axis in others)
-        + (PIPELINE_SENDS_BYTES if mesh.pp > 1 else 0)
+        + _sends_bytes(mesh)
         + (ALL_TO_ALL_BYTES * (mesh.tp - 1) if has_all_to_alls else 0)
     )
+
+
+def _sends_bytes(mesh: Mesh) -> int:
+    if mesh.pp == 1:
+        return 0
+    return SENDS_BYTES[min(mesh.pp - 1, 2)] if mesh.n_chunks == 1 else FEW_BLOCKS_SENDS_BYTES
