@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.parameters import element_bytes
@@ -19,18 +19,19 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 def make_cuts_pricer(
     graph: OpGraph, hardware: HardwareProfile, precision: str
 ) -> Callable[[int, str, int, int, Group], tuple[Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages of a rank, group) -> seconds to send over each boundary, and bytes.
+    """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> seconds to send over each boundary, and bytes.
 
     None and 0 bytes where none may be sent.
     """
     boundary_bytes = make_boundary_sizer(graph, precision)
 
     @cache
-    def cuts(tp: int, sharding: str, size: int, n_chunks: int, stages: Group) -> tuple[Cuts, tuple[int, ...]]:
-        sizes = boundary_bytes(tp, sharding, size)
+    def cuts(
+        tp: int, sharding: str, micro_batch_size: int, n_chunks: int, stages: Group
+    ) -> tuple[Cuts, tuple[int, ...]]:
+        sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
-        sent = partial(send_s, pair=stages, hardware=hardware, n_chunks=n_chunks)
-        seconds = {n_bytes: sent(n_bytes) for n_bytes in allowed}
+        seconds = {size: send_s(size, pair=stages, hardware=hardware, n_chunks=n_chunks) for size in allowed}
         return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
 
     return cuts

@@ -41,8 +41,9 @@ from autoplan.registry import load_table
 
 Times = tuple[tuple[int, float], ...]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-# Sends by the 4 thread blocks of ranks that hold several stages (`runtime.mesh.SEND_BLOCKS`), of which NCCL takes 2 up
-# to 16 MiB: 2 H200, torch 2.11 (benchmarks/results/sends_h200_x2_2026-11-22.jsonl). Taken for all devices.
+# Sends by the 4 thread blocks of ranks that hold several stages (`runtime.mesh.SEND_BLOCKS`), of which NCCL seems to
+# take 2 up to 16 MiB: 2 H200, torch 2.11 (benchmarks/results/sends_h200_x2_2026-11-22.jsonl; what the smallest takes is
+# its launch). Taken for all devices.
 FEW_BLOCKS_TIMES: Times = ((1 << 20, 42e-6), (16 << 20, 246e-6), (64 << 20, 514e-6), (256 << 20, 2039e-6))
 
 
@@ -155,7 +156,7 @@ class Route:
 
 
 def _between_times_s(times: Times, size_bytes: float) -> float:
-    """The time of a size in proportion to those of its neighbours; below all of them that of the smallest."""
+    """In proportion between two sizes; the time of the smallest below it, and growing on beyond the largest."""
     sizes = [size for size, _ in times]
     if size_bytes <= sizes[0] or len(times) == 1:
         return times[0][1] * max(1.0, size_bytes / sizes[0])
@@ -246,8 +247,8 @@ def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, n_chunk
     """Time to send `size_bytes` from one device of `pair` to the other: latency + (size + half_rate) / achieved rate.
 
     Over the outermost tier between the two, the slowest on the way. Every device of the sending stage is taken to send
-    at the same time, each over its own share of that tier. A device sends itself nothing. One that holds `n_chunks`
-    stages sends by few thread blocks.
+    at the same time, each over its own share of that tier. A device sends itself nothing. One that
+    holds several stages (`n_chunks` of them) sends by few thread blocks.
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0

@@ -23,7 +23,7 @@ FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
 # Of the few thread blocks of ranks that hold several stages: 135 of the first and the last stage. Where a rank holds
 # one, NCCL takes more of them, and buffers for each: 448 to 465 with one neighbour, 655 where ranks of an axis lie
-# beside, 816 to 852 with two (benchmarks/results/send_blocks_h100_x4_2026-11-27.jsonl).
+# beside, 816 to 852 with two (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
 FEW_BLOCKS_SENDS_BYTES = 184 * MiB
 SENDS_BYTES = {1: 655 * MiB, 2: 852 * MiB}  # by the most neighbours of a stage
 ALL_TO_ALL_BYTES = 404 * MiB  # for each other rank: 442 with one, 1,212 with three

@@ -2,7 +2,7 @@
 
     works(how segments run, layouts, micro-batch)  --+
     parameter_cost(layouts, placement)             --+--> SegmentCost of each kind --+
-    send_s(layouts, micro-batch, stages) --------------------------------------------+--> CostTable of one mesh
+    send_s(layouts, micro-batch, stages of a rank) ----------------------------------+--> CostTable of one mesh
 
 `cost.launch` says what waiting for the host adds to a segment, `cost.batch` what bringing batches to the device takes.
 Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and

@@ -23,7 +23,7 @@ from .planned_devices import check_device_memory, check_world_size, free_bytes
 # multiprocessor until the other rank is there, for half of an interleaved step. On 2 H200 a product beside a waiting
 # receive took 17 % longer with NCCL's own 16 and 7 % with 4, which still carry 130 GB/s; an interleaved step of
 # Llama-8B went from 3.11 to 2.97 s (2026-11-22). Where a rank holds one stage, it only waits, and the limit took 1 to
-# 9 % of a step (4 stages, 4 H100, 2026-11-27; benchmarks/results/send_blocks_h100_x4_2026-11-27.jsonl).
+# 9 % of a step (4 stages, 4 H100, 2026-11-27; benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
 SEND_BLOCKS = 4
 
 
