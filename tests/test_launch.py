@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoplan.cost.launch import PassSeconds, launch
+from autoplan.cost.launch import PassSeconds, late_share, launch
 from autoplan.hardware import ShardingHost
 from autoplan.measure_hardware.host_shares import ShardedPasses, sharding_host
 
@@ -18,6 +18,11 @@ from autoplan.measure_hardware.host_shares import ShardedPasses, sharding_host
 def test_what_the_host_does_once_hides_in_its_lead(device, first_s, last_s, repeats, expected) -> None:
     found = launch(PassSeconds(3, 2), PassSeconds(*device), first_s=first_s, last_s=last_s, repeats=repeats)
     assert (found.forward_s, found.backward_s, found.once_s) == expected
+
+
+@pytest.mark.parametrize(("host_s", "device_s", "share"), [(4, 3, 0.25), (4, 5, 0), (0, 0, 0), (4, 0, 1)])
+def test_what_the_host_began_with_the_device_is_late_by_what_it_takes_longer(host_s, device_s, share) -> None:
+    assert late_share(host_s, device_s) == share
 
 
 def test_shares_of_the_host_are_found_again_in_passes_made_of_them() -> None:

@@ -67,6 +67,21 @@ def test_meshes_with_equal_costs_hold_the_same_objects():
     assert len({id(table.cut_s) for table in tables}) < len(tables) / 2
 
 
+@pytest.mark.parametrize(("parameter_s", "n_passes"), [(1e-3, 1), (1e-3, 2), (1e-6, 1)])
+def test_the_host_of_the_optimizer_is_late_by_what_it_takes_longer_than_all_passes_of_a_graph(parameter_s, n_passes):
+    # pencil: parameters x time of each - passes of all segments, of which one more is enough where there are several
+    graph = graph_of("llama")
+    sharding = replace(NO_SHARDING, optimizer_of_parameter_s=parameter_s)
+    hardware = replace(PROFILE, device=replace(PROFILE.device, sharding=sharding))
+    price = make_pricer(graph, hardware=hardware, precision="bf16", shardings={}, rules=RULES)
+    table = price(Mesh(n_micro_batches=n_passes, cuda_graph=True))
+    costs = [table.costs[kind][0] for kind in table.kinds]
+    passes_s = n_passes * sum(cost.forward_s + cost.backward_s for cost in costs)
+    expected_s = max(0.0, len(graph.parameters) * parameter_s - passes_s)
+    assert sum(cost.launch_once_s for cost in costs) == pytest.approx(expected_s)
+    assert sum(cost.launch_forward_s + cost.launch_backward_s for cost in costs) == 0
+
+
 def test_a_tied_weight_is_paid_once_on_one_stage_and_twice_in_a_pipeline():
     # examples/gpt.py ties the embedding to the head: the first and the last kind read it
     price, _ = pricer_of("gpt")

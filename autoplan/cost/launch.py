@@ -5,6 +5,11 @@
 
 What the host has to do in one pass of a step only (gather, reduce, the optimizer) hides in the lead it has by then: at
 the first forward pass it has none, at the last backward pass what it won in the passes before.
+
+Passes that are a CUDA graph are launched at once. What is left for the host is the optimizer, and hides in all of them:
+
+    device  ==========passes==========|  waits  |=optimizer=
+    host    ----optimizer, parameter by parameter----
 """
 
 from __future__ import annotations
@@ -47,3 +52,8 @@ def launch(host: PassSeconds, device: PassSeconds, *, first_s: float, last_s: fl
         lead_s += max(0.0, device.forward_s + device.backward_s - host.forward_s - host.backward_s)
     waits_last_s = max(0.0, host.backward_s + last_s - device.backward_s - lead_s)
     return Launch(forward_s, backward_s, waits_first_s + max(0.0, waits_last_s - backward_s))
+
+
+def late_share(host_s: float, device_s: float) -> float:
+    """How much of its time the host is late, if it begins with what takes it `host_s` as the device begins its own."""
+    return max(0.0, 1.0 - device_s / host_s) if host_s else 0.0

@@ -50,6 +50,9 @@ MIXED_FRACTION = 0.57
 # What such an op takes at least: additions to the gradients of biases of ViT-L, of 1024 elements, 2.8 to 3.4 us, and
 # 0.4 us to the next one (H100, benchmarks/results/graph_kernels_h100_x2_2026-11-26.txt).
 MIXED_KERNEL_S = 3.4e-6
+# What a parameter that is not sharded takes at least on its way to where it is computed with: a copy of 1.0 us and a
+# cast of 1.35, and 0.4 us to the next one (H100, benchmarks/results/step_kernels_resnet_h100_x4_2026-11-27.txt).
+COPY_KERNEL_S, CAST_KERNEL_S = 1.4e-6, 1.75e-6
 # Copying gradients to where their reduction reads them: 2.6 TB/s in one dtype, and 2.5 from bf16 to float32 where
 # `runtime.packing` does it at once, else as other ops of two dtypes; a copy of one tensor reaches 3.0 (H100,
 # benchmarks/results/packing_h100_2026-11-27.jsonl; an H200 3.4 to 3.7, 3.3 and 4.2).
@@ -183,8 +186,9 @@ def parameter_cost(
     casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
     unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
     if is_wrapped and degree == 1:  # cast and copied one by one
-        n_kernels = (1 + (element.gathered < element.master)) * n_tensors
-        unpack_s = max(unpack_s + 2 * gathered_bytes / bandwidth, n_kernels * context.device.kernel_s)
+        kernels_s = (COPY_KERNEL_S, CAST_KERNEL_S) if element.gathered < element.master else (COPY_KERNEL_S,)
+        least_s = sum(max(context.device.kernel_s, kernel_s) for kernel_s in kernels_s)
+        unpack_s = max(unpack_s + 2 * gathered_bytes / bandwidth, n_tensors * least_s)
     if is_wrapped and is_group and n_tensors:
         unpack_s += ADDRESSES_S if degree > 1 else 0.0
         pack_s += 0.0 if packs_at_once else ADDRESSES_S

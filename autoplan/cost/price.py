@@ -43,7 +43,7 @@ from autoplan.cost.parameters import (
     parameter_cost,
 )
 from autoplan.cost.rank_segments import rank_segments
-from autoplan.cost.segment_cost import segment_costs
+from autoplan.cost.segment_cost import segment_costs, with_late_optimizer
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.cost.waits import start_s
 from autoplan.cost.work_context import ContextOf, work_contexts
@@ -245,6 +245,8 @@ def _costs_pricer(
 ) -> Callable[[_Way], Costs]:
     """The costs of each kind of segment."""
     first, recomputes_captured = graph.first_of_kind(), may_recompute_captured(graph)
+    counted = Counter(segment.kind for segment in graph.segments)
+    n_segments = [counted[kind] for kind in first]
     equal: dict[Costs, Costs] = {}
 
     @cache
@@ -266,6 +268,8 @@ def _costs_pricer(
             )
             for segment, here, (work, _), cost in zip(*of_kinds, strict=True)
         )
+        if way.cuda_graph:
+            found = with_late_optimizer(found, parameters(held), n_segments, repeats=held.placement.repeats)
         return equal.setdefault(found, found)
 
     return costs

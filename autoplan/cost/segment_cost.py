@@ -4,10 +4,11 @@ loss in slices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from autoplan.cost.launch import PassSeconds, launch, lead_s
+from autoplan.cost.launch import Launch, PassSeconds, late_share, launch, lead_s
 from autoplan.cost.parameters import ParameterCost
 from autoplan.cost.segment_work import SegmentWork
 from autoplan.cost.table import SegmentCost
@@ -78,6 +79,37 @@ def segment_costs(
     return plain, full
 
 
+def with_late_optimizer(
+    costs: Sequence[tuple[SegmentCost, ...]],
+    parameters: Sequence[ParameterCost],
+    n_segments: Sequence[int],
+    *,
+    repeats: bool,
+) -> tuple[tuple[SegmentCost, ...], ...]:
+    """Costs of captured segments, with what the device waits for the host's part of the optimizer.
+
+    All three have one entry per kind; there are `n_segments` of it. Each has the same share of the wait as of the
+    host's time. Left out is what recomputation and pipelines give the host besides.
+    """
+    kinds = list(zip(costs, parameters, n_segments, strict=True))
+    compute_s = sum(
+        n * (plain.forward_s + plain.backward_s + plain.tp_forward_s + plain.tp_backward_s)
+        for (plain, *_), _, n in kinds
+    )
+    passes_s = max((1 + repeats) * compute_s, sum(n * plain.last_reduce_s for (plain, *_), _, n in kinds))
+    share = late_share(sum(n * own.host_optimizer_s for _, own, n in kinds), passes_s)
+    if not share:
+        return tuple(costs)
+    waits_s = [share * own.host_optimizer_s for own in parameters]
+    return tuple(
+        tuple(
+            replace(cost, optimizer_s=cost.optimizer_s + wait_s, launch_once_s=cost.launch_once_s + wait_s)
+            for cost in choices
+        )
+        for choices, wait_s in zip(costs, waits_s, strict=True)
+    )
+
+
 def _plain_cost(
     work: SegmentWork, *, parameters: ParameterCost, fixed_bytes: int, splits: bool, repeats: bool, is_captured: bool
 ) -> SegmentCost:
@@ -89,17 +121,12 @@ def _plain_cost(
         work.host_forward_s + work.collectives_forward_s + parameters.host_forward_s,
         work.host_backward_s + work.collectives_backward_s + parameters.host_backward_s,
     )
-    first_s, last_s = parameters.host_first_s, parameters.host_last_s
-    if is_captured:
-        host, first_s, last_s = PassSeconds(0.0, 0.0), 0.0, 0.0
     device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
-    added = launch(
-        host,
-        device,
-        first_s=first_s,
-        last_s=last_s + parameters.host_optimizer_s,
-        repeats=repeats,
-    )
+    if is_captured:
+        host, added = PassSeconds(0.0, 0.0), Launch(0.0, 0.0, 0.0)
+    else:
+        last_s = parameters.host_last_s + parameters.host_optimizer_s
+        added = launch(host, device, first_s=parameters.host_first_s, last_s=last_s, repeats=repeats)
     launch_weights_s = max(0.0, work.n_weight_ops * WEIGHT_OP_HOST_S - work.weight_backward_s) if splits else 0.0
     return SegmentCost(
         forward_s=forward_s,

@@ -119,14 +119,15 @@ class MeasuredProfile:
         return frozenset(row.execution for row in self.segments)
 
     @property
-    def is_worth_generating(self) -> bool:
-        """Whether some block ran faster as generated code than as the user's own module."""
+    def is_worth_generating(self) -> bool | None:
+        """Whether some block ran faster as generated code than as the user's own module; None if none ran as both."""
         times: dict[tuple[object, ...], dict[bool, float]] = {}
         for row in self.segments:
             key = row.content, row.assignment, row.tp, row.micro_batch_size, row.execution
             times.setdefault(key, {})[row.is_own] = row.forward_s + row.backward_s
-        pairs = (found for found in times.values() if len(found) == len((GENERATED, OWN)))
-        return any(found[False] < (1.0 - WORTH_GENERATING) * found[True] for found in pairs)
+        pairs = [found for found in times.values() if len(found) == len((GENERATED, OWN))]
+        gains = [found[False] < (1.0 - WORTH_GENERATING) * found[True] for found in pairs]
+        return any(gains) if gains else None
 
     def rows(self, executions: Mapping[str, Execution], *, keeps_modules: bool = False) -> tuple[SegmentTime, ...]:
         """The measurements of segments that run so, by content.

@@ -137,16 +137,17 @@ def codes(
 ) -> tuple[bool, ...]:
     """Whether programs may be generated where the user's own classes would do: as is fixed, else if it may gain.
 
-    A CUDA graph gains that only generated code can be. Without measurements the only other gain known is that of masks,
-    which generated code makes dense.
+    A CUDA graph gains that only generated code can be. Where no block was measured both ways, the only other gain known
+    is that of masks, which generated code makes dense.
     """
     wanted = fixed(options, "generated")
     if wanted is not None:
         return (wanted == "on",)
     if graph.replaces_weights and not graph.is_module_level:
         return (True,)
-    has_dense_masks = bool(scattered_masks(graph)) and not device.is_cpu
-    may_gain = has_dense_masks if measured is None else measured.is_worth_generating
+    may_gain = None if measured is None else measured.is_worth_generating
+    if may_gain is None:
+        may_gain = bool(scattered_masks(graph)) and not device.is_cpu
     may_gain |= True in captures.generated and True not in captures.own
     return (False, True) if may_gain and not graph.has_own_gradients else (False,)
 
