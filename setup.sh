@@ -25,12 +25,13 @@ find_python() {
     fail "no Python 3.11 or later found" "install one, or name it: PYTHON=/path/to/python $0"
 }
 
-# The environment's own pip, or, where Python comes without ensurepip, the pip of the interpreter outside.
-pip() {
+# With the pip of the environment, or, where Python comes without ensurepip, that of the interpreter outside. Modules are
+# compiled when they are first imported: most never are.
+install() {
     if .venv/bin/python -c 'import pip' 2>/dev/null; then
-        .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"
+        .venv/bin/python -m pip install --no-compile --quiet --disable-pip-version-check "$@"
     else
-        "$python" -m pip --quiet --disable-pip-version-check --python .venv/bin/python "$@"
+        "$python" -m pip --quiet --disable-pip-version-check --python .venv/bin/python install --no-compile "$@"
     fi
 }
 
@@ -52,7 +53,7 @@ has_gpu() {
 
 # Whether pip would install a CUDA build of torch: asked of its metadata, before gigabytes are downloaded.
 would_install_cuda() {
-    pip install --dry-run --ignore-installed --no-deps --report - "torch==$torch_version" | .venv/bin/python -c '
+    install --dry-run --ignore-installed --no-deps --report - "torch==$torch_version" | .venv/bin/python -c '
 import json, sys
 (wheel,) = json.load(sys.stdin)["install"]
 needs = " ".join(need for need in wheel["metadata"].get("requires_dist", []) if "extra ==" not in need).lower()
@@ -65,7 +66,7 @@ install_torch() {
             "install a CPU build: choose Linux, Pip, Python, CPU under \"Start locally\" on pytorch.org," \
             "run the command shown there, and then run this again; it uses the torch that python3 has"
     fi
-    pip install "torch==$torch_version"
+    install "torch==$torch_version"
     has_torch .venv/bin/python || fail "torch was installed but cannot be imported:" "$(.venv/bin/python -c 'import torch' 2>&1)"
 }
 
@@ -88,11 +89,11 @@ if ! has_torch .venv/bin/python; then
         install_torch
     fi
 fi
-pip install "setuptools>=77" wheel
-pip install --no-build-isolation --editable ".$extra"
+install "setuptools>=77" wheel
+install --no-build-isolation --editable ".$extra"
 # What the interpreter of a borrowed torch has counts as installed, but its commands are not in this environment.
 if [[ -n "$extra" && ! -x .venv/bin/ruff ]]; then
-    pip install --ignore-installed --no-deps ruff mypy
+    install --ignore-installed --no-deps ruff mypy
 fi
 # In the folder above, Python would take the checkout itself for the package; one that is on the path goes first.
 printf '%s\n' "$PWD" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/autoplan_checkout.pth"

@@ -170,7 +170,10 @@ def _manifest_sums(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST
     if not path.is_file():
         raise InputError.of(
-            str(folder), found=f"no {MANIFEST}", expected="a complete output folder", fix="write it again with --out"
+            str(folder),
+            found=f"no {MANIFEST}",
+            expected="a complete output folder",
+            fix="name one that plan --out wrote, or write this one again",
         )
     try:
         sums = json.loads(read_text_file(path))["sha256"]

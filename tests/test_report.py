@@ -421,6 +421,15 @@ def test_the_length_of_samples_is_said_where_nobody_chose_it(answer, model, over
     assert (line in plan_report(asked)) == is_said
 
 
+def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(answer: Answer) -> None:
+    batch = answer.best.plan.mesh.global_batch_size
+    workload = replace(answer.workload, n_devices=batch + 1)
+    assert "no DDP" not in plan_table(replace(answer, workload=workload))  # whose recipes there are
+    hand_rule = replace(answer.result.baselines[0], baseline="hand rule")
+    others = replace(answer, workload=workload, result=replace(answer.result, baselines=(hand_rule,)))
+    assert f"\nno DDP and FSDP: {batch + 1} devices cannot share a batch of {batch} alike" in plan_table(others)
+
+
 def test_marks_of_the_table_are_explained_below_it(answer: Answer) -> None:
     # of the recipes DDP has ZeRO 0 and FSDP 3
     def rows_of(*fix: tuple[str, str]) -> str:

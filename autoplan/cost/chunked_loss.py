@@ -84,9 +84,7 @@ def _chunked_work(
     sums_bytes = _sums_bytes(context, segment, product)
     bandwidth = context.device.copy_bytes_per_s
     moved_bytes = 2 * repeats * sums_bytes + 2 * (x_bytes + sums_bytes)
-    n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(
-        segment, times, batch_size, without=sliced.indices
-    )
+    _, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size, without=sliced.indices)
     others = [op for index, op in enumerate(segment.ops) if index not in sliced.indices and op.has_gradient]
     inside = sum(inside_bytes(context, op, batch_size) for op in others)
     around = working_bytes(
@@ -106,7 +104,6 @@ def _chunked_work(
         tp_backward_s=work.tp_backward_s + sum(_again_s(context, op, repeats, batch_size) for op in statistics),
         saved_bytes=kept_bytes(sliced.kept, batch_size) + inside + x_bytes + sums_bytes,
         working_bytes=max(around, _slice_bytes(context, segment, sliced, batch_size)),
-        n_weight_ops=n_weight_ops,
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
     )

@@ -7,7 +7,7 @@
 
 so a chain of element-wise ops costs the bytes at its ends, at a part of the rate of a copy. Convolutions are those of
 images in channels_last, to which the compiler turns them. Of a segment that is split, conversions between layouts are
-taken to lie beside products, where they mostly do.
+taken to lie beside products, where they mostly do, and to copy what they copy in eager mode.
 
 The table of what was measured beside what is computed here: benchmarks/compiled_blocks.py.
 """
@@ -26,6 +26,7 @@ from autoplan.cost.parameters import element_bytes
 from autoplan.cost.segment_work import (
     WHOLE_PASS,
     SegmentWork,
+    conversion_kernels_s,
     fraction_of,
     inside_bytes,
     kept_bytes,
@@ -112,8 +113,11 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
     n_backward = CALL_LAUNCHES_fit[1] + KERNEL_LAUNCHES * sum(time.n_backward_launches for time in (*passes, *single))
     item_bytes = element_bytes(context.precision).gathered
     return CompiledPasses(
-        forward_s=sum(time.forward_s for time in (*passes, *single)),
-        backward_s=sum(time.backward_s for time in (*passes, *single)) + added_bytes / bandwidth,
+        forward_s=sum(time.forward_s for time in (*passes, *single))
+        + conversion_kernels_s(context, local, batch_size, backward=False),
+        backward_s=sum(time.backward_s for time in (*passes, *single))
+        + added_bytes / bandwidth
+        + conversion_kernels_s(context, local, batch_size, backward=True),
         host_forward_s=host_s(context.device, n_forward),
         host_backward_s=host_s(context.device, n_backward),
         saved_bytes=_saved_bytes(context, local, fused, batch_size),

@@ -55,5 +55,5 @@ def launch(host: PassSeconds, device: PassSeconds, *, first_s: float, last_s: fl
 
 
 def late_share(host_s: float, device_s: float) -> float:
-    """How much of its time the host is late, if it begins with what takes it `host_s` as the device begins its own."""
+    """The part of `host_s` that is left when the device is done, if both begin at once and it takes `device_s`."""
     return max(0.0, 1.0 - device_s / host_s) if host_s else 0.0

@@ -26,7 +26,7 @@ FURTHER_COMMUNICATOR_BYTES = 486 * MiB
 # beside, 816 to 852 with two (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
 FEW_BLOCKS_SENDS_BYTES = 184 * MiB
 SENDS_BYTES = {1: 655 * MiB, 2: 852 * MiB}  # by the most neighbours of a stage
-ALL_TO_ALL_BYTES = 404 * MiB  # for each other rank: 442 with one, 1,212 with three
+ALL_TO_ALL_BYTES = 442 * MiB  # for each other rank, with one; 404 with three
 
 
 def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> tuple[str, ...]:

@@ -136,6 +136,7 @@ class ParameterCost:
     Attributes:
         accumulate_s: adding the gradients of a micro-batch to those of the ones before.
         unpack_s, pack_s: copies out of and into communication buffers, where they are made in every micro-batch.
+        once_s: such copies where they are made once per step, in its first and last passes; part of `optimizer_s`.
         host_forward_s, host_backward_s: what `fully_shard` takes of the host in every pass.
         host_first_s: besides, in the first forward pass of a step.
         host_last_s: besides, in the last backward pass of a step; the device is still busy with it afterwards.
@@ -145,6 +146,7 @@ class ParameterCost:
     accumulate_s: float
     unpack_s: float
     pack_s: float
+    once_s: float
     gather_s: float
     reduce_s: float
     optimizer_s: float
@@ -183,12 +185,11 @@ def parameter_cost(
     has_large_parts = n_elements >= LEAST_PART_ELEMENTS * n_tensors * degree
     packs_at_once = has_large_parts and all(n % degree == 0 for n, _ in matrices)
     pack_s = _pack_s(context.device, element, n_elements, placement, at_once=packs_at_once) if is_wrapped else 0.0
-    casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth if is_wrapped else 0.0
-    unpack_s += casts_s / MIXED_FRACTION if element.gathered < element.master else 0.0
-    if is_wrapped and degree == 1:  # cast and copied one by one
-        kernels_s = (COPY_KERNEL_S, CAST_KERNEL_S) if element.gathered < element.master else (COPY_KERNEL_S,)
-        least_s = sum(max(context.device.kernel_s, kernel_s) for kernel_s in kernels_s)
-        unpack_s = max(unpack_s + 2 * gathered_bytes / bandwidth, n_tensors * least_s)
+    if is_wrapped and degree == 1:
+        unpack_s = sum(_unsharded_s(context.device, element, n * m) for n, m in matrices)
+    elif is_wrapped and element.gathered < element.master:
+        casts_s = (element.master + element.gathered) * n_shard_elements / bandwidth
+        unpack_s += casts_s / MIXED_FRACTION
     if is_wrapped and is_group and n_tensors:
         unpack_s += ADDRESSES_S if degree > 1 else 0.0
         pack_s += 0.0 if packs_at_once else ADDRESSES_S
@@ -202,6 +203,7 @@ def parameter_cost(
         accumulate_s=sum(_accumulate_s(context.device, element, n * m, placement) for n, m in matrices),
         unpack_s=unpack_s if gathers_often else 0.0,
         pack_s=pack_s if reduces_often else 0.0,
+        once_s=once_s,
         gather_s=context.collective_s("all_gather", element.gathered * n_elements, placement.shard),
         reduce_s=reduction.scatter_s + (0.0 if reduces_often else reduction.replicas_s),
         optimizer_s=_optimizer_s(context, n_shard_elements) + once_s,
@@ -221,6 +223,15 @@ def parameter_cost(
         host_optimizer_s=step_s if is_wrapped else 0.0,
         replicas_s=reduction.replicas_s if reduces_often else 0.0,
     )
+
+
+def _unsharded_s(device: Device, element: ElementBytes, n_elements: int) -> float:
+    """To copy a parameter that is not sharded to where it is computed with, cast before that; a kernel each."""
+    copy_s = max(device.kernel_s, COPY_KERNEL_S, 2 * element.gathered * n_elements / device.copy_bytes_per_s)
+    if element.gathered == element.master:
+        return copy_s
+    n_bytes = (element.master + element.gathered) * n_elements
+    return copy_s + max(device.kernel_s, CAST_KERNEL_S, n_bytes / (MIXED_FRACTION * device.copy_bytes_per_s))
 
 
 def _accumulate_s(device: Device, element: ElementBytes, n_elements: int, placement: Placement) -> float:

@@ -133,11 +133,12 @@ def make_pricer(
         zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
         placement = Placement(groups.shard, groups.replicate, zero_stage, repeats, exchange)
         way = _Way.of(mesh, placement, loss="whole" if is_in_compiled(graph, mesh) else loss)
-        found = costs(way)
+        found = costs(way, mesh.n_micro_batches)
         sources = () if measured is None else tuple(source for _, source in works(way.run))
         copy_s, batch_bytes = batch(mesh)
         cut_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.n_chunks, groups.stages)
-        begins_s = start_s(hardware.device, n_devices=mesh.n_devices)
+        n_groups = 1 if exchange is None else exchange.n_groups
+        begins_s = start_s(hardware.device, n_devices=mesh.n_devices * n_groups)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
         return CostTable(
             mesh=mesh,
@@ -154,7 +155,7 @@ def make_pricer(
                 mesh,
                 has_tied_weights=bool(tied),
                 has_all_to_alls=has_all_to_alls(mesh.tp, mesh.sharding),
-                n_groups=1 if exchange is None else exchange.n_groups,
+                n_groups=n_groups,
             ),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
@@ -242,18 +243,26 @@ def _costs_pricer(
     *,
     local: LocalPricer,
     parameters: Callable[[_Held], tuple[ParameterCost, ...]],
-) -> Callable[[_Way], Costs]:
-    """The costs of each kind of segment."""
+) -> Callable[[_Way, int], Costs]:
+    """(way, micro-batches) -> the costs of each kind of segment."""
     first, recomputes_captured = graph.first_of_kind(), may_recompute_captured(graph)
     counted = Counter(segment.kind for segment in graph.segments)
     n_segments = [counted[kind] for kind in first]
     equal: dict[Costs, Costs] = {}
 
     @cache
-    def costs(way: _Way) -> Costs:
+    def costs(way: _Way, n_micro_batches: int) -> Costs:
+        found = without_waits(way)
+        if way.cuda_graph:
+            of_parameters = parameters(way.held)
+            found = with_late_optimizer(found, of_parameters, n_segments, n_micro_batches=n_micro_batches)
+        return equal.setdefault(found, found)
+
+    @cache
+    def without_waits(way: _Way) -> Costs:
         held = way.held
         of_kinds = (first.values(), local(held.tp, held.sharding).values(), works(way.run), parameters(held))
-        found = tuple(
+        return tuple(
             segment_costs(
                 work,
                 cost,
@@ -268,9 +277,6 @@ def _costs_pricer(
             )
             for segment, here, (work, _), cost in zip(*of_kinds, strict=True)
         )
-        if way.cuda_graph:
-            found = with_late_optimizer(found, parameters(held), n_segments, repeats=held.placement.repeats)
-        return equal.setdefault(found, found)
 
     return costs
 

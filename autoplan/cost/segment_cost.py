@@ -84,19 +84,23 @@ def with_late_optimizer(
     parameters: Sequence[ParameterCost],
     n_segments: Sequence[int],
     *,
-    repeats: bool,
+    n_micro_batches: int,
 ) -> tuple[tuple[SegmentCost, ...], ...]:
     """Costs of captured segments, with what the device waits for the host's part of the optimizer.
 
     All three have one entry per kind; there are `n_segments` of it. Each has the same share of the wait as of the
-    host's time. Left out is what recomputation and pipelines give the host besides.
+    host's time. Left out is the time that recomputation and the bubble of a pipeline give the host.
     """
     kinds = list(zip(costs, parameters, n_segments, strict=True))
-    compute_s = sum(
-        n * (plain.forward_s + plain.backward_s + plain.tp_forward_s + plain.tp_backward_s)
-        for (plain, *_), _, n in kinds
+    passes_s = sum(
+        n
+        * (
+            own.once_s
+            + n_micro_batches * (plain.forward_s + plain.backward_s + plain.tp_forward_s + plain.tp_backward_s)
+        )
+        for (plain, *_), own, n in kinds
     )
-    passes_s = max((1 + repeats) * compute_s, sum(n * plain.last_reduce_s for (plain, *_), _, n in kinds))
+    passes_s = max(passes_s, sum(n * plain.last_reduce_s for (plain, *_), _, n in kinds))
     share = late_share(sum(n * own.host_optimizer_s for _, own, n in kinds), passes_s)
     if not share:
         return tuple(costs)
@@ -123,7 +127,7 @@ def _plain_cost(
     )
     device = PassSeconds(forward_s + work.tp_forward_s, backward_s + work.tp_backward_s)
     if is_captured:
-        host, added = PassSeconds(0.0, 0.0), Launch(0.0, 0.0, 0.0)
+        added = Launch(0.0, 0.0, 0.0)
     else:
         last_s = parameters.host_last_s + parameters.host_optimizer_s
         added = launch(host, device, first_s=parameters.host_first_s, last_s=last_s, repeats=repeats)

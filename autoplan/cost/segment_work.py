@@ -150,7 +150,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         backward_s=sum(t.backward_s for t in times)
         + additions_s
         + cast_s
-        + _all_copies_s(context, segment, batch_size, backward=True),
+        + conversion_kernels_s(context, segment, batch_size, backward=True),
         host_forward_s=forward.host,
         host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
         collectives_forward_s=forward.collectives,
@@ -180,9 +180,7 @@ def _forward_pass(context: WorkContext, segment: LocalSegment, times: Sequence[O
     """Of the ops of a segment, the first that `times` are of; without the cast of a loss."""
     own = times[: len(segment.ops)]
     return PassParts(
-        device=sum(t.forward_s for t in own)
-        + sum(_local_s(context.device, step) for _, step in segment.conversions)
-        + _all_copies_s(context, segment, batch_size, backward=False),
+        device=sum(t.forward_s for t in own) + conversion_kernels_s(context, segment, batch_size, backward=False),
         host=host_s(context.device, sum(t.n_launches for t in own)),
         tp=_communication_s(context, segment, batch_size, backward=False),
         collectives=context.device.collective_launch_s * _n_collectives(segment, "forward"),
@@ -244,9 +242,10 @@ def copies_s(context: WorkContext, kind: str, n_bytes: float, *, is_in_order: bo
     return 0.0 if is_in_order else 2 * moved_bytes / (MOVED_FRACTION * bandwidth)
 
 
-def _all_copies_s(context: WorkContext, segment: LocalSegment, batch_size: int, *, backward: bool) -> float:
-    """Those of the conversions of a segment, in one pass."""
-    return sum(
+def conversion_kernels_s(context: WorkContext, segment: LocalSegment, batch_size: int, *, backward: bool) -> float:
+    """What the conversions of a segment run besides their collectives in one pass; kernels of their own in forward."""
+    own_s = 0.0 if backward else sum(_local_s(context.device, step) for _, step in segment.conversions)
+    return own_s + sum(
         copies_s(
             context,
             step.backward if backward else step.forward,

@@ -47,11 +47,14 @@ _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "optimizer": (("optimizer_s",), "optimizer_s"),
 }
 _OF_PROFILED_STEP = (*_COMPONENTS, PROFILED_STEP)
-# torchrun, but for its traceback where the program itself has said that it differs from one process.
+# torchrun, but for its traceback where the program itself has said that it differs from one process, and for a banner
+# that says it gives each of several processes one thread.
 _TORCHRUN = """
-import sys
+import os, sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+if "--nproc-per-node=1" not in sys.argv:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 try:
     run.main()
 except ChildFailedError as error:
@@ -119,8 +122,8 @@ class Verification:
 def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
     """Check the folder, run its program for `n_steps`, and compare.
 
-    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed, after
-    `N_BEFORE_REPLAYS` more steps where it has a CUDA graph, and then profiled for two more.
+    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed for at least
+    two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then profiled for two more.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
         when it does not run on this device.
@@ -134,6 +137,7 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
             "  fix: start launch/torchrun.sh on each host with --check, or plan for one host"
         )
     if device == "cuda":
+        n_steps = max(n_steps, 2)  # the first is warm-up
         _check_device_count(size["n_devices_per_host"], folder)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
@@ -279,9 +283,7 @@ def verification_text(found: Verification) -> str:
     """What the run showed, as text."""
     rows = [("processes", str(found.n_processes)), ("steps", str(found.n_steps))]
     if found.parity is not None:
-        rows.append(
-            ("loss, gradients, parameters equal one process with these micro-batches", "yes" if found.parity else "NO")
-        )
+        rows.append(("loss, gradients, parameters equal one process with these micro-batches", "yes"))
     measured = [item for item in found.comparisons if item.measured is not None]
     whole = [item for item in measured if item.what not in _OF_PROFILED_STEP]
     parts = [item for item in measured if item.what in _OF_PROFILED_STEP]

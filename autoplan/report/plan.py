@@ -118,7 +118,7 @@ def plan_table(answer: Answer) -> str:
     rows = [_plan_row(answer, candidate, note, meshes) for candidate, note in shown]
     rows += [_plan_row(answer, item, item.baseline, ()) for item in result.baselines]
     header = ("dp", "tp", "pp", "ZeRO", "micro", "schedule", "recompute", "step", "MFU", "GiB", "")
-    below = [*_marks(answer, [item.plan for item, _ in shown]), _beside_fix(answer)]
+    below = [*_marks(answer, [item.plan for item, _ in shown]), _undivided(answer), _beside_fix(answer)]
     for word, otherwise in said_of_all(answer.best.plan.mesh).items():
         has_others = any(otherwise in row[-1] for row in rows)
         below.append(f"all of them {_OF_ALL[word]}{f', but for those marked {otherwise}' if has_others else ''}")
@@ -135,6 +135,14 @@ def _marks(answer: Answer, plans: Sequence[Plan]) -> Iterator[str]:
         yield f"short N%: memory falls short with that chance, so it does not fit{with_confidence(answer.result)}"
     if any(plan.mesh.keeps_attention for plan in plans):
         yield f"{KEPT_MARK} {KEPT}: recomputed except for its fused attention"
+
+
+def _undivided(answer: Answer) -> str:
+    """Why there are no rows of DDP and FSDP, where the batch is why."""
+    n_devices, batch = answer.workload.n_devices, answer.best.plan.mesh.global_batch_size
+    names = {item.baseline.split()[0] for item in answer.result.baselines}
+    is_why = names and not names & {"DDP", "FSDP"} and batch % n_devices
+    return f"no DDP and FSDP: {n_devices} devices cannot share a batch of {batch} alike" if is_why else ""
 
 
 def _beside_fix(answer: Answer) -> str:
