@@ -5,7 +5,7 @@
                   at the nearest micro-batch, and as if an assignment that is unknown here were the one of its boundary
     calibrated    not measured: computed x the median of measured / computed of the same content at other degrees, or of
                   the user's own class in place of generated code; else, for the host, and for the device where the
-                  segment is compiled, of all that runs in the same way
+                  segment is compiled, of all that runs in the same way; for the host, if nothing does, of all
 
 Computed is the roofline of `segment_work`, which knows eager operators only: what compiling gains is in the ratios.
 What other segments took says nothing about the device time of an eager one (benchmarks/op_calibration.py). A kind is

@@ -98,7 +98,7 @@ class CostTable:
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
             in forward and, unless they are kept, in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
-        keeps_gathered: whether gathered parameters stay for the whole step (ZeRO 1 and 2).
+        keeps_gathered: whether gathered parameters stay for the whole step (all but ZeRO 3).
         overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
         per_step_s: fixed cost of a step on the critical path (tied weights, gradients of which tensor-parallel ranks
             have shares, the gradient norm, and `start_s`).
