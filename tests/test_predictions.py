@@ -106,6 +106,22 @@ def test_readme_says_how_far_off_all_graphs_over_some_links_are(table: str) -> N
         assert cell in readme
 
 
+def test_programs_in_the_readme_are_measured_and_predicted_as_in_a_printed_table() -> None:
+    """Rows with cells of measured steps, predicted steps and errors: `| 0.4388, 0.64 s | 0.4385, 0.63 s | 0, -1 % |`."""
+    row = re.compile(r"^(?:nvlink|host_memory|socket) .*? +([\d.]+) +([\d.]+) +[+-][\d.]+% ", re.M)
+    printed = {pair for path in RESULTS.glob("predictions_*.txt") for pair in row.findall(path.read_text())}
+    cells = re.findall(
+        r"\| ([\d., ]+) s \| ([\d., ]+) s (?=\| [-+\d, ]+ %)", (CHECKOUT / "benchmarks/README.md").read_text()
+    )
+    said = [
+        (p, m)
+        for measured, predicted in cells
+        for m, p in zip(measured.split(", "), predicted.split(", "), strict=True)
+    ]
+    assert len(said) > 100
+    assert [pair for pair in said if pair not in printed] == []
+
+
 @pytest.mark.parametrize(
     ("table", "links", "readmes"),
     [
