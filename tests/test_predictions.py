@@ -107,7 +107,7 @@ def test_readme_says_how_far_off_all_graphs_over_some_links_are(table: str) -> N
 
 
 def test_programs_in_the_readme_are_measured_and_predicted_as_in_a_printed_table() -> None:
-    """Rows with cells of measured steps, predicted steps and errors: `| 0.4388, 0.64 s | 0.4385, 0.63 s | 0, -1 % |`."""
+    """Rows with measured steps, predicted steps and errors: `| 0.4388, 0.64 s | 0.4385, 0.63 s | 0, -1 % |`."""
     row = re.compile(r"^(?:nvlink|host_memory|socket) .*? +([\d.]+) +([\d.]+) +[+-][\d.]+% ", re.M)
     printed = {pair for path in RESULTS.glob("predictions_*.txt") for pair in row.findall(path.read_text())}
     cells = re.findall(
