@@ -25,14 +25,19 @@ find_python() {
     fail "no Python 3.11 or later found" "install one, or name it: PYTHON=/path/to/python $0"
 }
 
-# With the pip of the environment, or, where Python comes without ensurepip, that of the interpreter outside. Modules are
-# compiled when they are first imported: most never are.
+# With the pip of the environment, or, where Python comes without ensurepip, that of the interpreter outside. It would
+# compile one module after another; `compile_all` does that on all cores.
 install() {
     if .venv/bin/python -c 'import pip' 2>/dev/null; then
         .venv/bin/python -m pip install --no-compile --quiet --disable-pip-version-check "$@"
     else
         "$python" -m pip --quiet --disable-pip-version-check --python .venv/bin/python install --no-compile "$@"
     fi
+}
+
+# Packages hold templates that are no Python, too.
+compile_all() {
+    .venv/bin/python -m compileall -qq -j 0 "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 }
 
 has_torch() {
@@ -95,6 +100,7 @@ install --no-build-isolation --editable ".$extra"
 if [[ -n "$extra" && ! -x .venv/bin/ruff ]]; then
     install --ignore-installed --no-deps ruff mypy
 fi
+compile_all
 # In the folder above, Python would take the checkout itself for the package; one that is on the path goes first.
 printf '%s\n' "$PWD" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/autoplan_checkout.pth"
 printf '%s\n' "$wanted" > "$stamp"
