@@ -26,7 +26,7 @@ FURTHER_COMMUNICATOR_BYTES = 486 * MiB
 # beside, 816 to 852 with two (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
 FEW_BLOCKS_SENDS_BYTES = 184 * MiB
 SENDS_BYTES = {1: 655 * MiB, 2: 852 * MiB}  # by the most neighbours of a stage
-ALL_TO_ALL_BYTES = 442 * MiB  # for each other rank, with one; 404 with three
+FIRST_ALL_TO_ALL_BYTES, FURTHER_ALL_TO_ALL_BYTES = 442 * MiB, 385 * MiB  # by other rank: 442 with one, 1,212 with three
 
 
 def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def outside_allocator_bytes(
         + (FIRST_COMMUNICATOR_BYTES if first else 0)
         + FURTHER_COMMUNICATOR_BYTES * sum(axis != "pp" for axis in others)
         + _sends_bytes(mesh)
-        + (ALL_TO_ALL_BYTES * (mesh.tp - 1) if has_all_to_alls else 0)
+        + (FIRST_ALL_TO_ALL_BYTES + (mesh.tp - 2) * FURTHER_ALL_TO_ALL_BYTES if has_all_to_alls else 0)
     )
 
 

@@ -92,15 +92,12 @@ def with_late_optimizer(
     host's time. Left out is the time that recomputation and the bubble of a pipeline give the host.
     """
     kinds = list(zip(costs, parameters, n_segments, strict=True))
-    passes_s = sum(
-        n
-        * (
-            own.once_s
-            + n_micro_batches * (plain.forward_s + plain.backward_s + plain.tp_forward_s + plain.tp_backward_s)
-        )
-        for (plain, *_), own, n in kinds
+    compute_s = sum(
+        n * (plain.forward_s + plain.backward_s + plain.tp_forward_s + plain.tp_backward_s)
+        for (plain, *_), _, n in kinds
     )
-    passes_s = max(passes_s, sum(n * plain.last_reduce_s for (plain, *_), _, n in kinds))
+    copies_s = sum(n * own.once_s for _, own, n in kinds)
+    passes_s = max(n_micro_batches * compute_s + copies_s, sum(n * plain.last_reduce_s for (plain, *_), _, n in kinds))
     share = late_share(sum(n * own.host_optimizer_s for _, own, n in kinds), passes_s)
     if not share:
         return tuple(costs)
