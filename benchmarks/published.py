@@ -11,6 +11,8 @@ is counted with the reason. The programs of the others are priced as they were:
 - Sequences come before samples, so parts of ranks lie one behind the other, and sums are taken in place: nothing is
   copied beside a collective.
 - Gradients were added up inside the products that made them, and reduced at once after the last backward pass.
+- What all ranks of tensor parallelism hold alike goes from stage to stage in parts, one by each of them, which are
+  gathered there (arXiv:2104.04473, section 4.1).
 - The vocabulary is padded to a multiple of 128 on each tensor-parallel rank.
 
 The 1440 rows of one host are not independent: at one width, tensor-parallel degree and micro-batch they are linear in
@@ -37,6 +39,7 @@ from published_rows import MODEL, Case, Program, Sizes, case_of, reason_against,
 from autoplan.answers.answer import step_interval_s
 from autoplan.api import trace_model
 from autoplan.cost import segment_work
+from autoplan.cost.collective_time import axis_group, collective_s, send_s
 from autoplan.cost.local_segment import local_segment
 from autoplan.cost.price import Pricer, make_pricer
 from autoplan.cost.segment_work import timed
@@ -122,7 +125,7 @@ class Predictor:
 
     def __call__(self, case: Case) -> Prediction:
         with nothing_copied():
-            table = self._table(case)
+            table = self._sent_in_parts(case, self._table(case))
         stages = even_stages(table, recomputes=case.recompute != "none")
         estimate = simulate(table if case.overlaps else _reduced_at_the_end(table, stages), stages)
         plan = Plan(case.mesh, stages, precision=case.program.precision)
@@ -142,6 +145,22 @@ class Predictor:
             again_s = [self._core_s(case.program, kind, case.mesh.micro_batch_size) for kind in kinds]
         pairs = zip(table.costs, again_s, strict=True)
         return replace(table, costs=tuple((plain, replace(again, recompute_s=s)) for (plain, again), s in pairs))
+
+    def _sent_in_parts(self, case: Case, table: CostTable) -> CostTable:
+        """The table of a pipeline between whose stages no tensor-parallel rank sends what another one does."""
+        mesh, program = case.mesh, case.program
+        if mesh.pp == 1 or program.sharding != "R":
+            return table
+        hardware = self._change(cluster(program.hardware, mesh.n_devices))
+        stages = axis_group(hardware, size=mesh.pp, stride=mesh.dp * mesh.tp)
+        part = axis_group(hardware, size=mesh.tp, stride=1)
+
+        def seconds(n_bytes: int) -> float:
+            gathered_s = collective_s("all_gather", n_bytes, group=part, hardware=hardware)
+            return send_s(n_bytes / mesh.tp, pair=stages, hardware=hardware) + gathered_s
+
+        sizes = zip(table.cut_s, table.message_bytes, strict=True)
+        return replace(table, cut_s=tuple(None if s is None else seconds(n_bytes) for s, n_bytes in sizes))
 
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:
         return make_pricer(

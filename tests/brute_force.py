@@ -63,7 +63,6 @@ class Toy:
             ),
             gathers_per_micro_batch=is_zero3,
             reduces_per_micro_batch=self._reduces_often(mesh),
-            keeps_gathered=mesh.zero_stage in (1, 2),
             overlap_slowdown=self.overlap_slowdown,
             per_step_s=0.01,
             reserved_fixed_bytes=MIB,

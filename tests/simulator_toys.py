@@ -13,7 +13,7 @@ def segment(**figures):
     return dataclasses.replace(FREE, **figures)
 
 
-def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, keeps=False, slowdown=1.0, **fields):
+def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, slowdown=1.0, **fields):
     """A table with one kind per entry of `costs`: a SegmentCost, or a pair (without, with recomputation)."""
     pairs = tuple(cost if isinstance(cost, tuple) else (cost, cost) for cost in costs)
     n_cuts = len(pairs) - 1
@@ -25,7 +25,6 @@ def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, keeps
         cut_s=(cut_s,) * n_cuts,
         gathers_per_micro_batch=gathers,
         reduces_per_micro_batch=reduces,
-        keeps_gathered=keeps,
         overlap_slowdown=slowdown,
         **{**defaults, **fields},
     )

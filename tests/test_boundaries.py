@@ -10,7 +10,7 @@ from autoplan import cli
 from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.cost.collective_time import Group, send_s
 from autoplan.cost.price import make_pricer
-from autoplan.hardware import load_hardware_profile
+from autoplan.hardware import CollectiveTimes, load_hardware_profile
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.rules import load_rules
 from autoplan.tracing.trace import model_source, trace_model
@@ -110,6 +110,23 @@ def test_a_cut_is_priced_with_all_that_crosses_it():
     cut_s = price(Mesh(pp=2, n_micro_batches=2)).cut_s
     for cut, n_elements in ((7, 512 + 2048 + 1024 + 512), (1, 2048)):
         assert cut_s[cut - 1] == send_s(4 * n_elements, pair=Group(2, 2), hardware=hardware)
+
+
+def test_sending_in_exchange_takes_what_was_measured_and_no_less_than_sending_alone():
+    hardware = load_hardware_profile("dgx_a100_x8")
+    assert hardware.host_link is not None
+    times = {"send": ((1024, 1e-3), (10240, 4e-3)), "exchange": ((1024, 0.5e-3), (10240, 8e-3))}
+    timed = tuple(CollectiveTimes(kind, 2, of_kind) for kind, of_kind in times.items())
+    links = replace(hardware.links[0], timed=timed), *hardware.links[1:]
+    for known, in_exchange in (((), False), (links, True)):
+        own = replace(hardware, links=known) if known else hardware
+        price = make_pricer(graph_of("unet"), hardware=own, precision="fp32", shardings={}, rules=load_rules())
+        table = price(Mesh(pp=2, n_micro_batches=2))
+        assert bool(table.exchange_s) == in_exchange
+    # before segment 7 16 KiB cross, before segment 1 8 KiB
+    assert table.cut_s[0] == pytest.approx(1e-3 + 3e-3 * 7 / 9)
+    assert table.exchange_s[0] == pytest.approx(0.5e-3 + 7.5e-3 * 7 / 9)
+    assert table.exchange_s[6] == pytest.approx(0.5e-3 + 7.5e-3 * 15 / 9)
 
 
 EARLY_OUTPUT = """

@@ -99,8 +99,10 @@ def test_every_number_of_micro_batches_that_makes_up_the_batch_is_found_once() -
 
 def test_groups_share_the_batch_where_its_sum_is_cheap_and_the_layers_where_it_is_not() -> None:
     toys = layered(12, layer_s=1.0), layered(12, layer_s=2.0)
-    one = replace(EXACT, fix=(("micro_batch", "1"),))
-    cheap, dear = (search_mixed(mixed_space(toys, between_s), options=one).best for between_s in (0.0, 20.0))
+    cheap, dear = (
+        search_mixed(mixed_space(toys, between_s), options=replace(EXACT, fix=(("micro_batch", size),))).best
+        for between_s, size in ((0.0, "1"), (20.0, "4"))
+    )
     assert cheap is not None and dear is not None
     # 16 samples: 11 on the fast device take as long as 5.5 on the slow one
     assert cheap.plan.mesh.shares == (BatchShare(1, 1, 11), BatchShare(1, 1, 5))

@@ -84,7 +84,7 @@ GRAPH_CELLS = {
     "predictions_h200_x2_2026-11-26_graphs_profile": {
         "nvlink": "2.2 % (19)",
         "host_memory": "3.5 % (12)",
-        "host_memory|socket": "4.9 % (19)",
+        "host_memory|socket": "4.7 % (19)",
     },
     "predictions_h100_x2_2026-11-26_graph_blocks_profile": {"nvlink": "3.1 % (21)"},
     "predictions_h100_x4_2026-11-26_graphs_graph_blocks": {"nvlink": "5.1 % (18)"},
@@ -92,7 +92,7 @@ GRAPH_CELLS = {
     "predictions_h100_x4_2026-11-27_fourth_machine_profile": {
         "nvlink": "2.6 % (20)",
         "host_memory": "8.2 % (4)",
-        "socket": "7.7 % (4)",
+        "socket": "6.2 % (4)",
     },
 }
 

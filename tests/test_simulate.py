@@ -116,7 +116,7 @@ def test_gather_longer_than_compute_is_exposed_in_part():
 
 def test_gathers_once_per_step_are_not_repeated():
     # gather 0 is exposed once, in the first of 3 forward passes; gather 1 is hidden there
-    table = table_of([sharded(gather_s=3)] * 2, mesh=pipeline(1, 3), keeps=True)
+    table = table_of([sharded(gather_s=3)] * 2, mesh=pipeline(1, 3))
     assert simulate(table, whole(2)).breakdown.exposed_dp_s == 3
 
 

@@ -70,7 +70,7 @@ def test_a_gathered_segment_has_its_parameters_twice_in_forward_and_those_of_the
     assert simulate(table_of(in_backward, gathers=True), whole(4)).allocated_bytes == (10,)
     late = [*costs[:3], segment(gathered_bytes=4, late_gradient_bytes=3)]  # 5 + 1, and the late gradient 3: 9
     assert simulate(table_of(late, gathers=True), whole(4)).allocated_bytes == (10,)
-    assert simulate(table_of(costs, keeps=True), whole(4)).allocated_bytes == (14,)
+    assert simulate(table_of(costs), whole(4)).allocated_bytes == (14,)
     assert simulate(table_of(costs[:1], gathers=True), whole(1)).allocated_bytes == (8,)
 
 
@@ -113,7 +113,7 @@ def test_what_is_outside_of_blocks_is_reduced_at_the_end_of_a_pass():
 def test_interleaved_rank_holds_the_state_and_the_kept_parameters_of_all_its_stages():
     costs = [segment(state_bytes=n_bytes, gathered_bytes=100 * n_bytes) for n_bytes in (1, 2, 4, 8)]
     mesh = pipeline(2, 2, schedule="interleaved", n_chunks=2)
-    assert simulate(table_of(costs, mesh=mesh, keeps=True), one_each(4)).allocated_bytes == (505, 1010)
+    assert simulate(table_of(costs, mesh=mesh), one_each(4)).allocated_bytes == (505, 1010)
     # gathered anew for each action, twice in forward: only the running stage's, of rank 0 at most 400, of rank 1 800
     assert simulate(table_of(costs, mesh=mesh, gathers=True), one_each(4)).allocated_bytes == (805, 1610)
 

@@ -110,14 +110,29 @@ def test_transfer_under_way_is_told_from_the_bubble():
     assert (estimate.breakdown.exposed_pp_s, estimate.breakdown.bubble_s) == (0.5, 3.5)
 
 
-def test_sends_of_one_rank_follow_one_another():
-    # gpipe, 2 micro-batches, transfer 3 s: activations leave at 1 and, as the link is busy until 4, at 4.
-    # 1F0 [4, 5], 1F1 [7, 8], 1B0 [8, 10], sent [10, 13], 1B1 [10, 12], sent [13, 16], 0B0 [13, 15], 0B1 [16, 18]
+def test_a_result_leaves_when_the_rank_that_receives_it_is_free():
+    # gpipe, 2 micro-batches, transfer 3 s: 0F0 [0, 1], 0F1 [1, 2]; 1F0 [4, 5], so the second activation leaves at 5.
+    # 1F1 [8, 9], 1B0 [9, 11], sent [11, 14], 1B1 [11, 13], 0B0 [14, 16], sent [16, 19], 0B1 [19, 21]
     table = table_of([segment(forward_s=1, backward_s=2)] * 2, mesh=pipeline(2, 2, schedule="gpipe"), cut_s=3.0)
     estimate = simulate(table, one_each(2), with_timeline=True)
     sends = [(e.name, e.start_s, e.stop_s) for e in estimate.timeline if e.stream == "send activations"]
-    assert sends == [("0F0", 1, 4), ("0F1", 4, 7)]
-    assert estimate.step_s == 18
+    assert sends == [("0F0", 1, 4), ("0F1", 5, 8)]
+    assert estimate.step_s == 21
+
+
+def test_results_that_two_ranks_exchange_travel_at_once_and_both_wait():
+    # 1f1b, 2 ranks, 3 micro-batches, transfer 1 s, 1.5 s beside one in the other direction.
+    # 0F0 [0, 1], sent [1, 2], 1F0 [2, 3], 1B0 [3, 5]; 0F1 [1, 2] is sent in exchange for that, [5, 6.5]:
+    # 0B0 [6.5, 8.5], 1F1 [6.5, 7.5], 1B1 [7.5, 9.5]; 0F2 [8.5, 9.5], exchanged [9.5, 11]: 0B1 [11, 13], 1F2 [11, 12],
+    # 1B2 [12, 14], sent [14, 15], 0B2 [15, 17]
+    table = table_of([segment(forward_s=1, backward_s=2)] * 2, mesh=pipeline(2, 3), cut_s=1.0)
+    estimate = simulate(dataclasses.replace(table, exchange_s=(1.5,)), one_each(2), with_timeline=True)
+    boxes = {event.name: (event.start_s, event.stop_s) for event in estimate.timeline if event.stream == "compute"}
+    assert {name: boxes[name] for name in ("0B0", "1F1", "0B1", "1F2", "0B2")} == {
+        "0B0": (6.5, 8.5), "1F1": (6.5, 7.5), "0B1": (11, 13), "1F2": (11, 12), "0B2": (15, 17)
+    }  # fmt: skip
+    assert estimate.step_s == 17
+    assert (estimate.breakdown.exposed_pp_s, estimate.breakdown.bubble_s) == (1.5 + 1.5 + 1, 3 + 0 + 1)
 
 
 def test_stages_on_one_rank_exchange_nothing():

@@ -42,7 +42,6 @@ def plans(draw, max_pp=3):
         cut_s=draw(quarters),
         gathers=draw(st.booleans()),
         reduces=draw(st.booleans()),
-        keeps=draw(st.booleans()),
         slowdown=draw(st.sampled_from([1.0, 1.25, 2.0])),
         per_step_s=draw(quarters),
         action_s=draw(quarters),

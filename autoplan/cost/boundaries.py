@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from autoplan.cost.collective_time import Group, send_s
+from autoplan.cost.collective_time import Group, exchange_s, send_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import N_GRAPHS
 from autoplan.graph import GraphFacts, OpGraph, TensorSpec, changing_buffers, crossings
@@ -18,21 +18,24 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 
 def make_cuts_pricer(
     graph: OpGraph, hardware: HardwareProfile, precision: str
-) -> Callable[[int, str, int, int, Group], tuple[Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> seconds to send over each boundary, and bytes.
+) -> Callable[[int, str, int, int, Group], tuple[Cuts, Cuts, tuple[int, ...]]]:
+    """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> what sending over each boundary takes.
 
-    None and 0 bytes where none may be sent.
+    Seconds; seconds in exchange for as much, empty where these are not known; and bytes. None, and 0 bytes, where none
+    may be sent.
     """
     boundary_bytes = make_boundary_sizer(graph, precision)
 
     @cache
     def cuts(
         tp: int, sharding: str, micro_batch_size: int, n_chunks: int, stages: Group
-    ) -> tuple[Cuts, tuple[int, ...]]:
+    ) -> tuple[Cuts, Cuts, tuple[int, ...]]:
         sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
         seconds = {size: send_s(size, pair=stages, hardware=hardware, n_chunks=n_chunks) for size in allowed}
-        return tuple(None if size is None else seconds[size] for size in sizes), tuple(size or 0 for size in sizes)
+        both_s = {size: exchange_s(size, pair=stages, hardware=hardware, alone_s=seconds[size]) for size in allowed}
+        alone, both = (tuple(None if size is None else of[size] for size in sizes) for of in (seconds, both_s))
+        return alone, () if both == alone else both, tuple(size or 0 for size in sizes)
 
     return cuts
 

@@ -98,7 +98,6 @@ class CostTable:
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
             in forward and, unless they are kept, in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
-        keeps_gathered: whether gathered parameters stay for the whole step (all but ZeRO 3).
         overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
         per_step_s: fixed cost of a step on the critical path (tied weights, gradients of which tensor-parallel ranks
             have shares, the gradient norm, and `start_s`).
@@ -110,11 +109,13 @@ class CostTable:
             allocate more than is computed; the same in all `rank_tables`.
         sources: per kind, one of SOURCES; empty when nothing was measured.
         rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
-            `cut_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`, `per_step_s`,
-            what is gathered and reduced when) is the same in all of them and in this one. Where the mesh has shares of
-            the batch, one table per share, each with the mesh of that share.
+            `cut_s` and `exchange_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`,
+            `per_step_s`, what is gathered and reduced when) is the same in all of them and in this one. Where the mesh
+            has shares of the batch, one table per share, each with the mesh of that share.
         workspace_bytes: what libraries allocate once.
         message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
+        exchange_s: like `cut_s`, where as much is sent in the other direction at the same time; empty where that takes
+            no longer.
         action_s: what a rank waits for its host in every action of the pipeline, beside its segments; 0 without one.
         batch_copy_s: copying the batch of one step to a device, beside the step before it; a step is never shorter.
         batch_bytes: of the batches that lie on a device while a step runs.
@@ -126,7 +127,6 @@ class CostTable:
     cut_s: tuple[float | None, ...]
     gathers_per_micro_batch: bool
     reduces_per_micro_batch: bool
-    keeps_gathered: bool
     overlap_slowdown: float
     per_step_s: float
     reserved_fixed_bytes: int
@@ -136,6 +136,7 @@ class CostTable:
     rank_tables: tuple[CostTable, ...] = ()
     workspace_bytes: int = 0
     message_bytes: tuple[int, ...] = ()
+    exchange_s: tuple[float | None, ...] = ()
     action_s: float = 0.0
     start_s: float = 0.0
     batch_copy_s: float = 0.0
@@ -145,6 +146,11 @@ class CostTable:
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""
         return self.rank_tables[rank] if self.rank_tables else self
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether gathered parameters stay for the whole step."""
+        return not self.gathers_per_micro_batch
 
     @property
     def gathers_at_start(self) -> bool:

@@ -25,6 +25,7 @@ from autoplan.hardware.fields import (
     HOST_FIELDS,
     HOST_LINK_FIELDS,
     LINK_KINDS,
+    PAIR_KINDS,
     PEAK,
     PEAK_PRECISIONS,
     SHARDING_FIELDS,
@@ -377,7 +378,7 @@ def _timed(table: Any, label: str, n_devices: int, sources: Sources) -> tuple[Co
     check_keys(table, label, ("source", *TIMED_KINDS))
     found = []
     for kind, groups in ((key, value) for key, value in table.items() if key != "source"):
-        sizes = [str(size) for size in range(2, 3 if kind == "send" else n_devices + 1)]
+        sizes = [str(size) for size in range(2, 3 if kind in PAIR_KINDS else n_devices + 1)]
         if not isinstance(groups, dict) or not all(isinstance(times, dict) and times for times in groups.values()):
             raise InputError.of(f"{label}.{kind}", found=groups, expected=form, fix="see the schema")
         check_keys(groups, f"{label}.{kind}", sizes)

@@ -19,6 +19,7 @@ from statistics import median
 
 from autoplan.cost.collective_time import Algorithm, Link, route_in_host
 from autoplan.errors import MeasureError
+from autoplan.hardware.fields import PAIR_KINDS
 from autoplan.registry import load_table
 from autoplan.units import GiB, KiB, MiB
 
@@ -32,7 +33,7 @@ _NVLS_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """One timed collective; `kind` is one of `cost.collective_time.KINDS`, or "send" from one device to another.
+    """One timed collective; `kind` is one of `cost.collective_time.KINDS`, or of `hardware.fields.PAIR_KINDS`.
 
     `size_bytes` is the full tensor, as in `cost.collective_time.collective_s`; `seconds` that of the slowest rank.
     """
@@ -47,7 +48,7 @@ class CollectiveTime:
     def moved_bytes(self) -> float:
         """Bytes that a ring sends over each link; divided by `seconds` it is the bus bandwidth."""
         n = self.n_devices
-        shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, "send": 1.0}
+        shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, "send": 1.0, "exchange": 1.0}
         return shares.get(self.kind, (n - 1) / n) * self.size_bytes
 
 
@@ -167,7 +168,7 @@ def predicted_s(time: CollectiveTime, fit: LinkFit) -> float:
         (kind, rate * shares.get(kind, reduce_rate / reduce_rates[n_host])) for kind, rate in fit.kind_bytes_per_s
     )
     link = Link(fit.latency_s, reduce_rate, fit.half_rate_bytes, tuple(of_kinds))
-    if time.kind == "send":
+    if time.kind in PAIR_KINDS:  # links carry as much in either direction
         return link.latency_s + link.transfer_s(time.size_bytes, "send")
     multicast = None
     if fit.multicast_bytes_per_s and time.n_devices == n_host:

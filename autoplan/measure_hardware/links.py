@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoplan.hardware.fields import PAIR_KINDS
 from autoplan.measure_hardware.device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
 from autoplan.measure_hardware.link_fit import CollectiveTime
 from autoplan.measure_hardware.measured_host import Overlap, Rate
@@ -78,7 +79,9 @@ def link_times(ranks: Ranks) -> tuple[CollectiveTime, ...]:
     """Times of every collective, in every group size; every process must call it at the same time."""
     times = []
     for n_devices, group in ranks.group_of_size:
-        kinds = COLLECTIVE_CALLS if n_devices == 2 else {k: c for k, c in COLLECTIVE_CALLS.items() if k != "send"}
+        kinds = (
+            COLLECTIVE_CALLS if n_devices == 2 else {k: c for k, c in COLLECTIVE_CALLS.items() if k not in PAIR_KINDS}
+        )
         for kind in kinds:
             times += _sweep(kind, n_devices, group, ranks)
     return tuple(times)
@@ -142,12 +145,26 @@ def _send(n_elements: int, n_devices: int, group: Any, device: torch.device) -> 
     return lambda: dist.recv(tensor, group=group, group_src=0)
 
 
+def _exchange(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+    """Both ranks of the pair to the other one, as many elements each."""
+    sent, received = (torch.ones(n_elements, device=device) for _ in range(2))
+    other = dist.get_process_group_ranks(group)[1 - dist.get_rank(group)]
+
+    def call() -> None:
+        ops = [dist.P2POp(dist.isend, sent, other, group), dist.P2POp(dist.irecv, received, other, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return call
+
+
 COLLECTIVE_CALLS: dict[str, Callable[[int, int, Any, torch.device], Call]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "send": _send,
+    "exchange": _exchange,
 }
 
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from typing import NamedTuple, NoReturn
 
 from autoplan.errors import InputError, UsageError
@@ -70,11 +70,14 @@ class OrderedSchedule:
     Attributes:
         actions: each rank's in its own order, and every action after the one it waits for.
         awaited: per action, the place in `actions` of the one it waits for; None if there is none.
+        exchanges: per action, whether its rank sends the result of the action before to the one it receives from, both
+            at once: so one forward, one backward does in the middle of a step.
     """
 
     schedule: Schedule
     actions: tuple[Action, ...]
     awaited: tuple[int | None, ...]
+    exchanges: tuple[bool, ...]
 
 
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
@@ -182,7 +185,23 @@ def _ordered(schedule: Schedule, *, n_stages: int) -> OrderedSchedule:
             expected=f"{Action(*needed)} to run before it; it never does (deadlock)",
             fix="reorder the actions",
         )
-    return OrderedSchedule(schedule, tuple(order), tuple(awaited))
+    return OrderedSchedule(schedule, tuple(order), tuple(awaited), _exchanges(schedule, awaited, places))
+
+
+def _exchanges(
+    schedule: Schedule, awaited: Sequence[int | None], places: Mapping[tuple[int, str, int], int]
+) -> tuple[bool, ...]:
+    """See `OrderedSchedule`; `places`: of each action in its order."""
+    before: dict[int, int] = {}
+    for actions in schedule:
+        before |= {places[second]: places[first] for first, second in pairwise(actions)}
+    after = {first: second for second, first in before.items()}
+    found = []
+    for place, needed in enumerate(awaited):
+        theirs = None if needed is None else after.get(needed)
+        is_mutual = theirs is not None and theirs != place and place in before and awaited[theirs] == before[place]
+        found.append(is_mutual)
+    return tuple(found)
 
 
 def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:

@@ -1,23 +1,25 @@
 """What a schedule implies for any plan: paths through its actions that bound the step, and moments of peak memory.
 
-The actions of a schedule form a graph: an action waits for the one before
-it on its rank and for its input. Each path through the graph is a lower bound on the step, linear in the times of the
-stages; the longest path *is* the step. With M micro-batches on pp stages, for each stage s,
+The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
+travels when both its source and the one before are done. Each path through the graph is a lower bound on the step,
+linear in the times of the stages; the longest path *is* the step. With M micro-batches on pp stages, for each stage s,
 
-    through     sum_{t < s} (f_t + b_t + 2 cut_t) + M (f_s + b_s)
-    1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
-    GPipe       sum_t (f_t + b_t + 2 cut_t) + (M - 1) (b_s + f_s)
+    through     sum_{t < s} (f_t + b_t) + M (f_s + b_s)
+    1F1B fill   sum_t (f_t + b_t) + (M - 1) b_s + (M - pp + s) f_s
+    GPipe       sum_t (f_t + b_t) + (M - 1) (b_s + f_s)
 
-and at the end of a path what is left of its last gradient reduction, and the optimizer of its last rank. Where the
-backward pass is split, the path goes back by the passes for inputs, and ends with one for weights.
+with the transfers in front of these passes, and at the end of a path what is left of its last gradient reduction, and
+the optimizer of its last rank. Where the backward pass is split, the path goes back by the passes for inputs, and ends
+with one for weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "b
 INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "last backward for weights"
 CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
-CUT = "cut"  # one transfer over the boundary after a stage
+CUT = "cut"  # one transfer over the boundary after a stage; an exchange takes no less
 
 FULL_ROUNDS = 3  # of pp micro-batches, after which a schedule repeats itself
 
@@ -65,7 +67,8 @@ def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
     schedule = _schedule_of(mesh)
     ranks = stage_ranks(schedule)
     chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, schedule, rank))
-    return tuple(dict.fromkeys(path_of(mesh, ranks, chain) for chain in chains))
+    ways = product(chains, (True, False))
+    return tuple(dict.fromkeys(path_of(mesh, ranks, chain, carries=carries) for chain, carries in ways))
 
 
 def chains_of(mesh: Mesh, schedule: Schedule, rank: int) -> list[list[Action]]:
@@ -119,22 +122,22 @@ def _gpipe_chain(mesh: Mesh, rank: int) -> list[Action]:
     return [*forwards, *onward, *back, *(Action(rank, "B", m) for m in range(n))]
 
 
-def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action]) -> Path:
+def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action], *, carries: bool) -> Path:
     """The times along a chain of actions, each of which waits for the one before: by data, or by rank.
 
-    `ranks`: of each stage.
+    Between two actions of a rank there is what the first leaves to be communicated, and the transfer that the second
+    receives; at the same time, so a path has one of them, the former if it `carries`. `ranks`: of each stage.
     """
     counts: Counter[tuple[str, int]] = Counter()
-    for action, following in zip(chain, (*chain[1:], None), strict=True):
-        symbol = symbol_of(mesh, action)
-        counts[symbol, action.stage] += 1
-        if following is None:
-            continue
-        if ranks[following.stage] == ranks[action.stage]:
-            if action.kind in GRADIENT_KINDS:
-                counts[carry_symbol(symbol), action.stage] += 1
-        elif following.stage != action.stage:
-            counts[CUT, min(action.stage, following.stage)] += 1
+    for before, action in zip((None, *chain), chain, strict=False):
+        counts[symbol_of(mesh, action), action.stage] += 1
+        source = dependency(action, mesh.n_stages)
+        is_carried = before is not None and before.kind in GRADIENT_KINDS and ranks[before.stage] == ranks[action.stage]
+        is_received = source is not None and ranks[source.stage] != ranks[action.stage]
+        if before is not None and is_carried and (carries or not is_received):
+            counts[carry_symbol(symbol_of(mesh, before)), before.stage] += 1
+        elif source is not None and is_received:
+            counts[CUT, min(action.stage, source.stage)] += 1
     return _path(counts, last_stage=chain[-1].stage)
 
 
@@ -163,11 +166,11 @@ def carry_symbol(symbol: str) -> str:
 def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Path, ...]:
     """Per rank, the longest path to the end of its part of a simulated step, read backwards.
 
-    An action begins when the action before it on its rank stops, or when its input arrives, whichever is later; a
-    transfer begins when its action stops, or when the transfer before it on the same link is done. Times are equal to
-    the last bit where one waits for the other, because each is the maximum of the two.
+    An action begins when the action before it on its rank stops, or when its input arrives; that leaves when both
+    its source and the action before have stopped. Times are equal to the last bit where one waits for the other,
+    because each is the maximum of the two.
     """
-    trace = _Trace(timeline)
+    trace = _Trace(timeline, mesh)
     return tuple(dict.fromkeys(_path_to(mesh, trace, name) for name in trace.last_actions()))
 
 
@@ -177,7 +180,7 @@ def _path_to(mesh: Mesh, trace: _Trace, name: str) -> Path:
     while current is not None:
         action = _parse(current)
         counts[symbol_of(mesh, action), action.stage] += 1
-        current = trace.before(current, counts, mesh=mesh)
+        current = trace.before(current, counts)
     return _path(counts, last_stage=_parse(name).stage)
 
 
@@ -191,54 +194,46 @@ def _parse(name: str) -> Action:
 class _Trace:
     """A timeline that can be asked what an action waited for."""
 
-    def __init__(self, timeline: tuple[TimelineEvent, ...]) -> None:
+    def __init__(self, timeline: tuple[TimelineEvent, ...], mesh: Mesh) -> None:
         is_pass = [event.stream == "compute" and event.name != "optimizer" for event in timeline]
         passes = sorted((e for e, keep in zip(timeline, is_pass, strict=True) if keep), key=_start_s)
         self._passes = {event.name: event for event in passes}
-        self._previous = _predecessors(passes, lambda event: str(event.rank))
-        sends = sorted((event for event in timeline if event.stream.startswith("send")), key=_start_s)
-        self._sends = {event.name: event for event in sends}
-        self._previous_send = _predecessors(sends, lambda event: f"{event.rank} {event.stream}")
+        self._previous = _predecessors(passes)
+        self._mesh = mesh
 
     def last_actions(self) -> list[str]:
         """The last pass of each rank."""
         last = {event.rank: event.name for event in self._passes.values()}
         return [last[rank] for rank in sorted(last)]
 
-    def before(self, name: str, counts: Counter[tuple[str, int]], *, mesh: Mesh) -> str | None:
-        """What `name` waited for; transfers and carried communication in between are counted."""
-        previous = self._previous[name]
-        if previous is not None and self._passes[previous].stop_s >= self._passes[name].start_s:
+    def before(self, name: str, counts: Counter[tuple[str, int]]) -> str | None:
+        """What `name` waited for; a transfer or carried communication in between is counted."""
+        mesh, own, previous = self._mesh, self._passes[name], self._previous[name]
+        source = _source(name, n_stages=mesh.n_stages)
+        is_received = source is not None and self._passes[source].rank != own.rank
+        if source is not None and is_received and (previous is None or self._passes[previous].stop_s < own.start_s):
+            stages = _parse(name).stage, _parse(source).stage
+            counts[CUT, min(stages)] += 1
+            is_later = previous is not None and self._passes[previous].stop_s > self._passes[source].stop_s
+            return previous if is_later else source
+        if previous is not None:
             action = _parse(previous)
             if action.kind in GRADIENT_KINDS:
                 counts[carry_symbol(symbol_of(mesh, action)), action.stage] += 1
-            return previous
-        source = _source(name, n_stages=mesh.n_stages)
-        return None if source is None else self._behind_link(source, counts)
-
-    def _behind_link(self, source: str, counts: Counter[tuple[str, int]]) -> str:
-        """The action whose transfer set off the chain of transfers that ends with that of `source`."""
-        while source in self._sends:
-            action = _parse(source)
-            counts[CUT, action.stage if action.kind == "F" else action.stage - 1] += 1
-            previous = self._previous_send[source]
-            waited = previous is not None and self._sends[source].start_s > self._passes[source].stop_s
-            if not waited or previous is None:
-                break
-            source = previous
-        return source
+        return previous
 
 
 def _start_s(event: TimelineEvent) -> tuple[float, float]:
     return event.start_s, event.stop_s
 
 
-def _predecessors(events: list[TimelineEvent], key: Callable[[TimelineEvent], str]) -> dict[str, str | None]:
-    last: dict[str, str] = {}
+def _predecessors(passes: list[TimelineEvent]) -> dict[str, str | None]:
+    """Per pass, the one before it on its rank."""
+    last: dict[int, str] = {}
     table: dict[str, str | None] = {}
-    for event in events:
-        table[event.name] = last.get(key(event))
-        last[key(event)] = event.name
+    for event in passes:
+        table[event.name] = last.get(event.rank)
+        last[event.rank] = event.name
     return table
 
 

@@ -176,7 +176,7 @@ def _choices(table: CostTable, recompute: str | None) -> list[tuple[SegmentCost,
 
 def figures_of(table: CostTable) -> tuple[int, ...]:
     """The same for tables of pipeline ranks that differ in nothing but their cuts."""
-    return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name != "cut_s")
+    return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name not in ("cut_s", "exchange_s"))
 
 
 def hidden_extra_s(compute_s: Array | float, communication_s: Array | float, slower: float) -> Array:
@@ -218,7 +218,8 @@ class Ranges:
         """The ranges that a stage may be."""
         edges = stage_edges(table)
         widest_possible = len(edges) - table.mesh.pp
-        columns = [values for own in (table, *table.rank_tables) for values in (own.cut_s, own.message_bytes) if values]
+        tables = (table, *table.rank_tables)
+        columns = [values for own in tables for values in (own.cut_s, own.exchange_s, own.message_bytes) if values]
         marks = tuple(dict.fromkeys(map(_places_of_values, {id(values): values for values in columns}.values())))
         width = min(width, widest_possible)
         return cls(np.array(edges), width, widest_possible, *_kinds_of_ranges(table.kinds, edges, marks, width))

@@ -51,12 +51,14 @@ class _Turn(NamedTuple):
     Attributes:
         number: of its pass, see `_Script.passes`.
         awaited: place of the action on another rank whose result it needs; -1 if there is none.
+        transfer: of that; (rank of the earlier one of the two stages, whether it is an exchange).
         is_awaited: whether another rank needs its result.
     """
 
     rank: int
     number: int
     awaited: int
+    transfer: tuple[int, bool]
     is_awaited: bool
 
 
@@ -80,12 +82,16 @@ def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Sc
     ranks = stage_ranks(ordered.schedule)
     numbers: dict[tuple[int, str, bool], int] = {}
     rows = []
-    for (stage, kind, micro_batch), needed in zip(ordered.actions, ordered.awaited, strict=True):
+    for (stage, kind, micro_batch), needed, exchanges in zip(
+        ordered.actions, ordered.awaited, ordered.exchanges, strict=True
+    ):
         is_edge = micro_batch == (0 if kind == "F" else n_micro_batches - 1)
         number = numbers.setdefault((stage, kind, is_edge), len(numbers))
         is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
-        rows.append((ranks[stage], number, needed if needed is not None and is_elsewhere else -1))
-    awaited = {place for _, _, place in rows}
+        earlier = stage - 1 if kind == "F" else stage
+        transfer = ranks[max(0, earlier)], exchanges
+        rows.append((ranks[stage], number, needed if needed is not None and is_elsewhere else -1, transfer))
+    awaited = {place for _, _, place, _ in rows}
     return _Script(ranks, tuple(_Turn(*row, place in awaited) for place, row in enumerate(rows)), tuple(numbers))
 
 
@@ -218,19 +224,17 @@ class RelaxedStep:
         clocks = [_Clock(np.zeros(len(sizes))) for _ in range(mesh.pp)]
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
-        links = [_Link(clock.free_s, cut_s) for clock in clocks for cut_s in (0.0, 0.0)]
-        for (rank, is_forward), cut_s in self._cuts_s(sizes).items():
-            links[2 * rank + is_forward].cut_s = cut_s
-        arrived: dict[int, Array] = {}
-        for place, (rank, number, awaited, is_awaited) in enumerate(script.turns):
+        cuts_s = self._cuts_s(sizes)
+        done_s: dict[int, Array] = {}
+        for place, (rank, number, awaited, transfer, is_awaited) in enumerate(script.turns):
             clock = clocks[rank]
             if awaited >= 0:
-                clock.wait_until(arrived.pop(awaited))
+                clock.receive(done_s.pop(awaited), cuts_s[transfer])
             clock.run(passes[number], self.ranks[rank])
             if place == 0 and mesh.n_micro_batches > 1:  # of the first stage, whose rank gathers for its others now
                 clock.gather(gathered_s[rank])
             if is_awaited:
-                arrived[place] = links[2 * rank + (script.passes[number][1] == "F")].send(clock.free_s)
+                done_s[place] = clock.free_s
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]
@@ -243,7 +247,7 @@ class RelaxedStep:
         return [self.ranges.kind[stop, own - 1] for stop, own in zip(np.cumsum(sizes, axis=1).T, sizes.T, strict=True)]
 
     def _cuts_s(self, sizes: Array) -> dict[tuple[int, bool], Array | float]:
-        """By rank and whether forward, the time of a transfer."""
+        """By rank and whether it is an exchange, the time of a transfer between a stage there and the next one."""
         mesh = self.table.mesh
         if mesh.n_chunks > 1:
             cut_s = min((s for s in self.table.cut_s if s is not None), default=0.0)
@@ -251,25 +255,11 @@ class RelaxedStep:
         edges = np.array(piece_edges(self.table))
         found: dict[tuple[int, bool], Array | float] = {}
         for rank in range(mesh.pp - 1):
-            own_s = np.array([s or 0.0 for s in self.table.at_rank(rank).cut_s])
+            own = self.table.at_rank(rank)
             stops = edges[sizes[:, : rank + 1].sum(axis=1)]
-            found[rank, True] = found[rank + 1, False] = own_s[stops - 1]
+            for exchanges, transfers_s in ((False, own.cut_s), (True, own.exchange_s or own.cut_s)):
+                found[rank, exchanges] = np.array([s or 0.0 for s in transfers_s])[stops - 1]
         return found
-
-
-@dataclass(slots=True)
-class _Link:
-    """What a rank sends its activations over, or its gradients: one transfer after the other."""
-
-    free_s: Array
-    cut_s: Array | float
-
-    def send(self, done_s: Array) -> Array:
-        """When a result that is done has arrived."""
-        if isinstance(self.cut_s, float) and self.cut_s == 0.0:
-            return done_s
-        self.free_s = np.maximum(done_s, self.free_s) + self.cut_s
-        return self.free_s
 
 
 class _Clock:
@@ -291,11 +281,11 @@ class _Clock:
         self.gathers_from_s = self.free_s
         self.done_s = self.free_s + seconds if seconds.any() else None
 
-    def wait_until(self, arrived_s: Array) -> None:
-        """Be free when a result has arrived; communication goes on meanwhile."""
-        self.free_s = np.maximum(self.free_s, arrived_s)
+    def receive(self, sent_s: Array, cut_s: Array | float) -> None:
+        """Be free when a result that is done has arrived; communication goes on meanwhile."""
+        self.free_s = np.maximum(self.free_s, sent_s) + cut_s
         if self.done_s is not None:
-            self.done_s = np.maximum(self.done_s, arrived_s)
+            self.done_s = np.maximum(self.done_s, self.free_s)
 
     def run(self, item: _Pass, rank: _RankNeeds) -> None:
         """Do a pass."""

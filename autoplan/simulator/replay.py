@@ -3,8 +3,10 @@
 All data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed, by the figures
 of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `stage_pass`.
 
-An action starts when its rank is free and its input has arrived. Sends do not block the sender; a rank sends its
-activations one after the other, and so its gradients. Left out: that sends slow compute.
+A result travels from one rank to another when it is computed and the receiving rank is free: NCCL moves nothing before
+both call it, and torch's schedules receive in front of the action that needs it. The action starts when it is there.
+Sends do not block the sender, but where it receives from the same rank: then both go at once, as one forward, one
+backward does in the middle of a step (`exchanges`). Left out: that sends slow compute, and that they wait for others.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
@@ -29,6 +31,16 @@ from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, rep
 # ------------------------------------------------------------------------------------------------- stages as numbers
 
 
+class Transfer(NamedTuple):
+    """How long a result travels, and how long if another one travels back at the same time."""
+
+    alone_s: float
+    exchange_s: float
+
+
+NO_TRANSFER = Transfer(0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments."""
@@ -38,8 +50,8 @@ class Stage:
     choices: tuple[tuple[int, bool], ...]
     costs: tuple[SegmentCost, ...]
     held: StageBytes
-    send_activation_s: float
-    send_gradient_s: float
+    activation_transfer: Transfer
+    gradient_transfer: Transfer
 
     @property
     def gather_s(self) -> float:
@@ -51,9 +63,9 @@ class Stage:
         segments = range(self.plan.start, self.plan.stop)
         return segments if kind == "F" else segments[::-1]
 
-    def send_s(self, kind: str) -> float:
-        """Time in which the result of an action of this kind travels to another rank."""
-        return {"F": self.send_activation_s, "W": 0.0}.get(kind, self.send_gradient_s)
+    def transfer(self, kind: str) -> Transfer:
+        """How what an action of this kind needs travels from another rank."""
+        return {"F": self.activation_transfer, "W": NO_TRANSFER}.get(kind, self.gradient_transfer)
 
 
 def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> Stage:
@@ -67,18 +79,20 @@ def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, .
         choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
         costs=costs,
         held=stage_bytes(own, costs, start=plan.start),
-        send_activation_s=_send_s(table, plan.stop, between=ranks[index : index + 2]),
-        send_gradient_s=_send_s(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
+        activation_transfer=_transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
+        gradient_transfer=_transfer(table, plan.stop, between=ranks[index : index + 2]),
     )
 
 
-def _send_s(table: CostTable, segment: int, *, between: tuple[int, ...]) -> float:
-    """Time of a transfer over the boundary before `segment`; 0 at both ends of the model and within a rank."""
+def _transfer(table: CostTable, segment: int, *, between: tuple[int, ...]) -> Transfer:
+    """Over the boundary before `segment`; nothing at both ends of the model and within a rank."""
     if len(set(between)) == 1:
-        return 0.0
-    cut_s = table.at_rank(between[0]).cut_s[segment - 1]
-    assert cut_s is not None
-    return cut_s
+        return NO_TRANSFER
+    own = table.at_rank(between[0])
+    alone_s, exchange_s = own.cut_s[segment - 1], (own.exchange_s or own.cut_s)[segment - 1]
+    assert alone_s is not None
+    assert exchange_s is not None
+    return Transfer(alone_s, exchange_s)
 
 
 def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
@@ -112,16 +126,15 @@ def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
 
 
 class Run(NamedTuple):
-    """One action with its times; its result leaves at `sent_s` and is there at `arrived_s`.
+    """One action with its times; what it needs of another rank leaves there at `sent_s` and arrives when it starts.
 
     `left_what`: the communication still to be done when it starts; `gathered_s`: what was gathered while it waited.
     """
 
+    sent_s: float
     start_s: float
     stop_s: float
     times: PassTimes
-    sent_s: float
-    arrived_s: float
     left_what: str
     gathered_s: float
 
@@ -137,35 +150,25 @@ class RankClock:
     exposed_pp_s: float = 0.0
     bubble_s: float = 0.0
 
-    def wait_for(self, needed: Run) -> float:
-        """Be free when this result of another rank has arrived; what was gathered meanwhile.
+    def receive(self, sent_s: float, transfer_s: float) -> float:
+        """Be free when a result that leaves at `sent_s` has arrived; what was gathered until then.
 
         Reductions go on all the time, gathers until the transfer begins.
         """
-        idle_s = needed.arrived_s - self.free_s
-        if idle_s <= 0.0:
-            return 0.0
-        transfer_s = min(idle_s, needed.arrived_s - needed.stop_s)
+        idle_s = sent_s - self.free_s
+        self.bubble_s += idle_s
         self.exposed_pp_s += transfer_s
-        self.bubble_s += idle_s - transfer_s
-        self.free_s = needed.arrived_s
+        self.free_s = sent_s + transfer_s
         if self.left_what == "reduce":
-            self.left_s = max(0.0, self.left_s - idle_s)
+            self.left_s = max(0.0, self.left_s - idle_s - transfer_s)
             return 0.0
-        gathered_s = min(self.left_s, idle_s - transfer_s)
+        gathered_s = min(self.left_s, idle_s)
         self.left_s -= gathered_s
         return gathered_s
 
     def gather(self, seconds: float) -> None:
         """Begin so many seconds of gathers; nothing is left of other ones."""
         self.left_s, self.left_what = seconds, "gather"
-
-
-@dataclass(slots=True)
-class _Link:
-    """What a rank sends its activations over, or its gradients: one transfer after the other."""
-
-    free_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class _Pass:
         times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
             goes on; most passes are alike.
         action_s: what the rank waits for its host after it; its communication is taken to wait, too.
-        send_s: the time to send its result over `link`; 0.0 where no other rank needs it.
+        transfer: of what it needs from another rank.
         later_s: where its gathers have begun before it, those of the later stages of its rank; else None.
         begins_s: the gathers that begin when it is done.
     """
@@ -186,8 +189,7 @@ class _Pass:
     work: tuple[SegmentPass, ...]
     times: dict[float, PassTimes]
     action_s: float
-    link: _Link
-    send_s: float
+    transfer: Transfer
     later_s: float | None
     begins_s: float
 
@@ -207,17 +209,15 @@ def _passes(
     """Of each pass of the script; those of equal work share what is known of their times."""
     known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
-    links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
         own = table.at_rank(stage.rank)
         work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
         later_s = waiting_s[index] if kind == "F" and is_edge else None
-        times, link = known.setdefault((slowdown, work, later_s), {}), links[stage.rank, kind == "F"]
-        clock, send_s = clocks[stage.rank], stage.send_s(kind)
+        times, clock = known.setdefault((slowdown, work, later_s), {}), clocks[stage.rank]
         begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
-        found.append(_Pass(clock, slowdown, work, times, own.action_s, link, send_s, later_s, begun_s))
+        found.append(_Pass(clock, slowdown, work, times, own.action_s, stage.transfer(kind), later_s, begun_s))
     return tuple(found)
 
 
@@ -246,23 +246,23 @@ def _replay_step(
     clocks = tuple(RankClock() for _ in range(table.mesh.pp))
     passes = _passes(table, stages, script=script, clocks=clocks)
     runs: list[Run] = []
-    for number, awaited in zip(script.cues, script.awaited, strict=True):
+    for number, awaited, exchanges in zip(script.cues, script.awaited, script.exchanges, strict=True):
         running = passes[number]
         clock = running.clock
-        gathered_s = 0.0 if awaited is None else clock.wait_for(runs[awaited])
+        sent_s = gathered_s = 0.0
+        if awaited is not None:
+            sent_s = max(runs[awaited].stop_s, clock.free_s)
+            gathered_s = clock.receive(sent_s, running.transfer[exchanges])
         times, left_what = running.times.get(clock.left_s) or running.replay(clock.left_s), clock.left_what
         start_s = clock.free_s
-        stop_s = sent_s = arrived_s = clock.free_s = start_s + times.elapsed_s + running.action_s
+        stop_s = clock.free_s = start_s + times.elapsed_s + running.action_s
         clock.left_s = times.left_s
         clock.exposed_dp_s += times.exposed_s
         if left_what == "gather" and not times.left_s:  # for good: all gathers come before the first reduction
             clock.left_what = "reduce"
         if running.begins_s:
             clock.gather(running.begins_s)
-        if running.send_s:
-            sent_s = max(stop_s, running.link.free_s)
-            arrived_s = running.link.free_s = sent_s + running.send_s
-        runs.append(Run(start_s, stop_s, times, sent_s, arrived_s, left_what, gathered_s))
+        runs.append(Run(sent_s, start_s, stop_s, times, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
     return clocks, runs

@@ -151,7 +151,10 @@ def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s
     rest_stop_s = min(run.stop_s + run.times.left_s, until_s)
     if rest_stop_s > run.stop_s and run.left_what == "reduce":
         events.append(TimelineEvent(rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
-    if run.arrived_s > run.sent_s:
+    awaited = replay.script.awaited[place]
+    if awaited is not None and run.start_s > run.sent_s:
+        source = replay.script.ordered.actions[awaited]
         stream = "send activations" if action.kind == "F" else "send gradients"
-        events.append(TimelineEvent(rank, stage, stream, name, run.sent_s, run.arrived_s))
+        sender = replay.script.ranks[source.stage]
+        events.append(TimelineEvent(sender, source.stage, stream, str(source), run.sent_s, run.start_s))
     return events
