@@ -160,7 +160,8 @@ class Predictor:
             return send_s(n_bytes / mesh.tp, pair=stages, hardware=hardware) + gathered_s
 
         sizes = zip(table.cut_s, table.message_bytes, strict=True)
-        return replace(table, cut_s=tuple(None if s is None else seconds(n_bytes) for s, n_bytes in sizes))
+        cut_s = tuple(None if s is None else seconds(n_bytes) for s, n_bytes in sizes)
+        return replace(table, cut_s=cut_s, exchange_s=())
 
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:
         return make_pricer(

@@ -82,8 +82,8 @@ def test_weights_bound_layers_all_alike_by_the_simulated_step(n_chunks: int, red
     mesh = Mesh(pp=2, n_chunks=n_chunks, n_micro_batches=8, schedule="interleaved")
     table = _table_of_layers(mesh, reduce_s=reduce_s)
     step_s = simulate(table, _even_stages(table)).step_s
-    # what is left to be reduced also slows a pass that waits for its input or a transfer, which no path knows
-    assert step_s * 0.96 <= _even_bound_s(table) <= step_s * (1 + 1e-9)
+    # reductions that are left also slow a pass that waits for its input, which no path knows
+    assert step_s * 0.99 <= _even_bound_s(table) <= step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("reduce_s", [0.0, 0.7])

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise, product
 from typing import NamedTuple, NoReturn
@@ -57,10 +57,13 @@ class ScheduleKind:
     Attributes:
         build: (n_ranks, n_chunks, n_micro_batches) -> one tuple of actions per rank.
         splits_backward: it has I and W actions instead of B.
+        receives_ahead: a rank is ready to receive long before it needs the result, whatever it does meanwhile, as
+            torch's schedules of several stages a rank are; not just before the action that needs it.
     """
 
     build: Callable[[int, int, int], Schedule]
     splits_backward: bool = False
+    receives_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class OrderedSchedule:
         actions: each rank's in its own order, and every action after the one it waits for.
         awaited: per action, the place in `actions` of the one it waits for; None if there is none.
         exchanges: per action, whether its rank sends the result of the action before to the one it receives from, both
-            at once: so one forward, one backward does in the middle of a step.
+            at once: so one forward, one backward does in the middle of a step. None where ranks receive ahead.
     """
 
     schedule: Schedule
@@ -100,7 +103,8 @@ def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks:
             raise InputError.of(f"mesh.{field}", found=count, expected="at least 1", fix=f"set {field} to 1 or more")
     schedule = kind.build(n_ranks, n_chunks, n_micro_batches)
     _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    return _ordered(schedule, n_stages=n_ranks * n_chunks)
+    ordered = _ordered(schedule, n_stages=n_ranks * n_chunks)
+    return replace(ordered, exchanges=(False,) * len(ordered.actions)) if kind.receives_ahead else ordered
 
 
 @lru_cache
@@ -120,6 +124,12 @@ def splits_backward(name: str) -> bool:
     Raises: UsageError if no schedule has this name.
     """
     return _kind(name).splits_backward
+
+
+@lru_cache
+def receives_ahead(name: str) -> bool:
+    """See `ScheduleKind.receives_ahead`; raises UsageError if no schedule has this name."""
+    return _kind(name).receives_ahead
 
 
 def stage_ranks(schedule: Schedule) -> tuple[int, ...]:

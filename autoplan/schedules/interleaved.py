@@ -58,4 +58,4 @@ def _check_counts(n_ranks: int, n_chunks: int, n_micro_batches: int) -> None:
         )
 
 
-SCHEDULES = {"interleaved": ScheduleKind(interleaved)}
+SCHEDULES = {"interleaved": ScheduleKind(interleaved, receives_ahead=True)}

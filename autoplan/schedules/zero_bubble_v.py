@@ -79,4 +79,4 @@ class _Row:
             self._n_done[name] += 1
 
 
-SCHEDULES = {"zero_bubble_v": ScheduleKind(zero_bubble_v, splits_backward=True)}
+SCHEDULES = {"zero_bubble_v": ScheduleKind(zero_bubble_v, splits_backward=True, receives_ahead=True)}

@@ -3,7 +3,7 @@
 Nodes are the actions and the transfers between ranks, in an order in which each comes after those it waits for:
 
     an action waits for the one before it on its rank and what that leaves to be reduced, and for its input
-    a transfer waits for its action, and for the one before that which needs it on the receiving rank
+    a transfer waits for its action, and for the transfer before it on the same link
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
     nodes: list[_Node] = []
     last: list[tuple[int, int]] = [(_START, nothing)] * n_ranks  # the node, and what it leaves
     stages = [0] * n_ranks  # of the last node of each
-    places: list[int] = []  # of the actions, by their place in the order
+    links: dict[tuple[int, bool], int] = {}  # the last transfer of each
+    arrivals: dict[int | None, int] = {}  # per action that sends its result, by its place in the order
 
     def number(symbol: str, stage: int) -> int:
         return SYMBOLS.index(symbol) * mesh.n_stages + stage
@@ -74,14 +75,17 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         nodes.append(node)
         return len(nodes)
 
-    for action, awaited in zip(ordered.actions, ordered.awaited, strict=True):
+    for order, (action, awaited) in enumerate(zip(ordered.actions, ordered.awaited, strict=True)):
         rank, symbol = ranks[action.stage], symbol_of(mesh, action)
         before, left = last[rank]
-        arrival = _START
-        if awaited is not None and ranks[(source := ordered.actions[awaited].stage)] != rank:
-            arrival = add((number(CUT, min(action.stage, source)), before, places[awaited], nothing))
-        places.append(add((number(symbol, action.stage), before, arrival, left)))
+        is_sent = awaited is not None and ranks[ordered.actions[awaited].stage] != rank
+        place = add((number(symbol, action.stage), before, arrivals[awaited] if is_sent else _START, left))
         carries = action.kind in GRADIENT_KINDS
-        last[rank] = places[-1], number(carry_symbol(symbol), action.stage) if carries else nothing
+        last[rank] = place, number(carry_symbol(symbol), action.stage) if carries else nothing
         stages[rank] = action.stage
+        following = action.stage + (1 if action.kind == "F" else -1)
+        if action.kind != "W" and 0 <= following < mesh.n_stages and ranks[following] != rank:
+            link = rank, action.kind == "F"
+            cut = number(CUT, min(action.stage, following))
+            arrivals[order] = links[link] = add((cut, links.get(link, _START), place, nothing))
     return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))

@@ -1,22 +1,23 @@
 """What a schedule implies for any plan: paths through its actions that bound the step, and moments of peak memory.
 
 The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
-travels when both its source and the one before are done. Each path through the graph is a lower bound on the step,
-linear in the times of the stages; the longest path *is* the step. With M micro-batches on pp stages, for each stage s,
+travels when its source is done and, unless ranks receive ahead, the one before, too. Each path through the graph is a
+lower bound on the step, linear in the times of the stages. The longest one is the step, but for reductions beside a
+transfer, and exchanges, which are counted as one transfer. With M micro-batches on pp stages, for each stage s,
 
-    through     sum_{t < s} (f_t + b_t) + M (f_s + b_s)
-    1F1B fill   sum_t (f_t + b_t) + (M - 1) b_s + (M - pp + s) f_s
-    GPipe       sum_t (f_t + b_t) + (M - 1) (b_s + f_s)
+    through     sum_{t < s} (f_t + b_t + 2 cut_t) + M (f_s + b_s)
+    1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
+    GPipe       sum_t (f_t + b_t + 2 cut_t) + (M - 1) (b_s + f_s)
 
-with the transfers in front of these passes, and at the end of a path what is left of its last gradient reduction, and
-the optimizer of its last rank. Where the backward pass is split, the path goes back by the passes for inputs, and ends
-with one for weights.
+where ranks receive ahead, and otherwise a transfer in front of each of these passes that receives. At the end of a path
+there is what is left of its last gradient reduction, and the optimizer of its last rank. Where the backward pass is
+split, the path goes back by the passes for inputs, and ends with one for weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -32,6 +33,7 @@ from autoplan.schedules import (
     build_schedule,
     dependency,
     read_action,
+    receives_ahead,
     splits_backward,
     stage_ranks,
 )
@@ -122,19 +124,22 @@ def _gpipe_chain(mesh: Mesh, rank: int) -> list[Action]:
     return [*forwards, *onward, *back, *(Action(rank, "B", m) for m in range(n))]
 
 
-def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action], *, carries: bool) -> Path:
+def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action], *, carries: bool = True) -> Path:
     """The times along a chain of actions, each of which waits for the one before: by data, or by rank.
 
-    Between two actions of a rank there is what the first leaves to be communicated, and the transfer that the second
-    receives; at the same time, so a path has one of them, the former if it `carries`. `ranks`: of each stage.
+    Between two actions of a rank there is what the first leaves to be communicated and, unless ranks receive ahead, the
+    transfer that the second receives; at the same time, so a path has one of them, the former if it `carries`.
+    `ranks`: of each stage.
     """
     counts: Counter[tuple[str, int]] = Counter()
+    goes_ahead = receives_ahead(mesh.schedule)
     for before, action in zip((None, *chain), chain, strict=False):
         counts[symbol_of(mesh, action), action.stage] += 1
         source = dependency(action, mesh.n_stages)
-        is_carried = before is not None and before.kind in GRADIENT_KINDS and ranks[before.stage] == ranks[action.stage]
+        is_by_rank = before is not None and ranks[before.stage] == ranks[action.stage]
         is_received = source is not None and ranks[source.stage] != ranks[action.stage]
-        if before is not None and is_carried and (carries or not is_received):
+        is_received = is_received and not (goes_ahead and (before is None or is_by_rank))
+        if before is not None and is_by_rank and before.kind in GRADIENT_KINDS and (carries or not is_received):
             counts[carry_symbol(symbol_of(mesh, before)), before.stage] += 1
         elif source is not None and is_received:
             counts[CUT, min(action.stage, source.stage)] += 1
@@ -166,9 +171,9 @@ def carry_symbol(symbol: str) -> str:
 def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Path, ...]:
     """Per rank, the longest path to the end of its part of a simulated step, read backwards.
 
-    An action begins when the action before it on its rank stops, or when its input arrives; that leaves when both
-    its source and the action before have stopped. Times are equal to the last bit where one waits for the other,
-    because each is the maximum of the two.
+    An action begins when the action before it on its rank stops, or when its input arrives. That leaves when its source
+    has stopped and the action before has, too, or, where ranks receive ahead, the transfer before on the same link is
+    done. Times are equal to the last bit where one waits for the other, because each is the maximum of the two.
     """
     trace = _Trace(timeline, mesh)
     return tuple(dict.fromkeys(_path_to(mesh, trace, name) for name in trace.last_actions()))
@@ -198,8 +203,11 @@ class _Trace:
         is_pass = [event.stream == "compute" and event.name != "optimizer" for event in timeline]
         passes = sorted((e for e, keep in zip(timeline, is_pass, strict=True) if keep), key=_start_s)
         self._passes = {event.name: event for event in passes}
-        self._previous = _predecessors(passes)
+        self._previous = _predecessors(passes, lambda event: str(event.rank))
         self._mesh = mesh
+        sends = sorted((event for event in timeline if event.stream.startswith("send")), key=_start_s)
+        self._sends = {event.name: event for event in sends}
+        self._previous_send = _predecessors(sends, lambda event: f"{event.rank} {event.stream}")
 
     def last_actions(self) -> list[str]:
         """The last pass of each rank."""
@@ -207,33 +215,48 @@ class _Trace:
         return [last[rank] for rank in sorted(last)]
 
     def before(self, name: str, counts: Counter[tuple[str, int]]) -> str | None:
-        """What `name` waited for; a transfer or carried communication in between is counted."""
-        mesh, own, previous = self._mesh, self._passes[name], self._previous[name]
-        source = _source(name, n_stages=mesh.n_stages)
-        is_received = source is not None and self._passes[source].rank != own.rank
-        if source is not None and is_received and (previous is None or self._passes[previous].stop_s < own.start_s):
-            stages = _parse(name).stage, _parse(source).stage
-            counts[CUT, min(stages)] += 1
-            is_later = previous is not None and self._passes[previous].stop_s > self._passes[source].stop_s
-            return previous if is_later else source
-        if previous is not None:
+        """What `name` waited for; transfers and carried communication in between are counted."""
+        own, previous = self._passes[name], self._previous[name]
+        if previous is not None and self._passes[previous].stop_s >= own.start_s:
             action = _parse(previous)
             if action.kind in GRADIENT_KINDS:
-                counts[carry_symbol(symbol_of(mesh, action)), action.stage] += 1
-        return previous
+                counts[carry_symbol(symbol_of(self._mesh, action)), action.stage] += 1
+            return previous
+        source = _source(name, n_stages=self._mesh.n_stages)
+        if source is None or receives_ahead(self._mesh.schedule):
+            return None if source is None else self._behind_link(source, counts)
+        self._count_cut(source, counts)
+        is_free_later = previous is not None and self._passes[previous].stop_s > self._passes[source].stop_s
+        return previous if is_free_later else source
+
+    def _behind_link(self, source: str, counts: Counter[tuple[str, int]]) -> str:
+        """The action whose transfer set off the chain of transfers that ends with that of `source`."""
+        while source in self._sends:
+            self._count_cut(source, counts)
+            previous = self._previous_send[source]
+            waited = previous is not None and self._sends[source].start_s > self._passes[source].stop_s
+            if not waited or previous is None:
+                break
+            source = previous
+        return source
+
+    def _count_cut(self, source: str, counts: Counter[tuple[str, int]]) -> None:
+        """Count the transfer of its result, if there is one."""
+        action = _parse(source)
+        if source in self._sends:
+            counts[CUT, action.stage if action.kind == "F" else action.stage - 1] += 1
 
 
 def _start_s(event: TimelineEvent) -> tuple[float, float]:
     return event.start_s, event.stop_s
 
 
-def _predecessors(passes: list[TimelineEvent]) -> dict[str, str | None]:
-    """Per pass, the one before it on its rank."""
-    last: dict[int, str] = {}
+def _predecessors(events: list[TimelineEvent], key: Callable[[TimelineEvent], str]) -> dict[str, str | None]:
+    last: dict[str, str] = {}
     table: dict[str, str | None] = {}
-    for event in passes:
-        table[event.name] = last.get(event.rank)
-        last[event.rank] = event.name
+    for event in events:
+        table[event.name] = last.get(key(event))
+        last[key(event)] = event.name
     return table
 
 

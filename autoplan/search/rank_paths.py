@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -82,21 +81,21 @@ def counted_paths(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -
     found = []
     for rank in range(pp):
         chains = chains_of(mesh, built, rank)
-        counts = np.zeros((2 * len(chains), len(SYMBOLS), mesh.n_stages))
-        for number, (chain, carries) in enumerate(product(chains, (True, False))):
-            for (symbol, stage), n_times in path_of(mesh, ranks, chain, carries=carries).counts:
+        counts = np.zeros((len(chains), len(SYMBOLS), mesh.n_stages))
+        for number, chain in enumerate(chains):
+            for (symbol, stage), n_times in path_of(mesh, ranks, chain).counts:
                 counts[number, SYMBOLS.index(symbol), stage] = n_times
-            for stage, n_times in _followed_by_forward(chain, ranks, carries=carries).items():
+            for stage, n_times in _followed_by_forward(chain, ranks).items():
                 counts[number, SYMBOLS.index(CARRY_FORWARD), stage] = n_times
-        found.append(RankPaths(counts, tuple(chain[-1].stage for chain in chains for _ in range(2))))
+        found.append(RankPaths(counts, tuple(chain[-1].stage for chain in chains)))
     return tuple(found)
 
 
-def _followed_by_forward(chain: list[Action], ranks: tuple[int, ...], *, carries: bool) -> Counter[int]:
-    """Per stage, its backward passes after which the same rank begins a forward pass; see `path_of`."""
+def _followed_by_forward(chain: list[Action], ranks: tuple[int, ...]) -> Counter[int]:
+    """Per stage, its backward passes after which the same rank begins a forward pass."""
+    pairs = zip(chain, chain[1:], strict=False)
     return Counter(
         one.stage
-        for one, other in pairwise(chain)
+        for one, other in pairs
         if (one.kind, other.kind) == ("B", "F") and ranks[one.stage] == ranks[other.stage]
-        if carries or ranks[max(0, other.stage - 1)] == ranks[other.stage]  # it receives nothing
     )

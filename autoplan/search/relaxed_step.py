@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoplan.cost.table import CostTable
-from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, splits_backward, stage_ranks
+from autoplan.schedules import (
+    GRADIENT_KINDS,
+    KEPT_SCHEDULES,
+    ordered_schedule,
+    receives_ahead,
+    splits_backward,
+    stage_ranks,
+)
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import (
     Array,
@@ -51,7 +58,7 @@ class _Turn(NamedTuple):
     Attributes:
         number: of its pass, see `_Script.passes`.
         awaited: place of the action on another rank whose result it needs; -1 if there is none.
-        transfer: of that; (rank of the earlier one of the two stages, whether it is an exchange).
+        transfer: how that comes: (rank of the earlier one of the two stages, whether in an exchange).
         is_awaited: whether another rank needs its result.
     """
 
@@ -224,17 +231,26 @@ class RelaxedStep:
         clocks = [_Clock(np.zeros(len(sizes))) for _ in range(mesh.pp)]
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
-        cuts_s = self._cuts_s(sizes)
-        done_s: dict[int, Array] = {}
+        cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
+        links_s: dict[tuple[int, bool], Array] = {}  # when what a rank sends activations over, or gradients, is free
+        done_s: dict[int, Array] = {}  # or, where it goes ahead, when it has arrived
         for place, (rank, number, awaited, transfer, is_awaited) in enumerate(script.turns):
             clock = clocks[rank]
-            if awaited >= 0:
-                clock.receive(done_s.pop(awaited), cuts_s[transfer])
+            if awaited >= 0 and goes_ahead:
+                clock.wait_until(done_s.pop(awaited))
+            elif awaited >= 0:
+                clock.wait_until(np.maximum(clock.free_s, done_s.pop(awaited)) + cuts_s[transfer])
             clock.run(passes[number], self.ranks[rank])
             if place == 0 and mesh.n_micro_batches > 1:  # of the first stage, whose rank gathers for its others now
                 clock.gather(gathered_s[rank])
             if is_awaited:
                 done_s[place] = clock.free_s
+            if is_awaited and goes_ahead:
+                link = rank, script.passes[number][1] == "F"
+                cut_s = cuts_s[rank if link[1] else (rank - 1) % mesh.pp, False]
+                if np.any(cut_s):
+                    before_s: Array = links_s.get(link, clock.free_s)
+                    done_s[place] = links_s[link] = np.maximum(clock.free_s, before_s) + cut_s
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]
@@ -281,11 +297,11 @@ class _Clock:
         self.gathers_from_s = self.free_s
         self.done_s = self.free_s + seconds if seconds.any() else None
 
-    def receive(self, sent_s: Array, cut_s: Array | float) -> None:
-        """Be free when a result that is done has arrived; communication goes on meanwhile."""
-        self.free_s = np.maximum(self.free_s, sent_s) + cut_s
+    def wait_until(self, arrived_s: Array) -> None:
+        """Be free when a result has arrived; communication goes on meanwhile."""
+        self.free_s = np.maximum(self.free_s, arrived_s)
         if self.done_s is not None:
-            self.done_s = np.maximum(self.done_s, self.free_s)
+            self.done_s = np.maximum(self.done_s, arrived_s)
 
     def run(self, item: _Pass, rank: _RankNeeds) -> None:
         """Do a pass."""

@@ -3,10 +3,11 @@
 All data- and tensor-parallel ranks of a stage are alike, so one rank per pipeline position is replayed, by the figures
 of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `stage_pass`.
 
-A result travels from one rank to another when it is computed and the receiving rank is free: NCCL moves nothing before
-both call it, and torch's schedules receive in front of the action that needs it. The action starts when it is there.
-Sends do not block the sender, but where it receives from the same rank: then both go at once, as one forward, one
-backward does in the middle of a step (`exchanges`). Left out: that sends slow compute, and that they wait for others.
+An action starts when its rank is free and its input has arrived. That leaves when it is computed and the receiving rank
+is free: NCCL moves nothing before both call it, and ranks call it in front of the action that needs it. Those that
+`receives_ahead` have called it by then; there a rank sends its activations one after the other, and so its gradients.
+A send does not block its rank, except in an exchange (`OrderedSchedule.exchanges`): it is over when both are. Left out:
+that sends slow compute, and that those of one rank wait for each other.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.parallel_plan import StagePlan
+from autoplan.schedules import receives_ahead
 from autoplan.simulator.rank_memory import StageBytes, stage_bytes
 from autoplan.simulator.replay_script import Script, script_of
 from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_first_forward, replay_pass
@@ -50,8 +52,10 @@ class Stage:
     choices: tuple[tuple[int, bool], ...]
     costs: tuple[SegmentCost, ...]
     held: StageBytes
-    activation_transfer: Transfer
-    gradient_transfer: Transfer
+    activation_in: Transfer
+    gradient_in: Transfer
+    activation_out_s: float
+    gradient_out_s: float
 
     @property
     def gather_s(self) -> float:
@@ -63,9 +67,13 @@ class Stage:
         segments = range(self.plan.start, self.plan.stop)
         return segments if kind == "F" else segments[::-1]
 
-    def transfer(self, kind: str) -> Transfer:
-        """How what an action of this kind needs travels from another rank."""
-        return {"F": self.activation_transfer, "W": NO_TRANSFER}.get(kind, self.gradient_transfer)
+    def transfer_in(self, kind: str) -> Transfer:
+        """How what an action of this kind needs comes from another rank."""
+        return {"F": self.activation_in, "W": NO_TRANSFER}.get(kind, self.gradient_in)
+
+    def out_s(self, kind: str) -> float:
+        """How long the result of an action of this kind travels to another rank."""
+        return {"F": self.activation_out_s, "W": 0.0}.get(kind, self.gradient_out_s)
 
 
 def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> Stage:
@@ -73,19 +81,23 @@ def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, .
     segments = range(plan.start, plan.stop)
     own = table.at_rank(ranks[index])
     costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
+    before = _transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1])
+    after = _transfer(table, plan.stop, between=ranks[index : index + 2])
     return Stage(
         plan=plan,
         rank=ranks[index],
         choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
         costs=costs,
         held=stage_bytes(own, costs, start=plan.start),
-        activation_transfer=_transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
-        gradient_transfer=_transfer(table, plan.stop, between=ranks[index : index + 2]),
+        activation_in=before,
+        gradient_in=after,
+        activation_out_s=after.alone_s,
+        gradient_out_s=before.alone_s,
     )
 
 
 def _transfer(table: CostTable, segment: int, *, between: tuple[int, ...]) -> Transfer:
-    """Over the boundary before `segment`; nothing at both ends of the model and within a rank."""
+    """What travels over the boundary before `segment`; nothing at both ends of the model and within a rank."""
     if len(set(between)) == 1:
         return NO_TRANSFER
     own = table.at_rank(between[0])
@@ -126,12 +138,13 @@ def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
 
 
 class Run(NamedTuple):
-    """One action with its times; what it needs of another rank leaves there at `sent_s` and arrives when it starts.
+    """One action with its times; what it needs of another rank leaves there at `sent_s` and is here at `arrived_s`.
 
     `left_what`: the communication still to be done when it starts; `gathered_s`: what was gathered while it waited.
     """
 
     sent_s: float
+    arrived_s: float
     start_s: float
     stop_s: float
     times: PassTimes
@@ -150,25 +163,35 @@ class RankClock:
     exposed_pp_s: float = 0.0
     bubble_s: float = 0.0
 
-    def receive(self, sent_s: float, transfer_s: float) -> float:
-        """Be free when a result that leaves at `sent_s` has arrived; what was gathered until then.
+    def wait_until(self, arrived_s: float, *, since_s: float) -> float:
+        """Be free when a result that has been under way since then has arrived; what was gathered meanwhile.
 
         Reductions go on all the time, gathers until the transfer begins.
         """
-        idle_s = sent_s - self.free_s
-        self.bubble_s += idle_s
-        self.exposed_pp_s += transfer_s
-        self.free_s = sent_s + transfer_s
-        if self.left_what == "reduce":
-            self.left_s = max(0.0, self.left_s - idle_s - transfer_s)
+        idle_s = arrived_s - self.free_s
+        if idle_s <= 0.0:
             return 0.0
-        gathered_s = min(self.left_s, idle_s)
+        transfer_s = min(idle_s, arrived_s - since_s)
+        self.exposed_pp_s += transfer_s
+        self.bubble_s += idle_s - transfer_s
+        self.free_s = arrived_s
+        if self.left_what == "reduce":
+            self.left_s = max(0.0, self.left_s - idle_s)
+            return 0.0
+        gathered_s = min(self.left_s, idle_s - transfer_s)
         self.left_s -= gathered_s
         return gathered_s
 
     def gather(self, seconds: float) -> None:
         """Begin so many seconds of gathers; nothing is left of other ones."""
         self.left_s, self.left_what = seconds, "gather"
+
+
+@dataclass(slots=True)
+class _Link:
+    """What a rank sends its activations over, or its gradients: one transfer after the other, if they go ahead."""
+
+    free_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +202,7 @@ class _Pass:
         times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
             goes on; most passes are alike.
         action_s: what the rank waits for its host after it; its communication is taken to wait, too.
-        transfer: of what it needs from another rank.
+        transfer: of what it needs from another rank; `out_s`: the time of that of its result, over `link`.
         later_s: where its gathers have begun before it, those of the later stages of its rank; else None.
         begins_s: the gathers that begin when it is done.
     """
@@ -190,6 +213,8 @@ class _Pass:
     times: dict[float, PassTimes]
     action_s: float
     transfer: Transfer
+    link: _Link
+    out_s: float
     later_s: float | None
     begins_s: float
 
@@ -209,15 +234,30 @@ def _passes(
     """Of each pass of the script; those of equal work share what is known of their times."""
     known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
+    links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
+        link = links[stage.rank, kind == "F"]
         own = table.at_rank(stage.rank)
         work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
         later_s = waiting_s[index] if kind == "F" and is_edge else None
         times, clock = known.setdefault((slowdown, work, later_s), {}), clocks[stage.rank]
         begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
-        found.append(_Pass(clock, slowdown, work, times, own.action_s, stage.transfer(kind), later_s, begun_s))
+        found.append(
+            _Pass(
+                clock,
+                slowdown,
+                work,
+                times,
+                own.action_s,
+                stage.transfer_in(kind),
+                link,
+                stage.out_s(kind),
+                later_s,
+                begun_s,
+            )
+        )
     return tuple(found)
 
 
@@ -246,13 +286,21 @@ def _replay_step(
     clocks = tuple(RankClock() for _ in range(table.mesh.pp))
     passes = _passes(table, stages, script=script, clocks=clocks)
     runs: list[Run] = []
-    for number, awaited, exchanges in zip(script.cues, script.awaited, script.exchanges, strict=True):
+    goes_ahead = receives_ahead(table.mesh.schedule)
+    ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
+    for place, (number, awaited, exchanges) in enumerate(
+        zip(script.cues, script.awaited, script.exchanges, strict=True)
+    ):
         running = passes[number]
         clock = running.clock
-        sent_s = gathered_s = 0.0
-        if awaited is not None:
+        sent_s = arrived_s = gathered_s = 0.0
+        if awaited is not None and goes_ahead:
+            sent_s, arrived_s = ahead[awaited]
+            gathered_s = clock.wait_until(arrived_s, since_s=runs[awaited].stop_s)
+        elif awaited is not None:
             sent_s = max(runs[awaited].stop_s, clock.free_s)
-            gathered_s = clock.receive(sent_s, running.transfer[exchanges])
+            arrived_s = sent_s + running.transfer[exchanges]
+            gathered_s = clock.wait_until(arrived_s, since_s=sent_s)
         times, left_what = running.times.get(clock.left_s) or running.replay(clock.left_s), clock.left_what
         start_s = clock.free_s
         stop_s = clock.free_s = start_s + times.elapsed_s + running.action_s
@@ -262,7 +310,11 @@ def _replay_step(
             clock.left_what = "reduce"
         if running.begins_s:
             clock.gather(running.begins_s)
-        runs.append(Run(sent_s, start_s, stop_s, times, left_what, gathered_s))
+        if goes_ahead:
+            leaves_s = max(stop_s, running.link.free_s) if running.out_s else stop_s
+            ahead[place] = leaves_s, leaves_s + running.out_s
+            running.link.free_s = leaves_s + running.out_s if running.out_s else running.link.free_s
+        runs.append(Run(sent_s, arrived_s, start_s, stop_s, times, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
     return clocks, runs

@@ -135,7 +135,7 @@ def _timeline(table: CostTable, replay: Replay) -> tuple[TimelineEvent, ...]:
 
 
 def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s: float) -> list[TimelineEvent]:
-    """The boxes of one action: itself, its communication, what is left of that up to `until_s`, its transfer.
+    """The boxes of one action: itself, its communication, what is left of that up to `until_s`, what it receives.
 
     Also what is gathered while it waits, from `since_s` on.
     """
@@ -152,9 +152,9 @@ def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s
     if rest_stop_s > run.stop_s and run.left_what == "reduce":
         events.append(TimelineEvent(rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
     awaited = replay.script.awaited[place]
-    if awaited is not None and run.start_s > run.sent_s:
+    if awaited is not None and run.arrived_s > run.sent_s:
         source = replay.script.ordered.actions[awaited]
         stream = "send activations" if action.kind == "F" else "send gradients"
         sender = replay.script.ranks[source.stage]
-        events.append(TimelineEvent(sender, source.stage, stream, str(source), run.sent_s, run.start_s))
+        events.append(TimelineEvent(sender, source.stage, stream, str(source), run.sent_s, run.arrived_s))
     return events
