@@ -45,7 +45,8 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     [host_link.times]                         -    of collectives in a host, measured; other sizes lie between them,
     source = "..."                                 other groups follow the figures above
     all_gather.2 = { "64 KiB" = "9 us", ... }      by kind and group: size of the full tensor and time; also all_reduce,
-                                                   reduce_scatter, all_to_all, and send.2
+                                                   reduce_scatter, all_to_all, send.2 and, as
+                                                   much each way at once, exchange.2
 
     [network.my_fabric]                       -    beside those of shared.toml
     kind = "infiniband"

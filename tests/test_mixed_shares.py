@@ -104,7 +104,9 @@ def test_groups_share_the_batch_where_its_sum_is_cheap_and_the_layers_where_it_i
         for between_s, size in ((0.0, "1"), (20.0, "4"))
     )
     assert cheap is not None and dear is not None
-    # 16 samples: 11 on the fast device take as long as 5.5 on the slow one
+    # cheap, 16 samples: 11 on the fast device take as long as 5.5 on the slow one
+    # dear: a pipeline sends 4 micro-batches there and back, the shares add up 12 layers; with 16 micro-batches of one
+    # sample it would send more than they add up
     assert cheap.plan.mesh.shares == (BatchShare(1, 1, 11), BatchShare(1, 1, 5))
     assert dear.plan.mesh.shares == ()
 

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 from brute_force import Toy, all_stages, plain_table, random_plans, random_toy, with_space
 from distributed.programs import EXAMPLES
+from simulator_toys import one_each, pipeline, segment, table_of
 
 from autoplan.api import trace_model
 from autoplan.cost.table import CostTable
@@ -377,3 +378,13 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     form.model.costs[form.total] = 0.0
     form.model.costs[form.times[BACKWARD, 0]] = 1.0
     assert minimize(form.model, time_limit_s=None).objective == pytest.approx(4.0 / form.unit_s)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v"])
+@pytest.mark.parametrize("slowdown", [1.0, 1.5, 2.0])
+def test_no_bound_exceeds_a_step_whose_transfers_take_as_long_as_its_reductions(schedule: str, slowdown: float) -> None:
+    costs = [segment(forward_s=1, backward_s=2, reduce_s=1)] * 4
+    mesh = pipeline(2, 8, schedule=schedule, n_chunks=2)
+    table = table_of(costs, mesh=mesh, cut_s=1, reduces=True, slowdown=slowdown)
+    step_s = simulate(table, one_each(4)).step_s
+    assert 0.9 * step_s <= shared_bound_s(table, shape_of(mesh), recompute=None) <= step_s

@@ -19,10 +19,10 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 def make_cuts_pricer(
     graph: OpGraph, hardware: HardwareProfile, precision: str
 ) -> Callable[[int, str, int, int, Group], tuple[Cuts, Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> what sending over each boundary takes.
+    """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> three figures of each boundary.
 
-    Seconds; seconds in exchange for as much, empty where these are not known; and bytes. None, and 0 bytes, where none
-    may be sent.
+    Seconds to send over it, seconds beside as much the other way, and bytes; the second empty where it is no more than
+    the first. None, and 0 bytes, where nothing may be sent.
     """
     boundary_bytes = make_boundary_sizer(graph, precision)
 

@@ -110,7 +110,7 @@ class Device:
 
 
 class CollectiveTimes(NamedTuple):
-    """Measured times of one kind of collective, or of a "send", over `n_devices` of a host.
+    """Measured times of one kind of collective over `n_devices` of a host, or between two (`PAIR_KINDS`).
 
     Attributes:
         times: (bytes of the full tensor, seconds), both in ascending order: a larger one that was found to be faster

@@ -71,7 +71,7 @@ _HALF_RATE = Quantity(
 BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
 # Kinds of communication whose bus rate may differ from that of an all-reduce; an all-gather stands for reduce-scatter.
 LINK_KINDS = ("all_gather", "all_to_all", "send")
-PAIR_KINDS = ("send", "exchange")  # from one device to another, and both ways at once
+PAIR_KINDS = ("send", "exchange")  # from one device to another, and as much back at once
 TIMED_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *PAIR_KINDS)
 
 DEVICE_FIELDS: Mapping[str, Quantity] = {

@@ -164,11 +164,12 @@ def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> It
     assert host.link_kind is not None
     over = f"{host.transport}, {host.versions}"
     reduce_rates = dict(fit.all_reduce_bytes_per_s)
-    sizes = [time.size_bytes for time in host.times]
+    fitted_times = [time for time, _ in fit.errors]
+    sizes = [time.size_bytes for time in fitted_times]
     spread = f"{units.format_bytes(min(sizes))} to {units.format_bytes(max(sizes))}"
     worst, ratio = fit.worst
     fitted = (
-        f"fit to {len(host.times)} times of {', '.join(dict.fromkeys(time.kind for time in host.times))} over "
+        f"fit to {len(fitted_times)} times of {', '.join(dict.fromkeys(time.kind for time in fitted_times))} over "
         f"{' and '.join(str(n) for n in sorted({time.n_devices for time in host.times}))} devices, {spread}: "
         f"median error {fit.median_error:.0%}, worst {ratio - 1:+.0%} ({worst.kind} of {worst.n_devices}, "
         f"{units.format_bytes(worst.size_bytes)}); {over}"

@@ -19,7 +19,6 @@ from statistics import median
 
 from autoplan.cost.collective_time import Algorithm, Link, route_in_host
 from autoplan.errors import MeasureError
-from autoplan.hardware.fields import PAIR_KINDS
 from autoplan.registry import load_table
 from autoplan.units import GiB, KiB, MiB
 
@@ -46,7 +45,7 @@ class CollectiveTime:
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes that a ring sends over each link; divided by `seconds` it is the bus bandwidth."""
+        """Bytes that a ring sends over each link, one way; divided by `seconds` it is the bus bandwidth."""
         n = self.n_devices
         shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, "send": 1.0, "exchange": 1.0}
         return shares.get(self.kind, (n - 1) / n) * self.size_bytes
@@ -60,7 +59,7 @@ class LinkFit:
         all_reduce_bytes_per_s: (group size, rate) of a ring, ascending; the last is the whole host.
         kind_bytes_per_s: of an "all_gather", an "all_to_all" of the whole host, and a "send"; those that were timed.
         multicast_bytes_per_s: all-reduce of the whole host in the switch; None where it was a ring.
-        errors: (time, predicted seconds / measured seconds) of every time given.
+        errors: (time, predicted seconds / measured seconds) of every time but exchanges, which no formula is for.
     """
 
     latency_s: float
@@ -154,8 +153,9 @@ def _rated(
         multicast_rate = rate(("all_reduce",), n_devices, _NVLS_STEPS, _slow_start())
         reduce_rates[n_devices] = gather_rate
     of_kinds, of_groups = tuple(kind_rates.items()), tuple(reduce_rates.items())
+    priced = [time for time in times if time.kind != "exchange"]
     fit = LinkFit(latency_s, half_rate_bytes, of_groups, of_kinds, multicast_rate, ())
-    return replace(fit, errors=tuple((time, predicted_s(time, fit) / time.seconds) for time in times))
+    return replace(fit, errors=tuple((time, predicted_s(time, fit) / time.seconds) for time in priced))
 
 
 def predicted_s(time: CollectiveTime, fit: LinkFit) -> float:
@@ -168,7 +168,7 @@ def predicted_s(time: CollectiveTime, fit: LinkFit) -> float:
         (kind, rate * shares.get(kind, reduce_rate / reduce_rates[n_host])) for kind, rate in fit.kind_bytes_per_s
     )
     link = Link(fit.latency_s, reduce_rate, fit.half_rate_bytes, tuple(of_kinds))
-    if time.kind in PAIR_KINDS:  # links carry as much in either direction
+    if time.kind == "send":
         return link.latency_s + link.transfer_s(time.size_bytes, "send")
     multicast = None
     if fit.multicast_bytes_per_s and time.n_devices == n_host:

@@ -79,10 +79,7 @@ def link_times(ranks: Ranks) -> tuple[CollectiveTime, ...]:
     """Times of every collective, in every group size; every process must call it at the same time."""
     times = []
     for n_devices, group in ranks.group_of_size:
-        kinds = (
-            COLLECTIVE_CALLS if n_devices == 2 else {k: c for k, c in COLLECTIVE_CALLS.items() if k not in PAIR_KINDS}
-        )
-        for kind in kinds:
+        for kind in (kind for kind in COLLECTIVE_CALLS if n_devices == 2 or kind not in PAIR_KINDS):
             times += _sweep(kind, n_devices, group, ranks)
     return tuple(times)
 

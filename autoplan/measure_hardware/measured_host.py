@@ -110,13 +110,14 @@ def measured_json(host: MeasuredHost) -> str:
     fit = host.fit()
     if fit is not None:
         values["fit"] = {key: value for key, value in asdict(fit).items() if key != "errors"}
+        ratios = dict(fit.errors)
         values["times"] = [
             {
                 **asdict(time),
                 "bus_bytes_per_s": time.moved_bytes / time.seconds,
-                "predicted_s": ratio * time.seconds,
+                "predicted_s": ratios[time] * time.seconds if time in ratios else None,
             }
-            for time, ratio in fit.errors
+            for time in host.times
         ]
     if host.overlap is not None:
         values["overlap"]["exposed"] = host.overlap.exposed
