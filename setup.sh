@@ -35,9 +35,13 @@ install() {
     fi
 }
 
+packages() {
+    .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
 # Packages hold templates that are no Python, too.
 compile_all() {
-    .venv/bin/python -m compileall -qq -j 0 "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+    .venv/bin/python -m compileall -qq -j 0 "$(packages)" || true
 }
 
 has_torch() {
@@ -46,10 +50,9 @@ has_torch() {
 
 # Let the environment see a torch that the interpreter outside already has.
 borrow_torch() {
-    local outside inside
+    local outside
     outside="$("$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent.parent)')"
-    inside="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-    printf '%s\n' "$outside" > "$inside/borrowed_torch.pth"
+    printf '%s\n' "$outside" > "$(packages)/borrowed_torch.pth"
 }
 
 has_gpu() {
@@ -102,5 +105,5 @@ if [[ -n "$extra" && ! -x .venv/bin/ruff ]]; then
 fi
 compile_all
 # In the folder above, Python would take the checkout itself for the package; one that is on the path goes first.
-printf '%s\n' "$PWD" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/autoplan_checkout.pth"
+printf '%s\n' "$PWD" > "$(packages)/autoplan_checkout.pth"
 printf '%s\n' "$wanted" > "$stamp"
