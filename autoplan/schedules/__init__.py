@@ -74,7 +74,7 @@ class OrderedSchedule:
         actions: each rank's in its own order, and every action after the one it waits for.
         awaited: per action, the place in `actions` of the one it waits for; None if there is none.
         exchanges: per action, whether its rank sends the result of the action before to the one it receives from, both
-            at once: so one forward, one backward does in the middle of a step. None where ranks receive ahead.
+            at once: so one forward, one backward does in the middle of a step. All False where ranks receive ahead.
     """
 
     schedule: Schedule

@@ -232,8 +232,8 @@ class RelaxedStep:
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
-        links_s: dict[tuple[int, bool], Array] = {}  # when what a rank sends activations over, or gradients, is free
-        done_s: dict[int, Array] = {}  # or, where it goes ahead, when it has arrived
+        links_s: dict[tuple[int, bool], Array] = {}  # ahead: when the link (rank, whether for activations) is free
+        done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
         for place, (rank, number, awaited, transfer, is_awaited) in enumerate(script.turns):
             clock = clocks[rank]
             if awaited >= 0 and goes_ahead:

@@ -4,10 +4,11 @@ All data- and tensor-parallel ranks of a stage are alike, so one rank per pipeli
 of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `stage_pass`.
 
 An action starts when its rank is free and its input has arrived. That leaves when it is computed and the receiving rank
-is free: NCCL moves nothing before both call it, and ranks call it in front of the action that needs it. Those that
-`receives_ahead` have called it by then; there a rank sends its activations one after the other, and so its gradients.
-A send does not block its rank, except in an exchange (`OrderedSchedule.exchanges`): it is over when both are. Left out:
-that sends slow compute, and that those of one rank wait for each other.
+is free: NCCL moves nothing before both call it, and ranks call it in front of the action that needs it. Where
+the schedule `receives_ahead`, the receiving rank has called it by then; there a rank sends its activations one after
+the other, and likewise its gradients. A send does not block its rank, except in an exchange
+(`OrderedSchedule.exchanges`), in which both ranks wait until both results have arrived. Left out: that sends slow
+compute, and that those of one rank wait for each other.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
