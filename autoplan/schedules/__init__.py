@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise, product
 from typing import NamedTuple, NoReturn
@@ -103,8 +103,7 @@ def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks:
             raise InputError.of(f"mesh.{field}", found=count, expected="at least 1", fix=f"set {field} to 1 or more")
     schedule = kind.build(n_ranks, n_chunks, n_micro_batches)
     _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    ordered = _ordered(schedule, n_stages=n_ranks * n_chunks)
-    return replace(ordered, exchanges=(False,) * len(ordered.actions)) if kind.receives_ahead else ordered
+    return _ordered(schedule, n_stages=n_ranks * n_chunks, has_exchanges=not kind.receives_ahead)
 
 
 @lru_cache
@@ -160,7 +159,7 @@ def dependency(action: Action, n_stages: int) -> Action | None:
     return Action(action.stage + 1, action.kind, action.micro_batch)
 
 
-def _ordered(schedule: Schedule, *, n_stages: int) -> OrderedSchedule:
+def _ordered(schedule: Schedule, *, n_stages: int, has_exchanges: bool = False) -> OrderedSchedule:
     stage_kinds = product(range(n_stages), KINDS)
     sources = {(stage, kind): dependency(Action(stage, kind, 0), n_stages) for stage, kind in stage_kinds}
     order: list[Action] = []
@@ -195,7 +194,8 @@ def _ordered(schedule: Schedule, *, n_stages: int) -> OrderedSchedule:
             expected=f"{Action(*needed)} to run before it; it never does (deadlock)",
             fix="reorder the actions",
         )
-    return OrderedSchedule(schedule, tuple(order), tuple(awaited), _exchanges(schedule, awaited, places))
+    exchanges = _exchanges(schedule, awaited, places) if has_exchanges else (False,) * len(order)
+    return OrderedSchedule(schedule, tuple(order), tuple(awaited), exchanges)
 
 
 def _exchanges(

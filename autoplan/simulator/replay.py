@@ -46,17 +46,18 @@ NO_TRANSFER = Transfer(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments."""
+    """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments.
+
+    `before`, `after`: what travels over its two boundaries, an activation one way or its gradient the other.
+    """
 
     plan: StagePlan
     rank: int
     choices: tuple[tuple[int, bool], ...]
     costs: tuple[SegmentCost, ...]
     held: StageBytes
-    activation_in: Transfer
-    gradient_in: Transfer
-    activation_out_s: float
-    gradient_out_s: float
+    before: Transfer
+    after: Transfer
 
     @property
     def gather_s(self) -> float:
@@ -70,11 +71,11 @@ class Stage:
 
     def transfer_in(self, kind: str) -> Transfer:
         """How what an action of this kind needs comes from another rank."""
-        return {"F": self.activation_in, "W": NO_TRANSFER}.get(kind, self.gradient_in)
+        return {"F": self.before, "W": NO_TRANSFER}.get(kind, self.after)
 
     def out_s(self, kind: str) -> float:
         """How long the result of an action of this kind travels to another rank."""
-        return {"F": self.activation_out_s, "W": 0.0}.get(kind, self.gradient_out_s)
+        return {"F": self.after, "W": NO_TRANSFER}.get(kind, self.before).alone_s
 
 
 def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> Stage:
@@ -82,18 +83,14 @@ def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, .
     segments = range(plan.start, plan.stop)
     own = table.at_rank(ranks[index])
     costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
-    before = _transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1])
-    after = _transfer(table, plan.stop, between=ranks[index : index + 2])
     return Stage(
         plan=plan,
         rank=ranks[index],
         choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
         costs=costs,
         held=stage_bytes(own, costs, start=plan.start),
-        activation_in=before,
-        gradient_in=after,
-        activation_out_s=after.alone_s,
-        gradient_out_s=before.alone_s,
+        before=_transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
+        after=_transfer(table, plan.stop, between=ranks[index : index + 2]),
     )
 
 
@@ -239,26 +236,13 @@ def _passes(
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
-        link = links[stage.rank, kind == "F"]
         own = table.at_rank(stage.rank)
         work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
         later_s = waiting_s[index] if kind == "F" and is_edge else None
         times, clock = known.setdefault((slowdown, work, later_s), {}), clocks[stage.rank]
         begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
-        found.append(
-            _Pass(
-                clock,
-                slowdown,
-                work,
-                times,
-                own.action_s,
-                stage.transfer_in(kind),
-                link,
-                stage.out_s(kind),
-                later_s,
-                begun_s,
-            )
-        )
+        transfers = stage.transfer_in(kind), links[stage.rank, kind == "F"], stage.out_s(kind)
+        found.append(_Pass(clock, slowdown, work, times, own.action_s, *transfers, later_s, begun_s))
     return tuple(found)
 
 
@@ -288,15 +272,15 @@ def _replay_step(
     passes = _passes(table, stages, script=script, clocks=clocks)
     runs: list[Run] = []
     goes_ahead = receives_ahead(table.mesh.schedule)
-    ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
+    ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive, if that takes time
     for place, (number, awaited, exchanges) in enumerate(
-        zip(script.cues, script.awaited, script.exchanges, strict=True)
+        zip(script.cues, script.awaited, script.ordered.exchanges, strict=True)
     ):
         running = passes[number]
         clock = running.clock
         sent_s = arrived_s = gathered_s = 0.0
         if awaited is not None and goes_ahead:
-            sent_s, arrived_s = ahead[awaited]
+            sent_s, arrived_s = ahead.get(awaited) or (runs[awaited].stop_s, runs[awaited].stop_s)
             gathered_s = clock.wait_until(arrived_s, since_s=runs[awaited].stop_s)
         elif awaited is not None:
             sent_s = max(runs[awaited].stop_s, clock.free_s)
@@ -311,10 +295,10 @@ def _replay_step(
             clock.left_what = "reduce"
         if running.begins_s:
             clock.gather(running.begins_s)
-        if goes_ahead:
-            leaves_s = max(stop_s, running.link.free_s) if running.out_s else stop_s
-            ahead[place] = leaves_s, leaves_s + running.out_s
-            running.link.free_s = leaves_s + running.out_s if running.out_s else running.link.free_s
+        if goes_ahead and running.out_s:
+            leaves_s = max(stop_s, running.link.free_s)
+            running.link.free_s = leaves_s + running.out_s
+            ahead[place] = leaves_s, running.link.free_s
         runs.append(Run(sent_s, arrived_s, start_s, stop_s, times, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s

@@ -18,13 +18,12 @@ class Script:
     """What it takes to replay a schedule, whatever the plan.
 
     Attributes:
-        ordered: the schedule, and an order in which its actions can run; `cues`, `awaited` and `exchanges` have it.
+        ordered: the schedule, and an order in which its actions can run; `cues` and `awaited` have this order.
         ranks: of each stage.
         stages: of each rank.
         passes: the different passes: (stage, kind of action, whether it is at the edge of the step).
         cues: per action, the place of its pass in `passes`.
         awaited: per action, the place of the one on another rank whose result it needs; None if there is none.
-        exchanges: per action, whether that comes in exchange for the result of the action before on its rank.
         moments: per rank, the different moments of its memory.
     """
 
@@ -34,7 +33,6 @@ class Script:
     passes: tuple[tuple[int, str, bool], ...]
     cues: tuple[int, ...]
     awaited: tuple[int | None, ...]
-    exchanges: tuple[bool, ...]
     moments: tuple[tuple[Moment, ...], ...]
 
 
@@ -60,6 +58,5 @@ def script_of(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> S
         passes=tuple(numbers),
         cues=tuple(cues),
         awaited=tuple(awaited),
-        exchanges=ordered.exchanges,
         moments=tuple(tuple(dict.fromkeys(moments(actions))) for actions in ordered.schedule),
     )
