@@ -7,6 +7,7 @@ import torch
 from distributed import tiny_gpt
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.runtime import Config, ParallelModel, build_rank_mesh, global_batch, local_batch
@@ -100,6 +101,39 @@ def test_a_pipeline_stage_gathers_what_it_keeps_before_its_first_input_arrives(o
     # The last two ranks have the second stage: 2 blocks and the rest. Under stage 3 none can be kept until then.
     for _, pipelines in on_four_ranks[2:]:
         assert [order[: order.index("recv_")].count("_allgather_base_") for order in pipelines] == [3, 3, 0]
+
+
+def _note_waits(patch, order):
+    finalize = FSDPParamGroup.finalize_backward
+
+    def noted(group):
+        order.append("wait")
+        finalize(group)
+
+    patch.setattr(FSDPParamGroup, "finalize_backward", noted)
+
+
+def _waits_of_a_pipeline():
+    """Per schedule, the order of messages and of waiting for reductions in the second step."""
+    found = []
+    for fields in ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "zero_bubble_v", "n_chunks": 2}):
+        model = _build(dp=2, pp=2, zero_stage=2, zero_shard_degree=2, **fields)
+        for step in range(2):
+            batch = global_batch(tiny_gpt.make_batch, batch_size=model.config.global_batch_size, seed=0, step=step)
+            with CollectiveOrder() as noted, pytest.MonkeyPatch.context() as patch:
+                _note_waits(patch, noted.order)
+                model.step(local_batch(batch, config=model.config, dp_rank=model.mesh.dp_rank))
+        found.append([name for name in noted.order if name in ("send", "recv_", "wait")])
+    return found
+
+
+def test_a_pipeline_waits_for_reductions_after_the_last_message_of_the_step():
+    # else the stage in front would get its last gradient only when all reductions of this one are done
+    for orders in run_ranks(_waits_of_a_pipeline, 4):
+        for order in orders:
+            first = order.index("wait")
+            assert {"send", "recv_"} <= set(order[:first])
+            assert set(order[first:]) == {"wait"}
 
 
 def _gathers_of_the_first_rank():

@@ -375,7 +375,12 @@ class ParallelModel(nn.Module):
         )
 
     def _prepare_backward(self, stage: nn.Module, is_last_micro_batch: bool) -> None:
-        prepare_backward(stage, zero_stage=self.config.zero_stage, is_last_micro_batch=is_last_micro_batch)
+        prepare_backward(
+            stage,
+            zero_stage=self.config.zero_stage,
+            is_last_micro_batch=is_last_micro_batch,
+            waits_at_end=self.config.pp == 1,
+        )
 
     def _finish_weights(self, stage: nn.Module, is_last_micro_batch: bool) -> None:
         finish_weights(stage, zero_stage=self.config.zero_stage, is_last_micro_batch=is_last_micro_batch)

@@ -4,6 +4,9 @@
 
 What crosses a cut is declared (`Boundary`), so no metadata is exchanged and no trial forward pass is run.
 
+`fully_shard` would wait for all reductions of a stage at the end of its last backward pass, before the stage in front
+gets its gradient: the reductions of all stages would run one after the other. So that is left to the end of the step.
+
 **A split backward pass** (zero-bubble V) is torch's: one half by `autograd.grad` for the inputs of a stage, which keeps
 the graph, one from the kept gradients for its weights. It sets off the hooks of `fully_shard` in the first half only,
 so there nothing may be reduced or freed; `_SplitStage` has that done after the second. Three things follow:
@@ -38,7 +41,7 @@ from torch.distributed.pipelining import (
 
 from .config import Config
 from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
-from .zero import hold_gradients, start_gathers
+from .zero import hold_gradients, start_gathers, wait_for_reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,8 @@ class Pipeline:
         unused_target = torch.zeros(self._config.n_micro_batches, device=self._device)
         arguments = inputs if holds_first else ()
         self._schedule.step(*arguments, target=unused_target if holds_last else None)
+        for shell in self._shells:
+            wait_for_reductions(shell.stage)
         losses = self._shells[-1].losses
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 

@@ -133,12 +133,15 @@ def free_reduced_gradients(root: nn.Module) -> None:
         states.clear()
 
 
-def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool) -> None:
-    """Say, before a backward pass of `root`, what happens to its gradients and gathered parameters."""
+def prepare_backward(root: nn.Module, *, zero_stage: int, is_last_micro_batch: bool, waits_at_end: bool = True) -> None:
+    """Say, before a backward pass of `root`, what happens to its gradients and gathered parameters.
+
+    The pass of the last micro-batch ends by waiting for all reductions, unless `wait_for_reductions` does it later.
+    """
     if not isinstance(root, FSDPModule):
         return
     free_reduced_gradients(root)
-    root.set_is_last_backward(is_last_micro_batch)
+    root.set_is_last_backward(is_last_micro_batch and waits_at_end)
     _set_flags(
         root,
         reduces=zero_stage >= 2 or is_last_micro_batch,
@@ -177,7 +180,14 @@ def finish_weights(root: nn.Module, *, zero_stage: int, is_last_micro_batch: boo
     torch's own pipeline stages do.
     """
     if isinstance(root, FSDPModule):
-        prepare_backward(root, zero_stage=zero_stage, is_last_micro_batch=is_last_micro_batch)
+        prepare_backward(root, zero_stage=zero_stage, is_last_micro_batch=is_last_micro_batch, waits_at_end=False)
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def wait_for_reductions(root: nn.Module) -> None:
+    """End a step of `root` whose last backward pass did not: what follows may read its gradients."""
+    if isinstance(root, FSDPModule):
+        root.set_is_last_backward(True)
         root._get_fsdp_state()._root_post_backward_final_callback()
 
 
