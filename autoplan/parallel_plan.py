@@ -236,6 +236,11 @@ class Breakdown:
     exposed_batch_copy_s: float = 0.0
 
     @property
+    def exposed_communication_s(self) -> float:
+        """What is waited for links."""
+        return self.exposed_tp_s + self.exposed_dp_s + self.exposed_pp_s
+
+    @property
     def total_s(self) -> float:
         """The step time."""
         return sum(getattr(self, name) for name in self.__dataclass_fields__)
@@ -276,6 +281,8 @@ class Estimate:
         memory_margin: of `allocated_bytes`, the share that must be left beside `needed_bytes` for the plan to fit.
         segment_sources: per segment, whether its times are "measured", "scaled" or "calibrated"; empty without a
             measured profile.
+        drift: share by which the step may be longer or shorter since its links are not equally fast at all times: one
+            standard deviation.
     """
 
     step_s: float
@@ -288,6 +295,7 @@ class Estimate:
     rank_limits_bytes: tuple[int, ...] = ()
     slowest_rank: int | None = None
     memory_margin: float = 0.0
+    drift: float = 0.0
     timeline: tuple[TimelineEvent, ...] = field(default=(), compare=False)
 
     @property

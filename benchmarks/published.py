@@ -161,7 +161,7 @@ class Predictor:
 
         sizes = zip(table.cut_s, table.message_bytes, strict=True)
         cut_s = tuple(None if s is None else seconds(n_bytes) for s, n_bytes in sizes)
-        return replace(table, cut_s=cut_s, exchange_s=())
+        return replace(table, cut_s=cut_s, sendrecv_s=())
 
     def _make_pricer(self, program: Program, n_devices: int) -> Pricer:
         return make_pricer(

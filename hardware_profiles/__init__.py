@@ -28,7 +28,12 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     [host]
     n_devices = 8
     price_per_device_hour = {...}             -                                     "1.99 USD/h"
-    exposed_when_overlapped = {...}           *    share of an overlapped collective that is not hidden  "31 %"
+    exposed_when_overlapped = {...}           *    share of the time of communication that it adds to compute which
+                                                   takes longer                     "31 %"
+    compute_exposed_when_overlapped = {...}   -    share of the time of compute that it adds to communication which
+                                                   takes longer, if it differs; see `autoplan.overlap`  "10 %"
+    shards_exposed_when_overlapped = {...}    -    likewise where ZeRO gathers and scatters shards, if it differs
+    compute_exposed_beside_shards = {...}     -    from all-reduces
 
     [host_link]                                    left out when a host has one device
     kind = "nvlink3"                               one of [link_kind.*] in shared.toml
@@ -39,6 +44,7 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     all_reduce_bus_rate = {...}               *    bus bandwidth of a large all-reduce over the host  "229 GB/s"
     all_gather_bus_rate = {...}               -    likewise of an all-gather, if it differs; all_to_all_bus_rate and
                                                    send_bus_rate of those
+    drift = {...}                             -    how much times differ from one minute to another  "5 %"
     multicast_all_reduce_bus_rate = {...}     -    all-reduce in the switch (NVLS); leave out where multicast is off
     [host_link.all_reduce_bus_rate_of_group]  -    smaller groups, where measured
     2 = {...}
@@ -46,7 +52,7 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     source = "..."                                 other groups follow the figures above
     all_gather.2 = { "64 KiB" = "9 us", ... }      by kind and group: size of the full tensor and time; also all_reduce,
                                                    reduce_scatter, all_to_all, send.2 and, as
-                                                   much each way at once, exchange.2
+                                                   much each way at once, sendrecv.2
 
     [network.my_fabric]                       -    beside those of shared.toml
     kind = "infiniband"

@@ -12,6 +12,7 @@ from itertools import combinations, groupby, product
 
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.options import Options
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Estimate, Mesh, Plan, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search import SearchSpace
@@ -20,6 +21,8 @@ from autoplan.search.twins import has_twin, spares_cheaply, twin_of
 from autoplan.simulator.simulate import simulate
 
 MIB = 2**20
+# nothing; compute slowed more than communication, and less; both alike
+OVERLAPS = (Overlap(0.0, 0.0), Overlap(0.7, 0.1), Overlap(0.2, 0.6), Overlap(0.4, 0.4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Toy:
     kind_costs: tuple[SegmentCost, ...]
     cut_s: float
     message_bytes: int
-    overlap_slowdown: float
+    overlap: Overlap
     memory_limit_bytes: int
     comm_factor: float = 1.0
     reserved_ratio: float = 1.0
@@ -63,7 +66,7 @@ class Toy:
             ),
             gathers_per_micro_batch=is_zero3,
             reduces_per_micro_batch=self._reduces_often(mesh),
-            overlap_slowdown=self.overlap_slowdown,
+            overlap=self.overlap,
             per_step_s=0.01,
             reserved_fixed_bytes=MIB,
             reserved_ratio=self.reserved_ratio,
@@ -146,7 +149,7 @@ def random_toy(
         kind_costs=kind_costs,
         cut_s=rng.choice([0.0, 0.02, 0.3]),
         message_bytes=rng.choice([0, 5 * MIB]),
-        overlap_slowdown=rng.choice([1.0, 1.3, 1.7]),
+        overlap=rng.choice(OVERLAPS[:3]),
         memory_limit_bytes=int(state * rng.uniform(0.3, 1.5)) if is_tight else state * 20,
         reserved_ratio=rng.choice([1.0, 1.07]),
         reduces_late=rng.random() < 0.5,
@@ -266,7 +269,7 @@ def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tu
     """Random plans of random meshes of a random toy."""
     rng = random.Random(seed)
     toy: Toy = random_toy(seed, **toy_options)  # type: ignore[arg-type]
-    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
+    toy = replace(toy, overlap=rng.choice(OVERLAPS))
     meshes = enumerate_meshes(toy.space, Options(max_micro_batch_size=4))
     for mesh in rng.sample(meshes, min(count, len(meshes))):
         table = toy.price(mesh)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import permutations, product
 
-from brute_force import Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
+from brute_force import OVERLAPS, Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
 
 from autoplan.cost.mixed_price import joined, shared
 from autoplan.cost.table import CostTable
@@ -59,7 +59,7 @@ def slower(toy: Toy, rng: random.Random) -> Toy:
     return replace(
         toy,
         kind_costs=tuple(costs),
-        overlap_slowdown=rng.choice([1.0, 1.3, 1.7]),
+        overlap=rng.choice(OVERLAPS[:3]),
         memory_limit_bytes=int(toy.memory_limit_bytes * rng.uniform(0.4, 2.0)),
     )
 

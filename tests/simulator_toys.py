@@ -3,8 +3,10 @@
 import dataclasses
 
 from autoplan.cost.table import CostTable, SegmentCost
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 
+NO_SLOWDOWN, HALF = Overlap(0.0, 0.0), Overlap(0.5, 0.5)  # half: while both run, both take 1.5 times as long
 FREE = SegmentCost(*[0.0] * 10, *[0] * 5)
 
 
@@ -13,7 +15,7 @@ def segment(**figures):
     return dataclasses.replace(FREE, **figures)
 
 
-def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, slowdown=1.0, **fields):
+def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, overlap=NO_SLOWDOWN, **fields):
     """A table with one kind per entry of `costs`: a SegmentCost, or a pair (without, with recomputation)."""
     pairs = tuple(cost if isinstance(cost, tuple) else (cost, cost) for cost in costs)
     n_cuts = len(pairs) - 1
@@ -25,7 +27,7 @@ def table_of(costs, *, mesh=None, cut_s=0.0, gathers=False, reduces=False, slowd
         cut_s=(cut_s,) * n_cuts,
         gathers_per_micro_batch=gathers,
         reduces_per_micro_batch=reduces,
-        overlap_slowdown=slowdown,
+        overlap=overlap,
         **{**defaults, **fields},
     )
 

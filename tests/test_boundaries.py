@@ -112,21 +112,21 @@ def test_a_cut_is_priced_with_all_that_crosses_it():
         assert cut_s[cut - 1] == send_s(4 * n_elements, pair=Group(2, 2), hardware=hardware)
 
 
-def test_sending_in_exchange_takes_what_was_measured_and_no_less_than_sending_alone():
+def test_a_sendrecv_takes_what_was_measured_and_no_less_than_a_send_alone():
     hardware = load_hardware_profile("dgx_a100_x8")
     assert hardware.host_link is not None
-    times = {"send": ((1024, 1e-3), (10240, 4e-3)), "exchange": ((1024, 0.5e-3), (10240, 8e-3))}
+    times = {"send": ((1024, 1e-3), (10240, 4e-3)), "sendrecv": ((1024, 0.5e-3), (10240, 8e-3))}
     timed = tuple(CollectiveTimes(kind, 2, of_kind) for kind, of_kind in times.items())
     links = replace(hardware.links[0], timed=timed), *hardware.links[1:]
-    for known, in_exchange in (((), False), (links, True)):
+    for known, has_sendrecv in (((), False), (links, True)):
         own = replace(hardware, links=known) if known else hardware
         price = make_pricer(graph_of("unet"), hardware=own, precision="fp32", shardings={}, rules=load_rules())
         table = price(Mesh(pp=2, n_micro_batches=2))
-        assert bool(table.exchange_s) == in_exchange
+        assert bool(table.sendrecv_s) == has_sendrecv
     # before segment 7 16 KiB cross, before segment 1 8 KiB
     assert table.cut_s[0] == pytest.approx(1e-3 + 3e-3 * 7 / 9)
-    assert table.exchange_s[0] == pytest.approx(0.5e-3 + 7.5e-3 * 7 / 9)
-    assert table.exchange_s[6] == pytest.approx(0.5e-3 + 7.5e-3 * 15 / 9)
+    assert table.sendrecv_s[0] == pytest.approx(0.5e-3 + 7.5e-3 * 7 / 9)
+    assert table.sendrecv_s[6] == pytest.approx(0.5e-3 + 7.5e-3 * 15 / 9)
 
 
 EARLY_OUTPUT = """

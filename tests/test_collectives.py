@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from autoplan.cost.collective_time import KINDS, Group, axis_group, collective_s, route_of, send_s
 from autoplan.errors import InputError
 from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, hardware_names, load_hardware_profile
+from autoplan.overlap import Overlap
 from autoplan.registry import load_table
 from autoplan.units import GB, MB, MiB
 
@@ -24,7 +25,9 @@ def toy(*, n_per_host=4, n_hosts=4, host_latency_s=0.0, network_latency_s=0.0, n
         LinkTier("net", n_per_host * n_hosts, network_latency_s, network_bytes_per_s, 1.0, half),
     )
     links = tiers if n_hosts > 1 else tiers[:1]
-    return HardwareProfile("toy", "", device, n_per_host, n_hosts, links, 1.0, None, ())
+    return HardwareProfile(
+        "toy", "", device, n_per_host, n_hosts, links, Overlap(0.0, 0.0), Overlap(0.0, 0.0), None, ()
+    )
 
 
 # --- which hosts an axis crosses -------------------------------------------------------------------------------

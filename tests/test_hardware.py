@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
 from autoplan.hardware.file import build_hardware_profile
+from autoplan.overlap import Overlap
 from autoplan.registry import load_table
 
 REQUIRED = {
@@ -90,7 +91,7 @@ def test_every_shipped_profile_loads_over_every_network_with_a_source_for_each_f
         hardware = load_hardware_profile(name + network, n_hosts=3)
         assert hardware.n_devices == 3 * hardware.n_devices_per_host
         assert len(hardware.links) == 2
-        assert hardware.overlap_slowdown >= 1.0
+        assert hardware.overlap.compute_slowdown > 1.0
         # 4 device figures + 2 times + at least one peak, 1 host figure, 4 figures of each link
         assert len(hardware.sources) >= 6 + 1 + 1 + 8
         assert all(field and source.strip() for field, source in hardware.sources)
@@ -169,7 +170,9 @@ def test_multicast_is_off_on_four_h200_and_on_in_a_full_host():
 
 
 def test_the_measured_overlap_of_four_h200_is_a_slowdown_of_31_percent():
-    assert load_hardware_profile("h200_x4").overlap_slowdown == pytest.approx(1.31)
+    overlap = load_hardware_profile("h200_x4").overlap
+    assert overlap == Overlap(communication_exposed=pytest.approx(0.31), compute_exposed=pytest.approx(0.31))
+    assert overlap.compute_slowdown == overlap.communication_slowdown == pytest.approx(1.31)
 
 
 def test_a_generic_figure_is_marked_as_assumed():
@@ -242,7 +245,7 @@ def test_a_file_gives_exactly_its_figures(write):
     assert hardware.device.memory_bytes == 80 * 2**30
     assert (hardware.device.matmul_efficiency, hardware.device.memory_efficiency) == (0.5, 0.8)
     assert (hardware.device.launch_s, hardware.device.kernel_s) == pytest.approx((5e-6, 2e-6))
-    assert hardware.overlap_slowdown == 1.25
+    assert hardware.overlap == Overlap(communication_exposed=0.25, compute_exposed=0.25)
     assert hardware.price_usd_per_device_hour is None
     host, network = hardware.links
     assert host.bus_efficiency == 0.75  # 150 / 200
@@ -250,6 +253,18 @@ def test_a_file_gives_exactly_its_figures(write):
     assert network.half_rate_bytes == 2**20  # 2 MiB per port, half a port per device
     assert validate_file(path) == load_hardware_profile(path)
     assert load_hardware_profile(path + "+ethernet_10g", n_hosts=2).links[1].name == "ethernet"
+
+
+def test_what_compute_adds_to_communication_may_differ_from_what_that_adds_to_compute(write):
+    figure = 'compute_exposed_when_overlapped = { value = "10 %", source = "by hand" }'
+    hardware = load_hardware_profile(write(changed("n_devices = 2", f"n_devices = 2\n{figure}")))
+    assert hardware.overlap == Overlap(communication_exposed=0.25, compute_exposed=0.1)
+    assert dict(hardware.values)["host.compute_exposed_when_overlapped"] == "10 %"
+    assert hardware.overlap_of_shards == Overlap(0.25, 0.25)  # not said of shards
+    of_shards = [f'{key} = {{ value = "{value} %", source = "by hand" }}' for key, value in
+                 (("shards_exposed_when_overlapped", 30), ("compute_exposed_beside_shards", 20))]  # fmt: skip
+    hardware = load_hardware_profile(write(changed("n_devices = 2", "\n".join(["n_devices = 2", *of_shards]))))
+    assert (hardware.overlap, hardware.overlap_of_shards) == (Overlap(0.25, 0.25), Overlap(0.3, 0.2))
 
 
 def test_a_host_with_one_device_needs_no_host_link(write):
@@ -277,6 +292,7 @@ MISTAKES = {
     "bus faster than link": ('"150 GB/s"', '"250 GB/s"', ["all_reduce_bus_rate", "200 GB/s"]),
     "bus of all ports": ('"40 GB/s"', '"320 GB/s"', ["all_reduce_bus_rate_per_port", "50 GB/s"]),
     "sparse percent": ('"50 %"', '"150 %"', ["device.matmul_efficiency", "100 %"]),
+    "all of it exposed": ('"25 %"', '"100 %"', ["host.exposed_when_overlapped", "1 % to 99 %"]),
     "misspelt field": (
         "memory_bandwidth",
         "memory_bandwith",

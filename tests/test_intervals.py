@@ -41,6 +41,12 @@ def test_interval_has_the_prediction_in_its_middle_and_widens_with_fewer_runs() 
     assert widths == sorted(widths, reverse=True)
 
 
+def test_drift_of_links_widens_an_interval_as_an_error_of_its_own() -> None:
+    alone, both = Errors(0.03, 0, "toy"), Errors(0.05, 0, "toy")
+    assert interval(2.0, alone, drift=0.04) == pytest.approx(interval(2.0, both))
+    assert interval(2.0, alone, drift=0.0) == interval(2.0, alone)
+
+
 def test_one_run_in_twenty_is_above_the_upper_end_of_an_interval_of_known_errors() -> None:
     errors = Errors(0.1, 0, "given")
     assert chance_above(interval(2.0, errors)[1], 2.0, errors) == pytest.approx(0.05)

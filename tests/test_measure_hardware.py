@@ -1,11 +1,13 @@
 """Measuring a host: the fit finds what the times were made of, the file is a valid profile, failures leave nothing."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
@@ -16,8 +18,10 @@ from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, lo
 from autoplan.hardware.file import build_hardware_profile
 from autoplan.measure_hardware.host_file import profile_text
 from autoplan.measure_hardware.link_fit import CollectiveTime, fit_links
-from autoplan.measure_hardware.measured_host import MeasuredHost, Overlap, Rate, measured_json
+from autoplan.measure_hardware.links import mean_of_rounds
+from autoplan.measure_hardware.measured_host import MeasuredHost, OverlapTimes, Rate, Together, measured_json
 from autoplan.measure_hardware.nccl_log import Transport, link_kind, read_nccl_log
+from autoplan.overlap import Overlap
 from autoplan.units import GB, TFLOP, GiB, KiB, MiB
 
 SIZES = [64 * KiB * 4**i for i in range(8)]  # to 1 GiB
@@ -31,7 +35,7 @@ LINK = LinkTier(
 )  # fmt: skip
 TOY_DEVICE = Device("toy", (("bf16", 1e14),), 80 * GiB, 1e12, 0.5, 0.5, 1e-6, 1e-6, 1e-6, NO_SHARDING)
 TOY = HardwareProfile(
-    "toy", "four devices", TOY_DEVICE, 4, 1, (LINK,), 1.3,
+    "toy", "four devices", TOY_DEVICE, 4, 1, (LINK,), Overlap(0.3, 0.3), Overlap(0.3, 0.3),
     None, (),
 )  # fmt: skip
 
@@ -157,7 +161,9 @@ H200 = MeasuredHost(
     link_kind="nvlink4",
     environment=(("NCCL_NVLS_ENABLE", "0"),),
     times=times_of(TOY),
-    overlap=Overlap(0.2, 0.25, 0.3, 0.23, 0.31),  # (0.3 - 0.25) / 0.2 = 25 % exposed
+    drift=0.031,
+    overlap=OverlapTimes(Together(0.2, 0.1, 0.225), Together(0.1, 0.2, 0.21)),  # 25 % and 10 % exposed
+    overlap_of_shards=OverlapTimes(Together(0.2, 0.1, 0.23), Together(0.1, 0.2, 0.22)),  # 30 % and 20 %
 )
 
 
@@ -176,7 +182,9 @@ def test_the_file_gives_back_what_was_measured():
     assert device.memory_efficiency == pytest.approx(4200 / 4800, rel=1e-3)
     assert (device.kernel_s, device.launch_s) == pytest.approx((1.2e-6, 5e-6))
     assert device.host_copy_bytes_per_s == pytest.approx(50e9)
-    assert hardware.overlap_slowdown == pytest.approx(1.25)
+    assert hardware.overlap == Overlap(communication_exposed=pytest.approx(0.25), compute_exposed=pytest.approx(0.1))
+    assert hardware.overlap_of_shards == Overlap(pytest.approx(0.3), pytest.approx(0.2))
+    assert link.drift == pytest.approx(0.031)
     assert (hardware.n_devices_per_host, link.name, link.bytes_per_s) == (4, "nvlink", 450e9)
     assert link.bus_efficiency == pytest.approx(300 / 450, rel=1e-3)
     assert dict(link.kind_bus_efficiency) == pytest.approx(
@@ -201,7 +209,7 @@ def test_a_written_profile_predicts_the_times_it_was_made_from(has_times, within
             assert send_s(time.size_bytes, pair=group, hardware=hardware) == pytest.approx(time.seconds, rel=within)
 
 
-def test_sources_name_versions_transport_and_the_slow_down_of_both_sides():
+def test_sources_name_versions_transport_and_what_overlapped():
     hardware = loaded(H200)
     sources = dict(hardware.sources)
     for field in ("latency_per_step", "all_reduce_bus_rate", "all_reduce_bus_rate_of_group.2"):
@@ -209,8 +217,7 @@ def test_sources_name_versions_transport_and_the_slow_down_of_both_sides():
             assert part in sources[f"host_link.{field}"], field
     assert "8192: 650 TFLOP/s" in sources["device.matmul_efficiency"]
     overlap = sources["host.exposed_when_overlapped"]
-    assert "products under all-reduces +15% time" in overlap  # 0.23 / 0.2
-    assert "all-reduces under products +24% time" in overlap  # 0.31 / 0.25
+    assert overlap.startswith("products of 200 ms and all-reduces of 100 ms took 225 ms together; ")
     assert "NCCL_NVLS_ENABLE=0" in hardware.description
 
 
@@ -219,6 +226,20 @@ def test_that_nvlink_joins_hosts_is_taken_from_the_data_sheet():
     assert loaded(host).n_hosts_joined == 18
     times = tuple(replace(time, seconds=time.seconds * 10) for time in host.times)
     assert loaded(replace(host, link_kind="host_memory", times=times)).n_hosts_joined == 1
+
+
+def test_a_time_is_the_mean_of_its_rounds_and_drift_how_much_rounds_differ():
+    rounds = [
+        [CollectiveTime("send", 2, size, size * 1e-9 * pace, 5) for size in sizes]
+        for pace, sizes in ((0.9, (1024, 4096)), (1.1, (1024, 4096)), (1.0, (1024,)))  # 4096 got too slow for the last
+    ]
+    times, drift = mean_of_rounds(rounds)
+    assert times == (
+        CollectiveTime("send", 2, 1024, pytest.approx(1024e-9), 15),
+        CollectiveTime("send", 2, 4096, pytest.approx(4096e-9), 10),
+    )
+    assert drift == pytest.approx(stdev([math.log(0.9), math.log(1.1), 0.0]))
+    assert mean_of_rounds(rounds[:1]) == (tuple(rounds[0]), 0.0)
 
 
 def test_a_device_without_a_data_sheet_has_its_best_rates_as_peaks():
@@ -253,8 +274,9 @@ def test_a_link_without_a_data_sheet_must_give_its_rate():
 
 
 def test_overlap_that_costs_nothing_is_written_as_the_least_the_schema_takes_and_says_so():
-    hardware = loaded(replace(H200, overlap=Overlap(0.2, 0.25, 0.2504, 0.2, 0.25)))
-    assert hardware.overlap_slowdown == pytest.approx(1.01)
+    free = Together(0.2, 0.25, 0.2504)
+    hardware = loaded(replace(H200, overlap=OverlapTimes(free, free), overlap_of_shards=OverlapTimes(free, free)))
+    assert hardware.overlap == hardware.overlap_of_shards == Overlap(communication_exposed=0.01, compute_exposed=0.01)
     assert dict(hardware.sources)["host.exposed_when_overlapped"].startswith("measured 0.2%; ")
 
 
@@ -271,7 +293,9 @@ def test_the_json_has_every_time_beside_what_the_fit_predicts():
         assert time["predicted_s"] == pytest.approx(time["seconds"], rel=0.02)
     largest = next(t for t in found["times"] if (t["kind"], t["n_devices"], t["size_bytes"]) == ("all_reduce", 4, GiB))
     assert largest["bus_bytes_per_s"] == pytest.approx(300e9, rel=0.01)
-    assert found["overlap"]["exposed"] == pytest.approx(0.25)
+    assert found["overlap"]["compute_longer"]["exposed"] == pytest.approx(0.25)
+    assert found["overlap"]["communication_longer"]["exposed"] == pytest.approx(0.1)
+    assert found["overlap_of_shards"]["communication_longer"]["exposed"] == pytest.approx(0.2)
     assert found["environment"] == {"NCCL_NVLS_ENABLE": "0"}
 
 
@@ -329,7 +353,7 @@ def test_two_processes_write_a_valid_profile_and_every_time(tmp_path, program, s
     assert "gloo" in sources["host_link.all_reduce_bus_rate"]
     assert done.stdout.count("my_box") == 1  # the sheet, once, from rank 0
     found = json.loads((tmp_path / "my_box.json").read_text())
-    assert {time["kind"] for time in found["times"]} == {*KINDS, "send", "exchange"}
+    assert {time["kind"] for time in found["times"]} == {*KINDS, "send", "sendrecv"}
     products = [rate for rate in found["rates"] if rate["what"].startswith("product")]
     assert products and all(rate["seconds"] * rate["n_calls"] >= sustained_s for rate in products)
 
@@ -360,6 +384,7 @@ fit_links([CollectiveTime(kind, 2, 2**20, 1e-3, 1) for kind in ("all_reduce", "a
 TWICE = """
 import runpy
 from pathlib import Path
+from statistics import stdev
 
 try:
     runpy.run_module("autoplan.measure_hardware", run_name="__main__")

@@ -9,10 +9,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from brute_force import all_stages, plain_table, random_toy
+from brute_force import OVERLAPS, all_stages, plain_table, random_toy
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.longest_paths import longest_paths
 from autoplan.search.meshes import enumerate_meshes
@@ -32,7 +33,7 @@ SCHEDULES = [("interleaved", 2, 8), ("interleaved", 4, 4), ("zero_bubble_v", 2, 
 def test_weights_never_bound_a_choice_of_sizes_above_a_plan_of_it_that_fits(seed: int) -> None:
     rng = random.Random(seed)
     toy = random_toy(seed, n_segments=rng.choice([6, 7]), tight=True)
-    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
+    toy = replace(toy, overlap=rng.choice(OVERLAPS))
     meshes = [mesh for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=4)) if mesh.n_chunks > 1]
     for mesh in rng.sample(meshes, min(6, len(meshes))):
         table = toy.price(mesh)
@@ -65,7 +66,7 @@ def _table_of_layers(mesh: Mesh, *, reduce_s: float) -> CostTable:
     kept = replace(table.costs[0][0], reduce_s=reduce_s, saved_bytes=100, working_bytes=0)
     kept = replace(kept, state_bytes=0, gathered_bytes=0, gradient_bytes=0)
     again = replace(kept, saved_bytes=0, recompute_s=1.0)
-    return replace(table, costs=((kept, again),), reduces_per_micro_batch=reduce_s > 0.0, overlap_slowdown=1.25)
+    return replace(table, costs=((kept, again),), reduces_per_micro_batch=reduce_s > 0.0, overlap=Overlap(0.25, 0.1))
 
 
 def _even_bound_s(table: CostTable) -> float:

@@ -89,6 +89,10 @@ GRAPH_CELLS = {
     "predictions_h100_x2_2026-11-26_graph_blocks_profile": {"nvlink": "3.1 % (21)"},
     "predictions_h100_x4_2026-11-26_graphs_graph_blocks": {"nvlink": "5.1 % (18)"},
     "predictions_h100_x4_2026-11-27_graphs_profile": {"nvlink": "2.3 % (14)"},
+    "predictions_h100_x4_2026-11-27_sixth_machine_profile": {
+        "nvlink": "1.8 % (14)",
+        "socket": "11.1 % (9)",
+    },
     "predictions_h100_x4_2026-11-27_fourth_machine_profile": {
         "nvlink": "2.6 % (20)",
         "host_memory": "8.2 % (4)",

@@ -19,6 +19,7 @@ from autoplan.errors import InputError
 from autoplan.graph import COMPUTE, GraphFacts, Op, Ref, TensorSpec
 from autoplan.hardware import NO_SHARDING, Device, load_hardware_profile
 from autoplan.options import MEMORY_FORMATS, Options
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh
 from autoplan.rules import LocalCall, load_rules
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
@@ -399,3 +400,14 @@ def test_of_one_micro_batch_stages_1_and_2_are_one() -> None:
         meshes = [Mesh(dp=2, pp=pp, zero_stage=z, zero_shard_degree=2, n_micro_batches=n) for z in (1, 2)]
         first, second = (replace(price(mesh), mesh=meshes[0]) for mesh in meshes)
         assert (first == second) is is_alike
+
+
+def test_shards_overlap_otherwise_than_all_reduces_and_links_drift():
+    beside_reduces, beside_shards = Overlap(0.4, 0.1), Overlap(0.4, 0.3)
+    links = tuple(replace(link, drift=drift) for link, drift in zip(PROFILE.links, (0.01, 0.04), strict=True))
+    hardware = replace(PROFILE, overlap=beside_reduces, overlap_of_shards=beside_shards, links=links)
+    price = make_pricer(graph_of("gpt"), hardware=hardware, precision="bf16", shardings={}, rules=RULES)
+    for zero_stage, overlap in ((0, beside_reduces), (1, beside_shards), (3, beside_shards)):
+        degree = 2 if zero_stage else 1
+        table = price(Mesh(dp=4, zero_stage=zero_stage, zero_shard_degree=degree, n_micro_batches=2))
+        assert (table.overlap, table.drift) == (overlap, 0.04)

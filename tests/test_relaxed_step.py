@@ -12,6 +12,7 @@ import pytest
 from brute_force import plain_table, random_plans
 
 from autoplan.cost.table import CostTable
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.formulation import formulate
 from autoplan.search.paths import shape_of
@@ -67,7 +68,7 @@ def test_a_relaxed_step_of_layers_all_alike_is_the_simulated_one(schedule: str, 
     mesh = Mesh(pp=2, n_chunks=n_chunks, n_micro_batches=8, schedule=schedule)
     table = plain_table(mesh)
     costs = tuple(tuple(replace(cost, reduce_s=0.7) for cost in choices) for choices in table.costs)
-    table = replace(table, costs=costs, reduces_per_micro_batch=reduces, overlap_slowdown=1.25)
+    table = replace(table, costs=costs, reduces_per_micro_batch=reduces, overlap=Overlap(0.25, 0.1))
     n_stages, n_pieces = mesh.n_stages, len(piece_edges(table)) - 1
     edges = [stage * n_pieces // n_stages for stage in range(n_stages + 1)]
     stages = tuple(StagePlan(start, stop, ()) for start, stop in pairwise(edges))

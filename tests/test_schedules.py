@@ -122,10 +122,10 @@ def test_an_ordered_schedule_knows_the_place_of_what_each_action_waits_for(name)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
-def test_ranks_of_1f1b_exchange_an_activation_for_a_gradient_until_one_of_both_is_the_last(n_ranks):
+def test_a_sendrecv_of_1f1b_swaps_an_activation_for_a_gradient_until_one_of_both_is_the_last(n_ranks):
     n_micro_batches = 6
     ordered = ordered_schedule("1f1b", n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=1)
-    found = {str(action) for action, exchanges in zip(ordered.actions, ordered.exchanges, strict=True) if exchanges}
+    found = {str(action) for action, is_sendrecv in zip(ordered.actions, ordered.sendrecvs, strict=True) if is_sendrecv}
     # between ranks r and r + 1 of p: the gradient of micro-batch k for the activation of micro-batch k + p - 1 - r
     pairs = [(r, k, k + n_ranks - 1 - r) for r in range(n_ranks - 1) for k in range(n_micro_batches)]
     pairs = [pair for pair in pairs if pair[2] < n_micro_batches]
@@ -133,7 +133,7 @@ def test_ranks_of_1f1b_exchange_an_activation_for_a_gradient_until_one_of_both_i
 
 
 def test_all_activations_go_before_the_first_gradient_under_gpipe():
-    assert not any(ordered_schedule("gpipe", n_ranks=3, n_micro_batches=6, n_chunks=1).exchanges)
+    assert not any(ordered_schedule("gpipe", n_ranks=3, n_micro_batches=6, n_chunks=1).sendrecvs)
 
 
 @pytest.mark.parametrize("name", load_table("autoplan.schedules", "SCHEDULES"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
-from brute_force import Toy, all_stages, plain_table, random_plans, random_toy, with_space
+from brute_force import OVERLAPS, Toy, all_stages, plain_table, random_plans, random_toy, with_space
 from distributed.programs import EXAMPLES
 from simulator_toys import one_each, pipeline, segment, table_of
 
@@ -16,6 +16,7 @@ from autoplan.api import trace_model
 from autoplan.cost.table import CostTable
 from autoplan.hardware import load_hardware_profile
 from autoplan.options import Options
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
@@ -93,7 +94,7 @@ class Bounded:
 
 def whole_pieces(toy: Toy, rng: random.Random, *, share: float, n_stages: int | None = None) -> Iterator[Bounded]:
     """The bounds of a share of the meshes of a toy (with so many stages), and the fastest plan by trying all."""
-    toy = replace(toy, overlap_slowdown=rng.choice([1.0, 1.2, 1.8, 2.5]))
+    toy = replace(toy, overlap=rng.choice(OVERLAPS))
     if rng.random() < 0.5:  # so that every segment is gathered
         toy = replace(toy, kind_costs=tuple(replace(cost, gather_s=max(cost.gather_s, 0.1)) for cost in toy.kind_costs))
     for mesh in enumerate_meshes(toy.space, Options(max_micro_batch_size=4)):
@@ -205,7 +206,7 @@ def reducing_table(*, outer: bool) -> CostTable:
     first = replace(block, saved_bytes=0, reducing_bytes=45, late_gradient_bytes=1)
     return replace(
         plain, kinds=(outer, *(0,) * 9), costs=((block, again), (first, first)), cut_s=(0.0,) * 9,
-        reduces_per_micro_batch=True, overlap_slowdown=1.5, reserved_fixed_bytes=0, reserved_ratio=1.0,
+        reduces_per_micro_batch=True, overlap=Overlap(0.5, 0.5), reserved_fixed_bytes=0, reserved_ratio=1.0,
         memory_limit_bytes=170,
     )  # fmt: skip
 
@@ -369,7 +370,7 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
     cost = replace(table.costs[0][0], backward_s=1.0, gather_s=1.5, reduce_s=2.0)
     table = replace(
         table, kinds=(0, 0, 0, 1), costs=((cost, cost), (cost, cost)), cut_s=(0.0,) * 3,
-        message_bytes=(), overlap_slowdown=1.0, gathers_per_micro_batch=True, reduces_per_micro_batch=True,
+        message_bytes=(), overlap=Overlap(0.0, 0.0), gathers_per_micro_batch=True, reduces_per_micro_batch=True,
         memory_limit_bytes=2**60,
     )  # fmt: skip
     stages = (StagePlan(0, 2), StagePlan(2, 4))
@@ -381,10 +382,12 @@ def test_a_stage_that_ends_inside_a_run_has_no_reduction_before_its_first_segmen
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v"])
-@pytest.mark.parametrize("slowdown", [1.0, 1.5, 2.0])
-def test_no_bound_exceeds_a_step_whose_transfers_take_as_long_as_its_reductions(schedule: str, slowdown: float) -> None:
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_no_bound_exceeds_a_step_whose_transfers_take_as_long_as_its_reductions(
+    schedule: str, overlap: Overlap
+) -> None:
     costs = [segment(forward_s=1, backward_s=2, reduce_s=1)] * 4
     mesh = pipeline(2, 8, schedule=schedule, n_chunks=2)
-    table = table_of(costs, mesh=mesh, cut_s=1, reduces=True, slowdown=slowdown)
+    table = table_of(costs, mesh=mesh, cut_s=1, reduces=True, overlap=overlap)
     step_s = simulate(table, one_each(4)).step_s
     assert 0.9 * step_s <= shared_bound_s(table, shape_of(mesh), recompute=None) <= step_s

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from brute_force import random_toy
+from brute_force import OVERLAPS, random_toy
 from distributed.programs import graph_of
 from mixed_toys import layered
 
@@ -15,7 +15,8 @@ from autoplan.cost.table import CostTable
 from autoplan.graph import crossings, invariant_values
 from autoplan.parallel_plan import Mesh
 from autoplan.search.banded_path import bands_of
-from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s
+from autoplan.search.ranges import Ranges, Segments, backward_pass_s, forward_pass_s, left_s, reducing_pass_s
+from autoplan.simulator.stage_pass import pass_work, replay_pass
 
 N_RANDOM = 30
 
@@ -84,6 +85,28 @@ def test_passes_take_what_the_segments_of_the_range_alone_would(seed: int) -> No
             kind = ranges.kind[stop, count - 1]
             assert forward_pass_s(own, whole, gathers=True)[0] == pytest.approx(forward[kind])
             assert backward_pass_s(alone, own, whole)[0] == pytest.approx(backward[kind])
+
+
+@pytest.mark.parametrize("seed", range(N_RANDOM))
+def test_no_pass_of_a_range_takes_or_leaves_more_than_when_it_is_replayed(seed: int) -> None:
+    table = replace(_random_table(seed), overlap=OVERLAPS[seed % len(OVERLAPS)])
+    table = replace(table, reduces_per_micro_batch=seed % 3 > 0 or table.gathers_per_micro_batch)
+    ranges, segments = Ranges.of(table, len(table.kinds)), Segments.of(table, None)
+    bounds_s = {
+        ("F", False): forward_pass_s(segments, ranges, gathers=table.gathers_per_micro_batch),
+        ("B", False): backward_pass_s(table, segments, ranges),
+    }
+    reduced = {"compute_s": segments.backward_s, "reduce_s": segments.last_reduce_s}
+    if not table.gathers_per_micro_batch:
+        bounds_s["B", True] = reducing_pass_s(table, ranges, **reduced)
+    least_left_s = left_s(table, ranges, **reduced)
+    for place, (start, stop) in enumerate(zip(ranges.edges[ranges.start], ranges.edges[ranges.stop], strict=True)):
+        choices = [(table.kinds[segment], segments.is_again[segment]) for segment in range(start, stop)]
+        for (kind, is_edge), bound_s in bounds_s.items():
+            work = pass_work(table, choices, kind, is_edge=is_edge, is_first=True)
+            times = replay_pass(work, overlap=table.overlap)
+            assert bound_s[place] <= times.elapsed_s + 1e-9
+            assert not is_edge or least_left_s[place] <= times.left_s + 1e-9
 
 
 def test_a_run_of_many_equal_pieces_has_as_many_kinds_of_ranges_as_lengths() -> None:

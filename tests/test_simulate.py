@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator_toys import FREE, one_each, pipeline, segment, table_of, tick, whole
+from simulator_toys import FREE, HALF, NO_SLOWDOWN, one_each, pipeline, segment, table_of, tick, whole
 
 from autoplan.errors import InputError, PlanMismatchError
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import step_bound_s
 from autoplan.simulator.simulate import simulate
-from autoplan.simulator.stage_pass import SegmentPass, replay_pass
+from autoplan.simulator.stage_pass import SegmentPass, replay_first_forward, replay_pass
 
 # ---------------------------------------------------------------------------------------------------------- one device
 
@@ -98,20 +99,48 @@ def test_first_gather_and_last_reduction_are_exposed_and_the_others_hidden():
 
 def test_hidden_communication_costs_the_slowdown():
     # as above, and 3 s (forward) + 3 s + 2 s (backward) run beside compute: each takes 1.5 times as long
-    table = table_of([sharded(gather_s=3, reduce_s=2)] * 2, gathers=True, reduces=True, slowdown=1.5)
+    table = table_of([sharded(gather_s=3, reduce_s=2)] * 2, gathers=True, reduces=True, overlap=HALF)
     assert simulate(table, whole(2)).breakdown.exposed_dp_s == 8 + 0.5 * (3 + 3 + 2)
 
 
 def test_gather_longer_than_compute_is_exposed_in_part():
     # gather 0 [0, 6], segment 0 [6, 10], gather 1 [6, 12], segment 1 [12, 16]; the pass computes 8 of 16 s
     work = (SegmentPass(busy_s=4, gather_s=6),) * 2
-    times = replay_pass(work, slowdown=1.0)
+    times = replay_pass(work, overlap=NO_SLOWDOWN)
     assert (times.elapsed_s, times.exposed_s, times.left_s) == (16, 8, 0)
     assert times.spans == (("gather", 0, 0, 6), ("gather", 1, 6, 12))
-    # slowdown 2: beside segment 0, 4 s of gather 1 take 8 s, [6, 14]; its last 2 s [14, 16]; segment 1 [16, 20]
-    slow = replay_pass(work, slowdown=2.0)
-    assert (slow.elapsed_s, slow.exposed_s) == (20, 12)
-    assert slow.spans == (("gather", 0, 0, 6), ("gather", 1, 6, 16))
+    # slowed by a half: beside segment 0, 4 s of gather 1 take 6 s, [6, 12]; its last 2 s [12, 14]; segment 1 [14, 18]
+    slow = replay_pass(work, overlap=HALF)
+    assert (slow.elapsed_s, slow.exposed_s) == (18, 10)
+    assert slow.spans == (("gather", 0, 0, 6), ("gather", 1, 6, 14))
+
+
+def test_compute_and_communication_are_each_slowed_by_a_factor_of_their_own():
+    # beta 1/2 and gamma 1/4: while both run compute takes 1.75 and communication 7/6 times as long, so that a second of
+    # compute hides 1.5 s. Gather 0 [0, 2]; segment 0, 4 s, takes 7 s, [2, 9], beside 6 of the 7 s of gather 1, whose
+    # last second is exposed, [9, 10]: 7 + 4/4 s as communication takes longer. Segment 1 [10, 14].
+    overlap = Overlap(communication_exposed=0.5, compute_exposed=0.25)
+    times = replay_pass((SegmentPass(busy_s=4, gather_s=2), SegmentPass(busy_s=4, gather_s=7)), overlap=overlap)
+    assert (times.elapsed_s, times.exposed_s, times.left_s) == (14, 6, 0)
+    assert times.spans == (("gather", 0, 0, 2), ("gather", 1, 2, 10))
+    # 3 s left over are done beside 2 s of compute in 3.5 s, then 2 s alone: 4 + 3/2 s as compute takes longer
+    times = replay_pass((SegmentPass(busy_s=4),), overlap=overlap, left_s=3)
+    assert (times.elapsed_s, times.exposed_s, times.left_s) == (5.5, 1.5, 0)
+    assert times.spans == (("left over", None, 0, 3.5),)
+    # of 9 s left over 6 are done beside compute, in 7 s
+    times = replay_pass((SegmentPass(busy_s=4),), overlap=overlap, left_s=9)
+    assert (times.elapsed_s, times.exposed_s, times.left_s) == (7, 3, 3)
+    # likewise where gathers were queued before: 3 s of the later stages are done after 2 s of the own ones
+    work = (SegmentPass(busy_s=4, gather_s=2),)
+    times = replay_first_forward(work, overlap=overlap, left_s=5, later_s=3)
+    assert (times.elapsed_s, times.exposed_s, times.left_s) == (7.5, 3.5, 0)
+
+
+@given(*[st.floats(0.01, 100)] * 2, *[st.floats(0.0, 0.95)] * 2)
+def test_streams_begun_together_end_as_the_shares_say(compute_s, communication_s, beta, gamma):
+    times = replay_pass((SegmentPass(compute_s),), overlap=Overlap(beta, gamma), left_s=communication_s)
+    both_s = max(compute_s + beta * communication_s, communication_s + gamma * compute_s)
+    assert times.elapsed_s + times.left_s == pytest.approx(both_s)
 
 
 def test_gathers_once_per_step_are_not_repeated():
@@ -127,7 +156,7 @@ def test_gathers_per_micro_batch_are_repeated_in_forward_and_backward():
 
 def test_reduction_once_per_step_comes_in_the_last_micro_batch():
     # only the last of 3 backward passes reduces: segment 1's is hidden beside segment 0, segment 0's 2 s are exposed
-    table = table_of([sharded(reduce_s=2)] * 2, mesh=pipeline(1, 3), slowdown=1.5)
+    table = table_of([sharded(reduce_s=2)] * 2, mesh=pipeline(1, 3), overlap=HALF)
     assert simulate(table, whole(2)).breakdown.exposed_dp_s == 0.5 * 2 + 2
 
 
@@ -149,7 +178,7 @@ def test_backward_pass_takes_the_segments_from_last_to_first():
 def test_reduction_left_over_goes_on_beside_the_next_micro_batch():
     # one segment, 2 micro-batches: the first reduction runs beside the second forward pass (2 s of it slowed by
     # 1.5), the second one is exposed
-    table = table_of([sharded(reduce_s=2)], mesh=pipeline(1, 2), reduces=True, slowdown=1.5)
+    table = table_of([sharded(reduce_s=2)], mesh=pipeline(1, 2), reduces=True, overlap=HALF)
     assert simulate(table, whole(1)).breakdown.exposed_dp_s == 0.5 * 2 + 2
 
 
@@ -162,7 +191,7 @@ def test_gather_waits_for_the_reduction_before_it():
 def test_reductions_slower_than_compute_pile_up():
     # backward 1 + 1 s, each reduction 5 s: reduce 1 [1, 6], reduce 0 [6, 11], left over 10 - 1 = 9 at the end
     work = (SegmentPass(busy_s=1, reduce_s=5),) * 2
-    times = replay_pass(work, slowdown=1.0)
+    times = replay_pass(work, overlap=NO_SLOWDOWN)
     assert (times.elapsed_s, times.exposed_s, times.left_s) == (2, 0, 9)
 
 
@@ -186,7 +215,7 @@ seconds = st.integers(0, 5)
 
 @given(st.lists(st.builds(SegmentPass, seconds, seconds, seconds), min_size=1, max_size=5), seconds)
 def test_pass_agrees_with_a_replay_second_by_second(work, left_s):
-    times = replay_pass(tuple(work), slowdown=1.0, left_s=left_s)
+    times = replay_pass(tuple(work), overlap=NO_SLOWDOWN, left_s=left_s)
     assert (times.elapsed_s, times.left_s) == ticks_of(work, left_s=left_s)
 
 
@@ -230,3 +259,11 @@ def test_the_timeline_ends_with_the_step_when_the_optimizer_waits_for_the_host()
     estimate = simulate(table_of([cost]), whole(1), with_timeline=True)
     assert estimate.step_s == max(event.stop_s for event in estimate.timeline) == 6
     assert (estimate.breakdown.optimizer_s, estimate.breakdown.launch_s) == (2, 1)
+
+
+def test_links_that_drift_make_a_step_uncertain_as_far_as_it_waits_for_them():
+    # of 10 s, 2 are collectives of tensor parallelism
+    cost = segment(forward_s=3, backward_s=5, tp_forward_s=1, tp_backward_s=1)
+    steady, drifting = (simulate(table_of((cost,), drift=drift), whole(1)) for drift in (0.0, 0.1))
+    assert (steady.step_s, steady.drift) == (10.0, 0.0)
+    assert drifting == dataclasses.replace(steady, drift=pytest.approx(0.02))

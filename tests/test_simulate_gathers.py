@@ -5,9 +5,10 @@ import random
 
 import numpy as np
 import pytest
+from brute_force import OVERLAPS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_simulate import one_each, pipeline, segment, table_of, tick
+from test_simulate import HALF, NO_SLOWDOWN, one_each, pipeline, segment, table_of, tick
 
 from autoplan.parallel_plan import StagePlan
 from autoplan.search.relaxed_step import RelaxedStep
@@ -56,12 +57,12 @@ def test_gathers_stop_while_a_transfer_arrives_and_what_is_left_is_exposed():
 
 
 def test_the_first_rank_gathers_for_its_later_stages_after_its_first_pass():
-    # gather 0 [0, 3], 0F0 waits for it and ends at 7; of 0F1's 4 s three, beside the gather of stage 2, take 6
+    # gather 0 [0, 3], 0F0 waits for it and ends at 7; of 0F1's 4 s three, beside the gather of stage 2, take 4.5
     mesh = pipeline(2, 2, schedule="interleaved", n_chunks=2)
-    table = table_of([layer(gather_s=3)] * 4, mesh=mesh, slowdown=2.0)
+    table = table_of([layer(gather_s=3)] * 4, mesh=mesh, overlap=HALF)
     compute, communication = boxes_of(table, one_each(4), rank=0)
-    assert compute[:3] == [("0F0", 0, 7), ("0F1", 7, 14), ("2F0", 14, 18)]
-    assert communication == [("gather 0", 0, 3), ("gather", 7, 13)]
+    assert compute[:3] == [("0F0", 0, 7), ("0F1", 7, 12.5), ("2F0", 12.5, 16.5)]
+    assert communication == [("gather 0", 0, 3), ("gather", 7, 11.5)]
     # rank 1 has gathered for both of its stages, 6 s, when its input arrives at 7
     assert boxes_of(table, one_each(4), rank=1)[1] == [("gather", 0, 6)]
 
@@ -118,7 +119,7 @@ seconds = st.integers(0, 5)
 @given(st.lists(st.builds(SegmentPass, seconds, seconds), min_size=1, max_size=5), seconds, st.integers(0, 30))
 def test_a_first_forward_pass_agrees_with_a_replay_second_by_second(work, later_s, done_s):
     left_s = max(0, sum(item.gather_s for item in work) + later_s - done_s)
-    times = replay_first_forward(tuple(work), slowdown=1.0, left_s=left_s, later_s=later_s)
+    times = replay_first_forward(tuple(work), overlap=NO_SLOWDOWN, left_s=left_s, later_s=later_s)
     assert (times.elapsed_s, times.left_s) == ticks_of(work, done_s=done_s, later_s=later_s)
 
 
@@ -128,7 +129,8 @@ def test_the_bound_of_one_stage_per_rank_knows_what_is_left_to_gather(seed):
     rng = random.Random(seed)
     sizes = [rng.randint(1, 3) for _ in range(rng.randint(2, 4))]
     cost = segment(forward_s=rng.uniform(0.1, 1.0), backward_s=rng.uniform(0.1, 2.0), gather_s=rng.uniform(2.0, 5.0))
-    table = table_of([cost] * sum(sizes), mesh=pipeline(len(sizes), rng.randint(4, 6)))
+    mesh = pipeline(len(sizes), rng.randint(4, 6))
+    table = table_of([cost] * sum(sizes), mesh=mesh, overlap=OVERLAPS[seed % len(OVERLAPS)])
     stops = np.cumsum(sizes)
     stages = tuple(StagePlan(int(stop) - size, int(stop)) for stop, size in zip(stops, sizes, strict=True))
     (least_s,) = RelaxedStep.of_cuts(table, recompute=None).least_s(np.array([sizes]), np.zeros((1, len(sizes))))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from simulator_toys import one_each, pipeline, segment, table_of
+from simulator_toys import HALF, one_each, pipeline, segment, table_of
 
 from autoplan.simulator.simulate import memory_over_time, simulate
 
@@ -120,13 +120,13 @@ def test_a_result_leaves_when_the_rank_that_receives_it_is_free():
     assert estimate.step_s == 21
 
 
-def test_results_that_two_ranks_exchange_travel_at_once_and_both_wait():
+def test_results_of_a_sendrecv_travel_at_once_and_both_ranks_wait():
     # 1f1b, 2 ranks, 3 micro-batches, transfer 1 s, 1.5 s beside one in the other direction.
-    # 0F0 [0, 1], sent [1, 2], 1F0 [2, 3], 1B0 [3, 5]; 0F1 [1, 2] is sent in exchange for that, [5, 6.5]:
-    # 0B0 [6.5, 8.5], 1F1 [6.5, 7.5], 1B1 [7.5, 9.5]; 0F2 [8.5, 9.5], exchanged [9.5, 11]: 0B1 [11, 13], 1F2 [11, 12],
+    # 0F0 [0, 1], sent [1, 2], 1F0 [2, 3], 1B0 [3, 5]; 0F1 [1, 2] and that in a sendrecv [5, 6.5]:
+    # 0B0 [6.5, 8.5], 1F1 [6.5, 7.5], 1B1 [7.5, 9.5]; 0F2 [8.5, 9.5], sendrecv [9.5, 11]: 0B1 [11, 13], 1F2 [11, 12],
     # 1B2 [12, 14], sent [14, 15], 0B2 [15, 17]
     table = table_of([segment(forward_s=1, backward_s=2)] * 2, mesh=pipeline(2, 3), cut_s=1.0)
-    estimate = simulate(dataclasses.replace(table, exchange_s=(1.5,)), one_each(2), with_timeline=True)
+    estimate = simulate(dataclasses.replace(table, sendrecv_s=(1.5,)), one_each(2), with_timeline=True)
     boxes = {event.name: (event.start_s, event.stop_s) for event in estimate.timeline if event.stream == "compute"}
     assert {name: boxes[name] for name in ("0B0", "1F1", "0B1", "1F2", "0B2")} == {
         "0B0": (6.5, 8.5), "1F1": (6.5, 7.5), "0B1": (11, 13), "1F2": (11, 12), "0B2": (15, 17)
@@ -135,7 +135,7 @@ def test_results_that_two_ranks_exchange_travel_at_once_and_both_wait():
     assert (estimate.breakdown.exposed_pp_s, estimate.breakdown.bubble_s) == (1.5 + 1.5 + 1, 3 + 0 + 1)
 
 
-def test_stages_on_one_rank_exchange_nothing():
+def test_stages_on_one_rank_send_nothing():
     mesh = pipeline(1, 2, schedule="interleaved", n_chunks=2)
     table = table_of([segment(forward_s=1, backward_s=2)] * 2, mesh=mesh, cut_s=100.0)
     assert simulate(table, one_each(2)).step_s == 12
@@ -154,26 +154,26 @@ def test_optimizer_waits_for_the_reductions_of_its_own_rank():
 
 def test_reduction_of_one_stage_slows_the_next_stage_of_its_rank():
     # interleaved, 2 ranks, 2 micro-batches: stage 3 reduces for 2 s from the end of 3B1 on. 1B0 follows at once and
-    # runs beside it: its 2 s take 4 s, and as rank 0 waits for it, the step takes 2 s longer.
+    # runs beside it: its 2 s take 3 s, and as rank 0 waits for it, the step takes 1 s longer.
     plain = segment(forward_s=1, backward_s=2)
     reducing = dataclasses.replace(plain, reduce_s=2)
     mesh = pipeline(2, 2, schedule="interleaved", n_chunks=2)
     before = simulate(table_of([plain] * 4, mesh=mesh), one_each(4))
-    after = simulate(table_of([plain] * 3 + [reducing], mesh=mesh, slowdown=2.0), one_each(4), with_timeline=True)
+    after = simulate(table_of([plain] * 3 + [reducing], mesh=mesh, overlap=HALF), one_each(4), with_timeline=True)
     boxes = {event.name: (event.start_s, event.stop_s) for event in after.timeline if event.rank == 1}
-    assert boxes["1B0"] == (boxes["3B1"][1], boxes["3B1"][1] + 4)
+    assert boxes["1B0"] == (boxes["3B1"][1], boxes["3B1"][1] + 3)
     assert boxes["reduce"] == boxes["1B0"]
-    assert after.step_s == before.step_s + 2
+    assert after.step_s == before.step_s + 1
 
 
 def test_reduction_goes_on_at_full_speed_while_its_rank_waits():
     # rank 0: 0F0 [0, 10], 0F1 [10, 20], 0B0 [20, 22], 0F2 [22, 32]. Rank 1: 1F0 [10, 11], 1B0 [11, 13], waits until
-    # 20. Of 8 s of reduction 7 are done by then; 1 s more runs beside 1F1, which takes 2 s at slowdown 2.
-    # 1B1 [22, 24], its reduction is done at 32, just when 1F2 starts: that one takes 1 s.
+    # 20. Of 8 s of reduction 7 are done by then; 1 s more runs beside 1F1, which takes 1.5 s.
+    # 1B1 [21.5, 23.5], its reduction is done at 31.5, before 1F2 starts: that one takes 1 s.
     costs = [segment(forward_s=10, backward_s=2), segment(forward_s=1, backward_s=2, reduce_s=8)]
-    table = table_of(costs, mesh=pipeline(2, 3), reduces=True, slowdown=2.0)
+    table = table_of(costs, mesh=pipeline(2, 3), reduces=True, overlap=HALF)
     timeline = simulate(table, one_each(2), with_timeline=True).timeline
     boxes = {event.name: (event.start_s, event.stop_s) for event in timeline if event.stream == "compute"}
-    assert [boxes[name] for name in ("1F1", "1B1", "1F2", "1B2")] == [(20, 22), (22, 24), (32, 33), (33, 35)]
+    assert [boxes[name] for name in ("1F1", "1B1", "1F2", "1B2")] == [(20, 21.5), (21.5, 23.5), (32, 33), (33, 35)]
     reductions = [(event.start_s, event.stop_s) for event in timeline if event.stream == "communication"]
-    assert reductions == [(13, 20), (20, 22), (24, 32), (35, 43)]
+    assert reductions == [(13, 20), (20, 21.5), (23.5, 31.5), (35, 43)]

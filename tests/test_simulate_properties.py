@@ -6,9 +6,10 @@ from collections import defaultdict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator_toys import pipeline, table_of
+from simulator_toys import NO_SLOWDOWN, pipeline, table_of
 
 from autoplan.cost.table import SegmentCost
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import StagePlan
 from autoplan.schedules import build_schedule, stage_ranks
 from autoplan.simulator.simulate import memory_over_time, simulate
@@ -42,7 +43,7 @@ def plans(draw, max_pp=3):
         cut_s=draw(quarters),
         gathers=draw(st.booleans()),
         reduces=draw(st.booleans()),
-        slowdown=draw(st.sampled_from([1.0, 1.25, 2.0])),
+        overlap=draw(st.sampled_from([NO_SLOWDOWN, Overlap(0.25, 0.25), Overlap(0.75, 0.25), Overlap(0.0, 0.5)])),
         per_step_s=draw(quarters),
         action_s=draw(quarters),
         reserved_ratio=draw(st.sampled_from([1.0, 1.1])),
@@ -128,5 +129,5 @@ def test_memory_parts_sum_to_reserved_and_the_curve_peaks_at_allocated(plan):
 @given(plans(max_pp=1))
 def test_slowdown_never_makes_one_rank_faster(plan):
     table, stages = plan
-    free = dataclasses.replace(table, overlap_slowdown=1.0)
+    free = dataclasses.replace(table, overlap=NO_SLOWDOWN)
     assert simulate(free, stages).step_s <= simulate(table, stages).step_s + 1e-9

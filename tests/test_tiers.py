@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from autoplan.cost.collective_time import KINDS, Group, Spread, axis_group, collective_s, pair_group, route_of, send_s
 from autoplan.errors import InputError
 from autoplan.hardware import NO_SHARDING, Device, HardwareProfile, LinkTier, load_hardware_profile
+from autoplan.overlap import Overlap
 from autoplan.units import GB, MiB
 
 DEVICE = Device("toy", (("fp32", 1e12),), 10**9, 1e9, 1.0, 1.0, 1e-6, 1e-6, 1e-6, NO_SHARDING)
@@ -25,7 +26,7 @@ def toy(*, latencies_s=(0.0, 0.0, 0.0), rates=(1.0 * GB, 0.1 * GB, 0.05 * GB), h
         for name, size, latency_s, rate in zip(("wire", "leaf", "spine"), sizes, latencies_s, rates, strict=True)
     ]
     links = tuple(tiers[: 1 if n_hosts == 1 else 2 if n_hosts == 2 else 3][per_host == 1 :])
-    return HardwareProfile("toy", "", DEVICE, per_host, n_hosts, links, 1.0, None, ())
+    return HardwareProfile("toy", "", DEVICE, per_host, n_hosts, links, Overlap(0.0, 0.0), Overlap(0.0, 0.0), None, ())
 
 
 def flat():
@@ -65,7 +66,9 @@ def test_an_axis_lies_as_badly_as_its_worst_group(per_host, per_rack, n_racks, s
     assume(size * stride <= n_devices)
     tiers = (LinkTier("leaf", per_host * per_rack, 0, 1, 1, 1), LinkTier("spine", n_devices, 0, 1, 1, 1))
     links = ((LinkTier("wire", per_host, 0, 1, 1, 1),) if per_host > 1 else ()) + tiers
-    hardware = HardwareProfile("toy", "", DEVICE, per_host, per_rack * n_racks, links, 1.0, None, ())
+    hardware = HardwareProfile(
+        "toy", "", DEVICE, per_host, per_rack * n_racks, links, Overlap(0.0, 0.0), Overlap(0.0, 0.0), None, ()
+    )
     found = axis_group(hardware, size=size, stride=stride)
     groups = [
         [block * size * stride + offset + i * stride for i in range(size)]
@@ -188,7 +191,7 @@ def outwards_slower(latency_s, latency_ratio, rate_ratio, half_s):
     for k, (name, size) in enumerate((("wire", 8), ("leaf", 64), ("spine", 512))):
         rate = 100 * GB / rate_ratio**k
         tiers.append(LinkTier(name, size, latency_s * latency_ratio**k, rate, 1.0, round(half_s * rate)))
-    return HardwareProfile("toy", "", DEVICE, 8, 64, tuple(tiers), 1.0, None, ())
+    return HardwareProfile("toy", "", DEVICE, 8, 64, tuple(tiers), Overlap(0.0, 0.0), Overlap(0.0, 0.0), None, ())
 
 
 @given(

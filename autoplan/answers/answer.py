@@ -136,7 +136,7 @@ def trust(estimate: Estimate) -> str:
 
 def step_interval_s(candidate: Candidate) -> tuple[float, float]:
     """Between which two step times the truth is expected; see `intervals`."""
-    return interval(candidate.estimate.step_s, _step_errors(candidate))
+    return interval(candidate.estimate.step_s, _step_errors(candidate), drift=candidate.estimate.drift)
 
 
 def _step_errors(candidate: Candidate) -> Errors:
@@ -182,7 +182,9 @@ def short_words(estimate: Estimate) -> str:
 
 def interval_source(candidate: Candidate) -> str:
     """Where the interval of the step comes from."""
-    return f"{trust(candidate.estimate)}: {_step_errors(candidate)}"
+    drift = candidate.estimate.drift
+    of_links = f", and {drift:.1%} drift of its links" if drift else ""
+    return f"{trust(candidate.estimate)}: {_step_errors(candidate)}{of_links}"
 
 
 def segment_sources_text(estimate: Estimate) -> str:

@@ -5,7 +5,9 @@
 
 t(n) is the 95 % quantile of Student's t distribution with n degrees of freedom (`student_t_quantile`), so that the next
 run falls into the interval with a chance of 90 %, half of the misses on either side; the fewer runs are known, the
-wider it is. Left out: errors are taken as normal and centred, and as alike for all models and plans of one provenance.
+wider it is. Where links were found to be faster at one time than at another, rms is sqrt(rms^2 + drift^2) with the
+drift of the step (`Estimate.drift`). Left out: errors are taken as normal and centred, and as alike for all models and
+plans of one provenance.
 
 Of memory it counts on which side a run misses. A limit L is exceeded with the chance that `chance_above` says, and this
 chance is 1 - c where it is above the prediction by the share that `margin_of` says:
@@ -95,9 +97,10 @@ def role_of_host(launch_s: float, step_s: float, *, is_graph: bool) -> str:
     return GRAPH if is_graph else WAITED_FOR if is_host_bound(launch_s, step_s) else AHEAD
 
 
-def interval(predicted: float, errors: Errors) -> Interval:
+def interval(predicted: float, errors: Errors, *, drift: float = 0.0) -> Interval:
     """Between which values the measured one lies with a chance of `COVERAGE`."""
-    ratio = math.exp(student_t_quantile(0.5 + COVERAGE / 2, n_degrees=errors.n_runs) * errors.rms)
+    rms = math.hypot(errors.rms, drift)
+    ratio = math.exp(student_t_quantile(0.5 + COVERAGE / 2, n_degrees=errors.n_runs) * rms)
     return predicted / ratio, predicted * ratio
 
 

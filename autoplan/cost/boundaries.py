@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from autoplan.cost.collective_time import Group, exchange_s, send_s
+from autoplan.cost.collective_time import Group, send_s, sendrecv_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.work_context import N_GRAPHS
 from autoplan.graph import GraphFacts, OpGraph, TensorSpec, changing_buffers, crossings
@@ -21,8 +21,8 @@ def make_cuts_pricer(
 ) -> Callable[[int, str, int, int, Group], tuple[Cuts, Cuts, tuple[int, ...]]]:
     """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> three figures of each boundary.
 
-    Seconds to send over it, seconds beside as much the other way, and bytes; the second empty where it is no more than
-    the first. None, and 0 bytes, where nothing may be sent.
+    Seconds to send over it, seconds in a sendrecv (as much the other way at once), and bytes; the second empty where it
+    is no more than the first. None, and 0 bytes, where nothing may be sent.
     """
     boundary_bytes = make_boundary_sizer(graph, precision)
 
@@ -33,7 +33,7 @@ def make_cuts_pricer(
         sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
         seconds = {size: send_s(size, pair=stages, hardware=hardware, n_chunks=n_chunks) for size in allowed}
-        both_s = {size: exchange_s(size, pair=stages, hardware=hardware, alone_s=seconds[size]) for size in allowed}
+        both_s = {size: sendrecv_s(size, pair=stages, hardware=hardware, alone_s=seconds[size]) for size in allowed}
         alone, both = (tuple(None if size is None else of[size] for size in sizes) for of in (seconds, both_s))
         return alone, () if both == alone else both, tuple(size or 0 for size in sizes)
 

@@ -259,14 +259,14 @@ def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, n_chunk
     return by_all_s if n_chunks == 1 else max(by_all_s, _between_times_s(FEW_BLOCKS_TIMES, size_bytes))
 
 
-def exchange_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, alone_s: float) -> float:
-    """Time of two such sends between the same devices, one each way at once; `alone_s` is that of one.
+def sendrecv_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, alone_s: float) -> float:
+    """Time of a sendrecv, two such sends between the same devices, one each way at once; `alone_s` is that of one.
 
     As much, where `hw measure` found nothing else.
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return alone_s
-    return max(alone_s, route_of(pair, hardware).measured_s("exchange", size_bytes) or 0.0)
+    return max(alone_s, route_of(pair, hardware).measured_s("sendrecv", size_bytes) or 0.0)
 
 
 @lru_cache(maxsize=4096)

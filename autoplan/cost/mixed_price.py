@@ -96,7 +96,7 @@ def joined(
     tables = [replace(table, per_step_s=per_step_s) for table in tables]
     ranks: list[CostTable] = []
     for table, count, leaving in zip(tables, n_ranks, (*cuts, tables[-1].cut_s), strict=True):
-        ranks += [table] * (count - 1) + [replace(table, cut_s=leaving, exchange_s=())]
+        ranks += [table] * (count - 1) + [replace(table, cut_s=leaving, sendrecv_s=())]
     return replace(tables[0], rank_tables=tuple(ranks), action_s=min(table.action_s for table in tables))
 
 

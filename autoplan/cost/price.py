@@ -136,7 +136,7 @@ def make_pricer(
         found = costs(way, mesh.n_micro_batches)
         sources = () if measured is None else tuple(source for _, source in works(way.run))
         copy_s, batch_bytes = batch(mesh)
-        cut_s, exchange_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.n_chunks, groups.stages)
+        cut_s, sendrecv_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.n_chunks, groups.stages)
         n_groups = 1 if exchange is None else exchange.n_groups
         begins_s = start_s(hardware.device, n_devices=mesh.n_devices * n_groups)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())
@@ -147,7 +147,7 @@ def make_pricer(
             cut_s=cut_s if mesh.pp > 1 else unsent,
             gathers_per_micro_batch=zero_stage == 3,
             reduces_per_micro_batch=zero_stage >= 2,
-            overlap_slowdown=hardware.overlap_slowdown,
+            overlap=hardware.overlap if mesh.zero_shard_degree == 1 else hardware.overlap_of_shards,
             per_step_s=per_step_s(mesh, groups, tied_bytes=tied_bytes) + begins_s,
             start_s=begins_s,
             reserved_fixed_bytes=outside_allocator_bytes(
@@ -158,13 +158,14 @@ def make_pricer(
             ),
             workspace_bytes=WORKSPACE_BYTES,
             message_bytes=messages if mesh.pp > 1 else (),
-            exchange_s=exchange_s if mesh.pp > 1 else (),
+            sendrecv_s=sendrecv_s if mesh.pp > 1 else (),
             action_s=_action_s(mesh, hardware.device, lead_s=lead_s),
             batch_copy_s=copy_s,
             batch_bytes=batch_bytes,
             reserved_ratio=RESERVED_RATIO,
             memory_limit_bytes=hardware.device.memory_bytes,
             memory_margin=margin_of(sources),
+            drift=max((link.drift for link in hardware.links), default=0.0),
             sources=sources,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh
 
 # Where the times of a segment come from under a measured profile, the most trustworthy first; see `cost.measured`.
@@ -98,7 +99,7 @@ class CostTable:
         gathers_per_micro_batch: whether sharded parameters are gathered again in every micro-batch (ZeRO 3),
             in forward and, unless they are kept, in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
-        overlap_slowdown: factor (>= 1) on compute and on communication while both run at the same time.
+        overlap: what compute and communication take longer while both run.
         per_step_s: fixed cost of a step on the critical path (tied weights, gradients of which tensor-parallel ranks
             have shares, the gradient norm, and `start_s`).
         start_s: the part of it in which the device waits for its host to begin.
@@ -109,16 +110,17 @@ class CostTable:
             allocate more than is computed; the same in all `rank_tables`.
         sources: per kind, one of SOURCES; empty when nothing was measured.
         rank_tables: one table per pipeline rank where these are on different devices; empty where all are alike. The
-            `cut_s` and `exchange_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`,
+            `cut_s` and `sendrecv_s` of a rank are those to the next one. What concerns the mesh or the step (`kinds`,
             `per_step_s`, what is gathered and reduced when) is the same in all of them and in this one. Where the mesh
             has shares of the batch, one table per share, each with the mesh of that share.
         workspace_bytes: what libraries allocate once.
         message_bytes: like `cut_s`, what is sent over it per micro-batch; empty where nothing is.
-        exchange_s: like `cut_s`, where as much is sent in the other direction at the same time; empty where that takes
-            no longer.
+        sendrecv_s: like `cut_s`, in a sendrecv: where as much is sent in the other direction at the same time; empty
+            where that takes no longer.
         action_s: what a rank waits for its host in every action of the pipeline, beside its segments; 0 without one.
         batch_copy_s: copying the batch of one step to a device, beside the step before it; a step is never shorter.
         batch_bytes: of the batches that lie on a device while a step runs.
+        drift: of the links that drift most, see `hardware.LinkTier`.
     """
 
     mesh: Mesh
@@ -127,7 +129,7 @@ class CostTable:
     cut_s: tuple[float | None, ...]
     gathers_per_micro_batch: bool
     reduces_per_micro_batch: bool
-    overlap_slowdown: float
+    overlap: Overlap
     per_step_s: float
     reserved_fixed_bytes: int
     reserved_ratio: float
@@ -136,12 +138,13 @@ class CostTable:
     rank_tables: tuple[CostTable, ...] = ()
     workspace_bytes: int = 0
     message_bytes: tuple[int, ...] = ()
-    exchange_s: tuple[float | None, ...] = ()
+    sendrecv_s: tuple[float | None, ...] = ()
     action_s: float = 0.0
     start_s: float = 0.0
     batch_copy_s: float = 0.0
     batch_bytes: int = 0
     memory_margin: float = 0.0
+    drift: float = 0.0
 
     def at_rank(self, rank: int) -> CostTable:
         """The table of one pipeline rank."""
@@ -169,11 +172,6 @@ class CostTable:
     def taken_ratio(self) -> float:
         """Bytes of the device that each allocated byte takes: with gaps of the allocator, and the margin."""
         return self.reserved_ratio + self.memory_margin
-
-    @property
-    def overlap_extra(self) -> float:
-        """What a second of overlap adds at the least to either stream, as bounds take it: at most a second."""
-        return min(self.overlap_slowdown, 2.0) - 1.0
 
     @property
     def accumulates(self) -> bool:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from autoplan.overlap import Overlap
+
 
 @dataclass(frozen=True, slots=True)
 class ShardingHost:
@@ -147,6 +149,7 @@ class LinkTier:
         multicast_bus_efficiency: `bus_efficiency` of an all-reduce of all `n_devices` in the switch (NVLink
             multicast, "NVLS"), which sends less over each link and so may pass 1; None where it is off.
         timed: of groups that were measured, which take these times whatever the figures above give.
+        drift: standard deviation of ln(time of a collective / its mean) from one minute to another; 0 where unknown.
     """
 
     name: str
@@ -159,6 +162,7 @@ class LinkTier:
     group_bus_efficiency: tuple[tuple[int, float], ...] = ()
     multicast_bus_efficiency: float | None = None
     timed: tuple[CollectiveTimes, ...] = ()
+    drift: float = 0.0
 
     def at_rate(self, bytes_per_s: float) -> LinkTier:
         """The same links with another data-sheet rate."""
@@ -180,7 +184,8 @@ class HardwareProfile:
     Attributes:
         links: tiers from the innermost outwards: the in-host tier where we have several devices of a host, the same
             links between the hosts that they join, then each network tier that the hosts reach.
-        overlap_slowdown: factor on compute and communication while they overlap.
+        overlap: what compute and all-reduces take longer while both run.
+        overlap_of_shards: what compute, and all-gathers and reduce-scatters, take longer.
         price_usd_per_device_hour: None when unknown.
         sources: (field, source) pairs; "assumed: ..." where the figure was not measured on this hardware.
         values: (field, value) pairs of the same fields, as they are written in the file.
@@ -193,7 +198,8 @@ class HardwareProfile:
     n_devices_per_host: int
     n_hosts: int
     links: tuple[LinkTier, ...]
-    overlap_slowdown: float
+    overlap: Overlap
+    overlap_of_shards: Overlap
     price_usd_per_device_hour: float | None
     sources: tuple[tuple[str, str], ...]
     values: tuple[tuple[str, str], ...] = ()

@@ -53,8 +53,8 @@ def _seconds(low: float, high: float, example: str, purpose: str) -> Quantity:
     return Quantity(units.SECOND_UNITS, low, high, example, purpose)
 
 
-def _percent(example: str, purpose: str) -> Quantity:
-    return Quantity(units.RATIO_UNITS, 0.01, 1.0, example, purpose)
+def _percent(example: str, purpose: str, *, high: float = 1.0) -> Quantity:
+    return Quantity(units.RATIO_UNITS, 0.01, high, example, purpose)
 
 
 PEAK = Quantity(
@@ -71,7 +71,7 @@ _HALF_RATE = Quantity(
 BUS_RATE = _rate("229 GB/s", "achieved bus bandwidth of a large all-reduce")
 # Kinds of communication whose bus rate may differ from that of an all-reduce; an all-gather stands for reduce-scatter.
 LINK_KINDS = ("all_gather", "all_to_all", "send")
-PAIR_KINDS = ("send", "exchange")  # from one device to another, and as much back at once
+PAIR_KINDS = ("send", "sendrecv")  # from one device to another, and as much back at once
 TIMED_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *PAIR_KINDS)
 
 DEVICE_FIELDS: Mapping[str, Quantity] = {
@@ -102,7 +102,16 @@ SHARDING_FIELDS: Mapping[str, Quantity] = {
 }
 HOST_FIELDS: Mapping[str, Quantity] = {
     "price_per_device_hour": Quantity(units.USD_PER_HOUR_UNITS, 0.001, 1000, "1.5 USD/h", "price of one device"),
-    "exposed_when_overlapped": _percent("31 %", "share of an overlapped collective that is not hidden"),
+    "exposed_when_overlapped": _percent("31 %", "share of communication that adds to longer compute", high=0.99),
+    "compute_exposed_when_overlapped": _percent(
+        "10 %", "share of compute that adds to longer communication", high=0.99
+    ),
+    "shards_exposed_when_overlapped": _percent(
+        "31 %", "share of gathering and scattering shards that adds to longer compute", high=0.99
+    ),
+    "compute_exposed_beside_shards": _percent(
+        "10 %", "share of compute that adds to longer gathering and scattering of shards", high=0.99
+    ),
 }
 HOST_LINK_FIELDS: Mapping[str, Quantity] = {
     "rate_per_device_one_direction": _rate("300 GB/s", "data-sheet rate of one device's link, one direction"),
@@ -113,6 +122,7 @@ HOST_LINK_FIELDS: Mapping[str, Quantity] = {
     "all_to_all_bus_rate": _rate("200 GB/s", "achieved bus bandwidth of a large all-to-all"),
     "send_bus_rate": _rate("240 GB/s", "achieved rate of a large transfer from one device to another"),
     "multicast_all_reduce_bus_rate": _rate("480 GB/s", "all-reduce of a whole host inside the switch"),
+    "drift": Quantity(units.RATIO_UNITS, 0.0, 1.0, "5 %", "how much times differ from one minute to another"),
 }
 NETWORK_FIELDS: Mapping[str, Quantity] = {
     "rate_per_port_one_direction": Quantity(
@@ -141,10 +151,14 @@ BETWEEN_FIELDS: Mapping[str, Quantity] = {
 _OPTIONAL = frozenset(
     {
         "price_per_device_hour",
+        "compute_exposed_when_overlapped",
+        "shards_exposed_when_overlapped",
+        "compute_exposed_beside_shards",
         "all_gather_bus_rate",
         "all_to_all_bus_rate",
         "send_bus_rate",
         "multicast_all_reduce_bus_rate",
+        "drift",
         "oversubscription",
         "rate_per_uplink_one_direction",
     }

@@ -31,6 +31,7 @@ from autoplan.hardware.fields import (
     SHARDING_FIELDS,
     SHARED_FILE,
     TIMED_KINDS,
+    Figures,
     Sources,
     Table,
     check_choice,
@@ -44,6 +45,7 @@ from autoplan.hardware.fields import (
 )
 from autoplan.hardware.networks import HostShape, read_network
 from autoplan.options import MAX_HOSTS
+from autoplan.overlap import Overlap
 
 PROFILE_PACKAGE = "autoplan.hardware_profiles"
 PRICES_FILE = "prices.toml"
@@ -224,12 +226,20 @@ def build_hardware_profile(
         n_devices_per_host=host.n_used,
         n_hosts=n_hosts,
         links=(*links, *tiers),
-        overlap_slowdown=1.0 + host_figures["exposed_when_overlapped"].value,
+        overlap=_overlap(host_figures, "exposed_when_overlapped", "compute_exposed_when_overlapped"),
+        overlap_of_shards=_overlap(host_figures, "shards_exposed_when_overlapped", "compute_exposed_beside_shards"),
         price_usd_per_device_hour=price.value if price else None,
         sources=tuple((field, source) for field, source, _ in sources),
         values=tuple((field, text) for field, _, text in sources),
         n_hosts_joined=host.n_joined,
     )
+
+
+def _overlap(host_figures: Figures, communication_key: str, compute_key: str) -> Overlap:
+    """Shards as all-reduces where it is not said; and what compute adds to communication as the other way round."""
+    exposed = host_figures.get(communication_key, host_figures["exposed_when_overlapped"])
+    compute_exposed = host_figures.get(compute_key, exposed)
+    return Overlap(communication_exposed=exposed.value, compute_exposed=compute_exposed.value)
 
 
 def _host_shape(table: Table, where: str, n_used: int | None) -> HostShape:
@@ -346,6 +356,7 @@ def _host_link(table: Table, where: str, n_devices: int, sources: Sources) -> Li
         group_bus_efficiency=tuple((size, bus_rate / rate) for size, bus_rate in groups),
         multicast_bus_efficiency=multicast.value / rate if multicast else None,
         timed=_timed(table.get("times"), f"{label}.times", n_devices, sources),
+        drift=figures["drift"].value if "drift" in figures else 0.0,
     )
 
 

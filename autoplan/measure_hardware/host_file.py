@@ -141,23 +141,23 @@ def _sharding(host: MeasuredHost) -> Iterator[str]:
 def _host(host: MeasuredHost) -> Iterator[str]:
     yield "[host]"
     yield f"n_devices = {host.n_devices}"
-    overlap = host.overlap
-    if overlap is None:
+    if host.overlap is None or host.overlap_of_shards is None:
         yield "# exposed_when_overlapped is left out: one device has nobody to talk to"
         return
-    slower = [f"products under all-reduces {_slower(overlap.compute_under_communication_s, overlap.compute_s)}"]
-    if overlap.communication_under_compute_s is not None:
-        change = _slower(overlap.communication_under_compute_s, overlap.communication_s)
-        slower.append(f"all-reduces under products {change}")
-    alone = f"products of {units.format_seconds(overlap.compute_s)}"
-    alone += f" and all-reduces of {units.format_seconds(overlap.communication_s)}"
-    together = f"took {units.format_seconds(overlap.together_s)} together"
-    source = f"{alone} {together}; {', '.join(slower)}; {host.versions}"
-    yield _ratio("exposed_when_overlapped", overlap.exposed, source)
-
-
-def _slower(together_s: float, alone_s: float) -> str:
-    return f"{together_s / alone_s - 1:+.0%} time"
+    for what, overlap, communication_key, compute_key in (
+        ("all-reduces", host.overlap, "exposed_when_overlapped", "compute_exposed_when_overlapped"),
+        (
+            "all-gathers and reduce-scatters",
+            host.overlap_of_shards,
+            "shards_exposed_when_overlapped",
+            "compute_exposed_beside_shards",
+        ),
+    ):
+        for key, found in ((communication_key, overlap.compute_longer), (compute_key, overlap.communication_longer)):
+            alone = f"products of {units.format_seconds(found.compute_s)}"
+            alone += f" and {what} of {units.format_seconds(found.communication_s)}"
+            together = f"took {units.format_seconds(found.together_s)} together"
+            yield _ratio(key, found.exposed, f"{alone} {together}; {host.versions}")
 
 
 def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> Iterator[str]:
@@ -185,6 +185,7 @@ def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> It
         yield _figure("rate_per_device_one_direction", _rate(rate), rate_source)
     yield _figure("latency_per_step", _short_seconds(fit.latency_s), fitted)
     yield _figure("half_rate_size", f"{fit.half_rate_bytes / units.KiB:.4g} KiB", "the same fit")
+    yield _figure("drift", f"{100 * host.drift:.3g} %", f"standard deviation of all times from round to round, {over}")
     largest = units.format_bytes(max(t.size_bytes for t in host.times if t.n_devices == host.n_devices))
     reduced = f"the all-gather's, for all-reduces did not run as a ring, {over}"
     if fit.multicast_bytes_per_s is None:
@@ -212,7 +213,8 @@ def _times(host: MeasuredHost, over: str) -> Iterator[str]:
         text = f"{_quoted(_size(time.size_bytes))} = {_quoted(_short_seconds(time.seconds))}"
         groups.setdefault((time.kind, time.n_devices), []).append(text)
     yield "[host_link.times]"
-    yield f"source = {_quoted(f'medians of many calls, groups of a size side by side, {over}')}"
+    source = f"means of several rounds, groups of a size side by side, {over}"
+    yield f"source = {_quoted(source)}"
     for (kind, n_devices), texts in groups.items():
         yield f"{kind}.{n_devices} = {{ {', '.join(texts)} }}"
 

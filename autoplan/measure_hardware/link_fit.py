@@ -47,7 +47,7 @@ class CollectiveTime:
     def moved_bytes(self) -> float:
         """Bytes that a ring sends over each link, one way; divided by `seconds` it is the bus bandwidth."""
         n = self.n_devices
-        shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, "send": 1.0, "exchange": 1.0}
+        shares = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n / n, "send": 1.0, "sendrecv": 1.0}
         return shares.get(self.kind, (n - 1) / n) * self.size_bytes
 
 
@@ -59,7 +59,7 @@ class LinkFit:
         all_reduce_bytes_per_s: (group size, rate) of a ring, ascending; the last is the whole host.
         kind_bytes_per_s: of an "all_gather", an "all_to_all" of the whole host, and a "send"; those that were timed.
         multicast_bytes_per_s: all-reduce of the whole host in the switch; None where it was a ring.
-        errors: (time, predicted seconds / measured seconds) of every time but exchanges, which no formula is for.
+        errors: (time, predicted seconds / measured seconds) of every time but sendrecvs, which no formula is for.
     """
 
     latency_s: float
@@ -153,7 +153,7 @@ def _rated(
         multicast_rate = rate(("all_reduce",), n_devices, _NVLS_STEPS, _slow_start())
         reduce_rates[n_devices] = gather_rate
     of_kinds, of_groups = tuple(kind_rates.items()), tuple(reduce_rates.items())
-    priced = [time for time in times if time.kind != "exchange"]
+    priced = [time for time in times if time.kind != "sendrecv"]
     fit = LinkFit(latency_s, half_rate_bytes, of_groups, of_kinds, multicast_rate, ())
     return replace(fit, errors=tuple((time, predicted_s(time, fit) / time.seconds) for time in priced))
 

@@ -1,14 +1,18 @@
 """Measures the links of a host: every collective by size and group, and what overlap costs computing and communicating.
 
-Groups of one size run side by side, as the groups of a mesh axis do. Sizes rise until a call gets slow.
+Groups of one size run side by side, as the groups of a mesh axis do. Sizes rise until a call gets slow. Slow links are
+not equally slow all the time (sockets of one host by 10 % from minute to minute), so all is timed in several rounds,
+between which something else is measured; a program pays the mean of them.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ import torch.distributed as dist
 from autoplan.hardware.fields import PAIR_KINDS
 from autoplan.measure_hardware.device import CALL_S, N_SMALL, Call, head_start, product_call, time_calls
 from autoplan.measure_hardware.link_fit import CollectiveTime
-from autoplan.measure_hardware.measured_host import Overlap, Rate
+from autoplan.measure_hardware.measured_host import OverlapTimes, Rate, Together
 from autoplan.runtime.collectives import all_reduce
 from autoplan.units import GiB, KiB, MiB
 
@@ -25,9 +29,9 @@ GROWTH = 4
 N_COLLECTIVES = 200
 LARGEST_BYTES = {"cuda": GiB, "cpu": 16 * MiB}
 SLOWEST_CALL_S = 0.25
-BATCH_S = 0.02
-N_BATCHES, MOST_CALLS = 3, 100
-OVERLAP_S = 0.2
+BATCH_S, MOST_CALLS = 0.02, 100
+OVERLAP_S, N_OVERLAPS = 0.1, 3
+LEAST_OVERLAPPED = 4
 # What overlaps: products that fill the device, and a gradient bucket or parameter shard of common size.
 OVERLAP_LOADS = {"cuda": ("bf16", 4096, 64 * MiB), "cpu": ("fp32", 256, 4 * MiB)}
 # Newer names of torch, and those they replace.
@@ -76,7 +80,7 @@ def collective_launch(ranks: Ranks) -> Rate:
 
 
 def link_times(ranks: Ranks) -> tuple[CollectiveTime, ...]:
-    """Times of every collective, in every group size; every process must call it at the same time."""
+    """One round: every collective, in every group size; every process must call it at the same time."""
     times = []
     for n_devices, group in ranks.group_of_size:
         for kind in (kind for kind in COLLECTIVE_CALLS if n_devices == 2 or kind not in PAIR_KINDS):
@@ -100,11 +104,25 @@ def _sweep(kind: str, n_devices: int, group: Any, ranks: Ranks) -> list[Collecti
 
 
 def time_collective(call: Call, ranks: Ranks) -> tuple[float, int]:
-    """(seconds of one call on the slowest rank, calls): the median of some batches."""
+    """(seconds of one call on the slowest rank, calls), after a call that shows how many make a batch."""
     once_s = ranks.slowest(time_calls(call, n_calls=1, device=ranks.device))
     n_calls = min(max(1, round(BATCH_S / once_s)), MOST_CALLS)
-    batches_s = [ranks.slowest(time_calls(call, n_calls=n_calls, device=ranks.device)) for _ in range(N_BATCHES)]
-    return median(batches_s), n_calls * N_BATCHES
+    return ranks.slowest(time_calls(call, n_calls=n_calls, device=ranks.device)), n_calls
+
+
+def mean_of_rounds(rounds: Sequence[Sequence[CollectiveTime]]) -> tuple[tuple[CollectiveTime, ...], float]:
+    """(every collective's mean over the rounds that it is in, `MeasuredHost.drift`)."""
+    found: dict[tuple[str, int, int], list[CollectiveTime]] = {}
+    for timed in (timed for own in rounds for timed in own):
+        found.setdefault((timed.kind, timed.n_devices, timed.size_bytes), []).append(timed)
+    means = {
+        key: replace(of_key[0], seconds=fmean(t.seconds for t in of_key), n_calls=sum(t.n_calls for t in of_key))
+        for key, of_key in found.items()
+    }
+    paces = [
+        fmean(math.log(t.seconds / means[t.kind, t.n_devices, t.size_bytes].seconds) for t in own) for own in rounds
+    ]
+    return tuple(means.values()), stdev(paces) if len(paces) > 1 else 0.0
 
 
 def _average() -> Any:
@@ -142,7 +160,7 @@ def _send(n_elements: int, n_devices: int, group: Any, device: torch.device) -> 
     return lambda: dist.recv(tensor, group=group, group_src=0)
 
 
-def _exchange(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
+def _sendrecv(n_elements: int, n_devices: int, group: Any, device: torch.device) -> Call:
     """Both ranks of the pair to the other one, as many elements each."""
     sent, received = (torch.ones(n_elements, device=device) for _ in range(2))
     other = dist.get_process_group_ranks(group)[1 - dist.get_rank(group)]
@@ -161,79 +179,85 @@ COLLECTIVE_CALLS: dict[str, Callable[[int, int, Any, torch.device], Call]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "send": _send,
-    "exchange": _exchange,
+    "sendrecv": _sendrecv,
 }
 
 
 # --- overlap ---------------------------------------------------------------------------------------------------
 
 
-def overlap_times(ranks: Ranks) -> Overlap:
-    """Products and all-reduces over the whole host, alone and together, for `OVERLAP_S` each."""
-    precision, size, n_bytes = OVERLAP_LOADS[ranks.device.type]
+def overlap_times(ranks: Ranks) -> tuple[OverlapTimes, OverlapTimes]:
+    """(beside all-reduces, beside all-gathers and reduce-scatters in turns) over the whole host."""
+    n_elements = OVERLAP_LOADS[ranks.device.type][2] // 4 // ranks.n_ranks * ranks.n_ranks
+    full = torch.ones(n_elements, device=ranks.device)
+    part = torch.ones(n_elements // ranks.n_ranks, device=ranks.device)
+    reduce = partial(dist.all_reduce, full, op=_average())
+    gather, scatter = (
+        partial(_all_gather_tensor, full, part),
+        partial(_reduce_scatter_tensor, part, full, op=_average()),
+    )
+    return _overlap_with((reduce,), ranks), _overlap_with((gather, scatter), ranks)
+
+
+def _overlap_with(calls: tuple[Call, ...], ranks: Ranks) -> OverlapTimes:
+    """Products and these calls in turns, alone and together: `OVERLAP_S` of one, twice as long the other."""
+    precision, size, _ = OVERLAP_LOADS[ranks.device.type]
     product = product_call(precision, size, ranks.device)
-    buffer = torch.ones(n_bytes // 4, device=ranks.device)
     run = _run_on_cpu if ranks.device.type == "cpu" else _run_on_cuda
 
-    def run_slowest(n_products: int, n_reduces: int) -> tuple[float, float]:
-        runs = [run(product, n_products, buffer, n_reduces) for _ in range(N_BATCHES)]
-        compute_s, communication_s = (median(times) for times in zip(*runs, strict=True))
-        return ranks.slowest(compute_s), ranks.slowest(communication_s)
+    def slowest(n_products: int, n_calls: int) -> float:
+        chosen = [calls[i % len(calls)] for i in range(n_calls)]
+        return median(ranks.slowest(run(product, n_products, chosen)) for _ in range(N_OVERLAPS))
 
-    run_slowest(3, 2)  # warm
-    n_reduces = max(2, round(OVERLAP_S / (run_slowest(0, 4)[1] / 4)))
-    communication_s = run_slowest(0, n_reduces)[1]
-    n_products = max(2, round(communication_s / (run_slowest(20, 0)[0] / 20)))
-    compute_s = run_slowest(n_products, 0)[0]
-    under_compute_s = None if ranks.device.type == "cpu" else run_slowest(3 * n_products, n_reduces)[1]
-    return Overlap(
-        compute_s=compute_s,
-        communication_s=communication_s,
-        together_s=max(run_slowest(n_products, n_reduces)),
-        compute_under_communication_s=run_slowest(n_products, 3 * n_reduces)[0],
-        communication_under_compute_s=under_compute_s,
-    )
+    def together(n_products: int, n_calls: int) -> Together:
+        return Together(slowest(n_products, 0), slowest(0, n_calls), slowest(n_products, n_calls))
+
+    slowest(3, 2)  # warm
+    call_s = slowest(0, LEAST_OVERLAPPED) / LEAST_OVERLAPPED
+    n_calls = max(LEAST_OVERLAPPED, round(OVERLAP_S / call_s))
+    n_products = max(LEAST_OVERLAPPED, round(n_calls * call_s / (slowest(20, 0) / 20)))
+    return OverlapTimes(together(2 * n_products, n_calls), together(n_products, 2 * n_calls))
 
 
-def _run_on_cuda(product: Call, n_products: int, buffer: torch.Tensor, n_reduces: int) -> tuple[float, float]:
-    """(end of the products, end of the all-reduces) after a common start, each on a stream of its own.
+def _run_on_cuda(product: Call, n_products: int, calls: Sequence[Call]) -> float:
+    """Seconds from a common start to the end of both, each on a stream of its own.
 
     Both are enqueued in turns: a queue that is full keeps the host waiting, and the other would run empty.
     """
-    start, computed, communicated = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    head_start(min(n_products + n_reduces + 2, 1000) * CALL_S)
-    dist.all_reduce(buffer, op=dist.ReduceOp.AVG)  # the ranks meet
+    head_start(min(n_products + len(calls) + 2, 1000) * CALL_S)
+    dist.all_reduce(torch.ones(1, device="cuda"))  # the ranks meet
     start.record()
     side.wait_event(start)
-    for is_product in _in_turns(n_products, n_reduces):
+    waiting = iter(calls)
+    for is_product in _in_turns(n_products, len(calls)):
         if is_product:
             product()
             continue
         with torch.cuda.stream(side):
-            dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
-    computed.record()
-    communicated.record(side)
+            next(waiting)()
+    main.wait_stream(side)
+    stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(computed) * 1e-3, start.elapsed_time(communicated) * 1e-3
+    return start.elapsed_time(stop) * 1e-3
 
 
-def _in_turns(n_products: int, n_reduces: int) -> list[bool]:
-    """True for each product and False for each all-reduce, evenly mixed."""
+def _in_turns(n_products: int, n_calls: int) -> list[bool]:
+    """True for each product and False for each call, evenly mixed."""
     places = [((i + 1) / n_products, True) for i in range(n_products)]
-    places += [((i + 1) / n_reduces, False) for i in range(n_reduces)]
+    places += [((i + 1) / n_calls, False) for i in range(n_calls)]
     return [is_product for _, is_product in sorted(places)]
 
 
-def _run_on_cpu(product: Call, n_products: int, buffer: torch.Tensor, n_reduces: int) -> tuple[float, float]:
-    """(end of the products, end of both) after a common start; the all-reduces run on gloo's own threads."""
+def _run_on_cpu(product: Call, n_products: int, calls: Sequence[Callable[..., Any]]) -> float:
+    """Seconds from a common start to the end of both; the calls run on gloo's own threads."""
     dist.barrier()
     start_s = time.perf_counter()
-    works = [dist.all_reduce(buffer, op=dist.ReduceOp.MAX, async_op=True) for _ in range(n_reduces)]
+    works = [call(async_op=True) for call in calls]
     for _ in range(n_products):
         product()
-    computed_s = time.perf_counter() - start_s
     for work in works:
         work.wait()
-    return computed_s, time.perf_counter() - start_s
+    return time.perf_counter() - start_s

@@ -25,7 +25,8 @@ from autoplan.hardware import CPU, HardwareProfile
 from autoplan.hardware.file import build_hardware_profile
 from autoplan.measure_hardware.device import device_rates
 from autoplan.measure_hardware.host_file import profile_text
-from autoplan.measure_hardware.links import Ranks, collective_launch, link_times, overlap_times
+from autoplan.measure_hardware.link_fit import CollectiveTime
+from autoplan.measure_hardware.links import Ranks, collective_launch, link_times, mean_of_rounds, overlap_times
 from autoplan.measure_hardware.measured_host import MeasuredHost, measured_json
 from autoplan.measure_hardware.nccl_log import LOG_SUBSYSTEMS, SOCKET, Transport, link_kind, read_nccl_log
 from autoplan.measure_hardware.pipeline_host_time import pipeline_rates
@@ -96,13 +97,22 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
     )
     if ranks.n_ranks == 1:
         return host
-    progress("measuring collectives")
-    times = link_times(ranks)
+    rounds: list[tuple[CollectiveTime, ...]] = []
+
+    def measure_links() -> None:
+        progress(f"measuring collectives, round {len(rounds) + 1}")
+        rounds.append(link_times(ranks))
+
+    measure_links()
     rates += (collective_launch(ranks), *pipeline_rates(ranks))
+    measure_links()
     progress("measuring overlap")
-    overlap = overlap_times(ranks)
+    overlap, overlap_of_shards = overlap_times(ranks)
+    measure_links()
     progress("measuring fully_shard")
     passes = sharded_passes(ranks)
+    measure_links()
+    times, drift = mean_of_rounds(rounds)
     transport = Transport((_GLOO,), None, False)
     kind = SOCKET
     if on_cuda:
@@ -118,7 +128,9 @@ def _measure(device_type: str, nccl_log: Path, progress: Callable[[str], None]) 
         host,
         rates=rates,
         times=times,
+        drift=drift,
         overlap=overlap,
+        overlap_of_shards=overlap_of_shards,
         sharded_passes=passes,
         transport=str(transport),
         link_kind=kind,

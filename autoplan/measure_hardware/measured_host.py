@@ -39,27 +39,26 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """Seconds of products and all-reduces alone, and at the same time.
-
-    Attributes:
-        together_s: both, of about equal length, from the start of the first to the end of the last.
-        compute_under_communication_s: the products, while all-reduces run all the time.
-        communication_under_compute_s: the all-reduces, while products run all the time; None on a CPU, where their
-            end is seen only after the products'.
-    """
+class Together:
+    """Seconds of products and collectives alone, and when started at once, to the end of the last."""
 
     compute_s: float
     communication_s: float
     together_s: float
-    compute_under_communication_s: float
-    communication_under_compute_s: float | None
 
     @property
     def exposed(self) -> float:
         """Share of the shorter of both that overlap does not hide: 0 is free, 1 is one after the other."""
         longer_s = max(self.compute_s, self.communication_s)
         return (self.together_s - longer_s) / min(self.compute_s, self.communication_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapTimes:
+    """Products and collectives at once, where the products take twice as long, and where the collectives do."""
+
+    compute_longer: Together
+    communication_longer: Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,9 @@ class MeasuredHost:
         link_kind: one of `[link_kind.*]` in shared.toml; None for one device.
         environment: (name, value) of the variables that steer the communication.
         times, sharded_passes: empty for one device.
-        overlap: None for one device.
+        drift: how much faster or slower all links are at one time of this run than at another: the standard deviation
+            of ln(times of a round / mean of the rounds). 0 for one device.
+        overlap, overlap_of_shards: beside all-reduces, and beside all-gathers and reduce-scatters; None for one device.
     """
 
     device_name: str
@@ -88,7 +89,9 @@ class MeasuredHost:
     has_multicast: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     times: tuple[CollectiveTime, ...] = ()
-    overlap: Overlap | None = None
+    drift: float = 0.0
+    overlap: OverlapTimes | None = None
+    overlap_of_shards: OverlapTimes | None = None
     sharded_passes: tuple[ShardedPasses, ...] = ()
 
     def best(self, what: str) -> Rate | None:
@@ -119,6 +122,7 @@ def measured_json(host: MeasuredHost) -> str:
             }
             for time in host.times
         ]
-    if host.overlap is not None:
-        values["overlap"]["exposed"] = host.overlap.exposed
+    for overlap in (values["overlap"], values["overlap_of_shards"]):
+        for together in (overlap or {}).values():
+            together["exposed"] = Together(**together).exposed
     return json.dumps(values, indent=1) + "\n"

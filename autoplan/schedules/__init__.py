@@ -73,14 +73,15 @@ class OrderedSchedule:
     Attributes:
         actions: each rank's in its own order, and every action after the one it waits for.
         awaited: per action, the place in `actions` of the one it waits for; None if there is none.
-        exchanges: per action, whether its rank sends the result of the action before to the one it receives from, both
-            at once: so one forward, one backward does in the middle of a step. All False where ranks receive ahead.
+        sendrecvs: per action, whether its rank receives its input in a sendrecv, one call that also sends the result of
+            the action before to the rank it receives from: so one forward, one backward does in the middle of a step.
+            All False where ranks receive ahead.
     """
 
     schedule: Schedule
     actions: tuple[Action, ...]
     awaited: tuple[int | None, ...]
-    exchanges: tuple[bool, ...]
+    sendrecvs: tuple[bool, ...]
 
 
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
@@ -103,7 +104,7 @@ def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks:
             raise InputError.of(f"mesh.{field}", found=count, expected="at least 1", fix=f"set {field} to 1 or more")
     schedule = kind.build(n_ranks, n_chunks, n_micro_batches)
     _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    return _ordered(schedule, n_stages=n_ranks * n_chunks, has_exchanges=not kind.receives_ahead)
+    return _ordered(schedule, n_stages=n_ranks * n_chunks, has_sendrecvs=not kind.receives_ahead)
 
 
 @lru_cache
@@ -159,7 +160,7 @@ def dependency(action: Action, n_stages: int) -> Action | None:
     return Action(action.stage + 1, action.kind, action.micro_batch)
 
 
-def _ordered(schedule: Schedule, *, n_stages: int, has_exchanges: bool = False) -> OrderedSchedule:
+def _ordered(schedule: Schedule, *, n_stages: int, has_sendrecvs: bool = False) -> OrderedSchedule:
     stage_kinds = product(range(n_stages), KINDS)
     sources = {(stage, kind): dependency(Action(stage, kind, 0), n_stages) for stage, kind in stage_kinds}
     order: list[Action] = []
@@ -194,11 +195,11 @@ def _ordered(schedule: Schedule, *, n_stages: int, has_exchanges: bool = False) 
             expected=f"{Action(*needed)} to run before it; it never does (deadlock)",
             fix="reorder the actions",
         )
-    exchanges = _exchanges(schedule, awaited, places) if has_exchanges else (False,) * len(order)
-    return OrderedSchedule(schedule, tuple(order), tuple(awaited), exchanges)
+    sendrecvs = _sendrecvs(schedule, awaited, places) if has_sendrecvs else (False,) * len(order)
+    return OrderedSchedule(schedule, tuple(order), tuple(awaited), sendrecvs)
 
 
-def _exchanges(
+def _sendrecvs(
     schedule: Schedule, awaited: Sequence[int | None], places: Mapping[tuple[int, str, int], int]
 ) -> tuple[bool, ...]:
     """See `OrderedSchedule`; `places`: of each action in its order."""

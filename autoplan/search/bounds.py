@@ -85,11 +85,14 @@ def step_bound_s(table: CostTable) -> float:
 
 
 def _whole_bound_s(table: CostTable, *, communication_s: float) -> float:
-    """One rank does everything: all compute and all communication, beside each other at the slowdown."""
-    extra = table.overlap_extra
+    """One rank does everything: all compute C and all communication G, max(C + beta G, G + gamma C) (`Overlap`)."""
+    overlap = table.overlap
     compute_s = table.mesh.n_micro_batches * (_total(table, forward_s) + _total(table, backward_s))
-    longer_s, shorter_s = max(compute_s, communication_s), min(compute_s, communication_s)
-    return longer_s + extra * shorter_s + _total(table, _optimizer_s)
+    both_s = max(
+        compute_s + overlap.communication_exposed * communication_s,
+        communication_s + overlap.compute_exposed * compute_s,
+    )
+    return both_s + _total(table, _optimizer_s)
 
 
 def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:

@@ -115,12 +115,12 @@ def _add_contiguity(form: Formulation) -> None:
 def _add_totals(form: Formulation) -> None:
     """With one stage nothing is ever idle, so compute and communication of the whole step bound it together.
 
-    T >= compute + (slowdown - 1) communication + (2 - slowdown) left;   T >= communication + (slowdown - 1) compute
+    T >= compute + beta communication + (1 - beta) left;   T >= communication + gamma compute        (`Overlap`)
     """
     table = form.table
     if form.n_stages > 1:
         return
-    n, extra = table.mesh.n_micro_batches, table.overlap_extra
+    n, beta, gamma = table.mesh.n_micro_batches, table.overlap.communication_exposed, table.overlap.compute_exposed
     n_gathers, n_gathers_back = (n, n) if table.gathers_per_micro_batch else (1, 0)
     n_reduces = n if table.reduces_per_micro_batch else 1
 
@@ -135,9 +135,9 @@ def _add_totals(form: Formulation) -> None:
             scale=form.unit_s,
         )
 
-    left = [(time_of(form, left_symbol(LAST_BACKWARD), 0), 1.0 - extra)]
-    _add_step_row(form, "compute", [*sum_of(form, 0, mixed(1.0, extra)), *left], rank=0)
-    _add_step_row(form, "communication", sum_of(form, 0, mixed(extra, 1.0)), rank=0)
+    left = [(time_of(form, left_symbol(LAST_BACKWARD), 0), 1.0 - beta)]
+    _add_step_row(form, "compute", [*sum_of(form, 0, mixed(1.0, beta)), *left], rank=0)
+    _add_step_row(form, "communication", sum_of(form, 0, mixed(gamma, 1.0)), rank=0)
 
 
 def add_path(form: Formulation, path: Path) -> None:

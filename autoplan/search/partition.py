@@ -274,17 +274,19 @@ def _first_cut_s(table: CostTable, ranges: Ranges) -> Array:
 def _ends_s(first: _Passes, ranges: Ranges, *, backward_s: Array) -> Array:
     """What the first stage does after its last backward pass, and the slowdown of that pass by its reductions.
 
-    left >= all reductions - compute after the first of them;   slowed >= (slowdown - 1) (reductions - left)
+    left >= all reductions - r (compute after the first of them);   slowed >= beta (reductions - left)     (`Overlap`)
+
+    Both together rise with that compute c: c + beta reductions + (1 - beta) left, and (1 - beta) r = 1 - gamma.
     """
     table, segments = first.table, first.segments
     optimizer_s, last_s = ranges.total(segments.optimizer_s), ranges.first(segments.last_reduce_s)
     if table.gathers_per_micro_batch:
         return optimizer_s + last_s
-    slower = table.overlap_extra
+    beta, r = table.overlap.communication_exposed, table.overlap.hidden_per_compute
     all_s = ranges.total(segments.last_reduce_s)
-    left_s = np.maximum(last_s, all_s - backward_s + ranges.last(segments.backward_s))
+    left_s = np.maximum(last_s, all_s - r * (backward_s - ranges.last(segments.backward_s)))
     counted_s = last_s if table.reduces_per_micro_batch else all_s  # the rest is in every backward pass
-    return optimizer_s + slower * counted_s + (1.0 - slower) * left_s
+    return optimizer_s + beta * counted_s + (1.0 - beta) * left_s
 
 
 # --------------------------------------------------------------------------------------------------------- the plan

@@ -2,11 +2,11 @@
 
 With compute c and communication g beside each other a segment takes
 
-    c + h(c, g),    h(c, g) = max(0, g - c) + (slowdown - 1) min(c, g)                        `hidden_extra_s`
+    c + h(c, g),    h(c, g) = g - q + beta q,    q = min(r c, g)                              `hidden_extra_s`
 
-which for equal neighbours is a constant per segment, hence linear in the counts (`_add_neighbour_row`). Where a segment
-may have several neighbours, the most favourable ones are taken. A second row bounds the pass by the sum of its compute
-and communication (`_add_hidden_row`).
+(beta, r: see `Overlap`), which for equal neighbours is a constant per segment, hence linear in the counts
+(`_add_neighbour_row`). Where a segment may have several neighbours, the most favourable ones are taken. A second row
+bounds the pass by the sum of its compute and communication (`_add_hidden_row`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoplan.search.paths import (
     LAST_WEIGHTS,
     WEIGHTS,
 )
-from autoplan.search.ranges import hidden_extra_s
+from autoplan.search.ranges import hidden_extra_s, slowing_s
 from autoplan.search.terms import (
     Formulation,
     Terms,
@@ -112,22 +112,22 @@ def left_symbol(symbol: str) -> str:
 
 
 def _add_hidden_row(form: Formulation, kind: _Pass, stage: int) -> None:
-    """All communication of the pass is waited for (the first gather), hidden (at the slowdown), or left over.
+    """All communication of the pass is waited for (the first gather), hidden (beta of it adds), or left over.
 
-    pass + (slowdown - 1) left >= compute + (slowdown - 1) (gathers + reductions) + (2 - slowdown) first gather
+    pass + beta left >= compute + beta (gathers + reductions) + (1 - beta) first gather
     """
-    extra = form.table.overlap_extra
+    beta = form.table.overlap.communication_exposed
 
     def per_segment(cost: SegmentCost) -> float:
         gather_s = kind.gather_s(cost) if kind.gathers else 0.0
-        return kind.compute(cost) + extra * (gather_s + (kind.reduce_s(cost) if kind.reduces else 0.0))
+        return kind.compute(cost) + beta * (gather_s + (kind.reduce_s(cost) if kind.reduces else 0.0))
 
     terms = negative(sum_of(form, stage, cost_values(form, per_segment, scale=form.unit_s)))
     terms.append((time_of(form, kind.symbol, stage), 1.0))
     if kind.reduces:
-        terms.append((time_of(form, left_symbol(kind.symbol), stage), extra))
+        terms.append((time_of(form, left_symbol(kind.symbol), stage), beta))
     if kind.gathers:
-        terms += [(column, -(1.0 - extra) * value) for column, value in _first_gather(form, kind, stage)]
+        terms += [(column, -(1.0 - beta) * value) for column, value in _first_gather(form, kind, stage)]
     action = form.table.action_s / form.unit_s
     form.model.add_row(f"{kind.symbol} of stage {stage} hides communication", terms, lower=action)
 
@@ -174,11 +174,10 @@ def _extras(form: Formulation, kind: _Pass, place: tuple[int, int, bool], *, ope
         if kind.reduces and not opens_pass and 0 <= previous < len(table.kinds):
             reduce_s = least_of(form, table.kinds[previous], kind.reduce_s)
         compute_s = kind.compute(cost_of_kind(form, run.piece[slot], is_recomputed))
-        slowdown = min(table.overlap_slowdown, 2.0)
         if kind.gathers and gather_s > 0.0:
-            extras.append(float(hidden_extra_s(compute_s, gather_s + reduce_s, slowdown - 1.0)))
+            extras.append(float(hidden_extra_s(compute_s, gather_s + reduce_s, table.overlap)))
         else:  # nothing to wait for: reductions only slow what they run beside
-            extras.append((slowdown - 1.0) * min(compute_s, reduce_s))
+            extras.append(float(slowing_s(compute_s, reduce_s, table.overlap)))
     return extras
 
 
@@ -253,16 +252,17 @@ def _carried_s(table: CostTable, cost: SegmentCost) -> float:
     if splits_backward(table.mesh.schedule):
         return 0.0  # the pass of the first stage for inputs does nothing
     shortest_s = min(min(forward_s(cost), backward_s(cost)) for cost in everything)
-    return table.overlap_extra * min(cost.reduce_s, shortest_s)
+    return float(slowing_s(shortest_s, cost.reduce_s, table.overlap))
 
 
 def _add_queue_rows(form: Formulation, kind: _Pass, stage: int, column: int) -> None:
     """Without gathers the queue of reductions is left by what comes in during its last stretch of the pass.
 
-    left >= sum (reduction - compute) over the first runs of the stage (+ the compute before the stretch begins)
+    left >= sum (reduction - r compute) over the first runs of the stage (+ r times the compute before the stretch)
     """
-    values = cost_values(form, lambda cost: kind.reduce_s(cost) - kind.compute(cost), scale=form.unit_s)
-    least_s = min(kind.compute(cost) for choices in form.table.costs for cost in choices) / form.unit_s
+    r = form.table.overlap.hidden_per_compute
+    values = cost_values(form, lambda cost: kind.reduce_s(cost) - r * kind.compute(cost), scale=form.unit_s)
+    least_s = r * min(kind.compute(cost) for choices in form.table.costs for cost in choices) / form.unit_s
     for n_runs in range(1, len(form.runs) + 1):
         is_whole = n_runs == len(form.runs)
         terms = [(column, 1.0), *negative(sum_of(form, stage, values, n_runs=n_runs))]

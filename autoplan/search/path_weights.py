@@ -26,7 +26,7 @@ from autoplan.schedules import splits_backward
 from autoplan.search.longest_paths import longest_paths
 from autoplan.search.paths import BACKWARD, CARRY, LAST_BACKWARD, LAST_CARRY
 from autoplan.search.plans import stage_sizes
-from autoplan.search.ranges import Array, Ranges
+from autoplan.search.ranges import Array, Ranges, slowing_s
 from autoplan.search.rank_paths import SYMBOLS
 from autoplan.search.rank_shares import Shares
 from autoplan.search.stage_needs import per_stage
@@ -160,10 +160,8 @@ def _passes_s(shares: Shares) -> Array:
     beside_s = np.where(needs.possible, np.minimum(opening_s, needs.forward_s), INFINITY).min(axis=1)
     for own in map(list, shares.shape.stages_of):
         shortest_s = beside_s[own].min()
-        passes_s[SYMBOLS.index(LAST_CARRY), own] = table.overlap_extra * np.minimum(
-            needs.last_reduce_s[own], shortest_s
-        )
-        carried_s = table.overlap_extra * np.minimum(needs.first_reduce_s[own], shortest_s)
+        passes_s[SYMBOLS.index(LAST_CARRY), own] = slowing_s(shortest_s, needs.last_reduce_s[own], table.overlap)
+        carried_s = slowing_s(shortest_s, needs.first_reduce_s[own], table.overlap)
         passes_s[SYMBOLS.index(CARRY), own] = carried_s * table.reduces_per_micro_batch
     return passes_s
 

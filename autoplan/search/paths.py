@@ -3,7 +3,7 @@
 The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
 travels when its source is done and, unless ranks receive ahead, the one before, too. Each path through the graph is a
 lower bound on the step, linear in the times of the stages. The longest one is the step, but for reductions beside a
-transfer, and exchanges, which are counted as one transfer. With M micro-batches on pp stages, for each stage s,
+transfer, and sendrecvs, which are counted as one transfer. With M micro-batches on pp stages, for each stage s,
 
     through     sum_{t < s} (f_t + b_t + 2 cut_t) + M (f_s + b_s)
     1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
@@ -44,7 +44,7 @@ FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "b
 INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "last backward for weights"
 CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
-CUT = "cut"  # one transfer over the boundary after a stage; an exchange takes no less
+CUT = "cut"  # one transfer over the boundary after a stage; a sendrecv takes no less
 
 FULL_ROUNDS = 3  # of pp micro-batches, after which a schedule repeats itself
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
+from autoplan.overlap import Overlap
 from autoplan.search.bounds import alone_bytes
 from autoplan.search.plans import piece_edges, repeated_segments
 from autoplan.solver.linear_model import INFINITY
@@ -86,15 +87,15 @@ class Segments:
         forward, backward = column(forward_s), column(backward_s)
         gather, reduce = column(lambda cost: cost.gather_s), column(lambda cost: cost.reduce_s)
         gather_back = column(lambda cost: cost.gather_back_s)
-        slower = table.overlap_extra
+        overlap = table.overlap
         nothing = np.zeros(len(kinds))
         before, after = np.append(nothing[:1], gather_back[:-1]), np.append(gather[1:], nothing[:1])
         gathers_back = before if table.gathers_per_micro_batch else nothing
         reduced = np.append(reduce[1:], nothing[:1]) if table.reduces_per_micro_batch else nothing
 
         def backward_extra(compute: Array) -> Array:
-            waits = hidden_extra_s(compute, gathers_back + reduced, slower)
-            return np.where(gathers_back > 0.0, waits, slower * np.minimum(compute, reduced))
+            waits = hidden_extra_s(compute, gathers_back + reduced, overlap)
+            return np.where(gathers_back > 0.0, waits, slowing_s(compute, reduced, overlap))
 
         extra = backward_extra(backward)
         spared = column(lambda cost: cost.saved_bytes) - column(lambda cost: cost.saved_bytes, other)
@@ -118,10 +119,10 @@ class Segments:
             reduce_s=reduce,
             last_reduce_s=column(lambda cost: cost.last_reduce_s),
             optimizer_s=column(lambda cost: cost.optimizer_s),
-            forward_extra_s=hidden_extra_s(forward, after, slower),
+            forward_extra_s=hidden_extra_s(forward, after, overlap),
             backward_extra_s=extra,
-            opening_extra_s=hidden_extra_s(backward, gathers_back, slower),
-            closing_extra_s=slower * np.minimum(backward, reduced),
+            opening_extra_s=hidden_extra_s(backward, gathers_back, overlap),
+            closing_extra_s=slowing_s(backward, reduced, overlap),
             resident_bytes=resident + (gathered if table.keeps_gathered else 0.0),
             gradient_bytes=column(lambda cost: cost.gradient_bytes),
             saved_bytes=column(lambda cost: cost.saved_bytes),
@@ -176,16 +177,21 @@ def _choices(table: CostTable, recompute: str | None) -> list[tuple[SegmentCost,
 
 def figures_of(table: CostTable) -> tuple[int, ...]:
     """The same for tables of pipeline ranks that differ in nothing but their cuts."""
-    return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name not in ("cut_s", "exchange_s"))
+    return tuple(id(getattr(table, field.name)) for field in fields(table) if field.name not in ("cut_s", "sendrecv_s"))
 
 
-def hidden_extra_s(compute_s: Array | float, communication_s: Array | float, slower: float) -> Array:
+def hidden_extra_s(compute_s: Array | float, communication_s: Array | float, overlap: Overlap) -> Array:
     """What communication adds to compute that must wait for its end: the rest of it, and the slowdown by the overlap.
 
-    `slower` is the slowdown - 1.
+    g - q + beta q, where q = min(r c, g) is hidden: c + that is max(c + beta g, g + gamma c); see `Overlap`.
     """
-    both = np.minimum(compute_s, communication_s)
-    return communication_s - both + slower * both
+    hidden = np.minimum(overlap.hidden_per_compute * compute_s, communication_s)
+    return communication_s - hidden + overlap.communication_exposed * hidden
+
+
+def slowing_s(compute_s: Array | float, communication_s: Array | float, overlap: Overlap) -> Array:
+    """What communication adds to compute that need not wait for it: the slowdown by the overlap."""
+    return overlap.communication_exposed * np.minimum(overlap.hidden_per_compute * compute_s, communication_s)
 
 
 # --------------------------------------------------------------------------------------------------- ranges of pieces
@@ -219,7 +225,7 @@ class Ranges:
         edges = stage_edges(table)
         widest_possible = len(edges) - table.mesh.pp
         tables = (table, *table.rank_tables)
-        columns = [values for own in tables for values in (own.cut_s, own.exchange_s, own.message_bytes) if values]
+        columns = [values for own in tables for values in (own.cut_s, own.sendrecv_s, own.message_bytes) if values]
         marks = tuple(dict.fromkeys(map(_places_of_values, {id(values): values for values in columns}.values())))
         width = min(width, widest_possible)
         return cls(np.array(edges), width, widest_possible, *_kinds_of_ranges(table.kinds, edges, marks, width))
@@ -337,10 +343,9 @@ def first_forward_s(table: CostTable, segments: Segments, ranges: Ranges, *, is_
     return forward_pass_s(segments, ranges, gathers=is_first or not table.gathers_at_start)
 
 
-def gathering_pass_s(compute_s: Array, left_s: Array, *, closing_s: Array, slower: float) -> Array:
+def gathering_pass_s(compute_s: Array, left_s: Array, *, closing_s: Array, overlap: Overlap) -> Array:
     """The least time of a pass beside which gathers of so long go on, all of which the last segment waits for."""
-    beside_s = np.minimum(left_s, compute_s - closing_s)
-    return compute_s + slower * beside_s + (left_s - beside_s)
+    return compute_s + hidden_extra_s(compute_s - closing_s, left_s, overlap)
 
 
 def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Array:
@@ -356,14 +361,14 @@ def backward_pass_s(table: CostTable, segments: Segments, ranges: Ranges) -> Arr
 
 def reducing_pass_s(table: CostTable, ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
     """Time of a pass that computes and reduces so long per segment, from the last one on; nothing is gathered."""
-    slower = table.overlap_extra
-    extra = slower * np.minimum(compute_s, np.append(reduce_s[1:], 0.0))
+    extra = slowing_s(compute_s, np.append(reduce_s[1:], 0.0), table.overlap)
     return ranges.total(compute_s + extra) - ranges.last(extra)
 
 
-def left_s(ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
+def left_s(table: CostTable, ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
     """The least that such a pass leaves to be reduced: what its compute after the first reduction cannot hide."""
-    queued_s = ranges.total(reduce_s) - ranges.total(compute_s) + ranges.last(compute_s)
+    hiding_s = ranges.total(compute_s) - ranges.last(compute_s)
+    queued_s = ranges.total(reduce_s) - table.overlap.hidden_per_compute * hiding_s
     return np.maximum(ranges.first(reduce_s), queued_s)
 
 

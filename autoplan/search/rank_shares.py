@@ -26,7 +26,7 @@ from autoplan.schedules import splits_backward
 from autoplan.search.bounds import least_message_bytes, memory_room_bytes
 from autoplan.search.paths import BACKWARD, LAST_BACKWARD, LAST_WEIGHTS, WEIGHTS, Shape
 from autoplan.search.plans import piece_edges, stage_sizes
-from autoplan.search.ranges import ONE_BYTE, Array, Segments
+from autoplan.search.ranges import ONE_BYTE, Array, Segments, slowing_s
 from autoplan.search.rank_paths import CARRY_FORWARD, RankPaths, rank_paths
 from autoplan.search.stage_needs import Needs, places_of
 from autoplan.solver.linear_model import INFINITY
@@ -122,7 +122,6 @@ class Shares:
     segments: Segments
     n_pieces: int
     ways: tuple[Array, ...]
-    slower: float
     parts: dict[int, _Parts]
 
     @classmethod
@@ -133,7 +132,7 @@ class Shares:
         ways = tuple(_ways(n_pieces, sizes, own) for own in shape.stages_of)
         return cls(
             table, shape, rank_paths(table.mesh), Needs.of(table, segments), segments, n_pieces, ways,
-            slower=table.overlap_extra, parts={},
+            parts={},
         )  # fmt: skip
 
     def times_s(self, rank: int) -> Array:
@@ -160,9 +159,11 @@ class Shares:
         paths, parts, own = self.paths[rank], self._parts_of(rank), list(self.shape.stages_of[rank])
         fits, again_s = np.isfinite(again_s), np.where(np.isfinite(again_s), again_s, 0.0)
         n_backwards = (paths.of(BACKWARD) + paths.of(LAST_BACKWARD))[:, own].min(axis=1)[:, None]
-        # What is recomputed hides reductions: a second of it at most `slower` of what they add to the next pass, and
-        # once all that they leave at the end.
-        hides_s = np.maximum(0.0, (1.0 - self.slower) * n_backwards - 1.0) * again_s
+        # A second that is recomputed hides r seconds of reductions at most (`Overlap`), which would add beta r to the
+        # next pass. At the end of the step it may spare all it takes. It never spares more: hiding a second takes beta.
+        overlap = self.table.overlap
+        spares = overlap.communication_exposed * overlap.hidden_per_compute
+        hides_s = np.maximum(0.0, (1.0 - spares) * n_backwards - 1.0) * again_s
         own_s = parts.own_s + np.maximum(n_backwards * again_s, parts.carried_s + hides_s)
         return np.where(fits, np.maximum(own_s, parts.slowed_s + n_backwards * again_s), INFINITY)
 
@@ -257,8 +258,8 @@ class Shares:
         carried = np.zeros((len(paths.counts), len(self.ways[rank])))
         if not (self.table.gathers_per_micro_batch or splits_backward(self.table.mesh.schedule)):
             shortest_s = self._chosen(needs.forward_s, rank).min(axis=1)[:, None]
-            left_s = np.minimum(self._chosen(needs.left_s, rank), shortest_s)
-            carried += paths.of(CARRY_FORWARD)[:, own] @ (self.slower * left_s).T
+            slowed_s = slowing_s(shortest_s, self._chosen(needs.left_s, rank), self.table.overlap)
+            carried += paths.of(CARRY_FORWARD)[:, own] @ slowed_s.T
         beyond_s = self._chosen(needs.last_left_s - needs.last_reduce_s, rank)
         for number, stage in enumerate(paths.last_stages):
             if stage in own:
@@ -269,7 +270,7 @@ class Shares:
         """(path, way): what paths with all its backward passes spend in the rank's own stages and its optimizer.
 
         Each second of reduction is beside compute and slows it, or it is beside nothing, or left over: it takes at
-        least `slower`. 0.0 for other paths, and where gathers are in between.
+        least beta (`Overlap`). 0.0 for other paths, and where gathers are in between.
         """
         needs, paths, own = self.needs, self.paths[rank], list(self.shape.stages_of[rank])
         n = self.table.mesh.n_micro_batches
@@ -280,7 +281,7 @@ class Shares:
         values = np.einsum("pys,ysw->psw", paths.counts[:, :, own], needs.plain_s[:, own])
         n_reduces = n if self.table.reduces_per_micro_batch else 1
         reduce_s = n_reduces * needs.reduce_s[own] + needs.replicas_s[own]
-        values += needs.optimizer_s[own] + self.slower * reduce_s
+        values += needs.optimizer_s[own] + self.table.overlap.communication_exposed * reduce_s
         found = values[:, np.arange(len(own)), self.ways[rank]].sum(axis=2)
         return np.where(has_all[:, None], found, 0.0)
 

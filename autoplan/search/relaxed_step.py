@@ -4,16 +4,16 @@
 is two times: when it is free, and when all that it has to communicate is done. A pass with compute C, reductions R
 and at least B of them left when it ends, beside L seconds left over from before, takes
 
-    C + slower x D,    D = min(C, L + R - B)           reduced beside it
-    left when it ends = max(L + R - C, B)
+    C + beta D,    D = min(r C, L + R - B)             reduced beside it
+    left when it ends = max(L + R - r C, B)
 
-and a pass that gathers takes what `ranges` says. Where the gathers of a rank begin with the step, they are what is left
-over until they are done. A first forward pass, with G left over of its own if they went on all the time, takes no
-less than a pass beside G, nor than C + slower x min(C, L); and all gathers are done no earlier than when it ends, nor
-than slower x min(C, L) after they would have been.
+(beta, gamma, r: see `Overlap`), and a pass that gathers takes what `ranges` says. Where the gathers of a rank begin
+with the step, they are what is left over until they are done. A first forward pass, with G left over of its own if they
+went on all the time, takes no less than a pass beside G, nor than C + beta min(r C, L); and all gathers are done no
+earlier than when it ends, nor than gamma C after they would have been.
 
 Both times rise with both times before, with C and with the size of a stage, so sizes that are no more than those of a
-plan, each with the least C, R - C, R - B and B of any place where the stage may begin, give a step that is no longer.
+plan, each with the least C, R - r C, R - B and B of any place where the stage may begin, give a step that is no longer.
 Likewise fewer segments recomputed than in the plan.
 """
 
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoplan.cost.table import CostTable
+from autoplan.overlap import Overlap
 from autoplan.schedules import (
     GRADIENT_KINDS,
     KEPT_SCHEDULES,
@@ -46,6 +47,7 @@ from autoplan.search.ranges import (
     figures_of,
     forward_pass_s,
     gathering_pass_s,
+    slowing_s,
 )
 from autoplan.search.stage_needs import per_stage
 
@@ -58,7 +60,7 @@ class _Turn(NamedTuple):
     Attributes:
         number: of its pass, see `_Script.passes`.
         awaited: place of the action on another rank whose result it needs; -1 if there is none.
-        transfer: how that comes: (rank of the earlier one of the two stages, whether in an exchange).
+        transfer: how that comes: (rank of the earlier one of the two stages, whether in a sendrecv).
         is_awaited: whether another rank needs its result.
     """
 
@@ -89,14 +91,14 @@ def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Sc
     ranks = stage_ranks(ordered.schedule)
     numbers: dict[tuple[int, str, bool], int] = {}
     rows = []
-    for (stage, kind, micro_batch), needed, exchanges in zip(
-        ordered.actions, ordered.awaited, ordered.exchanges, strict=True
+    for (stage, kind, micro_batch), needed, is_sendrecv in zip(
+        ordered.actions, ordered.awaited, ordered.sendrecvs, strict=True
     ):
         is_edge = micro_batch == (0 if kind == "F" else n_micro_batches - 1)
         number = numbers.setdefault((stage, kind, is_edge), len(numbers))
         is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
         earlier = stage - 1 if kind == "F" else stage
-        transfer = ranks[max(0, earlier)], exchanges
+        transfer = ranks[max(0, earlier)], is_sendrecv
         rows.append((ranks[stage], number, needed if needed is not None and is_elsewhere else -1, transfer))
     awaited = {place for _, _, place, _ in rows}
     return _Script(ranks, tuple(_Turn(*row, place in awaited) for place, row in enumerate(rows)), tuple(numbers))
@@ -128,20 +130,21 @@ class _Needs(NamedTuple):
     waits: bool
     begun: _Begun | None = None
 
-    def at(self, place: _Place, again: Array, again_s: tuple[float, float]) -> _Pass:
+    def at(self, place: _Place, again: Array, again_s: tuple[float, float], *, r: float) -> _Pass:
         """At these places, with so many segments recomputed, each of which takes from .. to `again_s`.
 
-        What is recomputed hides reductions, but not that of the segment which closes the pass.
+        `r`: see `Overlap`. What is recomputed hides reductions, but not that of the segment which closes the pass.
         """
         compute_s, reduce_s, left_s = (values[place] for values in self[:3])
-        behind_s, grown_s = reduce_s - left_s, reduce_s - compute_s - again * again_s[1]
+        hidden_s = r * again * again_s[1]
+        behind_s, grown_s = reduce_s - left_s, reduce_s - r * compute_s - hidden_s
         compute_s = compute_s + again * again_s[0]
-        left_s = np.maximum(self.closing_s[place], left_s - again * again_s[1])
+        left_s = np.maximum(self.closing_s[place], left_s - hidden_s)
         return _Pass(compute_s, behind_s, grown_s, left_s, self.waits, bool(left_s.any()))
 
 
 class _Pass(NamedTuple):
-    """A pass per choice: C, R - B, R - C and B of the module docstring."""
+    """A pass per choice: C, R - B, R - r C and B of the module docstring."""
 
     compute_s: Array
     behind_s: Array
@@ -160,7 +163,7 @@ class _RankNeeds:
     optimizer_s: Array
     again_s: tuple[float, float]
     action_s: float
-    slower: float
+    overlap: Overlap
     carries: bool
 
     @classmethod
@@ -178,7 +181,7 @@ class _RankNeeds:
             optimizer_s=least(ranges.total(segments.optimizer_s)),
             again_s=(float(again_s.min()), float(again_s.max())) if is_able.any() else (0.0, 0.0),
             action_s=table.action_s,
-            slower=table.overlap_extra,
+            overlap=table.overlap,
             carries=carries(table, segments),
         )
 
@@ -224,7 +227,8 @@ class RelaxedStep:
             rank, place = script.ranks[stage], places[stage]
             needs = self.ranks[rank]
             own = needs.passes[kind, is_edge, stage == 0]
-            passes.append(own.at(place, again[:, stage] * (kind == "B"), needs.again_s))
+            n_again, r = again[:, stage] * (kind == "B"), needs.overlap.hidden_per_compute
+            passes.append(own.at(place, n_again, needs.again_s, r=r))
             if own.begun is not None:  # first forward passes of a rank are in the order of its stages
                 passes[-1] = passes[-1]._replace(begun=own.begun.at(place, gathered_s[rank]))
                 gathered_s[rank] = gathered_s[rank] + own.begun.gather_s[place]
@@ -263,7 +267,7 @@ class RelaxedStep:
         return [self.ranges.kind[stop, own - 1] for stop, own in zip(np.cumsum(sizes, axis=1).T, sizes.T, strict=True)]
 
     def _cuts_s(self, sizes: Array) -> dict[tuple[int, bool], Array | float]:
-        """By rank and whether it is an exchange, the time of a transfer between a stage there and the next one."""
+        """By rank and whether it is a sendrecv, the time of a transfer between a stage there and the next one."""
         mesh = self.table.mesh
         if mesh.n_chunks > 1:
             cut_s = min((s for s in self.table.cut_s if s is not None), default=0.0)
@@ -273,8 +277,8 @@ class RelaxedStep:
         for rank in range(mesh.pp - 1):
             own = self.table.at_rank(rank)
             stops = edges[sizes[:, : rank + 1].sum(axis=1)]
-            for exchanges, transfers_s in ((False, own.cut_s), (True, own.exchange_s or own.cut_s)):
-                found[rank, exchanges] = np.array([s or 0.0 for s in transfers_s])[stops - 1]
+            for is_sendrecv, transfers_s in ((False, own.cut_s), (True, own.sendrecv_s or own.cut_s)):
+                found[rank, is_sendrecv] = np.array([s or 0.0 for s in transfers_s])[stops - 1]
         return found
 
 
@@ -305,16 +309,16 @@ class _Clock:
 
     def run(self, item: _Pass, rank: _RankNeeds) -> None:
         """Do a pass."""
-        action_s = rank.action_s
+        action_s, overlap = rank.action_s, rank.overlap
         if item.begun is not None:
             own_done_s, opened_s, closing_s = item.begun
             start_s = np.maximum(self.free_s, self.gathers_from_s + opened_s)
             own_left_s = np.maximum(self.gathers_from_s + own_done_s - start_s, 0.0)
-            pass_s = gathering_pass_s(item.compute_s, own_left_s, closing_s=closing_s, slower=rank.slower)
+            pass_s = gathering_pass_s(item.compute_s, own_left_s, closing_s=closing_s, overlap=overlap)
             all_done_s = start_s if self.done_s is None else np.maximum(self.done_s, start_s)
-            extra_s = rank.slower * np.minimum(item.compute_s, all_done_s - start_s)
-            self.free_s = start_s + (np.maximum(pass_s, item.compute_s + extra_s) + action_s)
-            all_done_s = all_done_s + extra_s
+            slowed_s = item.compute_s + slowing_s(item.compute_s, all_done_s - start_s, overlap)
+            self.free_s = start_s + (np.maximum(pass_s, slowed_s) + action_s)
+            all_done_s = all_done_s + overlap.compute_exposed * item.compute_s
             self.done_s = np.maximum(self.free_s, all_done_s) if (all_done_s > self.free_s).any() else None
         elif item.waits:
             start_s = self.end_s if rank.carries else self.free_s
@@ -324,8 +328,8 @@ class _Clock:
             self.free_s = self.free_s + (item.compute_s + action_s)
         else:
             left_s = 0.0 if self.done_s is None else self.done_s - self.free_s
-            beside_s = np.minimum(item.compute_s, left_s + item.behind_s)
-            self.free_s = self.free_s + (item.compute_s + action_s) + rank.slower * beside_s
+            slowed_s = item.compute_s + slowing_s(item.compute_s, left_s + item.behind_s, overlap)
+            self.free_s = self.free_s + (slowed_s + action_s)
             left_s = np.maximum(left_s + item.grown_s, item.left_s)
             self.done_s = self.free_s + left_s if item.reduces or left_s.any() else None
 
@@ -341,7 +345,7 @@ def _needs(
 ) -> _Needs:
     """The least that a pass needs. `is_first`: of the first stage, which does all of a split pass in that for weights.
 
-    The triple C, R, B has the least R - C and R - B, too.
+    The triple C, R, B has the least R - r C and R - B, too.
     """
     gathers = table.gathers_per_micro_batch or (is_edge and kind == "F")
     begins = is_edge and kind == "F" and table.gathers_at_start and not is_first
@@ -355,16 +359,16 @@ def _needs(
         back_s = backward_pass_s(table, segments, ranges) if kind == "B" else None
         whole_s = least(forward_pass_s(segments, ranges, gathers=True) if back_s is None else back_s)
         return _Needs(whole_s, np.zeros(whole_s.shape), closing_s, closing_s, waits=True)
-    compute_s = _compute_s(segments, kind, is_first=is_first)
+    compute_s, r = _compute_s(segments, kind, is_first=is_first), table.overlap.hidden_per_compute
     begun = None
     if begins:
         all_gather_s, closing_compute_s = ranges.total(segments.gather_s), ranges.last(segments.forward_s)
         begun = _Begun(*map(least, (all_gather_s, ranges.first(segments.gather_s), closing_compute_s)))
     all_s, all_reduce_s = ranges.total(compute_s), ranges.total(reduce_s)
-    all_left_s = _left_s(ranges, compute_s=compute_s, reduce_s=reduce_s)
+    all_left_s = _left_s(ranges, hiding_s=r * compute_s, reduce_s=reduce_s)
     least_s, left_s = least(all_s), least(all_left_s)
-    behind_s, grown_s = least(all_reduce_s - all_left_s), least(all_reduce_s - all_s)
-    return _Needs(least_s, np.minimum(left_s + behind_s, least_s + grown_s), left_s, closing_s, False, begun)
+    behind_s, grown_s = least(all_reduce_s - all_left_s), least(all_reduce_s - r * all_s)
+    return _Needs(least_s, np.minimum(left_s + behind_s, r * least_s + grown_s), left_s, closing_s, False, begun)
 
 
 def _compute_s(segments: Segments, kind: str, *, is_first: bool) -> Array:
@@ -376,11 +380,11 @@ def _compute_s(segments: Segments, kind: str, *, is_first: bool) -> Array:
     return segments.weights_s if kind == "W" else segments.inputs_s
 
 
-def _left_s(ranges: Ranges, *, compute_s: Array, reduce_s: Array) -> Array:
+def _left_s(ranges: Ranges, *, hiding_s: Array, reduce_s: Array) -> Array:
     """What a pass without gathers, with nothing left from before, leaves to be reduced.
 
-    From the last time on that nothing was to be reduced: all reductions - compute of all segments but the first.
+    From the last time on that nothing was to be reduced: all reductions - what all segments but the first hide.
     """
-    reduced, computed = (np.append(0.0, np.cumsum(values)) for values in (reduce_s, compute_s))
-    most = ranges.largest_segment(reduced[1:] - computed[:-1])
-    return most - (reduced - computed)[ranges.edges[ranges.start]]
+    reduced, hidden = (np.append(0.0, np.cumsum(values)) for values in (reduce_s, hiding_s))
+    most = ranges.largest_segment(reduced[1:] - hidden[:-1])
+    return most - (reduced - hidden)[ranges.edges[ranges.start]]

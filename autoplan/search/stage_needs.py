@@ -149,10 +149,10 @@ def _fields(table: CostTable, segments: Segments, ranges: Ranges) -> dict[str, A
     found = {name: ranges.total(getattr(segments, name)) for name in totals}
     compute_s = segments.weights_s if splits else segments.backward_s
     return found | {
-        "left_s": left_s(ranges, compute_s=compute_s, reduce_s=segments.reduce_s),
+        "left_s": left_s(table, ranges, compute_s=compute_s, reduce_s=segments.reduce_s),
         "replicas_s": ranges.total(segments.last_reduce_s - segments.reduce_s),
         "first_reduce_s": ranges.first(segments.reduce_s),
-        "last_left_s": left_s(ranges, compute_s=compute_s, reduce_s=segments.last_reduce_s),
+        "last_left_s": left_s(table, ranges, compute_s=compute_s, reduce_s=segments.last_reduce_s),
         "last_reduce_s": ranges.first(segments.last_reduce_s),
         "alone_bytes": ranges.last(segments.least_alone_bytes),
         "late_bytes": ranges.total(segments.late_bytes),

@@ -6,8 +6,8 @@ of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `st
 An action starts when its rank is free and its input has arrived. That leaves when it is computed and the receiving rank
 is free: NCCL moves nothing before both call it, and ranks call it in front of the action that needs it. Where
 the schedule `receives_ahead`, the receiving rank has called it by then; there a rank sends its activations one after
-the other, and likewise its gradients. A send does not block its rank, except in an exchange
-(`OrderedSchedule.exchanges`), in which both ranks wait until both results have arrived. Left out: that sends slow
+the other, and likewise its gradients. A send does not block its rank, except in a sendrecv
+(`OrderedSchedule.sendrecvs`), in which both ranks wait until both results have arrived. Left out: that sends slow
 compute, and that those of one rank wait for each other.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import StagePlan
 from autoplan.schedules import receives_ahead
 from autoplan.simulator.rank_memory import StageBytes, stage_bytes
@@ -35,10 +36,10 @@ from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, rep
 
 
 class Transfer(NamedTuple):
-    """How long a result travels, and how long if another one travels back at the same time."""
+    """How long a result travels, and how long in a sendrecv: if another one travels back at the same time."""
 
     alone_s: float
-    exchange_s: float
+    sendrecv_s: float
 
 
 NO_TRANSFER = Transfer(0.0, 0.0)
@@ -99,10 +100,10 @@ def _transfer(table: CostTable, segment: int, *, between: tuple[int, ...]) -> Tr
     if len(set(between)) == 1:
         return NO_TRANSFER
     own = table.at_rank(between[0])
-    alone_s, exchange_s = own.cut_s[segment - 1], (own.exchange_s or own.cut_s)[segment - 1]
+    alone_s, sendrecv_s = own.cut_s[segment - 1], (own.sendrecv_s or own.cut_s)[segment - 1]
     assert alone_s is not None
-    assert exchange_s is not None
-    return Transfer(alone_s, exchange_s)
+    assert sendrecv_s is not None
+    return Transfer(alone_s, sendrecv_s)
 
 
 def _check_order(table: CostTable, stages: tuple[StagePlan, ...]) -> None:
@@ -206,7 +207,7 @@ class _Pass:
     """
 
     clock: RankClock
-    slowdown: float
+    overlap: Overlap
     work: tuple[SegmentPass, ...]
     times: dict[float, PassTimes]
     action_s: float
@@ -219,9 +220,9 @@ class _Pass:
     def replay(self, left_s: float) -> PassTimes:
         """How long it takes with so much communication still to be done; remembered in `times`."""
         if self.later_s is None:
-            found = replay_pass(self.work, slowdown=self.slowdown, left_s=left_s)
+            found = replay_pass(self.work, overlap=self.overlap, left_s=left_s)
         else:
-            found = replay_first_forward(self.work, slowdown=self.slowdown, left_s=left_s, later_s=self.later_s)
+            found = replay_first_forward(self.work, overlap=self.overlap, left_s=left_s, later_s=self.later_s)
         self.times[left_s] = found
         return found
 
@@ -230,19 +231,19 @@ def _passes(
     table: CostTable, stages: tuple[Stage, ...], *, script: Script, clocks: tuple[RankClock, ...]
 ) -> tuple[_Pass, ...]:
     """Of each pass of the script; those of equal work share what is known of their times."""
-    known: dict[tuple[float, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
+    known: dict[tuple[Overlap, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
     links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
         own = table.at_rank(stage.rank)
-        work, slowdown = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0), own.overlap_slowdown
+        work = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0)
         later_s = waiting_s[index] if kind == "F" and is_edge else None
-        times, clock = known.setdefault((slowdown, work, later_s), {}), clocks[stage.rank]
+        times, clock = known.setdefault((own.overlap, work, later_s), {}), clocks[stage.rank]
         begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
         transfers = stage.transfer_in(kind), links[stage.rank, kind == "F"], stage.out_s(kind)
-        found.append(_Pass(clock, slowdown, work, times, own.action_s, *transfers, later_s, begun_s))
+        found.append(_Pass(clock, own.overlap, work, times, own.action_s, *transfers, later_s, begun_s))
     return tuple(found)
 
 
@@ -273,8 +274,8 @@ def _replay_step(
     runs: list[Run] = []
     goes_ahead = receives_ahead(table.mesh.schedule)
     ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive, if that takes time
-    for place, (number, awaited, exchanges) in enumerate(
-        zip(script.cues, script.awaited, script.ordered.exchanges, strict=True)
+    for place, (number, awaited, is_sendrecv) in enumerate(
+        zip(script.cues, script.awaited, script.ordered.sendrecvs, strict=True)
     ):
         running = passes[number]
         clock = running.clock
@@ -284,7 +285,7 @@ def _replay_step(
             gathered_s = clock.wait_until(arrived_s, since_s=runs[awaited].stop_s)
         elif awaited is not None:
             sent_s = max(runs[awaited].stop_s, clock.free_s)
-            arrived_s = sent_s + running.transfer[exchanges]
+            arrived_s = sent_s + running.transfer[is_sendrecv]
             gathered_s = clock.wait_until(arrived_s, since_s=sent_s)
         times, left_what = running.times.get(clock.left_s) or running.replay(clock.left_s), clock.left_what
         start_s = clock.free_s

@@ -69,6 +69,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
         memory_limit_bytes=min(limits_bytes),
         rank_limits_bytes=limits_bytes if len(set(limits_bytes)) > 1 else (),
         memory_margin=table.memory_margin,
+        drift=table.drift * slowest.exposed_communication_s / slowest.total_s if table.drift else 0.0,
         segment_sources=tuple(table.sources[kind] for kind in table.kinds) if table.sources else (),
         timeline=_timeline(table, replay) if with_timeline else (),
     )

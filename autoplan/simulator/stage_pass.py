@@ -12,7 +12,7 @@ A compute stream and a communication stream, each first in, first out (`replay_p
   stage: it is the group of the stage itself, which waits for it first.
 - The gradients of segment k are reduced after its backward pass, in the last one of a step over replicas, too. What is
   left when the pass ends goes on beside what the rank does next; the optimizer waits for it.
-- While both streams are busy both run slower: t seconds of work on each take t x `overlap_slowdown`.
+- While both streams are busy both run slower, each by a factor of its own (`Overlap`).
 - Tensor-parallel communication, recomputation and what launch adds to every pass are serial with compute; what it adds
   once is part of `optimizer_s`.
 - A backward pass in two halves: the one for weights takes `weight_backward_s` and makes the gradients that are reduced,
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, forward_s
+from autoplan.overlap import Overlap
 from autoplan.schedules import GRADIENT_KINDS
 
 LEFT_OVER = "left over"  # from before; the rank knows of what
@@ -102,7 +103,9 @@ def _outer_first(work: tuple[SegmentPass, ...], is_outer: Sequence[bool]) -> tup
     return blocks[0]._replace(gather_s=outer_s + blocks[0].gather_s), *blocks[1:]
 
 
-def replay_first_forward(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float, later_s: float) -> PassTimes:
+def replay_first_forward(
+    work: tuple[SegmentPass, ...], *, overlap: Overlap, left_s: float, later_s: float
+) -> PassTimes:
     """The times of the first forward pass of a stage whose gathers were queued before it.
 
     Behind them are `later_s` of those of the later stages of its rank; `left_s` of all these are still to be done.
@@ -110,7 +113,7 @@ def replay_first_forward(work: tuple[SegmentPass, ...], *, slowdown: float, left
     busy_s = sum(item.busy_s for item in work)
     if left_s == 0.0:
         return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
-    streams = _TwoStreams(slowdown)
+    streams = _TwoStreams(overlap)
     rests_s, own_s = [], max(0.0, left_s - later_s)
     for item in reversed(work):
         rests_s.append(min(item.gather_s, own_s))
@@ -123,12 +126,12 @@ def replay_first_forward(work: tuple[SegmentPass, ...], *, slowdown: float, left
     return streams.times(busy_s)
 
 
-def replay_pass(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float = 0.0) -> PassTimes:
+def replay_pass(work: tuple[SegmentPass, ...], *, overlap: Overlap, left_s: float = 0.0) -> PassTimes:
     """The times of one pass through `work`, in this order; `left_s` is communication the rank still has to do."""
     busy_s = sum(item.busy_s for item in work)
     if left_s == 0.0 and not any(item.gather_s or item.reduce_s for item in work):
         return PassTimes(busy_s, exposed_s=0.0, left_s=0.0)
-    streams = _TwoStreams(slowdown)
+    streams = _TwoStreams(overlap)
     streams.communicate(LEFT_OVER, None, left_s)
     ticket = streams.communicate("gather", 0, work[0].gather_s)
     next_gathers_s = (*(item.gather_s for item in work[1:]), 0.0)
@@ -146,10 +149,13 @@ def replay_pass(work: tuple[SegmentPass, ...], *, slowdown: float, left_s: float
 class _TwoStreams:
     """The compute and the communication stream of one device during one pass."""
 
-    __slots__ = ("_head_done_s", "_head_started_s", "_n_issued", "_pending", "exposed_s", "now_s", "slowdown", "spans")
+    __slots__ = (
+        "_exposed_share", "_head_done_s", "_head_started_s", "_hidden_per_compute", "_n_issued", "_pending",
+        "exposed_s", "now_s", "spans",
+    )  # fmt: skip
 
-    def __init__(self, slowdown: float) -> None:
-        self.slowdown = slowdown
+    def __init__(self, overlap: Overlap) -> None:
+        self._exposed_share, self._hidden_per_compute = overlap.communication_exposed, overlap.hidden_per_compute
         self.now_s = 0.0
         self.exposed_s = 0.0
         self.spans: list[Span] = []
@@ -177,15 +183,21 @@ class _TwoStreams:
             self._end_head()
 
     def compute(self, busy_s: float) -> None:
-        """Compute beside whatever communication is pending."""
+        """Compute beside whatever communication is pending.
+
+        p seconds of compute and the q = p r of communication done beside it take p + beta q; see `Overlap`.
+        """
         while busy_s > 0.0 and self._pending:
             rest_s = self._pending[0][2] - self._head_done_s
-            both_s = busy_s if busy_s < rest_s else rest_s
-            busy_s -= both_s
-            self.exposed_s += both_s * (self.slowdown - 1.0)
-            self.now_s += both_s * self.slowdown
-            if both_s < rest_s:
-                self._head_done_s += both_s
+            hidden_s = busy_s * self._hidden_per_compute
+            is_outlasted = hidden_s < rest_s
+            beside_s = busy_s if is_outlasted else rest_s / self._hidden_per_compute
+            hidden_s = hidden_s if is_outlasted else rest_s
+            busy_s -= beside_s
+            self.exposed_s += hidden_s * self._exposed_share
+            self.now_s += beside_s + hidden_s * self._exposed_share
+            if is_outlasted:
+                self._head_done_s += hidden_s
             else:
                 self._end_head()
         self.now_s += busy_s

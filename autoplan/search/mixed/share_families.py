@@ -1,9 +1,9 @@
 """Meshes with shares of the batch on a mixed cluster, before their micro-batches are counted, each with a bound.
 
-One group with n micro-batches of compute c, communication r in each and R once, optimizer k, takes (`step_bound_s`; e:
-what a second of overlap adds)
+One group with n micro-batches of compute c, communication r in each and R once, optimizer k, takes (`step_bound_s`;
+beta, gamma: see `Overlap`)
 
-    max(A, B) + e min(A, B) + k = max(A + e B, B + e A) + k,     A = n c,   B = n r + R
+    max(A + beta B, B + gamma A) + k,     A = n c,   B = n r + R
 
 two lines of n, `slopes_s` and `starts_s` of a family. In t seconds group g does at most n_g(t) micro-batches, the least
 of its two lines, and sum_g dp_g size_g n_g(t) must reach the global batch. Without rounding, by any one line per group,
@@ -139,14 +139,15 @@ class _Layout:
 
     Attributes:
         sizes: with the least compute there is, that of one micro-batch with nothing sharded.
-        slower: per group, what a second of overlap adds.
+        beta, gamma: per group, see `Overlap`.
     """
 
     space: MixedSpace
     mesh: Mesh
     groups: tuple[int, ...]
     sizes: _Sizes
-    slower: Array
+    beta: Array
+    gamma: Array
 
     @classmethod
     def of(cls, space: MixedSpace, options: Options, mesh: Mesh, groups: tuple[int, ...]) -> _Layout:
@@ -157,8 +158,10 @@ class _Layout:
         tables = {size: _tables(space, mesh, groups, (1,) * len(groups), size=size) for size in sizes}
         compute_s = {size: [sum(least_passes_s(table)) for table in own] for size, own in tables.items()}
         found = np.array([[compute_s[size][place] for place, size in enumerate(choice)] for choice in choices])
-        slower = np.array([table.overlap_extra for table in tables[sizes[0]]])
-        return cls(space, mesh, groups, _Sizes(np.array(choices), found, np.zeros(found.shape)), slower)
+        overlaps = [table.overlap for table in tables[sizes[0]]]
+        beta = np.array([own.communication_exposed for own in overlaps])
+        gamma = np.array([own.compute_exposed for own in overlaps])
+        return cls(space, mesh, groups, _Sizes(np.array(choices), found, np.zeros(found.shape)), beta, gamma)
 
     def families(self, options: Options, dp: Array, *, known_s: float) -> Iterator[ShareFamily]:
         """One per ZeRO stage and shard degree with which some bound is below `known_s`."""
@@ -223,10 +226,11 @@ class _Layout:
         """The arrays of `ShareFamily`."""
         batch = self.space.pipelines.global_batch
         compute_s, often_s, once_s = sizes.compute_s[:, None], ranks.often_s, ranks.once_s
-        beside = self.slower
         # over (choice, row, group, line)
-        slopes_s = np.stack([compute_s + beside * often_s, often_s + beside * compute_s], axis=-1)
-        starts_s = np.stack(np.broadcast_arrays(beside * once_s, once_s), axis=-1) + sizes.optimizer_s[:, None, :, None]
+        slopes_s = np.stack([compute_s + self.beta * often_s, often_s + self.gamma * compute_s], axis=-1)
+        starts_s = (
+            np.stack(np.broadcast_arrays(self.beta * once_s, once_s), axis=-1) + sizes.optimizer_s[:, None, :, None]
+        )
         slopes_s = np.maximum(slopes_s, LEAST_SLOPE_S)
         samples = sizes.sizes[:, None] * ranks.dp
         most = np.minimum(most_micro_batches(slopes_s, starts_s, known_s), batch)
