@@ -1,7 +1,8 @@
 """Cost models: one file per family of ops (`RULES`) and per collective algorithm (`COLLECTIVES`).
 
     products           matmul, convolution, attention, recurrent, experts (grouped by expert)
-    over some dims     reduction, normalization, loss, along_dim (scans, sorts, shifts), spatial (pooling, resizing)
+    over some dims     reduction, normalization, batch_norm, loss, along_dim (scans, sorts, shifts), spatial (pooling,
+                       resizing)
     by element         pointwise, factory (tensors made from nothing)
     which element      embedding, indexing, shape (views and moves)
     of other models    whole_module: modules that were run instead of traced

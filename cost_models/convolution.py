@@ -23,6 +23,14 @@ _ALIGNED_BYTES = 16
 # The matrix units compute so many channels at once: fewer take as long. Of fewest (images of 3), other kernels run,
 # whose rate is that of 8.
 _CHANNEL_TILE, _FEWEST_CHANNELS = 128, 8
+# Forward and the gradient of images are matrix products of pixels and channels. A multiprocessor computes a tile of
+# 128 x 128 of their result at a time: fewer tiles than multiprocessors, 132 on H100 and H200, leave some idle (other
+# devices are priced alike). Products of linear layers are split along what is summed where tiles are few, and so is the
+# gradient of the weight.
+_FULL_TILES = 132
+# What each gradient takes besides: kernels that fill it with zeros and add up the parts of a split sum. Blocks of
+# ResNet-152 with 8 to 512 images on H100 and H200, by benchmarks/image_blocks.py.
+_GRADIENT_S_fit = 3.2e-6
 # Of one channel by itself: forward and backward rate / peak of float32, kernels of 7 x 7 in bf16.
 _DEPTHWISE_FRACTIONS = {"contiguous": (0.042, 0.024), "channels_last": (0.18, 0.12)}
 
@@ -91,8 +99,34 @@ def _arithmetic(call: LocalCall) -> Arithmetic:
         return Arithmetic(False, *_DEPTHWISE_FRACTIONS[call.operand_format])
     if call.precision in _READ_CHANNELS_LAST:
         fraction = min(1.0, max(n_channels, _FEWEST_CHANNELS) / _CHANNEL_TILE)
-        return Arithmetic(True, fraction, fraction)
+        busy = _busy_part(call, call.results[0])
+        return Arithmetic(True, fraction * busy, fraction * _busy_part_backward(call))
     return Arithmetic(True)
+
+
+def _busy_part(call: LocalCall, images: TensorSpec) -> float:
+    """Which part of the multiprocessors has a tile to compute where these are the result."""
+    n_groups, n_dims = _n_groups(call.op), len(call.operands[1].shape) - 2
+    extents = images.at(call.batch_size)
+    n_channels, n_pixels = extents[-n_dims - 1], math.prod(extents) // extents[-n_dims - 1]
+    n_columns = n_groups * max(1.0, n_channels / n_groups / _CHANNEL_TILE)
+    return min(1.0, max(1.0, n_pixels / _CHANNEL_TILE) * n_columns / _FULL_TILES)
+
+
+def _has_gradients(call: LocalCall) -> tuple[bool, bool]:
+    """Whether images and weight have one."""
+    return (call.gradients[0], call.gradients[1]) if call.gradients else (True, True)
+
+
+def _busy_part_backward(call: LocalCall) -> float:
+    """The same of the gradients, each half of the arithmetic; that of the weight leaves nothing idle."""
+    of_images, of_weight = _has_gradients(call)
+    parts = (_busy_part(call, call.operands[0]),) * of_images + (1.0,) * of_weight
+    return len(parts) / sum(1 / part for part in parts) if parts else 1.0
+
+
+def _gradients_s(call: LocalCall) -> tuple[float, float]:
+    return 0.0, _GRADIENT_S_fit * sum(_has_gradients(call))
 
 
 def _is_product_of_pixels(call: LocalCall) -> bool:
@@ -133,6 +167,7 @@ _CONVOLUTION = OpRule(
     efficiency="matmul",
     arithmetic=_arithmetic,
     further_bytes=_copied_bytes,
+    fixed_s=_gradients_s,
     linear_in=(0,),
     strategies=_split_groups,
 )

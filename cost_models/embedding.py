@@ -46,8 +46,8 @@ def _distinct_bytes(call: LocalCall) -> float:
     return table.n_bytes(call.batch_size, call.precision) + ADDED_BYTES * part * table.n_elements(1) / _ADDED_FRACTION
 
 
-def _sorting_s(call: LocalCall) -> float:
-    return _SORTING_S * min(1.0, call.operands[1].n_elements(call.batch_size) / _N_SORTED)
+def _sorting_s(call: LocalCall) -> tuple[float, float]:
+    return 0.0, _SORTING_S * min(1.0, call.operands[1].n_elements(call.batch_size) / _N_SORTED)
 
 
 def _copy_flops(op: Op, operands: Specs, batch_size: int) -> int:
@@ -80,7 +80,7 @@ _EMBEDDING_BAG = OpRule(
     _bags,
     flops=_bag_flops,
     backward_bytes=_distinct_bytes,
-    backward_fixed_s=_sorting_s,
+    fixed_s=_sorting_s,
     n_backward_kernels=SCATTER_KERNELS,
     further_bytes=_further_rows,
     extra_saved_bytes=_bag_places,
@@ -94,7 +94,7 @@ RULES = {
         _embedding,
         flops=_copy_flops,
         backward_bytes=_distinct_bytes,
-        backward_fixed_s=_sorting_s,
+        fixed_s=_sorting_s,
         n_backward_kernels=SCATTER_KERNELS,
         reads_rows=True,
         strategies=_split_vocabulary,

@@ -186,11 +186,11 @@ def _read(fraction: float) -> dict[str, Any]:
     }
 
 
-def _sorting_s(call: LocalCall) -> float:
-    return _SORTING_S
+def _sorting_s(call: LocalCall) -> tuple[float, float]:
+    return 0.0, _SORTING_S
 
 
-_SORTED = {"backward_fixed_s": _sorting_s, "n_backward_kernels": SCATTER_KERNELS}
+_SORTED = {"fixed_s": _sorting_s, "n_backward_kernels": SCATTER_KERNELS}
 _WRITE = {"flops": _no_flops, "backward_bytes_ratio": 1.0}
 
 RULES = {

@@ -1,12 +1,12 @@
 """Normalizations and softmax: the normalized dims stay whole; scale and shift see a share of the rows.
 
-Over images, a channel (batch norm, instance norm) or a group of channels (group norm) is normalized by itself, and may
-be split off with its scale, shift and running statistics.
+Over images, a channel (instance norm; `batch_norm` has a file of its own) or a group of channels (group norm) is
+normalized by itself, and may be split off with its scale, shift and running statistics.
 """
 
 from collections.abc import Iterator
 
-from autoplan.equations import Equation, along, dim_names, marked, whole_dims, write_equation
+from autoplan.equations import along, dim_names, marked, whole_dims, write_equation
 from autoplan.graph import Op, TensorSpec, extent_at
 from autoplan.layout import sharded
 from autoplan.rules import LocalCall, OpRule, Specs, Strategy
@@ -16,16 +16,6 @@ _STATISTICS_BYTES = 4
 # backward, RMS norm 2.8 and 1.4, against 4.2 (benchmarks/results/kernels_h200_2026-11-20.jsonl).
 _LAYER_NORM_FRACTIONS = {"rate_fraction": 0.4, "backward_rate_fraction": 0.25}
 _RMS_NORM_FRACTIONS = {"rate_fraction": 0.65, "backward_rate_fraction": 0.33}
-# The same of batch norm in bf16, which torch computes itself, 256 channels and more: of images in channels_last, and
-# else (benchmarks/results/op_rates_h200_2026-11-23.jsonl).
-_BATCH_NORM_FRACTIONS = {"channels_last": (0.21, 0.39), "contiguous": (0.175, 0.19)}
-# Contiguous channels are normalized by a block of threads each: fewer leave a part of the device idle. ResNet-152 on
-# H200, segments in benchmarks/results/profile_h200_2026-11-22.jsonl.
-_FULL_CHANNELS = 256
-# In other precisions cuDNN does. Not measured: taken to read the images twice and write them once, where the price of
-# an op counts 2 times, and in backward the images and the gradient of the result twice, and to write that of the
-# images once, where it counts 3.
-_CUDNN_FRACTIONS = 2 / 3, 3 / 5
 
 
 def _normalized_dims(op: Op, rank: int) -> range:
@@ -47,15 +37,11 @@ def _deviation(call: LocalCall) -> int:
     return _STATISTICS_BYTES * _n_rows(call)
 
 
-def _by_channel(*, whole_batch: bool) -> Equation:
+def _by_channel(op: Op, operands: Specs) -> str:
     """x: [batch, channel, *space], and vectors of one number per channel."""
-
-    def equation(op: Op, operands: Specs) -> str:
-        names = dim_names(len(operands[0].shape))
-        names = marked(names, set(range(2, len(names))) | ({0} if whole_batch else set()), "^")
-        return write_equation([names, *((names[1],) for _ in operands[1:])], names)
-
-    return equation
+    names = dim_names(len(operands[0].shape))
+    names = marked(names, range(2, len(names)), "^")
+    return write_equation([names, *((names[1],) for _ in operands[1:])], names)
 
 
 def _by_group(op: Op, operands: Specs) -> str:
@@ -77,15 +63,6 @@ def _group_statistics(call: LocalCall) -> int:
 
 def _channel_statistics(call: LocalCall) -> int:
     return 2 * _STATISTICS_BYTES * extent_at(call.operands[0].shape[1], 1)
-
-
-def _batch_norm_fractions(call: LocalCall) -> tuple[float, float]:
-    if call.precision != "bf16":
-        return _CUDNN_FRACTIONS
-    forward, backward = _BATCH_NORM_FRACTIONS[call.operand_format]
-    n_channels = extent_at(call.operands[0].shape[1], 1)
-    used = 1.0 if call.operand_format == "channels_last" else min(1.0, n_channels / _FULL_CHANNELS)
-    return forward * used, backward * used
 
 
 def _sample_statistics(call: LocalCall) -> int:
@@ -122,15 +99,7 @@ RULES = {
     "aten.group_norm.default": OpRule(
         _by_group, strategies=_split_groups, extra_saved_bytes=_group_statistics, **_IMAGE_NORM
     ),
-    "aten.batch_norm.default": OpRule(
-        _by_channel(whole_batch=True),
-        extra_saved_bytes=_channel_statistics,
-        fractions=_batch_norm_fractions,
-        **_IMAGE_NORM,
-    ),
-    "aten.instance_norm.default": OpRule(
-        _by_channel(whole_batch=False), extra_saved_bytes=_sample_statistics, **_IMAGE_NORM
-    ),
+    "aten.instance_norm.default": OpRule(_by_channel, extra_saved_bytes=_sample_statistics, **_IMAGE_NORM),
     "aten.softmax.int": _SOFTMAX,
     "aten._softmax.default": _SOFTMAX,
     "aten._safe_softmax.default": _SOFTMAX,

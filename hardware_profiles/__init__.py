@@ -28,12 +28,12 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     [host]
     n_devices = 8
     price_per_device_hour = {...}             -                                     "1.99 USD/h"
-    exposed_when_overlapped = {...}           *    share of the time of communication that it adds to compute which
-                                                   takes longer                     "31 %"
-    compute_exposed_when_overlapped = {...}   -    share of the time of compute that it adds to communication which
-                                                   takes longer, if it differs; see `autoplan.overlap`  "10 %"
-    shards_exposed_when_overlapped = {...}    -    likewise where ZeRO gathers and scatters shards, if it differs
-    compute_exposed_beside_shards = {...}     -    from all-reduces
+    exposed_when_overlapped = {...}           *    beside all-reduces: (time of both together - C) / G, where C seconds
+                                                   of compute take much longer than G of communication   "31 %"
+    compute_exposed_when_overlapped = {...}   -    (time of both together - G) / C, where communication takes much
+                                                   longer; left out: as the figure above                 "10 %"
+    [host.shards]                             -    both of ZeRO's all-gathers and reduce-scatters; what is left out is
+                                                   [host]'s exposed_when_overlapped. 1 to 99 % each
 
     [host_link]                                    left out when a host has one device
     kind = "nvlink3"                               one of [link_kind.*] in shared.toml
@@ -44,8 +44,9 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
     all_reduce_bus_rate = {...}               *    bus bandwidth of a large all-reduce over the host  "229 GB/s"
     all_gather_bus_rate = {...}               -    likewise of an all-gather, if it differs; all_to_all_bus_rate and
                                                    send_bus_rate of those
-    drift = {...}                             -    how much times differ from one minute to another  "5 %"
     multicast_all_reduce_bus_rate = {...}     -    all-reduce in the switch (NVLS); leave out where multicast is off
+    drift = {...}                             -    standard deviation of times from one minute to another; widens the
+                                                   intervals of steps; left out: they do not count it    "5 %"
     [host_link.all_reduce_bus_rate_of_group]  -    smaller groups, where measured
     2 = {...}
     [host_link.times]                         -    of collectives in a host, measured; other sizes lie between them,

@@ -49,6 +49,7 @@ class Toy:
     memory_margin: float = 0.0
     attention_share: float = 0.0
     chunks_loss: bool = False
+    overlap_of_shards: Overlap | None = None
 
     def price(self, mesh: Mesh) -> CostTable:
         """The cost table of a mesh: compute scales with the micro-batch and 1 / tp, state with 1 / shard degree."""
@@ -66,7 +67,7 @@ class Toy:
             ),
             gathers_per_micro_batch=is_zero3,
             reduces_per_micro_batch=self._reduces_often(mesh),
-            overlap=self.overlap,
+            overlap=self.overlap if mesh.zero_shard_degree == 1 else self.overlap_of_shards or self.overlap,
             per_step_s=0.01,
             reserved_fixed_bytes=MIB,
             reserved_ratio=self.reserved_ratio,
@@ -156,6 +157,7 @@ def random_toy(
         action_s=rng.choice([0.0, 0.04, 0.5]),
         batch_copy_s=rng.choice([0.0, 5.0, 20.0]),
         batch_bytes=rng.choice([0, 5 * MIB]),
+        overlap_of_shards=random.Random(seed).choice(OVERLAPS[:3]),
     )
 
 

@@ -60,6 +60,7 @@ def slower(toy: Toy, rng: random.Random) -> Toy:
         toy,
         kind_costs=tuple(costs),
         overlap=rng.choice(OVERLAPS[:3]),
+        overlap_of_shards=rng.choice(OVERLAPS[:3]),
         memory_limit_bytes=int(toy.memory_limit_bytes * rng.uniform(0.4, 2.0)),
     )
 

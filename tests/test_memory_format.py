@@ -251,11 +251,12 @@ def test_a_search_takes_the_memory_format_that_was_measured_to_be_faster(problem
 
 
 def test_without_measurements_both_orders_are_priced_from_the_data_sheet():
-    fix = (("pp", "1"), ("tp", "1"), ("micro_batch", "32"), ("compile", "off"))
-    options = Options(precision="bf16", global_batch=256, fix=fix)
+    fix = (("pp", "1"), ("tp", "1"), ("micro_batch", "256"), ("compile", "off"))
+    options = Options(precision="bf16", global_batch=2048, fix=fix)
     problem = api.make_problem(RESNET, hw="h200_x4", overrides=SIZES, options=options)
     contiguous, channels_last = (solved(problem, ("memory_format", name)).best for name in MEMORY_FORMATS)
-    # kernels for 16 bits read all channels of a pixel together: contiguous images are copied
+    # kernels for 16 bits read all channels of a pixel together: contiguous images are copied (with 32 images of 4 x 4
+    # pixels batch norm of channels_last has too few threads)
     assert channels_last.estimate.breakdown.compute_s < contiguous.estimate.breakdown.compute_s
     assert solved(problem).best.estimate.step_s <= min(contiguous.estimate.step_s, channels_last.estimate.step_s)
 

@@ -218,6 +218,12 @@ def test_two_equal_groups_and_a_network_as_fast_as_theirs_are_one_group(seed: in
         assert simulate(both, stages) == simulate(one, stages)
 
 
+def test_the_group_whose_links_drift_most_counts() -> None:
+    one = layered(4, layer_s=1.0).price(Mesh(pp=2, n_micro_batches=4))
+    tables = [replace(one, drift=drift) for drift in (0.0, 0.05)]
+    assert joined(tables, [1, 1], [one.cut_s], per_step_s=0.0).drift == 0.05
+
+
 def test_each_rank_has_the_memory_of_its_own_group() -> None:
     toy = layered(4, layer_s=1.0)
     mesh = Mesh(pp=2, n_micro_batches=4)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from autoplan.cost.kept_tensors import kept_names
 from autoplan.cost.local_segment import LocalSegment, storage_roots
 from autoplan.cost.work_context import WorkContext
-from autoplan.cost_models import factory, loss, normalization, pointwise, reduction, shape
+from autoplan.cost_models import batch_norm, factory, loss, normalization, pointwise, reduction, shape
 from autoplan.graph import LOSS_PATH, Segment, TensorSpec
 from autoplan.rules import operand_names
 
-_FUSED_TABLES = (factory, loss, normalization, pointwise, reduction, shape)
+_FUSED_TABLES = (batch_norm, factory, loss, normalization, pointwise, reduction, shape)
 FUSED_TARGETS = frozenset(target for table in _FUSED_TABLES for target, rule in table.RULES.items() if not rule.is_view)
 ADD, DROPOUT = "aten.add.Tensor", "aten.dropout.default"
 # Ops of whose results, where they leave the segment, torch keeps where the derivative is which of two values.

@@ -97,7 +97,8 @@ def joined(
     ranks: list[CostTable] = []
     for table, count, leaving in zip(tables, n_ranks, (*cuts, tables[-1].cut_s), strict=True):
         ranks += [table] * (count - 1) + [replace(table, cut_s=leaving, sendrecv_s=())]
-    return replace(tables[0], rank_tables=tuple(ranks), action_s=min(table.action_s for table in tables))
+    action_s, drift = min(table.action_s for table in tables), max(table.drift for table in tables)
+    return replace(tables[0], rank_tables=tuple(ranks), action_s=action_s, drift=drift)
 
 
 def shared(mesh: Mesh, tables: Sequence[CostTable], *, per_step_s: float) -> CostTable:

@@ -106,14 +106,14 @@ def op_time(
         return roofline_s + work.further_bytes / bandwidth + slower_s[direction]
 
     forward = _forward(rule, call, least_bytes)
-    forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0)
+    fixed_s = (0.0, 0.0) if rule.fixed_s is None else rule.fixed_s(call)
+    forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0) + fixed_s[0]
     if not has_gradient:
         return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)
     backward = _backward(rule, call, forward)
-    fixed_s = 0.0 if rule.backward_fixed_s is None else rule.backward_fixed_s(call)
     return OpTime(
         forward_s,
-        device.kernel_s * backward.n_kernels + work_s(backward, 1) + fixed_s,
+        device.kernel_s * backward.n_kernels + work_s(backward, 1) + fixed_s[1],
         forward.n_kernels,
         backward.n_kernels,
         forward.flops + backward.flops,

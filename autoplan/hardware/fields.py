@@ -100,18 +100,15 @@ SHARDING_FIELDS: Mapping[str, Quantity] = {
         ("optimizer_of_parameter", "norm and optimizer of a parameter, in a step"),
     )
 }
-HOST_FIELDS: Mapping[str, Quantity] = {
-    "price_per_device_hour": Quantity(units.USD_PER_HOUR_UNITS, 0.001, 1000, "1.5 USD/h", "price of one device"),
+OVERLAP_FIELDS: Mapping[str, Quantity] = {
     "exposed_when_overlapped": _percent("31 %", "share of communication that adds to longer compute", high=0.99),
     "compute_exposed_when_overlapped": _percent(
         "10 %", "share of compute that adds to longer communication", high=0.99
     ),
-    "shards_exposed_when_overlapped": _percent(
-        "31 %", "share of gathering and scattering shards that adds to longer compute", high=0.99
-    ),
-    "compute_exposed_beside_shards": _percent(
-        "10 %", "share of compute that adds to longer gathering and scattering of shards", high=0.99
-    ),
+}
+HOST_FIELDS: Mapping[str, Quantity] = {
+    "price_per_device_hour": Quantity(units.USD_PER_HOUR_UNITS, 0.001, 1000, "1.5 USD/h", "price of one device"),
+    **OVERLAP_FIELDS,
 }
 HOST_LINK_FIELDS: Mapping[str, Quantity] = {
     "rate_per_device_one_direction": _rate("300 GB/s", "data-sheet rate of one device's link, one direction"),
@@ -122,7 +119,7 @@ HOST_LINK_FIELDS: Mapping[str, Quantity] = {
     "all_to_all_bus_rate": _rate("200 GB/s", "achieved bus bandwidth of a large all-to-all"),
     "send_bus_rate": _rate("240 GB/s", "achieved rate of a large transfer from one device to another"),
     "multicast_all_reduce_bus_rate": _rate("480 GB/s", "all-reduce of a whole host inside the switch"),
-    "drift": Quantity(units.RATIO_UNITS, 0.0, 1.0, "5 %", "how much times differ from one minute to another"),
+    "drift": Quantity(units.RATIO_UNITS, 0.0, 1.0, "5 %", "standard deviation of times from one minute to another"),
 }
 NETWORK_FIELDS: Mapping[str, Quantity] = {
     "rate_per_port_one_direction": Quantity(
@@ -152,8 +149,6 @@ _OPTIONAL = frozenset(
     {
         "price_per_device_hour",
         "compute_exposed_when_overlapped",
-        "shards_exposed_when_overlapped",
-        "compute_exposed_beside_shards",
         "all_gather_bus_rate",
         "all_to_all_bus_rate",
         "send_bus_rate",

@@ -25,12 +25,14 @@ from autoplan.hardware.fields import (
     HOST_FIELDS,
     HOST_LINK_FIELDS,
     LINK_KINDS,
+    OVERLAP_FIELDS,
     PAIR_KINDS,
     PEAK,
     PEAK_PRECISIONS,
     SHARDING_FIELDS,
     SHARED_FILE,
     TIMED_KINDS,
+    Figure,
     Figures,
     Sources,
     Table,
@@ -206,7 +208,12 @@ def build_hardware_profile(
     host_table = inner_table(table, where, "host")
     host = _host_shape(table, where, n_devices_per_host)
     host_figures = section(
-        host_table, f"{where}: host", HOST_FIELDS, others=("n_devices",), fallback=assumed["host"], sources=sources
+        host_table,
+        f"{where}: host",
+        HOST_FIELDS,
+        others=("n_devices", "shards"),
+        fallback=assumed["host"],
+        sources=sources,
     )
     device = _device(inner_table(table, where, "device"), where, assumed["device"], sources)
     is_linked = host.n_used > 1 or min(n_hosts, host.n_joined) > 1
@@ -226,8 +233,8 @@ def build_hardware_profile(
         n_devices_per_host=host.n_used,
         n_hosts=n_hosts,
         links=(*links, *tiers),
-        overlap=_overlap(host_figures, "exposed_when_overlapped", "compute_exposed_when_overlapped"),
-        overlap_of_shards=_overlap(host_figures, "shards_exposed_when_overlapped", "compute_exposed_beside_shards"),
+        overlap=_overlap(host_figures, exposed=host_figures["exposed_when_overlapped"]),
+        overlap_of_shards=_overlap_of_shards(host_table.get("shards"), where, host_figures, sources),
         price_usd_per_device_hour=price.value if price else None,
         sources=tuple((field, source) for field, source, _ in sources),
         values=tuple((field, text) for field, _, text in sources),
@@ -235,11 +242,20 @@ def build_hardware_profile(
     )
 
 
-def _overlap(host_figures: Figures, communication_key: str, compute_key: str) -> Overlap:
-    """Shards as all-reduces where it is not said; and what compute adds to communication as the other way round."""
-    exposed = host_figures.get(communication_key, host_figures["exposed_when_overlapped"])
-    compute_exposed = host_figures.get(compute_key, exposed)
+def _overlap(figures: Figures, *, exposed: Figure) -> Overlap:
+    """Where it is not said what compute adds to communication, the same share as the other way round."""
+    exposed = figures.get("exposed_when_overlapped", exposed)
+    compute_exposed = figures.get("compute_exposed_when_overlapped", exposed)
     return Overlap(communication_exposed=exposed.value, compute_exposed=compute_exposed.value)
+
+
+def _overlap_of_shards(table: Any, where: str, host_figures: Figures, sources: Sources) -> Overlap:
+    """Where it is not said of shards, what all-reduces add to compute, either way."""
+    label = f"{where}: host.shards"
+    if not isinstance(table or {}, dict):
+        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+    figures = section(table or {}, label, OVERLAP_FIELDS, sources=sources, required=False)
+    return _overlap(figures, exposed=host_figures["exposed_when_overlapped"])
 
 
 def _host_shape(table: Table, where: str, n_used: int | None) -> HostShape:

@@ -17,6 +17,8 @@ from autoplan.hardware import HardwareProfile, LinkTier, hardware_names, load_ha
 from autoplan.hardware.fields import (
     DEVICE_FIELDS,
     HOST_FIELDS,
+    HOST_LINK_FIELDS,
+    OVERLAP_FIELDS,
     PEAK,
     PEAK_PRECISIONS,
     SHARDING_FIELDS,
@@ -25,7 +27,7 @@ from autoplan.hardware.fields import (
 from autoplan.hardware.file import link_kind_rate
 from autoplan.measure_hardware.host_shares import sharding_host
 from autoplan.measure_hardware.link_fit import LinkFit
-from autoplan.measure_hardware.measured_host import MeasuredHost
+from autoplan.measure_hardware.measured_host import MeasuredHost, OverlapTimes
 from autoplan.measure_hardware.nccl_log import HOST_MEMORY, UNKNOWN_LINK
 
 NETWORK = "ethernet_10g"
@@ -144,20 +146,18 @@ def _host(host: MeasuredHost) -> Iterator[str]:
     if host.overlap is None or host.overlap_of_shards is None:
         yield "# exposed_when_overlapped is left out: one device has nobody to talk to"
         return
-    for what, overlap, communication_key, compute_key in (
-        ("all-reduces", host.overlap, "exposed_when_overlapped", "compute_exposed_when_overlapped"),
-        (
-            "all-gathers and reduce-scatters",
-            host.overlap_of_shards,
-            "shards_exposed_when_overlapped",
-            "compute_exposed_beside_shards",
-        ),
-    ):
-        for key, found in ((communication_key, overlap.compute_longer), (compute_key, overlap.communication_longer)):
-            alone = f"products of {units.format_seconds(found.compute_s)}"
-            alone += f" and {what} of {units.format_seconds(found.communication_s)}"
-            together = f"took {units.format_seconds(found.together_s)} together"
-            yield _ratio(key, found.exposed, f"{alone} {together}; {host.versions}")
+    yield from _overlap("all-reduces", host.overlap, host)
+    yield ""
+    yield "[host.shards]"
+    yield from _overlap("all-gathers and reduce-scatters", host.overlap_of_shards, host)
+
+
+def _overlap(what: str, times: OverlapTimes, host: MeasuredHost) -> Iterator[str]:
+    for key, found in zip(OVERLAP_FIELDS, (times.compute_longer, times.communication_longer), strict=True):
+        alone = f"products of {units.format_seconds(found.compute_s)}"
+        alone += f" and {what} of {units.format_seconds(found.communication_s)}"
+        together = f"took {units.format_seconds(found.together_s)} together"
+        yield _ratio(key, found.exposed, f"{alone} {together}; {host.versions}")
 
 
 def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> Iterator[str]:
@@ -185,7 +185,8 @@ def _link(host: MeasuredHost, fit: LinkFit, sheet: HardwareProfile | None) -> It
         yield _figure("rate_per_device_one_direction", _rate(rate), rate_source)
     yield _figure("latency_per_step", _short_seconds(fit.latency_s), fitted)
     yield _figure("half_rate_size", f"{fit.half_rate_bytes / units.KiB:.4g} KiB", "the same fit")
-    yield _figure("drift", f"{100 * host.drift:.3g} %", f"standard deviation of all times from round to round, {over}")
+    drift, source = f"{100 * host.drift:.3g} %", f"standard deviation of all times from round to round, {over}"
+    yield _in_range("drift", host.drift, HOST_LINK_FIELDS["drift"], drift, source)
     largest = units.format_bytes(max(t.size_bytes for t in host.times if t.n_devices == host.n_devices))
     reduced = f"the all-gather's, for all-reduces did not run as a ring, {over}"
     if fit.multicast_bytes_per_s is None:

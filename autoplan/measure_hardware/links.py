@@ -30,8 +30,9 @@ N_COLLECTIVES = 200
 LARGEST_BYTES = {"cuda": GiB, "cpu": 16 * MiB}
 SLOWEST_CALL_S = 0.25
 BATCH_S, MOST_CALLS = 0.02, 100
-OVERLAP_S, N_OVERLAPS = 0.1, 3
+OVERLAP_S, N_OVERLAPS = 0.06, 3
 LEAST_OVERLAPPED = 4
+LONGER = 4  # times as long the one of compute and communication that is to end last, however the other slows it
 # What overlaps: products that fill the device, and a gradient bucket or parameter shard of common size.
 OVERLAP_LOADS = {"cuda": ("bf16", 4096, 64 * MiB), "cpu": ("fp32", 256, 4 * MiB)}
 # Newer names of torch, and those they replace.
@@ -111,16 +112,18 @@ def time_collective(call: Call, ranks: Ranks) -> tuple[float, int]:
 
 
 def mean_of_rounds(rounds: Sequence[Sequence[CollectiveTime]]) -> tuple[tuple[CollectiveTime, ...], float]:
-    """(every collective's mean over the rounds that it is in, `MeasuredHost.drift`)."""
+    """(mean over the rounds of every collective that is in all of them, `MeasuredHost.drift`)."""
     found: dict[tuple[str, int, int], list[CollectiveTime]] = {}
     for timed in (timed for own in rounds for timed in own):
         found.setdefault((timed.kind, timed.n_devices, timed.size_bytes), []).append(timed)
     means = {
         key: replace(of_key[0], seconds=fmean(t.seconds for t in of_key), n_calls=sum(t.n_calls for t in of_key))
         for key, of_key in found.items()
+        if len(of_key) == len(rounds)
     }
     paces = [
-        fmean(math.log(t.seconds / means[t.kind, t.n_devices, t.size_bytes].seconds) for t in own) for own in rounds
+        fmean(math.log(of_key[place].seconds / means[key].seconds) for key, of_key in found.items() if key in means)
+        for place in range(len(rounds))
     ]
     return tuple(means.values()), stdev(paces) if len(paces) > 1 else 0.0
 
@@ -200,7 +203,7 @@ def overlap_times(ranks: Ranks) -> tuple[OverlapTimes, OverlapTimes]:
 
 
 def _overlap_with(calls: tuple[Call, ...], ranks: Ranks) -> OverlapTimes:
-    """Products and these calls in turns, alone and together: `OVERLAP_S` of one, twice as long the other."""
+    """Products and these calls in turns, alone and together: `OVERLAP_S` of one, `LONGER` times that of the other."""
     precision, size, _ = OVERLAP_LOADS[ranks.device.type]
     product = product_call(precision, size, ranks.device)
     run = _run_on_cpu if ranks.device.type == "cpu" else _run_on_cuda
@@ -216,7 +219,7 @@ def _overlap_with(calls: tuple[Call, ...], ranks: Ranks) -> OverlapTimes:
     call_s = slowest(0, LEAST_OVERLAPPED) / LEAST_OVERLAPPED
     n_calls = max(LEAST_OVERLAPPED, round(OVERLAP_S / call_s))
     n_products = max(LEAST_OVERLAPPED, round(n_calls * call_s / (slowest(20, 0) / 20)))
-    return OverlapTimes(together(2 * n_products, n_calls), together(n_products, 2 * n_calls))
+    return OverlapTimes(together(LONGER * n_products, n_calls), together(n_products, LONGER * n_calls))
 
 
 def _run_on_cuda(product: Call, n_products: int, calls: Sequence[Call]) -> float:

@@ -55,7 +55,7 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class OverlapTimes:
-    """Products and collectives at once, where the products take twice as long, and where the collectives do."""
+    """Products and collectives at once, where the products take much longer alone, and where the collectives do."""
 
     compute_longer: Together
     communication_longer: Together

@@ -8,7 +8,8 @@
 - The last stage returns its loss, divided by the number of micro-batches, so gradients need no scaling afterwards.
 - `PipelineStage` sees no `fully_shard`. It would switch off every reduction and every freeing of parameters until all
   backward passes are done, which keeps gradients and gathered parameters whole under every ZeRO stage, and would
-  then reduce with no computation beside it. Instead the shell prepares each backward pass, as without a pipeline.
+  then reduce with no computation beside it. Instead the shell prepares each backward pass, as without a pipeline, but
+  that the last one does not wait for its reductions.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ they are twice.
 
 The numbers of micro-batches are the schedule's (`moments`), the bytes the plan's (`stage_bytes`); `memories` puts them
 together. A forward pass is taken to need the working bytes of the backward pass. Left out: that the halves of a split
-backward pass free activations one by one.
+backward pass free activations one by one, and that a rank with several stages has the input of the last reduction of
+each, not only of the one that runs.
 """
 
 from __future__ import annotations

@@ -126,11 +126,19 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """Data-parallel ranks of one sharding, as (row, group): their number, r and R."""
+    """Data-parallel ranks of one sharding, as (row, group): their number, r and R; beta and gamma per group."""
 
     dp: Array
     often_s: Array
     once_s: Array
+    beta: Array
+    gamma: Array
+
+    @classmethod
+    def silent(cls, dp: Array) -> _Ranks:
+        """Ranks that communicate nothing."""
+        nothing = np.zeros(dp.shape[1])
+        return cls(dp, np.zeros(dp.shape), np.zeros(dp.shape), nothing, nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +147,12 @@ class _Layout:
 
     Attributes:
         sizes: with the least compute there is, that of one micro-batch with nothing sharded.
-        beta, gamma: per group, see `Overlap`.
     """
 
     space: MixedSpace
     mesh: Mesh
     groups: tuple[int, ...]
     sizes: _Sizes
-    beta: Array
-    gamma: Array
 
     @classmethod
     def of(cls, space: MixedSpace, options: Options, mesh: Mesh, groups: tuple[int, ...]) -> _Layout:
@@ -158,16 +163,12 @@ class _Layout:
         tables = {size: _tables(space, mesh, groups, (1,) * len(groups), size=size) for size in sizes}
         compute_s = {size: [sum(least_passes_s(table)) for table in own] for size, own in tables.items()}
         found = np.array([[compute_s[size][place] for place, size in enumerate(choice)] for choice in choices])
-        overlaps = [table.overlap for table in tables[sizes[0]]]
-        beta = np.array([own.communication_exposed for own in overlaps])
-        gamma = np.array([own.compute_exposed for own in overlaps])
-        return cls(space, mesh, groups, _Sizes(np.array(choices), found, np.zeros(found.shape)), beta, gamma)
+        return cls(space, mesh, groups, _Sizes(np.array(choices), found, np.zeros(found.shape)))
 
     def families(self, options: Options, dp: Array, *, known_s: float) -> Iterator[ShareFamily]:
         """One per ZeRO stage and shard degree with which some bound is below `known_s`."""
         if len(dp) > 0:
-            nothing = np.zeros(dp.shape)
-            dp = np.unique(self._below(self.mesh, self.sizes, _Ranks(dp, nothing, nothing), known_s=known_s).dp, axis=0)
+            dp = np.unique(self._below(self.mesh, self.sizes, _Ranks.silent(dp), known_s=known_s).dp, axis=0)
         for mesh, is_meant in _shardings(self.space, options, self.mesh, self.groups, dp) if len(dp) > 0 else ():
             ranks = self._ranks(mesh, dp[is_meant])
             likely = self._below(mesh, self.sizes, ranks, known_s=known_s)
@@ -179,17 +180,19 @@ class _Layout:
         """These with the least communication of each; that of a group is asked for once per number of ranks."""
         kinds = [np.unique(column).tolist() for column in dp.T]
         found: list[dict[int, tuple[float, float]]] = [{} for _ in kinds]
-        sizes = self.space.layout_sizes if mesh.tp > 1 else self.space.layout_sizes[:1]
+        sizes, overlaps = self.space.layout_sizes if mesh.tp > 1 else self.space.layout_sizes[:1], []
         for counts, size in product(zip_longest(*kinds), sizes):
             asked = [count or own[-1] for count, own in zip(counts, kinds, strict=True)]
-            for known, count, table in zip(
-                found, asked, _tables(self.space, mesh, self.groups, asked, size=size), strict=True
-            ):
+            tables = _tables(self.space, mesh, self.groups, asked, size=size)
+            overlaps = [table.overlap for table in tables]  # those of the sharding, whatever the number of ranks
+            for known, count, table in zip(found, asked, tables, strict=True):
                 often_s, once_s = least_communication_s(table)
                 before_s = known.get(count, (often_s, once_s))
                 known[count] = min(before_s[0], often_s), min(before_s[1], once_s)
         between_s = np.array([[known[n] for known, n in zip(found, row, strict=True)] for row in dp.tolist()])
-        return _Ranks(dp, between_s[:, :, 0], between_s[:, :, 1])
+        beta = np.array([own.communication_exposed for own in overlaps])
+        gamma = np.array([own.compute_exposed for own in overlaps])
+        return _Ranks(dp, between_s[:, :, 0], between_s[:, :, 1], beta, gamma)
 
     def _sizes_of(self, mesh: Mesh, likely: ShareFamily) -> _Sizes:
         """The choices of sizes of a family with what they need under its sharding; none with which some group is full.
@@ -227,9 +230,9 @@ class _Layout:
         batch = self.space.pipelines.global_batch
         compute_s, often_s, once_s = sizes.compute_s[:, None], ranks.often_s, ranks.once_s
         # over (choice, row, group, line)
-        slopes_s = np.stack([compute_s + self.beta * often_s, often_s + self.gamma * compute_s], axis=-1)
+        slopes_s = np.stack([compute_s + ranks.beta * often_s, often_s + ranks.gamma * compute_s], axis=-1)
         starts_s = (
-            np.stack(np.broadcast_arrays(self.beta * once_s, once_s), axis=-1) + sizes.optimizer_s[:, None, :, None]
+            np.stack(np.broadcast_arrays(ranks.beta * once_s, once_s), axis=-1) + sizes.optimizer_s[:, None, :, None]
         )
         slopes_s = np.maximum(slopes_s, LEAST_SLOPE_S)
         samples = sizes.sizes[:, None] * ranks.dp
