@@ -109,7 +109,8 @@ class OpRule:
         flops: replaces `flops_per_point` where the iteration space is not the product of all letters.
         moved_bytes: (op, batch size, precision) -> memory traffic of forward; replaces operands plus results.
         backward_bytes: memory traffic of backward, at the rate of a copy; replaces `backward_bytes_ratio`.
-        fixed_s: seconds besides in (forward, backward), whatever the rates of the device.
+        fixed_s: (call, rate of a copy in bytes/s) -> seconds besides in (forward, backward), of what is limited by
+            latency, or by memory where that is slower.
         further_bytes: memory traffic that comes on top, at the rate of a copy, in (forward, backward): copies of
             operands and results, additions at single places.
         n_calls: how often the op stands for its kernels; None for once.
@@ -138,7 +139,7 @@ class OpRule:
     flops: Callable[[Op, Specs, int], int] | None = None
     moved_bytes: Callable[[Op, int, str], int] | None = None
     backward_bytes: Callable[[LocalCall], float] | None = None
-    fixed_s: Callable[[LocalCall], tuple[float, float]] | None = None
+    fixed_s: Callable[[LocalCall, float], tuple[float, float]] | None = None
     further_bytes: Callable[[LocalCall], tuple[float, float]] | None = None
     n_calls: Callable[[Op], int] | None = None
     reads_rows: bool = False

@@ -9,8 +9,8 @@ one that writes:
 
 Statistics and sums take as long on an H100 as on an H200 with 1.4 times its bandwidth: what limits them is what a
 thread computes of a number, or waits for it, and how many threads there are. So they are seconds by shape
-(`_reduction_s`), those of these two; other devices, whose multiprocessors times clock are 0.5 to 1.4 times as much and
-whose bandwidth may be too low for this, were not measured.
+(`_reduction_s`), those of these two, where no device's memory takes longer; other devices, whose multiprocessors times
+clock are 0.5 to 1.4 times as much, were not measured.
 
     channels_last   numbers * seconds of one, all threads busy / part of the threads that are    (`_busy_part`)
     contiguous      numbers a thread reads * the longer of waiting for one, and all channels' turns   (`_n_turns`)
@@ -24,7 +24,7 @@ Which threads there are is that of torch 2.11, aten/src/ATen/native/cuda/Normali
 import math
 from typing import NamedTuple
 
-from autoplan.equations import dim_names, marked, write_equation
+from autoplan.equations import argument, dim_names, marked, write_equation
 from autoplan.graph import Op, extent_at
 from autoplan.rules import LocalCall, OpRule, Specs
 
@@ -35,8 +35,8 @@ _STATISTICS_BYTES = 4
 _CUDNN_FRACTIONS = 2 / 3, 3 / 5
 
 # Kernels that take no longer for more images. Forward: scale and shift are widened (2.4 us each), running statistics
-# updated (3.6 us), 2 us each to start statistics and the pass that writes. Backward: two gradients are narrowed (1.3 us
-# each), 4.9 and 1.4 us to start sums and the pass that writes; `kernel_s` counts for 1 us of one and 2 of the other.
+# updated (3.6 us), 2.1 us each to start statistics and the pass that writes. Backward: two gradients are narrowed (1.3
+# us each), 5.0 and 1.4 us to start sums and the pass that writes; `kernel_s` counts for 1 us of forward, 2 of backward.
 # H100, 155 of each in ResNet-152 with 32 images (benchmarks/results/step_kernels_resnet_h100_x4_2026-11-27.txt), less
 # what they take by the rates below.
 _SMALL_KERNELS_S = 11.6e-6, 7e-6
@@ -94,13 +94,17 @@ def _fractions(call: LocalCall) -> tuple[float, float]:
     return (1.0, 1.0) if call.precision == "bf16" else _CUDNN_FRACTIONS
 
 
-def _fixed_s(call: LocalCall) -> tuple[float, float]:
-    """What does not depend on the rates of the device, forward and backward; in evaluation there are no statistics."""
+def _fixed_s(call: LocalCall, copy_bytes_per_s: float) -> tuple[float, float]:
+    """Small kernels, and statistics or sums; the latter read images, or images and a gradient, no faster than a copy.
+
+    In evaluation there are no statistics, and no small kernels are taken to run in front of them.
+    """
     if call.precision != "bf16":
         return 0.0, 0.0
     forward_s, backward_s = _reduction_s(call)
-    is_training = call.op.args[5:6] != (False,)
-    return (_SMALL_KERNELS_S[0] + forward_s) * is_training, _SMALL_KERNELS_S[1] + backward_s
+    read_s = call.operands[0].n_bytes(call.batch_size, call.precision) / copy_bytes_per_s
+    forward_s = _SMALL_KERNELS_S[0] + max(forward_s, read_s) if argument(call.op, 5, "training", True) else 0.0
+    return forward_s, _SMALL_KERNELS_S[1] + max(backward_s, 2 * read_s)
 
 
 def _reduction_s(call: LocalCall) -> tuple[float, float]:

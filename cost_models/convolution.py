@@ -83,14 +83,17 @@ def _flops(op: Op, operands: Specs, batch_size: int) -> int:
     return count * (extent_at(x.shape[0], batch_size) if len(x.shape) == len(weight.shape) else 1)
 
 
+def _n_local_groups(call: LocalCall) -> int:
+    """Of the groups of channels, those that are computed here."""
+    weight = call.operands[1]
+    divided = call.results[0] if _is_transposed(call.op) else call.operands[0]
+    return max(1, extent_at(divided.shape[1 - len(weight.shape)], 1) // weight.at(1)[1])
+
+
 def _channels_of_a_group(call: LocalCall) -> int:
     """The fewest that a group reads or writes."""
-    x, weight = call.operands[:2]
-    n_dims = len(weight.shape) - 2
-    (first, second), ends = weight.at(1)[:2], (x, call.results[0])
-    divided = ends[1] if _is_transposed(call.op) else ends[0]
-    n_groups = max(1, extent_at(divided.shape[-n_dims - 1], 1) // second)
-    return min(first // n_groups, second)
+    first, second = call.operands[1].at(1)[:2]
+    return min(first // _n_local_groups(call), second)
 
 
 def _arithmetic(call: LocalCall) -> Arithmetic:
@@ -106,7 +109,7 @@ def _arithmetic(call: LocalCall) -> Arithmetic:
 
 def _busy_part(call: LocalCall, images: TensorSpec) -> float:
     """Which part of the multiprocessors has a tile to compute where these are the result."""
-    n_groups, n_dims = _n_groups(call.op), len(call.operands[1].shape) - 2
+    n_groups, n_dims = _n_local_groups(call), len(call.operands[1].shape) - 2
     extents = images.at(call.batch_size)
     n_channels, n_pixels = extents[-n_dims - 1], math.prod(extents) // extents[-n_dims - 1]
     n_columns = n_groups * max(1.0, n_channels / n_groups / _CHANNEL_TILE)
@@ -125,7 +128,7 @@ def _busy_part_backward(call: LocalCall) -> float:
     return len(parts) / sum(1 / part for part in parts) if parts else 1.0
 
 
-def _gradients_s(call: LocalCall) -> tuple[float, float]:
+def _gradients_s(call: LocalCall, copy_bytes_per_s: float) -> tuple[float, float]:
     return 0.0, _GRADIENT_S_fit * sum(_has_gradients(call))
 
 

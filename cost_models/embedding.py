@@ -46,7 +46,7 @@ def _distinct_bytes(call: LocalCall) -> float:
     return table.n_bytes(call.batch_size, call.precision) + ADDED_BYTES * part * table.n_elements(1) / _ADDED_FRACTION
 
 
-def _sorting_s(call: LocalCall) -> tuple[float, float]:
+def _sorting_s(call: LocalCall, copy_bytes_per_s: float) -> tuple[float, float]:
     return 0.0, _SORTING_S * min(1.0, call.operands[1].n_elements(call.batch_size) / _N_SORTED)
 
 

@@ -186,7 +186,7 @@ def _read(fraction: float) -> dict[str, Any]:
     }
 
 
-def _sorting_s(call: LocalCall) -> tuple[float, float]:
+def _sorting_s(call: LocalCall, copy_bytes_per_s: float) -> tuple[float, float]:
     return 0.0, _SORTING_S
 
 

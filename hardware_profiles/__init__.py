@@ -32,8 +32,9 @@ and are refused; the rate of a port is in bits (`"400 Gbit/s"`), as it is sold.
                                                    of compute take much longer than G of communication   "31 %"
     compute_exposed_when_overlapped = {...}   -    (time of both together - G) / C, where communication takes much
                                                    longer; left out: as the figure above                 "10 %"
-    [host.shards]                             -    both of ZeRO's all-gathers and reduce-scatters; what is left out is
-                                                   [host]'s exposed_when_overlapped. 1 to 99 % each
+    shards.exposed_when_overlapped = {...}    -    of ZeRO's all-gathers and reduce-scatters; left out: as that of
+                                                   all-reduces
+    shards.compute_exposed_when_overlapped = {...}    - likewise; left out: as the line above. All four are 1 to 99 %
 
     [host_link]                                    left out when a host has one device
     kind = "nvlink3"                               one of [link_kind.*] in shared.toml

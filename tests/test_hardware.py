@@ -292,6 +292,7 @@ MISTAKES = {
     "bus of all ports": ('"40 GB/s"', '"320 GB/s"', ["all_reduce_bus_rate_per_port", "50 GB/s"]),
     "sparse percent": ('"50 %"', '"150 %"', ["device.matmul_efficiency", "100 %"]),
     "all of it exposed": ('"25 %"', '"100 %"', ["host.exposed_when_overlapped", "1 % to 99 %"]),
+    "shards that are nothing": ("n_devices = 2", "n_devices = 2\nshards = 0", ["host.shards", "a table"]),
     "shards that are no table": ("n_devices = 2", "n_devices = 2\nshards = 3", ["host.shards", "a table"]),
     "misspelt field of shards": (
         "[host_link]",

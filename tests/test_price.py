@@ -288,23 +288,32 @@ def test_batch_norm_in_bf16_takes_its_small_kernels_and_a_pass_that_waits():
     # 2 x 64 x 25 numbers are read and written. Contiguous, a thread reads one of 2 x 25 of a channel: one turn. In
     # channels_last 64 x 4 threads of 150 x 512 are busy, a 300th. In fp16 images are read twice and written once
     n_numbers = 2 * 64 * 25
-    copy_s = (2 * 2 * n_numbers + 4 * 4 * 64) / 1e9
+    copy_s = (2 * 2 * n_numbers + 4 * 4 * 64) / 1e11
     for precision, memory_format, expected_s in (
         ("bf16", "contiguous", copy_s + 11.6e-6 + 0.23e-6),
         ("bf16", "channels_last", copy_s + 11.6e-6 + 300 * n_numbers * 3.25e-12),
         ("fp16", "contiguous", copy_s / (2 / 3)),
     ):
-        forward_s, _ = batch_norm_s((2, 64, 5, 5), precision=precision, memory_format=memory_format)
+        forward_s, _ = batch_norm_s((2, 64, 5, 5), precision=precision, memory_format=memory_format, bytes_per_s=1e11)
         assert forward_s == pytest.approx(expected_s), (precision, memory_format)
 
 
 def test_batch_norm_in_evaluation_computes_no_statistics():
     shape = (64, 256, 56, 56)
     (forward_s, backward_s), (evaluated_s, backward_again_s) = (
-        batch_norm_s(shape, is_training=is_training) for is_training in (True, False)
+        batch_norm_s(shape, bytes_per_s=1e12, is_training=is_training) for is_training in (True, False)
     )
     assert forward_s - evaluated_s == pytest.approx(3.25e-12 * math.prod(shape) + 11.6e-6, rel=1e-6)
     assert backward_s == backward_again_s
+
+
+@pytest.mark.parametrize("memory_format", ["channels_last", "contiguous"])
+def test_no_pass_of_batch_norm_is_faster_than_memory(memory_format):
+    shape, bytes_per_s = (64, 256, 56, 56), 265e9  # of an L4: 2 and 3 passes, and 1 and 2 for statistics and sums
+    image_s = 2 * math.prod(shape) / bytes_per_s
+    forward_s, backward_s = batch_norm_s(shape, memory_format=memory_format, bytes_per_s=bytes_per_s)
+    assert forward_s >= 3 * image_s
+    assert backward_s >= 5 * image_s
 
 
 def test_statistics_of_batch_norm_do_not_depend_on_the_bandwidth():

@@ -183,7 +183,7 @@ def short_words(estimate: Estimate) -> str:
 def interval_source(candidate: Candidate) -> str:
     """Where the interval of the step comes from."""
     drift = candidate.estimate.drift
-    of_links = f", and {drift:.1%} as its links are not always as fast" if drift else ""
+    of_links = f", and {drift:.1%} for links whose speed varies" if drift else ""
     return f"{trust(candidate.estimate)}: {_step_errors(candidate)}{of_links}"
 
 

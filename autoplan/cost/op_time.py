@@ -106,7 +106,7 @@ def op_time(
         return roofline_s + work.further_bytes / bandwidth + slower_s[direction]
 
     forward = _forward(rule, call, least_bytes)
-    fixed_s = (0.0, 0.0) if rule.fixed_s is None else rule.fixed_s(call)
+    fixed_s = (0.0, 0.0) if rule.fixed_s is None else rule.fixed_s(call, bandwidth)
     forward_s = 0.0 if rule.is_view else device.kernel_s * forward.n_kernels + work_s(forward, 0) + fixed_s[0]
     if not has_gradient:
         return OpTime(forward_s, 0.0, forward.n_kernels, 0, forward.flops, forward.all_bytes)

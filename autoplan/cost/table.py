@@ -100,7 +100,7 @@ class CostTable:
             in forward and, unless they are kept, in backward; otherwise once per step.
         reduces_per_micro_batch: whether gradients are reduced in every micro-batch; otherwise in the last one.
         overlap: what compute and communication take longer while both run; of a mesh with shards, beside gathering and
-            scattering them.
+            scattering them, for the all-reduces of its replicas, too.
         per_step_s: fixed cost of a step on the critical path (tied weights, gradients of which tensor-parallel ranks
             have shares, the gradient norm, and `start_s`).
         start_s: the part of it in which the device waits for its host to begin.

@@ -234,7 +234,7 @@ def build_hardware_profile(
         n_hosts=n_hosts,
         links=(*links, *tiers),
         overlap=_overlap(host_figures, exposed=host_figures["exposed_when_overlapped"]),
-        overlap_of_shards=_overlap_of_shards(host_table.get("shards"), where, host_figures, sources),
+        overlap_of_shards=_overlap_of_shards(host_table.get("shards", {}), where, host_figures, sources),
         price_usd_per_device_hour=price.value if price else None,
         sources=tuple((field, source) for field, source, _ in sources),
         values=tuple((field, text) for field, _, text in sources),
@@ -250,11 +250,11 @@ def _overlap(figures: Figures, *, exposed: Figure) -> Overlap:
 
 
 def _overlap_of_shards(table: Any, where: str, host_figures: Figures, sources: Sources) -> Overlap:
-    """Where it is not said of shards, what all-reduces add to compute, either way."""
+    """Where nothing is said of shards, what all-reduces add to compute, either way."""
     label = f"{where}: host.shards"
-    if not isinstance(table or {}, dict):
+    if not isinstance(table, dict):
         raise InputError.of(label, found=table, expected="a table", fix="see the schema")
-    figures = section(table or {}, label, OVERLAP_FIELDS, sources=sources, required=False)
+    figures = section(table, label, OVERLAP_FIELDS, sources=sources, required=False)
     return _overlap(figures, exposed=host_figures["exposed_when_overlapped"])
 
 

@@ -147,9 +147,7 @@ def _host(host: MeasuredHost) -> Iterator[str]:
         yield "# exposed_when_overlapped is left out: one device has nobody to talk to"
         return
     yield from _overlap("all-reduces", host.overlap, host)
-    yield ""
-    yield "[host.shards]"
-    yield from _overlap("all-gathers and reduce-scatters", host.overlap_of_shards, host)
+    yield from (f"shards.{line}" for line in _overlap("all-gathers and reduce-scatters", host.overlap_of_shards, host))
 
 
 def _overlap(what: str, times: OverlapTimes, host: MeasuredHost) -> Iterator[str]:

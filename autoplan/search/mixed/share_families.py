@@ -26,6 +26,7 @@ import numpy as np
 
 from autoplan.cost.table import CostTable
 from autoplan.options import Options
+from autoplan.overlap import Overlap
 from autoplan.parallel_plan import BatchShare, GroupRanks, Mesh
 from autoplan.search.bounds import least_communication_s, least_passes_s, shortfall_bytes
 from autoplan.search.meshes import divisors, fixed_int, legal_tensor_degrees
@@ -180,7 +181,8 @@ class _Layout:
         """These with the least communication of each; that of a group is asked for once per number of ranks."""
         kinds = [np.unique(column).tolist() for column in dp.T]
         found: list[dict[int, tuple[float, float]]] = [{} for _ in kinds]
-        sizes, overlaps = self.space.layout_sizes if mesh.tp > 1 else self.space.layout_sizes[:1], []
+        sizes = self.space.layout_sizes if mesh.tp > 1 else self.space.layout_sizes[:1]
+        overlaps: list[Overlap] = []
         for counts, size in product(zip_longest(*kinds), sizes):
             asked = [count or own[-1] for count, own in zip(counts, kinds, strict=True)]
             tables = _tables(self.space, mesh, self.groups, asked, size=size)
