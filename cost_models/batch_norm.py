@@ -24,11 +24,12 @@ Which threads there are is that of torch 2.11, aten/src/ATen/native/cuda/Normali
 import math
 from typing import NamedTuple
 
-from autoplan.equations import argument, dim_names, marked, write_equation
-from autoplan.graph import Op, extent_at
-from autoplan.rules import LocalCall, OpRule, Specs
+from autoplan.cost_models.normalization import IMAGE_NORM, by_channel, channel_statistics
 
-_STATISTICS_BYTES = 4
+from autoplan.equations import argument
+from autoplan.graph import extent_at
+from autoplan.rules import LocalCall, OpRule
+
 # In other precisions cuDNN computes it. Not measured: taken to read the images twice and write them once, where the
 # price of an op counts 2 times, and in backward the images and the gradient of the result twice, and to write that of
 # the images once, where it counts 3.
@@ -77,17 +78,6 @@ class _Images(NamedTuple):
 def _images(call: LocalCall) -> _Images:
     n_samples, n_channels, *space = (extent_at(extent, call.batch_size) for extent in call.operands[0].shape)
     return _Images(n_samples, n_channels, math.prod(space))
-
-
-def _by_channel(op: Op, operands: Specs) -> str:
-    """x: [batch, channel, *space], and vectors of one number per channel."""
-    names = dim_names(len(operands[0].shape))
-    names = marked(names, {0, *range(2, len(names))}, "^")
-    return write_equation([names, *((names[1],) for _ in operands[1:])], names)
-
-
-def _channel_statistics(call: LocalCall) -> int:
-    return 2 * _STATISTICS_BYTES * extent_at(call.operands[0].shape[1], 1)
 
 
 def _fractions(call: LocalCall) -> tuple[float, float]:
@@ -146,13 +136,10 @@ def _n_turns(images: _Images) -> int:
 
 RULES = {
     "aten.batch_norm.default": OpRule(
-        _by_channel,
-        flops_per_point=8.0,
-        backward_flops_ratio=2.0,
-        n_backward_kernels=2,
-        saves=(0, 1),
-        extra_saved_bytes=_channel_statistics,
+        by_channel(whole_batch=True),
+        extra_saved_bytes=channel_statistics,
         fractions=_fractions,
         fixed_s=_fixed_s,
+        **IMAGE_NORM,
     )
 }

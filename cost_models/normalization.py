@@ -6,7 +6,7 @@ normalized by itself, and may be split off with its scale, shift and running sta
 
 from collections.abc import Iterator
 
-from autoplan.equations import along, dim_names, marked, whole_dims, write_equation
+from autoplan.equations import Equation, along, dim_names, marked, whole_dims, write_equation
 from autoplan.graph import Op, TensorSpec, extent_at
 from autoplan.layout import sharded
 from autoplan.rules import LocalCall, OpRule, Specs, Strategy
@@ -37,11 +37,15 @@ def _deviation(call: LocalCall) -> int:
     return _STATISTICS_BYTES * _n_rows(call)
 
 
-def _by_channel(op: Op, operands: Specs) -> str:
-    """x: [batch, channel, *space], and vectors of one number per channel."""
-    names = dim_names(len(operands[0].shape))
-    names = marked(names, range(2, len(names)), "^")
-    return write_equation([names, *((names[1],) for _ in operands[1:])], names)
+def by_channel(*, whole_batch: bool) -> Equation:
+    """x: [batch, channel, *space], and vectors of one number per channel; of batch norm the batch stays whole, too."""
+
+    def equation(op: Op, operands: Specs) -> str:
+        names = dim_names(len(operands[0].shape))
+        names = marked(names, set(range(2, len(names))) | ({0} if whole_batch else set()), "^")
+        return write_equation([names, *((names[1],) for _ in operands[1:])], names)
+
+    return equation
 
 
 def _by_group(op: Op, operands: Specs) -> str:
@@ -61,15 +65,16 @@ def _group_statistics(call: LocalCall) -> int:
     return 2 * _STATISTICS_BYTES * extent_at(call.operands[0].shape[0], call.batch_size) * call.op.args[1]
 
 
-def _channel_statistics(call: LocalCall) -> int:
+def channel_statistics(call: LocalCall) -> int:
+    """Mean and deviation of each channel."""
     return 2 * _STATISTICS_BYTES * extent_at(call.operands[0].shape[1], 1)
 
 
 def _sample_statistics(call: LocalCall) -> int:
-    return extent_at(call.operands[0].shape[0], call.batch_size) * _channel_statistics(call)
+    return extent_at(call.operands[0].shape[0], call.batch_size) * channel_statistics(call)
 
 
-_IMAGE_NORM = {
+IMAGE_NORM = {
     "flops_per_point": 8.0,
     "backward_flops_ratio": 2.0,
     "n_backward_kernels": 2,
@@ -97,9 +102,11 @@ RULES = {
         **_RMS_NORM_FRACTIONS,
     ),
     "aten.group_norm.default": OpRule(
-        _by_group, strategies=_split_groups, extra_saved_bytes=_group_statistics, **_IMAGE_NORM
+        _by_group, strategies=_split_groups, extra_saved_bytes=_group_statistics, **IMAGE_NORM
     ),
-    "aten.instance_norm.default": OpRule(_by_channel, extra_saved_bytes=_sample_statistics, **_IMAGE_NORM),
+    "aten.instance_norm.default": OpRule(
+        by_channel(whole_batch=False), extra_saved_bytes=_sample_statistics, **IMAGE_NORM
+    ),
     "aten.softmax.int": _SOFTMAX,
     "aten._softmax.default": _SOFTMAX,
     "aten._safe_softmax.default": _SOFTMAX,
