@@ -1,13 +1,15 @@
 """The plans autoplan picks against programs tuned by hand, in one job on the same devices.
 
-    python benchmarks/hand_tuned.py emit FOLDER [--profile FILE] [--devices 2] [--alternatives N]    needs autoplan
+    python benchmarks/hand_tuned.py emit FOLDER [--profile FILE] [--hw h200_x4/2] [--rivals N]         needs autoplan
     python benchmarks/hand_tuned.py run MODEL RESULTS.jsonl [--programs FOLDER/MODEL] [--seconds S]  needs torch only
-    python benchmarks/hand_tuned.py table RESULTS.jsonl
+    python benchmarks/hand_tuned.py table RESULTS.jsonl              one line per model
+    python benchmarks/hand_tuned.py plans RESULTS.jsonl [--hw NAME]  one line per emitted program; --hw needs autoplan
 
 `emit` writes the program of the plan that autoplan picks for each model of hand_tuned_cases.csv, with nothing fixed, as
-FOLDER/MODEL/plan_00, and its next best plans after it. `run` runs these and then, until S seconds are over, programs as
-one writes and tunes them by hand (hand_tuned_programs.py), in the order of hand_tuned_space.py: the same model, seed,
-batches, optimizer and precision. Started again without --programs, it goes on where it stopped.
+FOLDER/MODEL/plan_00, and after it its N fastest rivals by the estimate, each the best plan of a kind. `run` runs these
+and then, until S seconds are over, programs as one writes and tunes them by hand (hand_tuned_programs.py), in the order
+of hand_tuned_space.py: the same model, seed, batches, optimizer and precision. Started again without --programs, it
+goes on where it stopped. A plan may leave devices idle.
 
 A row is the median of the steps after warm-up, each step that of the slowest rank, and the largest allocated memory of
 any rank. A program that does not fit, fails, or is far behind the fastest after its warm-up is a row too.
@@ -21,40 +23,65 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hand_tuned_space import Configuration, Tried, next_try, parse_fixed, read_cases, read_rows, tried_of
 
 HERE = Path(__file__).parent
 CASES = HERE / "hand_tuned_cases.csv"
-HARDWARE = "h200_x4"
+# What the rivals of a pick have fixed: a reader who doubts the pick would try the best plan that has it.
+KINDS = (
+    *("zero=0", "zero=1", "zero=2", "zero=3", "tp=2", "tp=4", "pp=2", "pp=4", "tp=1,pp=1"),
+    *("recompute=full", "compile=off", "cuda_graph=off", "cuda_graph=on", "generated=on", "generated=off"),
+)
 
 
 # ------------------------------------------------------------------------------------------------------- emit
 
 
-def emit(folder: Path, *, cases: Path, profile: Path | None, devices: int, alternatives: int, only: list[str]) -> None:
+def emit(folder: Path, *, cases: Path, profile: Path | None, hw: str, rivals: int, only: list[str]) -> None:
     from autoplan import AutoplanError, api
     from autoplan.options import Options
 
     for case in read_cases(cases, only):
-        options = Options(global_batch=case.global_batch, profile=profile and str(profile), top=alternatives + 1)
+        options = Options(global_batch=case.global_batch, profile=profile and str(profile))
         try:
-            asked = api.make_problem(case.file, hw=f"{HARDWARE}/{devices}", overrides=case.overrides, options=options)
+            asked = api.make_problem(case.file, hw=hw, overrides=case.overrides, options=options)
             answer = api.solve(asked)
             if answer.result.best is None:
                 print(f"{case.name}: {answer.result.why_nothing}", flush=True)
                 continue
-            others = [api.score(asked, item.plan) for item in answer.result.alternatives[:alternatives]]
+            others = rivals_of(asked, answer, n_most=rivals)
             (folder / case.name).mkdir(parents=True, exist_ok=True)
             for i, given in enumerate([answer, *others]):
                 api.emit(asked, given, folder / case.name / f"plan_{i:02}", force=True)
-                print(
-                    f"{case.name}/plan_{i:02}: {given.best.estimate.step_s:.4f} s  {given.best.plan.mesh}", flush=True
-                )
+                print(f"{case.name}/plan_{i:02}: {line_of(given)}", flush=True)
         except AutoplanError as error:
             print(f"{case.name}: {error}", flush=True)
+
+
+def rivals_of(asked, answer, *, n_most: int) -> list:
+    """The best plan of each kind but the pick, the fastest by the estimate first."""
+    from autoplan import AutoplanError, api
+    from autoplan.checks.options import parse_fix
+
+    found = []
+    for kind in KINDS if n_most else ():
+        try:
+            other = api.solve(replace(asked, options=replace(asked.options, fix=parse_fix(kind.split(",")))))
+        except AutoplanError:  # this model or number of devices has no such plan
+            continue
+        known = [given.best.plan for given in (answer, *found)]
+        if other.result.best is not None and other.best.plan not in known:
+            found.append(other)
+    return sorted(found, key=lambda given: given.best.estimate.step_s)[:n_most]
+
+
+def line_of(answer) -> str:
+    from autoplan.report.plan import describe_plan
+
+    return f"{answer.best.estimate.step_s:.4f} s  {' '.join(describe_plan(answer.best.plan).split())}"
 
 
 # ------------------------------------------------------------------------------------------------------- run
@@ -97,7 +124,7 @@ def run(
 
         for folder in folders:
             start_s = time.monotonic()
-            options = {"folder": folder.name, "mesh": plan_of(folder)["mesh"]}
+            options = {"folder": folder.name, "plan": plan_of(folder)}
             write("autoplan", options, prediction_of(folder) | run_folder(job, folder), start_s=start_s)
         run_by_hand(job, tried, write, fixed=fixed, n_most=tries)
 
@@ -205,6 +232,42 @@ def table_line(rows: list[dict]) -> tuple[str, ...]:
     return (rows[0]["model"], str(rows[0]["ranks"]), *figures, ratio, regret, f"{len(by_hand)}+{len(own)}", which)
 
 
+def plans(results: Path, hw: str | None) -> str:
+    """One line per emitted program: predicted then and, on `hw`, by today's prices; measured; how far each was off."""
+    lines = []
+    for row in read_rows(results):
+        if row["baseline"] != "autoplan" or "plan" not in row["options"]:
+            continue
+        predictions_s = [row["predicted_step_s"], *([] if hw is None else [predicted_again_s(row, hw)])]
+        step_s = row["step_s"]
+        off = [f"{predicted_s / step_s - 1:+.1%}" for predicted_s in predictions_s] if step_s else [row["status"]]
+        seconds = [f"{seconds:.4f} s" for seconds in (*predictions_s, step_s) if seconds]
+        head = f"{row['model']:12}  {row['options']['folder']}  {plan_words(row['options']['plan']):68}"
+        lines.append("  ".join([head, *seconds, *off]))
+    return "\n".join(lines)
+
+
+def plan_words(plan: dict) -> str:
+    mesh = plan["mesh"]
+    words = [f"dp {mesh['dp']} tp {mesh['tp']} pp {mesh['pp']} ZeRO {mesh['zero_stage']}"]
+    words.append(f"{mesh['micro_batch_size']} x {mesh['n_micro_batches']}")
+    words += [f"{mesh['schedule']} {mesh['n_chunks']}"] if mesh["pp"] > 1 else []
+    words += [name for name in ("compile", "cuda_graph", "generated") if mesh[name]]
+    words += [f"{plan['recompute']} recompute"] if plan["recompute"] != "none" else []
+    return " ".join(words)
+
+
+def predicted_again_s(row: dict, hw: str) -> float:
+    from autoplan import api
+    from autoplan.answers.answer import plan_from_dict
+    from autoplan.options import Options
+
+    [case] = read_cases(CASES, [row["model"]])
+    options = Options(global_batch=case.global_batch, precision=row["precision"])
+    asked = api.make_problem(case.file, hw=hw, overrides=case.overrides, options=options)
+    return api.judge(asked, plan_from_dict(row["options"]["plan"], where=f"{row['model']}: plan")).step_s
+
+
 def fastest(rows: list[dict]) -> dict | None:
     return min((row for row in rows if row["step_s"] is not None), key=lambda row: row["step_s"], default=None)
 
@@ -224,8 +287,8 @@ def main() -> None:
         action.add_argument("--cases", type=Path, default=CASES)
     emitting.add_argument("folder", type=Path)
     emitting.add_argument("--profile", type=Path, help="of `autoplan profile`")
-    emitting.add_argument("--devices", type=int, default=2)
-    emitting.add_argument("--alternatives", type=int, default=0, help="so many of the next best plans too")
+    emitting.add_argument("--hw", default="h200_x4/2")
+    emitting.add_argument("--rivals", type=int, default=0, help="so many plans of other kinds too")
     emitting.add_argument("--only", nargs="*", default=[], metavar="MODEL")
     running.add_argument("name", metavar="MODEL")
     running.add_argument("results", type=Path)
@@ -238,11 +301,14 @@ def main() -> None:
     running.add_argument("--tries", type=int, help="run at most so many by hand")
     running.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     running.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    actions.add_parser("table").add_argument("results", type=Path)
+    printing, listing = actions.add_parser("table"), actions.add_parser("plans")
+    for action in (printing, listing):
+        action.add_argument("results", type=Path)
+    listing.add_argument("--hw", help="predict the plans again, by today's prices on this")
     given = vars(parser.parse_args())
     action = given.pop("action")
-    if action == "table":
-        print(table(given["results"]))
+    if action in ("table", "plans"):
+        print({"table": table, "plans": plans}[action](**given))
     else:
         {"emit": emit, "run": run}[action](**given)
 

@@ -32,6 +32,7 @@ from torch import nn
 N_SETTLING, SETTLING_S = 2, 5.0
 N_TIMED, TIMED_S = 3, 3.0
 TOO_SLOW = 1.5  # times the fastest, after warm-up
+MAX_STEPS = 200  # of an emitted program, which counts its steps in advance, by the estimate of a GPU
 N_BATCHES = 4  # different ones
 PATIENCE_S = 240.0  # for one program
 TO_START_S = 90.0
@@ -270,7 +271,8 @@ def is_enough(steps_s: list[float]) -> bool:
 def n_steps_of(folder: Path) -> int:
     """How many steps of an emitted program are enough, by what is predicted; no fewer if it is a quarter faster."""
     step_s = prediction_of(folder)["predicted_step_s"] / 1.25
-    return 1 + max(N_SETTLING, math.ceil(SETTLING_S / step_s)) + max(N_TIMED, math.ceil(TIMED_S / step_s))
+    n_steps = 1 + max(N_SETTLING, math.ceil(SETTLING_S / step_s)) + max(N_TIMED, math.ceil(TIMED_S / step_s))
+    return min(n_steps, MAX_STEPS)
 
 
 # ------------------------------------------------------------------------------------------ emitted programs
@@ -289,19 +291,23 @@ def folders_of(programs: Path) -> list[Path]:
 
 
 def check_folder(job: Job, folder: Path) -> None:
-    """Refuse a program that trains something else."""
-    mesh = plan_of(folder)["mesh"]
-    n_ranks = mesh["dp"] * mesh["tp"] * mesh["pp"]
+    """Refuse a program that trains something else, or on more devices; a plan may leave some idle."""
+    mesh, n_ranks = plan_of(folder)["mesh"], n_ranks_of(folder)
     global_batch = mesh["dp"] * mesh["micro_batch_size"] * mesh["n_micro_batches"]
-    if (n_ranks, global_batch) != (job.n_ranks, job.case.global_batch):
+    if n_ranks > job.n_ranks or global_batch != job.case.global_batch:
         raise SystemExit(
             f"{folder}/plan.json: found {n_ranks} ranks and a global batch of {global_batch}, "
-            f"expected {job.n_ranks} and {job.case.global_batch}\n  fix: --ranks {n_ranks}, or emit it again"
+            f"expected at most {job.n_ranks} and {job.case.global_batch}\n  fix: --ranks {n_ranks}, or emit it again"
         )
 
 
 def plan_of(folder: Path) -> dict:
     return json.loads((folder / "plan.json").read_text())["best"]["plan"]
+
+
+def n_ranks_of(folder: Path) -> int:
+    mesh = plan_of(folder)["mesh"]
+    return mesh["dp"] * mesh["tp"] * mesh["pp"]
 
 
 def prediction_of(folder: Path) -> dict:
@@ -315,9 +321,9 @@ def run_folder(job: Job, folder: Path) -> dict:
     """What one emitted program measured, in processes forked from this one."""
     for old in [folder / "measured.json", *folder.glob("rank_*.log")]:
         old.unlink(missing_ok=True)
-    port, processes = free_port(), []
-    for rank in range(job.n_ranks):
-        place = {"rank": rank, "n_ranks": job.n_ranks, "port": port, "log": folder / f"rank_{rank}.log"}
+    n_ranks, port, processes = n_ranks_of(folder), free_port(), []
+    for rank in range(n_ranks):
+        place = {"rank": rank, "n_ranks": n_ranks, "port": port, "log": folder / f"rank_{rank}.log"}
         processes.append(FORK.Process(target=as_rank, args=(train, folder, job), kwargs=place))
         processes[-1].start()
     stop_s = min(time.monotonic() + PATIENCE_S, job.stop_s)

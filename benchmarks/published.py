@@ -52,6 +52,7 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Plan, StagePlan
 from autoplan.rules import load_rules
 from autoplan.search.result import Candidate
+from autoplan.simulator import replay
 from autoplan.simulator.simulate import simulate
 from autoplan.space.layouts import all_shardings
 from autoplan.tensor_parallel.sharding import read_sharding
@@ -115,6 +116,11 @@ def nothing_copied() -> AbstractContextManager[object]:
     return patch.object(segment_work, "copies_s", lambda *_, **__: 0.0)
 
 
+def received_when_needed() -> AbstractContextManager[object]:
+    """Inside, a rank calls a receive in front of the pass that needs it under any schedule, as Megatron-LM does."""
+    return patch.object(replay, "receives_ahead", lambda schedule: False)
+
+
 class Predictor:
     """Prices cases, on changed hardware if so wished; what cases share is computed once."""
 
@@ -127,7 +133,8 @@ class Predictor:
         with nothing_copied():
             table = self._sent_in_parts(case, self._table(case))
         stages = even_stages(table, recomputes=case.recompute != "none")
-        estimate = simulate(table if case.overlaps else _reduced_at_the_end(table, stages), stages)
+        with received_when_needed():
+            estimate = simulate(table if case.overlaps else _reduced_at_the_end(table, stages), stages)
         plan = Plan(case.mesh, stages, precision=case.program.precision)
         interval_s = step_interval_s(Candidate(plan, estimate, bound_s=estimate.step_s))
         parts_s = {field.name: getattr(estimate.breakdown, field.name) for field in fields(estimate.breakdown)}

@@ -53,7 +53,7 @@ ALL = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2")
 @pytest.mark.parametrize("strategies", [ALL[:1], ALL])
 def test_hand_written_programs_have_the_losses_of_the_emitted_one(tmp_path: Path, strategies: tuple[str, ...]) -> None:
     (tmp_path / "cases.csv").write_text(HEAD + LLAMA.format(file=CHECKOUT / "examples" / "llama.py"))
-    emit(tmp_path, cases=tmp_path / "cases.csv", profile=None, devices=2, alternatives=0, only=[])
+    emit(tmp_path, cases=tmp_path / "cases.csv", profile=None, hw="h200_x4/2", rivals=0, only=[])
     emitted, *by_hand = run(tmp_path, "--programs", "small", *EAGER, "--tries", str(len(strategies)))
     assert tuple(row["baseline"] for row in by_hand) == strategies
     for row in by_hand:

@@ -224,6 +224,31 @@ def test_zero_bubble_v_order_is_that_of_torch(n_ranks, n_micro_batches):
 
 
 @pytest.mark.parametrize(
+    ("name", "n_ranks", "n_chunks", "n_micro_batches"),
+    [("interleaved", 2, 2, 4), ("interleaved", 4, 2, 8), ("interleaved", 3, 4, 6), ("zero_bubble_v", 3, 2, 7)],
+)
+def test_sends_and_receives_are_called_where_torch_calls_them(name, n_ranks, n_chunks, n_micro_batches):
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    ordered = ordered_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    ranks = stage_ranks(ordered.schedule)
+    calls = [[] for _ in range(n_ranks)]
+    for (stage, kind, micro_batch), receiver in zip(ordered.actions, ordered.receivers, strict=True):
+        rank, what = ranks[stage], "F" if kind == "F" else "B"
+        calls[rank].append(f"{stage}{kind}{micro_batch}")
+        if receiver is not None:
+            next_stage = stage + 1 if kind == "F" else stage - 1
+            assert ranks[next_stage] == receiver
+            calls[rank].append(f"{stage}SEND_{what}{micro_batch}")
+            calls[receiver].append(f"{next_stage}RECV_{what}{micro_batch}")
+    computed = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in actions]
+        for rank, actions in enumerate(ordered.schedule)
+    }
+    theirs = torch_schedules._add_send_recv(computed, ranks.__getitem__, n_ranks * n_chunks)
+    assert [[str(action) for action in theirs[rank]] for rank in range(n_ranks)] == calls
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("rank 0: 0F0 0F0 0B0\n", r"schedule: found '0F0 2 times'"),

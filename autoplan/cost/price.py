@@ -53,7 +53,7 @@ from autoplan.hardware import Device, HardwareProfile
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Mesh
 from autoplan.rules import OpRule
-from autoplan.schedules import splits_backward
+from autoplan.schedules import receives_ahead, splits_backward
 from autoplan.units import MiB
 
 # cuBLAS takes 32 MiB per handle on compute capability 9.0 (8 MiB before), and the threads of forward and of backward
@@ -186,7 +186,7 @@ class _Way(NamedTuple):
     """What the costs of segments depend on.
 
     `splits`: whether the backward pass is split; `loss`: as for `make_pricer`; `keeps_attention`, `cuda_graph`: as in
-    `Mesh`.
+    `Mesh`; `receives_ahead`: whether there are stages, and ranks receive ahead.
     """
 
     run: Run
@@ -195,13 +195,15 @@ class _Way(NamedTuple):
     loss: str | None
     keeps_attention: bool
     cuda_graph: bool
+    receives_ahead: bool
 
     @classmethod
     def of(cls, mesh: Mesh, placement: Placement, *, loss: str | None) -> _Way:
         """That of a mesh."""
         held = _Held(mesh.tp, mesh.sharding, placement, is_cut=mesh.pp > 1, wraps_head=mesh.wraps_head)
         splits = splits_backward(mesh.schedule)
-        return cls(Run.of(mesh), held, splits, loss, mesh.keeps_attention, mesh.cuda_graph)
+        ahead = mesh.pp > 1 and receives_ahead(mesh.schedule)
+        return cls(Run.of(mesh), held, splits, loss, mesh.keeps_attention, mesh.cuda_graph, ahead)
 
 
 def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
@@ -275,6 +277,7 @@ def _costs_pricer(
                 loss=way.loss,
                 keeps_attention=way.keeps_attention,
                 is_captured=way.cuda_graph,
+                receives_ahead=way.receives_ahead,
             )
             for segment, here, (work, _), cost in zip(*of_kinds, strict=True)
         )

@@ -125,15 +125,17 @@ class SegmentWork:
 
     def captured(self) -> SegmentWork:
         """It as a part of a CUDA graph."""
-        forward, backward = self.in_graph
-        attention = self.attention and self.attention.timed(forward=forward, host_forward=1.0)
+        return replace(self.slowed(*self.in_graph), chunked=self.chunked and self.chunked.captured())
+
+    def slowed(self, forward: float, backward: float) -> SegmentWork:
+        """Its passes take so many times as long on the device."""
         return replace(
             self,
             forward_s=self.forward_s * forward,
             backward_s=self.backward_s * backward,
             weight_backward_s=self.weight_backward_s * backward,
-            attention=attention,
-            chunked=self.chunked and self.chunked.captured(),
+            attention=self.attention and self.attention.timed(forward=forward, host_forward=1.0),
+            chunked=self.chunked and self.chunked.slowed(forward, backward),
         )
 
 

@@ -57,8 +57,8 @@ class ScheduleKind:
     Attributes:
         build: (n_ranks, n_chunks, n_micro_batches) -> one tuple of actions per rank.
         splits_backward: it has I and W actions instead of B.
-        receives_ahead: a rank is ready to receive long before it needs the result, whatever it does meanwhile, as
-            torch's schedules of several stages a rank are; not just before the action that needs it.
+        receives_ahead: a rank calls a receive as soon as the other rank has come to the send, and goes on, as torch's
+            schedules of several stages a rank do; not just before the action that needs it.
     """
 
     build: Callable[[int, int, int], Schedule]
@@ -71,8 +71,10 @@ class OrderedSchedule:
     """A schedule, and one order in which all its actions can run.
 
     Attributes:
-        actions: each rank's in its own order, and every action after the one it waits for.
+        actions: each rank's in its own order, and every action after the one it waits for. Where ranks receive ahead,
+            the one that waits calls its receive behind those of its actions that stand before.
         awaited: per action, the place in `actions` of the one it waits for; None if there is none.
+        receivers: per action, the rank that waits for its result, if it is another one.
         sendrecvs: per action, whether its rank receives its input in a sendrecv, one call that also sends the result of
             the action before to the rank it receives from: so one forward, one backward does in the middle of a step.
             All False where ranks receive ahead.
@@ -81,6 +83,7 @@ class OrderedSchedule:
     schedule: Schedule
     actions: tuple[Action, ...]
     awaited: tuple[int | None, ...]
+    receivers: tuple[int | None, ...]
     sendrecvs: tuple[bool, ...]
 
 
@@ -161,42 +164,42 @@ def dependency(action: Action, n_stages: int) -> Action | None:
 
 
 def _ordered(schedule: Schedule, *, n_stages: int, has_sendrecvs: bool = False) -> OrderedSchedule:
+    """In rounds, as torch calls sends and receives: in each, every rank whose input is computed does one action."""
     stage_kinds = product(range(n_stages), KINDS)
     sources = {(stage, kind): dependency(Action(stage, kind, 0), n_stages) for stage, kind in stage_kinds}
     order: list[Action] = []
     places: dict[tuple[int, str, int], int] = {}  # of what has run
-    waiting: dict[tuple[int, str, int], int] = {}  # what is awaited -> the rank that stands there
     awaited: list[int | None] = []
     position = [0] * len(schedule)
-    runnable = list(reversed(range(len(schedule))))
-    while runnable:
-        rank = runnable.pop()
-        actions = schedule[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
+    left = list(range(len(schedule)))  # ranks that have not done all their actions
+    while left := [rank for rank in left if position[rank] < len(schedule[rank])]:
+        n_before = len(order)
+        for rank in left:
+            action = schedule[rank][position[rank]]
             source = sources[action.stage, action.kind]
-            place = None
-            if source is not None:
-                needed = (source.stage, source.kind, action.micro_batch)
-                place = places.get(needed)
-                if place is None:
-                    waiting[needed] = rank
-                    break
+            place = None if source is None else places.get((source.stage, source.kind, action.micro_batch))
+            if source is not None and place is None:
+                continue
             places[action] = len(order)
             order.append(action)
             awaited.append(place)
             position[rank] += 1
-            if action in waiting:
-                runnable.append(waiting.pop(action))
-    for needed, rank in sorted(waiting.items(), key=lambda item: item[1]):
-        raise InputError.of(
-            f"schedule: rank {rank}, action {position[rank]}",
-            found=str(schedule[rank][position[rank]]),
-            expected=f"{Action(*needed)} to run before it; it never does (deadlock)",
-            fix="reorder the actions",
-        )
+        if len(order) == n_before:
+            _refuse_deadlock(schedule, left[0], position[left[0]], n_stages=n_stages)
+    ranks = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    receivers: list[int | None] = [None] * len(order)
+    for action, place in zip(order, awaited, strict=True):
+        if place is not None and ranks[order[place].stage] != ranks[action.stage]:
+            receivers[place] = ranks[action.stage]
     sendrecvs = _sendrecvs(schedule, awaited, places) if has_sendrecvs else (False,) * len(order)
-    return OrderedSchedule(schedule, tuple(order), tuple(awaited), sendrecvs)
+    return OrderedSchedule(schedule, tuple(order), tuple(awaited), tuple(receivers), sendrecvs)
+
+
+def _refuse_deadlock(schedule: Schedule, rank: int, position: int, *, n_stages: int) -> NoReturn:
+    action = schedule[rank][position]
+    expected = f"{dependency(action, n_stages)} to run before it; it never does (deadlock)"
+    where = f"schedule: rank {rank}, action {position}"
+    raise InputError.of(where, found=str(action), expected=expected, fix="reorder the actions")
 
 
 def _sendrecvs(

@@ -3,7 +3,8 @@
 Nodes are the actions and the transfers between ranks, in an order in which each comes after those it waits for:
 
     an action waits for the one before it on its rank and what that leaves to be reduced, and for its input
-    a transfer waits for its action, and for the transfer before it on the same link
+    a transfer waits for its action and for that of the receiving rank behind which it is called, and for the transfers
+    that both ranks have called before (see `simulator.replay`)
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
     nodes: list[_Node] = []
     last: list[tuple[int, int]] = [(_START, nothing)] * n_ranks  # the node, and what it leaves
     stages = [0] * n_ranks  # of the last node of each
-    links: dict[tuple[int, bool], int] = {}  # the last transfer of each
+    queues = [_START] * n_ranks  # the last transfer of each
     arrivals: dict[int | None, int] = {}  # per action that sends its result, by its place in the order
 
     def number(symbol: str, stage: int) -> int:
@@ -75,7 +76,9 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         nodes.append(node)
         return len(nodes)
 
-    for order, (action, awaited) in enumerate(zip(ordered.actions, ordered.awaited, strict=True)):
+    for order, (action, awaited, receiver) in enumerate(
+        zip(ordered.actions, ordered.awaited, ordered.receivers, strict=True)
+    ):
         rank, symbol = ranks[action.stage], symbol_of(mesh, action)
         before, left = last[rank]
         is_sent = awaited is not None and ranks[ordered.actions[awaited].stage] != rank
@@ -83,9 +86,9 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         carries = action.kind in GRADIENT_KINDS
         last[rank] = place, number(carry_symbol(symbol), action.stage) if carries else nothing
         stages[rank] = action.stage
-        following = action.stage + (1 if action.kind == "F" else -1)
-        if action.kind != "W" and 0 <= following < mesh.n_stages and ranks[following] != rank:
-            link = rank, action.kind == "F"
-            cut = number(CUT, min(action.stage, following))
-            arrivals[order] = links[link] = add((cut, links.get(link, _START), place, nothing))
+        if receiver is not None:
+            called = add((nothing, place, last[receiver][0], nothing))
+            queued = add((nothing, queues[rank], queues[receiver], nothing))
+            cut = number(CUT, action.stage if action.kind == "F" else action.stage - 1)
+            arrivals[order] = queues[rank] = queues[receiver] = add((cut, called, queued, nothing))
     return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))

@@ -1,7 +1,8 @@
 """What a schedule implies for any plan: paths through its actions that bound the step, and moments of peak memory.
 
 The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
-travels when its source is done and, unless ranks receive ahead, the one before, too. Each path through the graph is a
+travels when its source is done and, unless ranks receive ahead, the one before, too; where they do, it travels behind
+what both ranks have called before (see `simulator.replay`). Each path through the graph is a
 lower bound on the step, linear in the times of the stages. The longest one is the step, but for reductions beside a
 transfer, and sendrecvs, which are counted as one transfer. With M micro-batches on pp stages, for each stage s,
 
@@ -16,22 +17,25 @@ split, the path goes back by the passes for inputs, and ends with one for weight
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoplan.parallel_plan import Mesh, TimelineEvent
 from autoplan.schedules import (
     GRADIENT_KINDS,
+    KEPT_SCHEDULES,
     Action,
     Schedule,
     build_schedule,
     dependency,
+    ordered_schedule,
     read_action,
     receives_ahead,
     splits_backward,
@@ -172,8 +176,8 @@ def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Pat
     """Per rank, the longest path to the end of its part of a simulated step, read backwards.
 
     An action begins when the action before it on its rank stops, or when its input arrives. That leaves when its source
-    has stopped and the action before has, too, or, where ranks receive ahead, the transfer before on the same link is
-    done. Times are equal to the last bit where one waits for the other, because each is the maximum of the two.
+    has stopped and the action before has, too, or, where ranks receive ahead, all that `_queues` names. Times are equal
+    to the last bit where one waits for the other, because each is the maximum of them.
     """
     trace = _Trace(timeline, mesh)
     return tuple(dict.fromkeys(_path_to(mesh, trace, name) for name in trace.last_actions()))
@@ -207,7 +211,8 @@ class _Trace:
         self._mesh = mesh
         sends = sorted((event for event in timeline if event.stream.startswith("send")), key=_start_s)
         self._sends = {event.name: event for event in sends}
-        self._previous_send = _predecessors(sends, lambda event: f"{event.rank} {event.stream}")
+        ahead = receives_ahead(mesh.schedule)
+        self._queues = _queues(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks) if ahead else None
 
     def last_actions(self) -> list[str]:
         """The last pass of each rank."""
@@ -223,21 +228,27 @@ class _Trace:
                 counts[carry_symbol(symbol_of(self._mesh, action)), action.stage] += 1
             return previous
         source = _source(name, n_stages=self._mesh.n_stages)
-        if source is None or receives_ahead(self._mesh.schedule):
-            return None if source is None else self._behind_link(source, counts)
+        if source is None or self._queues is not None:
+            return None if source is None else self._behind_queues(source, counts)
         self._count_cut(source, counts)
         is_free_later = previous is not None and self._passes[previous].stop_s > self._passes[source].stop_s
         return previous if is_free_later else source
 
-    def _behind_link(self, source: str, counts: Counter[tuple[str, int]]) -> str:
-        """The action whose transfer set off the chain of transfers that ends with that of `source`."""
+    def _behind_queues(self, source: str, counts: Counter[tuple[str, int]]) -> str:
+        """The action that set off the chain of transfers which ends with that of the result of `source`."""
         while source in self._sends:
             self._count_cut(source, counts)
-            previous = self._previous_send[source]
-            waited = previous is not None and self._sends[source].start_s > self._passes[source].stop_s
-            if not waited or previous is None:
+            start_s = self._sends[source].start_s
+            if self._passes[source].stop_s >= start_s:
                 break
-            source = previous
+            assert self._queues is not None
+            behind = self._queues[source]
+            earlier = (name for name in behind.transfers if name in self._sends)
+            waited = next((name for name in earlier if self._sends[name].stop_s >= start_s), None)
+            if waited is None:
+                called_s = -math.inf if behind.action is None else self._passes[behind.action].stop_s
+                return behind.action if behind.action is not None and called_s >= start_s else source
+            source = waited
         return source
 
     def _count_cut(self, source: str, counts: Counter[tuple[str, int]]) -> None:
@@ -245,6 +256,36 @@ class _Trace:
         action = _parse(source)
         if source in self._sends:
             counts[CUT, action.stage if action.kind == "F" else action.stage - 1] += 1
+
+
+class _Behind(NamedTuple):
+    """What the transfer of a result waits for, where ranks receive ahead.
+
+    Attributes:
+        transfers: whose results are called before it on either rank; of each rank the last.
+        action: of the receiving rank, behind which it calls it; None if it has come to none.
+    """
+
+    transfers: tuple[str, ...]
+    action: str | None
+
+
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def _queues(schedule: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> dict[str, _Behind]:
+    """Of each result that goes to another rank."""
+    ordered = ordered_schedule(schedule, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    ranks = stage_ranks(ordered.schedule)
+    last_actions: dict[int, str] = {}
+    last_calls: dict[int, str] = {}
+    found: dict[str, _Behind] = {}
+    for action, receiver in zip(ordered.actions, ordered.receivers, strict=True):
+        rank, name = ranks[action.stage], str(action)
+        last_actions[rank] = name
+        if receiver is not None:
+            transfers = tuple(last_calls[own] for own in (rank, receiver) if own in last_calls)
+            found[name] = _Behind(transfers, last_actions.get(receiver))
+            last_calls[rank] = last_calls[receiver] = name
+    return found
 
 
 def _start_s(event: TimelineEvent) -> tuple[float, float]:

@@ -61,14 +61,14 @@ class _Turn(NamedTuple):
         number: of its pass, see `_Script.passes`.
         awaited: place of the action on another rank whose result it needs; -1 if there is none.
         transfer: how that comes: (rank of the earlier one of the two stages, whether in a sendrecv).
-        is_awaited: whether another rank needs its result.
+        receiver: the rank that needs its result, if it is another one; -1 otherwise.
     """
 
     rank: int
     number: int
     awaited: int
     transfer: tuple[int, bool]
-    is_awaited: bool
+    receiver: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +91,17 @@ def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Sc
     ranks = stage_ranks(ordered.schedule)
     numbers: dict[tuple[int, str, bool], int] = {}
     rows = []
-    for (stage, kind, micro_batch), needed, is_sendrecv in zip(
-        ordered.actions, ordered.awaited, ordered.sendrecvs, strict=True
+    for (stage, kind, micro_batch), needed, receiver, is_sendrecv in zip(
+        ordered.actions, ordered.awaited, ordered.receivers, ordered.sendrecvs, strict=True
     ):
         is_edge = micro_batch == (0 if kind == "F" else n_micro_batches - 1)
         number = numbers.setdefault((stage, kind, is_edge), len(numbers))
         is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
         earlier = stage - 1 if kind == "F" else stage
         transfer = ranks[max(0, earlier)], is_sendrecv
-        rows.append((ranks[stage], number, needed if needed is not None and is_elsewhere else -1, transfer))
-    awaited = {place for _, _, place, _ in rows}
-    return _Script(ranks, tuple(_Turn(*row, place in awaited) for place, row in enumerate(rows)), tuple(numbers))
+        awaited = needed if needed is not None and is_elsewhere else -1
+        rows.append(_Turn(ranks[stage], number, awaited, transfer, -1 if receiver is None else receiver))
+    return _Script(ranks, tuple(rows), tuple(numbers))
 
 
 class _Begun(NamedTuple):
@@ -236,9 +236,11 @@ class RelaxedStep:
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
-        links_s: dict[tuple[int, bool], Array] = {}  # ahead: when the link (rank, whether for activations) is free
+        queues_s: list[Array | float] = [
+            0.0
+        ] * mesh.pp  # ahead: when what a rank has called to send and receive is done
         done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
-        for place, (rank, number, awaited, transfer, is_awaited) in enumerate(script.turns):
+        for place, (rank, number, awaited, transfer, receiver) in enumerate(script.turns):
             clock = clocks[rank]
             if awaited >= 0 and goes_ahead:
                 clock.wait_until(done_s.pop(awaited))
@@ -247,14 +249,13 @@ class RelaxedStep:
             clock.run(passes[number], self.ranks[rank])
             if place == 0 and mesh.n_micro_batches > 1:  # of the first stage, whose rank gathers for its others now
                 clock.gather(gathered_s[rank])
-            if is_awaited:
+            if receiver >= 0:
                 done_s[place] = clock.free_s
-            if is_awaited and goes_ahead:
-                link = rank, script.passes[number][1] == "F"
-                cut_s = cuts_s[rank if link[1] else (rank - 1) % mesh.pp, False]
-                if np.any(cut_s):
-                    before_s: Array = links_s.get(link, clock.free_s)
-                    done_s[place] = links_s[link] = np.maximum(clock.free_s, before_s) + cut_s
+            if receiver >= 0 and goes_ahead:
+                called_s = np.maximum(clock.free_s, clocks[receiver].free_s)
+                queued_s = np.maximum(queues_s[rank], queues_s[receiver])
+                cut_s = cuts_s[rank if script.passes[number][1] == "F" else (rank - 1) % mesh.pp, False]
+                done_s[place] = queues_s[rank] = queues_s[receiver] = np.maximum(called_s, queued_s) + cut_s
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]

@@ -4,11 +4,15 @@ All data- and tensor-parallel ranks of a stage are alike, so one rank per pipeli
 of its own devices (`CostTable.at_rank`). One pass of a stage is replayed by `stage_pass`.
 
 An action starts when its rank is free and its input has arrived. That leaves when it is computed and the receiving rank
-is free: NCCL moves nothing before both call it, and ranks call it in front of the action that needs it. Where
-the schedule `receives_ahead`, the receiving rank has called it by then; there a rank sends its activations one after
-the other, and likewise its gradients. A send does not block its rank, except in a sendrecv
-(`OrderedSchedule.sendrecvs`), in which both ranks wait until both results have arrived. Left out: that sends slow
-compute, and that those of one rank wait for each other.
+is free: NCCL moves nothing before both call it, and ranks call it in front of the action that needs it. A send does
+not block its rank, except in a sendrecv (`OrderedSchedule.sendrecvs`), in which both ranks wait until both results have
+arrived.
+
+Where the schedule `receives_ahead`, a rank calls a receive as soon as the other rank has come to the send
+(`OrderedSchedule.actions`), behind the action that it has come to itself, and goes on. But NCCL has one queue per rank:
+what a rank sends or receives waits until all that it called before has come, also from a third rank that is late. So
+it is in torch 2.11; torch 2.13 has a queue per pair of ranks. What waits slows products beside it: that is in the price
+of segments.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
@@ -158,6 +162,7 @@ class RankClock:
     free_s: float = 0.0
     left_s: float = 0.0  # communication not done at `free_s`: gathers begun with the step, afterwards reductions
     left_what: str = "reduce"
+    queue_s: float = 0.0  # when all that it has called to send and receive is done, if it receives ahead
     exposed_dp_s: float = 0.0
     exposed_pp_s: float = 0.0
     bubble_s: float = 0.0
@@ -186,13 +191,6 @@ class RankClock:
         self.left_s, self.left_what = seconds, "gather"
 
 
-@dataclass(slots=True)
-class _Link:
-    """What a rank sends its activations over, or its gradients: one transfer after the other, if they go ahead."""
-
-    free_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One pass of one stage, ready to be replayed.
@@ -201,7 +199,7 @@ class _Pass:
         times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
             goes on; most passes are alike.
         action_s: what the rank waits for its host after it; its communication is taken to wait, too.
-        transfer: of what it needs from another rank; `out_s`: the time of that of its result, over `link`.
+        transfer: of what it needs from another rank; `out_s`: the time of that of its result.
         later_s: where its gathers have begun before it, those of the later stages of its rank; else None.
         begins_s: the gathers that begin when it is done.
     """
@@ -212,7 +210,6 @@ class _Pass:
     times: dict[float, PassTimes]
     action_s: float
     transfer: Transfer
-    link: _Link
     out_s: float
     later_s: float | None
     begins_s: float
@@ -233,7 +230,6 @@ def _passes(
     """Of each pass of the script; those of equal work share what is known of their times."""
     known: dict[tuple[Overlap, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
-    links = {(rank, is_forward): _Link() for rank in range(len(clocks)) for is_forward in (False, True)}
     found = []
     for index, kind, is_edge in script.passes:
         stage = stages[index]
@@ -242,7 +238,7 @@ def _passes(
         later_s = waiting_s[index] if kind == "F" and is_edge else None
         times, clock = known.setdefault((own.overlap, work, later_s), {}), clocks[stage.rank]
         begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
-        transfers = stage.transfer_in(kind), links[stage.rank, kind == "F"], stage.out_s(kind)
+        transfers = stage.transfer_in(kind), stage.out_s(kind)
         found.append(_Pass(clock, own.overlap, work, times, own.action_s, *transfers, later_s, begun_s))
     return tuple(found)
 
@@ -273,15 +269,16 @@ def _replay_step(
     passes = _passes(table, stages, script=script, clocks=clocks)
     runs: list[Run] = []
     goes_ahead = receives_ahead(table.mesh.schedule)
-    ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive, if that takes time
-    for place, (number, awaited, is_sendrecv) in enumerate(
-        zip(script.cues, script.awaited, script.ordered.sendrecvs, strict=True)
+    ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
+    ordered = script.ordered
+    for place, (number, awaited, receiver, is_sendrecv) in enumerate(
+        zip(script.cues, script.awaited, ordered.receivers, ordered.sendrecvs, strict=True)
     ):
         running = passes[number]
         clock = running.clock
         sent_s = arrived_s = gathered_s = 0.0
         if awaited is not None and goes_ahead:
-            sent_s, arrived_s = ahead.get(awaited) or (runs[awaited].stop_s, runs[awaited].stop_s)
+            sent_s, arrived_s = ahead[awaited]
             gathered_s = clock.wait_until(arrived_s, since_s=runs[awaited].stop_s)
         elif awaited is not None:
             sent_s = max(runs[awaited].stop_s, clock.free_s)
@@ -296,10 +293,11 @@ def _replay_step(
             clock.left_what = "reduce"
         if running.begins_s:
             clock.gather(running.begins_s)
-        if goes_ahead and running.out_s:
-            leaves_s = max(stop_s, running.link.free_s)
-            running.link.free_s = leaves_s + running.out_s
-            ahead[place] = leaves_s, running.link.free_s
+        if goes_ahead and receiver is not None:
+            other = clocks[receiver]
+            leaves_s = max(stop_s, clock.queue_s, other.free_s, other.queue_s)
+            clock.queue_s = other.queue_s = leaves_s + running.out_s
+            ahead[place] = leaves_s, clock.queue_s
         runs.append(Run(sent_s, arrived_s, start_s, stop_s, times, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
