@@ -232,13 +232,13 @@ def table_line(rows: list[dict]) -> tuple[str, ...]:
     return (rows[0]["model"], str(rows[0]["ranks"]), *figures, ratio, regret, f"{len(by_hand)}+{len(own)}", which)
 
 
-def plans(results: Path, hw: str | None) -> str:
+def plans(results: Path, hw: str | None, profile: Path | None) -> str:
     """One line per emitted program: predicted then and, on `hw`, by today's prices; measured; how far each was off."""
     lines = []
     for row in read_rows(results):
         if row["baseline"] != "autoplan" or "plan" not in row["options"]:
             continue
-        predictions_s = [row["predicted_step_s"], *([] if hw is None else [predicted_again_s(row, hw)])]
+        predictions_s = [row["predicted_step_s"], *([] if hw is None else [predicted_again_s(row, hw, profile)])]
         step_s = row["step_s"]
         off = [f"{predicted_s / step_s - 1:+.1%}" for predicted_s in predictions_s] if step_s else [row["status"]]
         seconds = [f"{seconds:.4f} s" for seconds in (*predictions_s, step_s) if seconds]
@@ -257,13 +257,14 @@ def plan_words(plan: dict) -> str:
     return " ".join(words)
 
 
-def predicted_again_s(row: dict, hw: str) -> float:
+def predicted_again_s(row: dict, hw: str, profile: Path | None) -> float:
     from autoplan import api
     from autoplan.answers.answer import plan_from_dict
     from autoplan.options import Options
 
     [case] = read_cases(CASES, [row["model"]])
-    options = Options(global_batch=case.global_batch, precision=row["precision"])
+    measured = profile and str(profile)
+    options = Options(global_batch=case.global_batch, precision=row["precision"], profile=measured)
     asked = api.make_problem(case.file, hw=hw, overrides=case.overrides, options=options)
     return api.judge(asked, plan_from_dict(row["options"]["plan"], where=f"{row['model']}: plan")).step_s
 
@@ -305,6 +306,7 @@ def main() -> None:
     for action in (printing, listing):
         action.add_argument("results", type=Path)
     listing.add_argument("--hw", help="predict the plans again, by today's prices on this")
+    listing.add_argument("--profile", type=Path, help="and with these measured blocks")
     given = vars(parser.parse_args())
     action = given.pop("action")
     if action in ("table", "plans"):

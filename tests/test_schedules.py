@@ -232,14 +232,14 @@ def test_sends_and_receives_are_called_where_torch_calls_them(name, n_ranks, n_c
     ordered = ordered_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
     ranks = stage_ranks(ordered.schedule)
     calls = [[] for _ in range(n_ranks)]
-    for (stage, kind, micro_batch), receiver in zip(ordered.actions, ordered.receivers, strict=True):
+    for (stage, kind, micro_batch), call in zip(ordered.actions, ordered.calls, strict=True):
         rank, what = ranks[stage], "F" if kind == "F" else "B"
         calls[rank].append(f"{stage}{kind}{micro_batch}")
-        if receiver is not None:
+        if call is not None:
             next_stage = stage + 1 if kind == "F" else stage - 1
-            assert ranks[next_stage] == receiver
+            assert ranks[next_stage] == call.receiver
             calls[rank].append(f"{stage}SEND_{what}{micro_batch}")
-            calls[receiver].append(f"{next_stage}RECV_{what}{micro_batch}")
+            calls[call.receiver].append(f"{next_stage}RECV_{what}{micro_batch}")
     computed = {
         rank: [torch_schedules._Action.from_str(str(action)) for action in actions]
         for rank, actions in enumerate(ordered.schedule)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from simulator_toys import HALF, one_each, pipeline, segment, table_of
 
+from autoplan.simulator.replay import replay_plan
 from autoplan.simulator.simulate import memory_over_time, simulate
 
 
@@ -38,6 +39,8 @@ def test_four_ranks_that_queue_behind_a_late_one_gain_nothing_by_interleaving(n_
     cost = segment(forward_s=4 / n_chunks, backward_s=8 / n_chunks)
     table = table_of([cost] * n_stages, mesh=pipeline(4, 8, schedule="interleaved", n_chunks=n_chunks))
     assert simulate(table, one_each(n_stages)).breakdown.bubble_s == bubble_s
+    # sending takes no time, so no rank waits for a transfer that is under way
+    assert [clock.exposed_pp_s for clock in replay_plan(table, one_each(n_stages)).clocks] == [0.0] * 4
 
 
 @pytest.mark.parametrize("n_micro_batches", [7, 8, 12])

@@ -387,6 +387,17 @@ def test_a_number_made_of_the_batch_size_is_named_with_its_line_and_how_to_count
         trace_model(source)
 
 
+def test_a_number_read_from_a_tensor_is_named_with_its_line():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.sum().item()
+
+    source = module_source(Scaled(4, 4), (torch.zeros(2, 4), torch.zeros(2, 4)), nn.functional.mse_loss)
+    line = rf"{__file__}:{Scaled.forward.__code__.co_firstlineno + 1}: return super"
+    with pytest.raises(TraceError, match=rf"(?s)on the values of a tensor at {line}.*a number read.*--module-level"):
+        trace_model(source)
+
+
 def test_samples_may_be_counted_by_an_operator():
     batch = torch.zeros(2, 4), torch.zeros(2, 4)
     source = module_source(

@@ -132,7 +132,12 @@ def make_pricer(
         repeats = mesh.n_micro_batches > 1
         zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
         placement = Placement(groups.shard, groups.replicate, zero_stage, repeats, exchange)
-        way = _Way.of(mesh, placement, loss="whole" if is_in_compiled(graph, mesh) else loss)
+        way = _Way.of(
+            mesh,
+            placement,
+            loss="whole" if is_in_compiled(graph, mesh) else loss,
+            is_slowed=mesh.pp > 1 and receives_ahead(mesh.schedule) and not hardware.device.is_cpu,
+        )
         found = costs(way, mesh.n_micro_batches)
         sources = () if measured is None else tuple(source for _, source in works(way.run))
         copy_s, batch_bytes = batch(mesh)
@@ -186,7 +191,7 @@ class _Way(NamedTuple):
     """What the costs of segments depend on.
 
     `splits`: whether the backward pass is split; `loss`: as for `make_pricer`; `keeps_attention`, `cuda_graph`: as in
-    `Mesh`; `receives_ahead`: whether there are stages, and ranks receive ahead.
+    `Mesh`; `is_slowed`: whether receives wait beside what the device computes.
     """
 
     run: Run
@@ -195,15 +200,14 @@ class _Way(NamedTuple):
     loss: str | None
     keeps_attention: bool
     cuda_graph: bool
-    receives_ahead: bool
+    is_slowed: bool
 
     @classmethod
-    def of(cls, mesh: Mesh, placement: Placement, *, loss: str | None) -> _Way:
+    def of(cls, mesh: Mesh, placement: Placement, *, loss: str | None, is_slowed: bool) -> _Way:
         """That of a mesh."""
         held = _Held(mesh.tp, mesh.sharding, placement, is_cut=mesh.pp > 1, wraps_head=mesh.wraps_head)
         splits = splits_backward(mesh.schedule)
-        ahead = mesh.pp > 1 and receives_ahead(mesh.schedule)
-        return cls(Run.of(mesh), held, splits, loss, mesh.keeps_attention, mesh.cuda_graph, ahead)
+        return cls(Run.of(mesh), held, splits, loss, mesh.keeps_attention, mesh.cuda_graph, is_slowed)
 
 
 def _local_pricer(contexts: ContextOf, shardings: Shardings) -> LocalPricer:
@@ -277,7 +281,7 @@ def _costs_pricer(
                 loss=way.loss,
                 keeps_attention=way.keeps_attention,
                 is_captured=way.cuda_graph,
-                receives_ahead=way.receives_ahead,
+                is_slowed=way.is_slowed,
             )
             for segment, here, (work, _), cost in zip(*of_kinds, strict=True)
         )

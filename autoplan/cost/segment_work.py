@@ -124,7 +124,7 @@ class SegmentWork:
     in_graph: PassRatios = AS_IN_STREAM
 
     def captured(self) -> SegmentWork:
-        """It as a part of a CUDA graph."""
+        """It as a part of a CUDA graph; the loss in slices has ratios of its own."""
         return replace(self.slowed(*self.in_graph), chunked=self.chunked and self.chunked.captured())
 
     def slowed(self, forward: float, backward: float) -> SegmentWork:

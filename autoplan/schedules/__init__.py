@@ -66,15 +66,30 @@ class ScheduleKind:
     receives_ahead: bool = False
 
 
+class Call(NamedTuple):
+    """A send and its receive, where the result of an action goes to another rank.
+
+    The last two count where ranks receive ahead: NCCL moves what a rank has called in the order of the calls.
+
+    Attributes:
+        receiver: that rank.
+        after: place of its action behind which it calls the receive; None if it has come to none.
+        behind: places of the actions whose results were called before on either rank, of each rank the last.
+    """
+
+    receiver: int
+    after: int | None
+    behind: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class OrderedSchedule:
     """A schedule, and one order in which all its actions can run.
 
     Attributes:
-        actions: each rank's in its own order, and every action after the one it waits for. Where ranks receive ahead,
-            the one that waits calls its receive behind those of its actions that stand before.
+        actions: each rank's in its own order, and every action after the one it waits for.
         awaited: per action, the place in `actions` of the one it waits for; None if there is none.
-        receivers: per action, the rank that waits for its result, if it is another one.
+        calls: per action, how its result gets to the rank that waits for it, if that is another one.
         sendrecvs: per action, whether its rank receives its input in a sendrecv, one call that also sends the result of
             the action before to the rank it receives from: so one forward, one backward does in the middle of a step.
             All False where ranks receive ahead.
@@ -83,8 +98,15 @@ class OrderedSchedule:
     schedule: Schedule
     actions: tuple[Action, ...]
     awaited: tuple[int | None, ...]
-    receivers: tuple[int | None, ...]
+    calls: tuple[Call | None, ...]
     sendrecvs: tuple[bool, ...]
+
+    def awaits_other(self, place: int) -> int | None:
+        """The place of the action on another rank that the one at `place` waits for; None if there is none."""
+        needed = self.awaited[place]
+        if needed is None or self.calls[needed] is None:
+            return None
+        return None if self.actions[needed].stage == self.actions[place].stage else needed
 
 
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
@@ -186,13 +208,30 @@ def _ordered(schedule: Schedule, *, n_stages: int, has_sendrecvs: bool = False) 
             position[rank] += 1
         if len(order) == n_before:
             _refuse_deadlock(schedule, left[0], position[left[0]], n_stages=n_stages)
-    ranks = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
-    receivers: list[int | None] = [None] * len(order)
-    for action, place in zip(order, awaited, strict=True):
-        if place is not None and ranks[order[place].stage] != ranks[action.stage]:
-            receivers[place] = ranks[action.stage]
     sendrecvs = _sendrecvs(schedule, awaited, places) if has_sendrecvs else (False,) * len(order)
-    return OrderedSchedule(schedule, tuple(order), tuple(awaited), tuple(receivers), sendrecvs)
+    return OrderedSchedule(schedule, tuple(order), tuple(awaited), _calls(schedule, order, awaited), sendrecvs)
+
+
+def _calls(schedule: Schedule, order: Sequence[Action], awaited: Sequence[int | None]) -> tuple[Call | None, ...]:
+    """See `OrderedSchedule`."""
+    ranks = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    receivers: dict[int, int] = {}
+    for action, needed in zip(order, awaited, strict=True):
+        if needed is not None and ranks[order[needed].stage] != ranks[action.stage]:
+            receivers[needed] = ranks[action.stage]
+    last_actions: dict[int, int] = {}  # of each rank, and below the last one whose result it has called to move
+    last_called: dict[int, int] = {}
+    found: list[Call | None] = []
+    for place, action in enumerate(order):
+        rank, receiver = ranks[action.stage], receivers.get(place)
+        last_actions[rank] = place
+        if receiver is None:
+            found.append(None)
+            continue
+        behind = tuple(last_called[own] for own in (rank, receiver) if own in last_called)
+        found.append(Call(receiver, last_actions.get(receiver), behind))
+        last_called[rank] = last_called[receiver] = place
+    return tuple(found)
 
 
 def _refuse_deadlock(schedule: Schedule, rank: int, position: int, *, n_stages: int) -> NoReturn:

@@ -47,7 +47,8 @@ def compute_key(mesh: Mesh) -> tuple[Hashable, ...]:
 
 
 def computes_least(meshes: Sequence[Mesh], keys: Sequence[Hashable]) -> dict[Hashable, Mesh]:
-    """Per key a mesh that computes no longer than any of them: that with the smallest shards, the backward pass whole.
+    """Per key a mesh that computes no longer than any of them: that with the smallest shards, the backward pass whole,
+    and no receives that wait beside it.
 
     Of gradients and parameters that lie in shards, a rank adds up, copies and casts its own.
     """

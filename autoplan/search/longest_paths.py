@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.parallel_plan import Mesh
-from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, stage_ranks
+from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, receives_ahead, stage_ranks
 from autoplan.search.paths import CUT, carry_symbol, symbol_of
 from autoplan.search.rank_paths import SYMBOLS
 
@@ -66,8 +66,8 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
     nodes: list[_Node] = []
     last: list[tuple[int, int]] = [(_START, nothing)] * n_ranks  # the node, and what it leaves
     stages = [0] * n_ranks  # of the last node of each
-    queues = [_START] * n_ranks  # the last transfer of each
-    arrivals: dict[int | None, int] = {}  # per action that sends its result, by its place in the order
+    own: list[int] = []  # the node of each action, by its place in the order
+    arrivals: dict[int | None, int] = {None: _START}  # of what each sends, likewise
 
     def number(symbol: str, stage: int) -> int:
         return SYMBOLS.index(symbol) * mesh.n_stages + stage
@@ -76,19 +76,18 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         nodes.append(node)
         return len(nodes)
 
-    for order, (action, awaited, receiver) in enumerate(
-        zip(ordered.actions, ordered.awaited, ordered.receivers, strict=True)
-    ):
+    assert n_chunks == 1 or receives_ahead(name)  # otherwise nothing queues
+    for place, (action, call) in enumerate(zip(ordered.actions, ordered.calls, strict=True)):
         rank, symbol = ranks[action.stage], symbol_of(mesh, action)
         before, left = last[rank]
-        is_sent = awaited is not None and ranks[ordered.actions[awaited].stage] != rank
-        place = add((number(symbol, action.stage), before, arrivals[awaited] if is_sent else _START, left))
+        own.append(add((number(symbol, action.stage), before, arrivals[ordered.awaits_other(place)], left)))
         carries = action.kind in GRADIENT_KINDS
-        last[rank] = place, number(carry_symbol(symbol), action.stage) if carries else nothing
+        last[rank] = own[place], number(carry_symbol(symbol), action.stage) if carries else nothing
         stages[rank] = action.stage
-        if receiver is not None:
-            called = add((nothing, place, last[receiver][0], nothing))
-            queued = add((nothing, queues[rank], queues[receiver], nothing))
+        if call is not None:
+            called = add((nothing, own[place], _START if call.after is None else own[call.after], nothing))
+            one, other = (*(arrivals[earlier] for earlier in call.behind), _START, _START)[:2]
+            queued = add((nothing, one, other, nothing))
             cut = number(CUT, action.stage if action.kind == "F" else action.stage - 1)
-            arrivals[order] = queues[rank] = queues[receiver] = add((cut, called, queued, nothing))
+            arrivals[place] = add((cut, called, queued, nothing))
     return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))

@@ -2,9 +2,10 @@
 
 The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
 travels when its source is done and, unless ranks receive ahead, the one before, too; where they do, it travels behind
-what both ranks have called before (see `simulator.replay`). Each path through the graph is a
-lower bound on the step, linear in the times of the stages. The longest one is the step, but for reductions beside a
-transfer, and sendrecvs, which are counted as one transfer. With M micro-batches on pp stages, for each stage s,
+what both ranks have called before (`schedules.Call`). Each path through the graph is a lower bound on the step, linear
+in the times of the stages. The longest one is the step, but for reductions beside a transfer, sendrecvs, which are
+counted as one transfer, and queues behind transfers that take no time. With M micro-batches on pp stages, for each
+stage s,
 
     through     sum_{t < s} (f_t + b_t + 2 cut_t) + M (f_s + b_s)
     1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
@@ -17,13 +18,12 @@ split, the path goes back by the passes for inputs, and ends with one for weight
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +69,7 @@ def _path(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
 
 
 def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
-    """The paths that bound any plan of the mesh well; `critical_paths` adds what a given plan needs."""
+    """Paths that bound any plan of the mesh, well where nothing queues; `critical_paths` adds what a plan needs."""
     schedule = _schedule_of(mesh)
     ranks = stage_ranks(schedule)
     chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, schedule, rank))
@@ -242,12 +242,11 @@ class _Trace:
             if self._passes[source].stop_s >= start_s:
                 break
             assert self._queues is not None
-            behind = self._queues[source]
-            earlier = (name for name in behind.transfers if name in self._sends)
+            after, behind = self._queues[source]
+            earlier = (name for name in behind if name in self._sends)
             waited = next((name for name in earlier if self._sends[name].stop_s >= start_s), None)
             if waited is None:
-                called_s = -math.inf if behind.action is None else self._passes[behind.action].stop_s
-                return behind.action if behind.action is not None and called_s >= start_s else source
+                return source if after is None or self._passes[after].stop_s < start_s else after
             source = waited
         return source
 
@@ -258,34 +257,18 @@ class _Trace:
             counts[CUT, action.stage if action.kind == "F" else action.stage - 1] += 1
 
 
-class _Behind(NamedTuple):
-    """What the transfer of a result waits for, where ranks receive ahead.
-
-    Attributes:
-        transfers: whose results are called before it on either rank; of each rank the last.
-        action: of the receiving rank, behind which it calls it; None if it has come to none.
-    """
-
-    transfers: tuple[str, ...]
-    action: str | None
-
-
 @lru_cache(maxsize=KEPT_SCHEDULES)
-def _queues(schedule: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> dict[str, _Behind]:
-    """Of each result that goes to another rank."""
+def _queues(
+    schedule: str, n_ranks: int, n_micro_batches: int, n_chunks: int
+) -> dict[str, tuple[str | None, tuple[str, ...]]]:
+    """`Call.after` and `Call.behind` of each result that goes to another rank, by the names of actions."""
     ordered = ordered_schedule(schedule, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    ranks = stage_ranks(ordered.schedule)
-    last_actions: dict[int, str] = {}
-    last_calls: dict[int, str] = {}
-    found: dict[str, _Behind] = {}
-    for action, receiver in zip(ordered.actions, ordered.receivers, strict=True):
-        rank, name = ranks[action.stage], str(action)
-        last_actions[rank] = name
-        if receiver is not None:
-            transfers = tuple(last_calls[own] for own in (rank, receiver) if own in last_calls)
-            found[name] = _Behind(transfers, last_actions.get(receiver))
-            last_calls[rank] = last_calls[receiver] = name
-    return found
+    names = [str(action) for action in ordered.actions]
+    return {
+        name: (None if call.after is None else names[call.after], tuple(names[place] for place in call.behind))
+        for name, call in zip(names, ordered.calls, strict=True)
+        if call is not None
+    }
 
 
 def _start_s(event: TimelineEvent) -> tuple[float, float]:

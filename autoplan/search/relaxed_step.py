@@ -91,16 +91,15 @@ def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Sc
     ranks = stage_ranks(ordered.schedule)
     numbers: dict[tuple[int, str, bool], int] = {}
     rows = []
-    for (stage, kind, micro_batch), needed, receiver, is_sendrecv in zip(
-        ordered.actions, ordered.awaited, ordered.receivers, ordered.sendrecvs, strict=True
+    for place, ((stage, kind, micro_batch), call, is_sendrecv) in enumerate(
+        zip(ordered.actions, ordered.calls, ordered.sendrecvs, strict=True)
     ):
         is_edge = micro_batch == (0 if kind == "F" else n_micro_batches - 1)
         number = numbers.setdefault((stage, kind, is_edge), len(numbers))
-        is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
-        earlier = stage - 1 if kind == "F" else stage
-        transfer = ranks[max(0, earlier)], is_sendrecv
-        awaited = needed if needed is not None and is_elsewhere else -1
-        rows.append(_Turn(ranks[stage], number, awaited, transfer, -1 if receiver is None else receiver))
+        needed = ordered.awaits_other(place)
+        transfer = ranks[max(0, stage - 1 if kind == "F" else stage)], is_sendrecv
+        awaited, receiver = -1 if needed is None else needed, -1 if call is None else call.receiver
+        rows.append(_Turn(ranks[stage], number, awaited, transfer, receiver))
     return _Script(ranks, tuple(rows), tuple(numbers))
 
 
@@ -236,9 +235,8 @@ class RelaxedStep:
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
-        queues_s: list[Array | float] = [
-            0.0
-        ] * mesh.pp  # ahead: when what a rank has called to send and receive is done
+        # ahead: when all that a rank has called to send and receive is done
+        queues_s: list[Array | float] = [0.0] * mesh.pp
         done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
         for place, (rank, number, awaited, transfer, receiver) in enumerate(script.turns):
             clock = clocks[rank]
@@ -254,8 +252,8 @@ class RelaxedStep:
             if receiver >= 0 and goes_ahead:
                 called_s = np.maximum(clock.free_s, clocks[receiver].free_s)
                 queued_s = np.maximum(queues_s[rank], queues_s[receiver])
-                cut_s = cuts_s[rank if script.passes[number][1] == "F" else (rank - 1) % mesh.pp, False]
-                done_s[place] = queues_s[rank] = queues_s[receiver] = np.maximum(called_s, queued_s) + cut_s
+                arrived_s = np.maximum(called_s, queued_s) + cuts_s[rank, False]  # the least cut, of all alike
+                done_s[place] = queues_s[rank] = queues_s[receiver] = arrived_s
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]

@@ -9,7 +9,7 @@ not block its rank, except in a sendrecv (`OrderedSchedule.sendrecvs`), in which
 arrived.
 
 Where the schedule `receives_ahead`, a rank calls a receive as soon as the other rank has come to the send
-(`OrderedSchedule.actions`), behind the action that it has come to itself, and goes on. But NCCL has one queue per rank:
+(`Call`), behind the action that it has come to itself, and goes on. But NCCL has one queue per rank:
 what a rank sends or receives waits until all that it called before has come, also from a third rank that is late. So
 it is in torch 2.11; torch 2.13 has a queue per pair of ranks. What waits slows products beside it: that is in the price
 of segments.
@@ -271,18 +271,18 @@ def _replay_step(
     goes_ahead = receives_ahead(table.mesh.schedule)
     ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
     ordered = script.ordered
-    for place, (number, awaited, receiver, is_sendrecv) in enumerate(
-        zip(script.cues, script.awaited, ordered.receivers, ordered.sendrecvs, strict=True)
+    for place, (number, awaited, call, is_sendrecv) in enumerate(
+        zip(script.cues, script.awaited, ordered.calls, ordered.sendrecvs, strict=True)
     ):
         running = passes[number]
         clock = running.clock
         sent_s = arrived_s = gathered_s = 0.0
         if awaited is not None and goes_ahead:
             sent_s, arrived_s = ahead[awaited]
-            gathered_s = clock.wait_until(arrived_s, since_s=runs[awaited].stop_s)
         elif awaited is not None:
             sent_s = max(runs[awaited].stop_s, clock.free_s)
             arrived_s = sent_s + running.transfer[is_sendrecv]
+        if awaited is not None:
             gathered_s = clock.wait_until(arrived_s, since_s=sent_s)
         times, left_what = running.times.get(clock.left_s) or running.replay(clock.left_s), clock.left_what
         start_s = clock.free_s
@@ -293,8 +293,8 @@ def _replay_step(
             clock.left_what = "reduce"
         if running.begins_s:
             clock.gather(running.begins_s)
-        if goes_ahead and receiver is not None:
-            other = clocks[receiver]
+        if goes_ahead and call is not None:
+            other = clocks[call.receiver]
             leaves_s = max(stop_s, clock.queue_s, other.free_s, other.queue_s)
             clock.queue_s = other.queue_s = leaves_s + running.out_s
             ahead[place] = leaves_s, clock.queue_s

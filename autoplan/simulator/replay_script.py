@@ -45,12 +45,11 @@ def script_of(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> S
     numbers: dict[tuple[int, str, bool], int] = {}
     cues: list[int] = []
     awaited: list[int | None] = []
-    for (stage, kind, _), needed in zip(ordered.actions, ordered.awaited, strict=True):
+    for place, (stage, kind, _) in enumerate(ordered.actions):
         n_runs[stage, kind] += 1
         is_edge = n_runs[stage, kind] == (1 if kind == "F" else n_micro_batches)
         cues.append(numbers.setdefault((stage, kind, is_edge), len(numbers)))
-        is_elsewhere = needed is not None and ranks[ordered.actions[needed].stage] != ranks[stage]
-        awaited.append(needed if is_elsewhere else None)
+        awaited.append(ordered.awaits_other(place))
     return Script(
         ordered,
         ranks,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 BATCH_A, BATCH_B = 2, 3
 DTYPE = torch.bfloat16
+_AS_MODULES = "use --module-level, for data parallelism and ZeRO; or write it as tensor operations"
 _COUNT = "use a reduction such as mean(), or count the samples by one, x.new_ones(len(x), dtype=torch.float32).sum()"
 
 
@@ -72,15 +73,16 @@ class Run:
 
 
 class NumbersDiffer(TraceError):
-    """A number or a size of an operator depends on the batch in a way that no graph holds.
+    """A number or a size of an operator depends on the batch, or on values, in a way that no graph holds.
 
     Attributes:
         node: of the trace.
+        cause: what it depends on.
     """
 
-    def __init__(self, node: torch.fx.Node, message: str) -> None:
+    def __init__(self, node: torch.fx.Node, message: str, *, cause: str = "the batch size") -> None:
         super().__init__(message)
-        self.node = node
+        self.node, self.cause = node, cause
 
 
 def overlay(source: ModelSource, first: Trace, second: Run) -> OpGraph:
@@ -180,6 +182,11 @@ def _alias_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 def _overlay_op(a: torch.fx.Node, b: torch.fx.Node, names: dict[torch.fx.Node, str]) -> Op:
     where = f"{a.name} ({_target_name(a)})"
+    if not isinstance(a.meta["val"], torch.Tensor | list | tuple):
+        found = (
+            f"{where}: a number read from a tensor\n  expected: numbers that follow from shapes\n  fix: {_AS_MODULES}"
+        )
+        raise NumbersDiffer(a, found, cause="the values of a tensor")
     try:
         return Op(
             name=names[a],

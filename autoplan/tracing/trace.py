@@ -145,7 +145,7 @@ def trace_model(source: ModelSource) -> OpGraph:
         graph = overlay(source, first, second)
     except NumbersDiffer as error:
         place = calling_place(error.node, lambda: _run_again(source, BATCH_A))
-        raise TraceError(f"{source.where}: an operator depends on the batch size{place}\n  found: {error}") from error
+        raise TraceError(f"{source.where}: an operator depends on {error.cause}{place}\n  found: {error}") from error
     with _quiet():
         waits_at = waiting_place(lambda: call_model(first.model, first.batch[0]))
     return replace(graph, waits_at=waits_at)
