@@ -142,3 +142,11 @@ def test_set_values_are_python_literals_or_strings() -> None:
 def test_a_fix_of_the_library_that_is_no_pairs_of_texts_is_refused_with_an_example(fix) -> None:
     with pytest.raises(errors.UsageError, match="pairs of texts"):
         check_options(Options(fix=fix))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v"])
+def test_a_schedule_of_several_stages_per_rank_needs_several_ranks(schedule: str) -> None:
+    with pytest.raises(errors.UsageError, match=rf"fix schedule={schedule}: found 'pp=1'(.|\n)*fix: leave one of"):
+        check_options(Options(fix=parse_fix([f"pp=1,schedule={schedule}"])))
+    for others in (f"pp=2,schedule={schedule}", f"schedule={schedule}", "pp=1,schedule=1f1b"):
+        check_options(Options(fix=parse_fix([others])))

@@ -283,6 +283,20 @@ def test_the_next_best_says_how_it_runs_where_the_chosen_plan_runs_another_way(a
     assert "channels_last" not in rivals_text(alike)[0]
 
 
+def test_a_rival_that_saves_elsewhere_much_of_what_a_part_of_it_costs_says_so(answer: Answer) -> None:
+    def told(**more_s: float) -> str:
+        estimate = answer.best.estimate
+        parts = {name: getattr(estimate.breakdown, name) + s for name, s in more_s.items()}
+        slower = replace(
+            estimate, step_s=estimate.step_s + sum(more_s.values()), breakdown=replace(estimate.breakdown, **parts)
+        )
+        other = replace(answer.result.alternatives[0], estimate=slower)
+        return rivals_text(replace(answer, result=replace(answer.result, alternatives=(other,))))[0]
+
+    assert told(bubble_s=2.0, compute_s=-1.5).endswith(": bubble +2 s, others -1.5 s")
+    assert told(bubble_s=2.0, compute_s=-0.4).endswith(": bubble +2 s")
+
+
 def test_a_rival_that_is_not_compiled_says_so_beside_a_plan_that_is(answer: Answer) -> None:
     best = replace(answer.best, plan=replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, compile=True)))
     shown = replace(answer, result=replace(answer.result, best=best))

@@ -37,6 +37,13 @@ def test_scaling_is_speed_per_device_against_the_highest_of_all_clusters() -> No
     assert " 50% " in lines[2] and " 100% " in lines[3]
 
 
+def test_some_of_the_devices_of_a_host_are_the_same_hardware() -> None:
+    one = toy_row(result=toy_result(n_hosts=1, n_devices=1), point=Point("a/1", 1, 8, "bf16"))
+    four = replace(one, hardware="a/4", n_devices=4, tokens_per_s=2 * one.tokens_per_s)
+    lines = whatif_table([one, four]).splitlines()
+    assert " 100% " in lines[2] and " 50% " in lines[3]
+
+
 def test_scaling_is_not_told_of_other_batches_and_is_told_where_batches_grow() -> None:
     one = toy_row(point=Point("a", 1, 8, "bf16"))
     larger = replace(one, global_batch=16, tokens_per_s=4 * one.tokens_per_s)

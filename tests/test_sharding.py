@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from distributed.programs import graph_of, prices, shardings_of
@@ -13,13 +14,36 @@ from autoplan.graph import GraphFacts
 from autoplan.hardware import load_hardware_profile
 from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharded
 from autoplan.options import Options
+from autoplan.planning.deciding import solve as solve_problem
+from autoplan.planning.problem import make_problem
 from autoplan.rules import all_strategies, load_rules, operand_names, parse_equation
 from autoplan.solver.solve import minimize
-from autoplan.space.layouts import all_shardings
+from autoplan.space.layouts import all_shardings, shardings_by_size
 from autoplan.tensor_parallel.op_strategies import block_counts, op_calls
 from autoplan.tensor_parallel.sharding import read_sharding, shard_graph
 
 RULES = load_rules()
+LOOP = """
+import torch
+from torch import nn
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.state, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        hidden = x[:, 0]
+        for token in range(1, 200):
+            hidden = torch.tanh(self.state(hidden) + x[:, token])
+        return self.out(hidden)
+
+build_model = Loop
+loss_fn = nn.functional.mse_loss
+
+def make_batch(batch_size):
+    return torch.randn(batch_size, 200, 16), torch.randn(batch_size, 16)
+"""
 
 
 def layouts_of(model, degree, boundary):
@@ -53,6 +77,29 @@ def test_the_assignment_is_the_same_in_every_process():
         for seed in "123"
     }
     assert len(found) == 1
+
+
+def test_a_block_that_loops_over_many_tokens_is_split_only_where_tp_is_fixed(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    solved = []
+
+    def solve(model):
+        solved.append(model)
+        raise KeyboardInterrupt  # the program is asked for, which is all that is to be seen
+
+    def problem(**options):
+        return make_problem(tmp_path / "loop.py", hw="dgx_a100_x8", options=Options(global_batch=8, **options))
+
+    asked = problem()
+    assert shardings_by_size(asked.graph, asked.hardware, asked.options, RULES) == {1: {}}
+    limits = solve_problem(asked).workload.limits
+    assert any(text.startswith("How to split tensors was not looked for, as a block has") for text in limits)
+    with (
+        mock.patch("autoplan.space.layouts.minimize", lambda model, **_: solve(model)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        shardings_by_size(asked.graph, asked.hardware, problem(fix=(("tp", "2"),)).options, RULES)
+    assert solved
 
 
 def test_llama_with_grouped_queries_splits_query_and_key_heads_alike():

@@ -94,6 +94,7 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
     if options.module_level:
         _check_module_level(options)
     _check_compression(options)
+    _check_schedule(options)
     return options
 
 
@@ -232,6 +233,15 @@ def _check_module_level(options: Options) -> None:
                 f"  expected: {name}=1, since --module-level plans neither tensor nor pipeline parallelism\n"
                 f"  fix: leave {name} out, or leave --module-level out if the model can be traced"
             )
+
+
+def _check_schedule(options: Options) -> None:
+    """Several stages per rank need several ranks; of one rank the others are all the same."""
+    fix = dict(options.fix)
+    schedule = fix.get("schedule")
+    if fix.get("pp") == "1" and schedule in ("interleaved", "zero_bubble_v"):
+        expected = "pp of 2 or more, as a rank has several stages of a pipeline"
+        raise UsageError.of(f"--fix schedule={schedule}", found="pp=1", expected=expected, fix="leave one of them out")
 
 
 def _check_compression(options: Options) -> None:

@@ -76,6 +76,7 @@ def _workload(problem: Problem, *, compiles: bool) -> Workload:
             problem.measured,
             rules=load_rules(problem.options.rules),
             compiles=compiles,
+            looks_for_layouts="tp" not in dict(problem.options.fix),
         ),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)

@@ -10,6 +10,7 @@ from autoplan.graph import OpGraph, is_convolution
 from autoplan.measured_profile.segment_times import MeasuredProfile
 from autoplan.parallel_plan import Execution
 from autoplan.rules import OpRule, forward_flops, operand_names
+from autoplan.space.layouts import too_many_layouts
 
 MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps
 COMPUTED_COMPILE = (
@@ -20,11 +21,22 @@ _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
 
 def untried(
-    graph: OpGraph, measured: MeasuredProfile | None, *, rules: Mapping[str, OpRule], compiles: bool
+    graph: OpGraph,
+    measured: MeasuredProfile | None,
+    *,
+    rules: Mapping[str, OpRule],
+    compiles: bool,
+    looks_for_layouts: bool,
 ) -> tuple[str, ...]:
-    """One sentence for each; `compiles` says whether the plan has compiled blocks."""
+    """One sentence for each; `compiles`: the plan has compiled blocks; `looks_for_layouts`: no tp is fixed."""
     compiled = COMPUTED_COMPILE if compiles and measured is None else ""
-    found = (_channels_last(graph, measured, rules), _chunked_loss(graph), _uncut(graph), compiled)
+    found = (
+        _channels_last(graph, measured, rules),
+        _chunked_loss(graph),
+        _uncut(graph),
+        _unsplit(graph, rules) if looks_for_layouts else "",
+        compiled,
+    )
     return tuple(sentence for sentence in found if sentence)
 
 
@@ -45,6 +57,17 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
     return (
         "Most of the arithmetic is convolutions, which often run faster on images in channels_last: beside contiguous"
         " images that were measured, they must be too, by autoplan profile MODEL --memory-format both on one device."
+    )
+
+
+def _unsplit(graph: OpGraph, rules: Mapping[str, OpRule]) -> str:
+    """Where a block has too many operators."""
+    n_ops = 0 if graph.is_module_level or graph.has_own_gradients else too_many_layouts(graph, rules)
+    if not n_ops:
+        return ""
+    return (
+        f"How to split tensors was not looked for, as a block has {n_ops} operators (a loop over tokens?): --fix tp=2"
+        " does it, in minutes."
     )
 
 

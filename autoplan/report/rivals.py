@@ -22,7 +22,7 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import GiB, format_seconds
 
-HARDLY = 0.25  # of a step
+HARDLY = 0.25  # of a step, or of what a part of it grows by
 AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 
 
@@ -104,7 +104,7 @@ def _loss_of_cost(best: Candidate, item: Candidate) -> str:
 
 
 def _loss(best: Candidate, item: Candidate) -> str:
-    """By how much a plan is slower, and the part of its step that grows most."""
+    """By how much a plan is slower, and the part of its step that grows most; what the others save, if they do."""
     slower = item.estimate.step_s / best.estimate.step_s - 1.0
     if abs(slower) < AS_FAST:
         return "as fast"
@@ -117,4 +117,8 @@ def _loss(best: Candidate, item: Candidate) -> str:
         for field, label in BREAKDOWN_LABELS
     ]
     more_s, label = max(parts)
-    return f"{slower:+.1%}" + (f": {label} +{format_seconds(more_s)}" if more_s > 0 and slower > 0 else "")
+    if more_s <= 0 or slower <= 0:
+        return f"{slower:+.1%}"
+    saved_s = more_s - (item.estimate.step_s - best.estimate.step_s)
+    others = f", others -{format_seconds(saved_s)}" if saved_s > HARDLY * more_s else ""
+    return f"{slower:+.1%}: {label} +{format_seconds(more_s)}{others}"

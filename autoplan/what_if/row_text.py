@@ -6,6 +6,7 @@ A table that is too wide for the terminal has the name of each point on a line o
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,7 +141,8 @@ def _is_weak(rows: Sequence[WhatIfRow]) -> bool:
 
 def _kind(row: WhatIfRow) -> Series:
     model = (row.precision, row.overrides)
-    return (row.hardware, *model, row.network_scale, row.host_link, row.n_nics, row.condition)
+    hardware = re.sub(r"/\d+(?=$|\+)", "", row.hardware)  # NAME/4 is four of the devices of NAME
+    return (hardware, *model, row.network_scale, row.host_link, row.n_nics, row.condition)
 
 
 def _memory(row: WhatIfRow, rows: Rows) -> str:
