@@ -1,6 +1,6 @@
 """The plans autoplan picks against programs tuned by hand, in one job on the same devices.
 
-    python benchmarks/hand_tuned.py emit FOLDER [--profile FILE] [--hw h200_x4/2] [--rivals N]         needs autoplan
+    python benchmarks/hand_tuned.py emit FOLDER [--profile FILE] [--hw h200_x4/2] [--rivals N]           needs autoplan
     python benchmarks/hand_tuned.py run MODEL RESULTS.jsonl [--programs FOLDER/MODEL] [--seconds S]  needs torch only
     python benchmarks/hand_tuned.py table RESULTS.jsonl              one line per model
     python benchmarks/hand_tuned.py plans RESULTS.jsonl [--hw NAME]  one line per emitted program; --hw needs autoplan
@@ -309,10 +309,9 @@ def main() -> None:
     listing.add_argument("--profile", type=Path, help="and with these measured blocks")
     given = vars(parser.parse_args())
     action = given.pop("action")
-    if action in ("table", "plans"):
-        print({"table": table, "plans": plans}[action](**given))
-    else:
-        {"emit": emit, "run": run}[action](**given)
+    text = {"emit": emit, "run": run, "table": table, "plans": plans}[action](**given)
+    if text is not None:
+        print(text)
 
 
 if __name__ == "__main__":

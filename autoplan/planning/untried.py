@@ -62,7 +62,7 @@ def _channels_last(graph: OpGraph, measured: MeasuredProfile | None, rules: Mapp
 
 def _unsplit(graph: OpGraph, rules: Mapping[str, OpRule]) -> str:
     """Where a block has too many operators."""
-    n_ops = 0 if graph.is_module_level or graph.has_own_gradients else too_many_layouts(graph, rules)
+    n_ops = 0 if graph.has_own_gradients else too_many_layouts(graph, rules)
     if not n_ops:
         return ""
     return (

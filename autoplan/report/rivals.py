@@ -22,7 +22,8 @@ from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate, SearchResult
 from autoplan.units import GiB, format_seconds
 
-HARDLY = 0.25  # of a step, or of what a part of it grows by
+HARDLY = 0.25  # of a step
+MUCH = 0.25  # of what a part of a step grows by
 AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 
 
@@ -120,5 +121,5 @@ def _loss(best: Candidate, item: Candidate) -> str:
     if more_s <= 0 or slower <= 0:
         return f"{slower:+.1%}"
     saved_s = more_s - (item.estimate.step_s - best.estimate.step_s)
-    others = f", others -{format_seconds(saved_s)}" if saved_s > HARDLY * more_s else ""
+    others = f", others -{format_seconds(saved_s)}" if saved_s > MUCH * more_s else ""
     return f"{slower:+.1%}: {label} +{format_seconds(more_s)}{others}"

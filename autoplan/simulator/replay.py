@@ -8,11 +8,10 @@ is free: NCCL moves nothing before both call it, and ranks call it in front of t
 not block its rank, except in a sendrecv (`OrderedSchedule.sendrecvs`), in which both ranks wait until both results have
 arrived.
 
-Where the schedule `receives_ahead`, a rank calls a receive as soon as the other rank has come to the send
-(`Call`), behind the action that it has come to itself, and goes on. But NCCL has one queue per rank:
-what a rank sends or receives waits until all that it called before has come, also from a third rank that is late. So
-it is in torch 2.11; torch 2.13 has a queue per pair of ranks. What waits slows products beside it: that is in the price
-of segments.
+Where the schedule `receives_ahead`, a rank calls a receive as soon as the other rank has come to the send, behind the
+action that it has come to itself (`schedules.Call`), and goes on. But NCCL has one queue per rank: what a rank sends or
+receives waits until all that it called before has come, also from a third rank that is late. So it is in torch 2.11;
+torch 2.13 has a queue per pair of ranks. What waits slows products beside it: that is in the price of segments.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its

@@ -55,13 +55,11 @@ def too_many_layouts(graph: OpGraph, rules: Mapping[str, OpRule]) -> int:
     Such blocks are loops over tokens. They are solved where a degree of tensor parallelism is fixed.
     """
     large = [ops for ops in map(graph.ops_of, graph.first_of_kind().values()) if len(ops) > MANY_OPS]
-    facts = GraphFacts.of(graph) if large else None
-    for ops in large:
-        assert facts is not None
-        legal = legal_strategies(ops, facts.specs, facts.gradients, 2, rules)
-        if sum(map(len, legal.values())) > MOST_STRATEGIES:
-            return len(ops)
-    return 0
+    if not large:
+        return 0
+    facts = GraphFacts.of(graph)
+    legal = (legal_strategies(ops, facts.specs, facts.gradients, 2, rules) for ops in large)
+    return next((len(found) for found in legal if sum(map(len, found.values())) > MOST_STRATEGIES), 0)
 
 
 def layout_size(micro_batch_size: int, sizes: Iterable[int] = LAYOUT_SIZES) -> int:
