@@ -16,7 +16,6 @@ from autoplan.search.meshes import enumerate_meshes, is_deeper
 from autoplan.search.result import SearchResult
 
 PIPELINE = Options(max_micro_batch_size=1, top=1, require_optimal=True, fix=(("pp", "4"), ("dp", "1"), ("tp", "1")))
-SEEDS = (2, 10, 15, 16)  # of toys that gain more than `WORTHWHILE`, though ranks queue behind those that are late
 ONE_STAGE = replace(PIPELINE, fix=(*PIPELINE.fix, ("chunks", "1")))
 
 
@@ -40,7 +39,7 @@ def run(toy: Toy, options: Options = PIPELINE) -> SearchResult:
 
 
 @pytest.mark.parametrize("action_s", [0.0, 5.0])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(4))
 def test_a_plan_beyond_the_space_is_the_answer_where_it_is_much_faster_than_all_of_the_space(
     seed: int, action_s: float
 ) -> None:
@@ -58,13 +57,13 @@ def test_a_plan_beyond_the_space_is_the_answer_where_it_is_much_faster_than_all_
 @pytest.mark.nightly
 @pytest.mark.parametrize("max_chunks", [1, 2])
 def test_a_plan_beyond_the_space_is_as_fast_as_the_best_of_all_plans(max_chunks: int) -> None:
-    best = run(long_pipeline(10, max_chunks=max_chunks)).best
+    best = run(long_pipeline(0, max_chunks=max_chunks)).best
     assert best is not None
-    assert best.estimate.step_s == pytest.approx(best_by_trying(long_pipeline(10, max_chunks=2), PIPELINE), rel=1e-6)
+    assert best.estimate.step_s == pytest.approx(best_by_trying(long_pipeline(0, max_chunks=2), PIPELINE), rel=1e-6)
 
 
 def test_the_mesh_beyond_the_space_is_counted_and_the_others_are_rejected_once() -> None:
-    toy = long_pipeline(10, max_chunks=1)
+    toy = long_pipeline(0, max_chunks=1)
     result = run(toy)
     meshes = enumerate_meshes(toy.space, PIPELINE)
     assert result.n_meshes == len(meshes) + 1
@@ -75,7 +74,7 @@ def test_the_mesh_beyond_the_space_is_counted_and_the_others_are_rejected_once()
 @pytest.mark.parametrize(("name", "value"), [("chunks", "1"), ("schedule", "1f1b"), ("schedule", "plain")])
 def test_nothing_beyond_the_space_is_tried_that_was_ruled_out(name: str, value: str) -> None:
     fixed = replace(PIPELINE, fix=(*PIPELINE.fix, (name, value)))
-    for seed in SEEDS:
+    for seed in range(4):
         best = run(long_pipeline(seed, max_chunks=1), fixed).best
         assert best is not None
         assert best.plan.mesh.n_chunks == 1
@@ -94,7 +93,7 @@ def test_a_pipeline_of_many_micro_batches_has_no_bubble_worth_it() -> None:
 
 
 def test_time_is_left_to_look_beyond_the_space() -> None:
-    toy, now_s, priced = long_pipeline(10, max_chunks=1), [0.0], list[Mesh]()
+    toy, now_s, priced = long_pipeline(0, max_chunks=1), [0.0], list[Mesh]()
 
     def price(mesh: Mesh) -> CostTable:
         now_s[0] += not is_deeper(mesh, toy.space)

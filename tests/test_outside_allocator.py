@@ -16,12 +16,8 @@ import predictions
 
 from autoplan import api
 from autoplan.answers.answer import plan_from_dict
-from autoplan.cost.outside_allocator import (
-    FEW_BLOCKS_SENDS_BYTES,
-    SENDS_BYTES,
-    communicators,
-    outside_allocator_bytes,
-)
+from autoplan.cost import outside_allocator
+from autoplan.cost.outside_allocator import communicators, outside_allocator_bytes
 from autoplan.parallel_plan import Mesh, Plan
 from autoplan.units import MiB
 
@@ -64,6 +60,11 @@ def has_all_to_alls(plan: Plan, case: predictions.Case) -> bool:
     return n_bytes > outside_allocator_bytes(plan.mesh, has_tied_weights=case.model in TIED)
 
 
+def few_blocks_of_all_links(mesh: Mesh) -> int:
+    """What these programs took, whose links had one group."""
+    return 184 * MiB if mesh.pp > 1 else 0
+
+
 def check_runs(*, runs: str, models: tuple[str, ...]) -> int:
     """Compare what was measured outside of the allocator with the estimate; returns how many runs had all-to-alls."""
     cases = {(case.links, case.name): case for case in predictions.cases()}
@@ -75,21 +76,21 @@ def check_runs(*, runs: str, models: tuple[str, ...]) -> int:
         has_some = plan.mesh.tp > 1 and has_all_to_alls(plan, case)
         n_with += has_some
         ways = {"has_tied_weights": case.model in TIED, "has_all_to_alls": has_some}
-        with patch.dict(SENDS_BYTES, dict.fromkeys(SENDS_BYTES, FEW_BLOCKS_SENDS_BYTES)):  # as programs had it then
+        with patch.object(outside_allocator, "_links_bytes", few_blocks_of_all_links):
             n_bytes = outside_allocator_bytes(plan.mesh, **ways) - NOT_OFFERED_BYTES
         found = max(row["outside_allocator_bytes_per_rank"])
         assert abs(found - n_bytes) < 64 * MiB, (row["case"], found / MiB, n_bytes / MiB)
     return n_with
 
 
-def test_sends_of_one_stage_a_rank_take_no_more_than_planned_and_little_less() -> None:
+def test_sends_through_one_group_took_no_more_than_is_planned_for_a_group_per_link() -> None:
     read = predictions.read(RESULTS / "predictions_h100_x4_2026-11-27_send_blocks.jsonl")
     rows = [row for row in read if row["send_blocks"] is None]
     assert len(rows) == 8
     for row in rows:
         mesh = plan_from_dict(row["plan"], where=row["case"]).mesh
         n_bytes = outside_allocator_bytes(mesh, has_tied_weights="bert" in row["case"]) - NOT_OFFERED_BYTES
-        assert 0 <= n_bytes - max(row["outside_allocator_bytes_per_rank"]) < 256 * MiB, row["case"]
+        assert 0 <= n_bytes - max(row["outside_allocator_bytes_per_rank"]) < 512 * MiB, row["case"]
 
 
 N_WITH = {"h200_x2_2026-11-22_one_machine": 1, "h200_x4_2026-11-22": 2, "h100_2026-11-23": 0, "h100_x2_2026-11-24": 2}

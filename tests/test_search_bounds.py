@@ -390,4 +390,4 @@ def test_no_bound_exceeds_a_step_whose_transfers_take_as_long_as_its_reductions(
     mesh = pipeline(2, 8, schedule=schedule, n_chunks=2)
     table = table_of(costs, mesh=mesh, cut_s=1, reduces=True, overlap=overlap)
     step_s = simulate(table, one_each(4)).step_s
-    assert 0.8 * step_s <= shared_bound_s(table, shape_of(mesh), recompute=None) <= step_s  # no path knows the queues
+    assert 0.9 * step_s <= shared_bound_s(table, shape_of(mesh), recompute=None) <= step_s

@@ -1,6 +1,6 @@
 """What a process takes on its device outside of torch's allocator: the context, and buffers of its communicators.
 
-    context + first communicator + further communicator x others, but that of the pipeline + sends of the pipeline
+    context + first communicator + further communicator x others, but that of the pipeline + links of the pipeline
     + all-to-alls x other ranks of tensor parallelism, where its layouts have some
 
 NCCL makes a communicator when a process group first communicates, with buffers for every channel. A program has one of
@@ -21,11 +21,12 @@ from autoplan.units import MiB
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
-# Of the few thread blocks of ranks that hold several stages: 135 of the first and the last stage. Where a rank holds
-# one, NCCL takes more of them, and buffers for each: 448 to 465 with one neighbour, 655 where ranks of an axis lie
-# beside, 816 to 852 with two (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
-FEW_BLOCKS_SENDS_BYTES = 184 * MiB
-SENDS_BYTES = {1: 655 * MiB, 2: 852 * MiB}  # by the most neighbours of a stage
+# Of a link between two stages, both ways in one group: 448 to 465 with one neighbour and 816 to 852 with two when all
+# links had one group, 655 where ranks of an axis lie beside. One way by few thread blocks, of ranks that hold several
+# stages: 135 both ways then (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl). That a group per
+# link takes no more is not measured.
+LINK_BYTES = 655 * MiB
+FEW_BLOCKS_LINK_BYTES = 135 * MiB
 FIRST_ALL_TO_ALL_BYTES, FURTHER_ALL_TO_ALL_BYTES = 442 * MiB, 385 * MiB  # by other rank: 442 with one, 1,212 with three
 
 
@@ -56,12 +57,11 @@ def outside_allocator_bytes(
         CONTEXT_BYTES
         + (FIRST_COMMUNICATOR_BYTES if first else 0)
         + FURTHER_COMMUNICATOR_BYTES * sum(axis != "pp" for axis in others)
-        + _sends_bytes(mesh)
+        + _links_bytes(mesh)
         + (FIRST_ALL_TO_ALL_BYTES + (mesh.tp - 2) * FURTHER_ALL_TO_ALL_BYTES if has_all_to_alls else 0)
     )
 
 
-def _sends_bytes(mesh: Mesh) -> int:
-    if mesh.pp == 1:
-        return 0
-    return SENDS_BYTES[min(mesh.pp - 1, 2)] if mesh.n_chunks == 1 else FEW_BLOCKS_SENDS_BYTES
+def _links_bytes(mesh: Mesh) -> int:
+    n_neighbours = min(mesh.pp - 1, 2)
+    return n_neighbours * (LINK_BYTES if mesh.n_chunks == 1 else 2 * FEW_BLOCKS_LINK_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -184,6 +184,12 @@ class Config:
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, ascending."""
         return tuple(stage for stage in range(self.n_stages) if self.rank_of_stage(stage) == pp_rank)
+
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) of all pairs of pipeline ranks between which a step sends, in the order of the stages."""
+        ranks = [self.rank_of_stage(stage) for stage in range(self.n_stages)]
+        both_ways = (link for one, other in pairwise(ranks) if one != other for link in ((one, other), (other, one)))
+        return tuple(dict.fromkeys(both_ways))
 
     def share_of(self, dp_rank: int) -> int:
         """Which of `shares` a data-parallel rank has; 0 where all are alike."""

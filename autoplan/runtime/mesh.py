@@ -7,7 +7,7 @@ Ranks that differ only in `shard` share one sharded state; ranks that differ onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,11 @@ class RankMesh:
 
     Attributes:
         tp_group, pp_group: None when the degree is 1.
+        link_groups: of two pipeline ranks each, by (from, to), those of this rank (`Config.links`). NCCL moves what
+            goes through one group in the order of the calls, so through one for all links a result would wait for
+            those of other ranks that were called before it and are late; and one moves less than several at once. Both
+            ways of a link have one group, except where ranks hold several stages: with one, torch calls a send and the
+            receive that answers it at once.
         zero_mesh: the data-parallel ranks as (shard,) when one copy exists, otherwise as (replica, shard).
         n_replicas: data-parallel ranks that hold the same shard.
     """
@@ -45,12 +50,14 @@ class RankMesh:
     n_replicas: int
     tp_group: ProcessGroup | None
     pp_group: ProcessGroup | None
+    link_groups: dict[tuple[int, int], ProcessGroup]
     zero_mesh: DeviceMesh
 
     def axes_of_groups(self) -> dict[str, str]:
         """The axis ("dp", "tp" or "pp") of each process group of the mesh, by the name of the group."""
         data_parallel = (("dp", self.zero_mesh.get_group(axis)) for axis in range(self.zero_mesh.ndim))
-        groups = (*data_parallel, ("tp", self.tp_group), ("pp", self.pp_group))
+        pipeline = (("pp", group) for group in (self.pp_group, *self.link_groups.values()))
+        groups = (*data_parallel, ("tp", self.tp_group), *pipeline)
         return {group.group_name: axis for axis, group in groups if group is not None and group.size() > 1}
 
 
@@ -65,7 +72,6 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         device_type,
         (config.pp, replica_degree, config.zero_shard_degree, config.tp),
         mesh_dim_names=("pp", "replica", "shard", "tp"),
-        backend_override={"pp": _few_send_blocks()} if config.n_chunks > 1 and device_type == "cuda" else None,
     )
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, torch.cuda.current_device())
     pp_rank, replica, shard, tp_rank = (mesh.get_local_rank(axis) for axis in ("pp", "replica", "shard", "tp"))
@@ -81,12 +87,29 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         n_replicas=replica_degree,
         tp_group=mesh["tp"].get_group() if config.tp > 1 else None,
         pp_group=mesh["pp"].get_group() if config.pp > 1 else None,
+        link_groups=_link_groups(config, device_type),
         zero_mesh=mesh["shard"] if replica_degree == 1 else mesh["replica", "shard"],
     )
 
 
+def _link_groups(config: Config, device_type: str) -> dict[tuple[int, int], ProcessGroup]:
+    """See `RankMesh`; every rank must call it."""
+    has_chunks = config.n_chunks > 1
+    found: dict[tuple[int, int], ProcessGroup] = {}
+    for source, target in config.links():
+        if target < source and not has_chunks:
+            continue
+        options = _few_send_blocks if has_chunks and device_type == "cuda" else None
+        group = group_over_pipeline_ranks(config, (source, target), options=options)
+        if group is not None:
+            found[source, target] = group
+            if not has_chunks:
+                found[target, source] = group
+    return found
+
+
 def _few_send_blocks() -> Any:
-    """How NCCL is to talk between the stages of ranks that hold several."""
+    """How NCCL is to talk between ranks that hold several stages. torch writes into it: one for each group."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = SEND_BLOCKS
     world: Any = dist.group.WORLD
@@ -94,10 +117,13 @@ def _few_send_blocks() -> Any:
     return options
 
 
-def group_over_pipeline_ranks(config: Config, pp_ranks: Iterable[int]) -> ProcessGroup | None:
+def group_over_pipeline_ranks(
+    config: Config, pp_ranks: Iterable[int], *, options: Callable[[], Any] | None = None
+) -> ProcessGroup | None:
     """The group of this rank and its peers (same dp and tp rank) on some pipeline ranks.
 
-    Every rank must call it, in the same order; None on ranks outside of all such groups.
+    Every rank must call it, in the same order; None on ranks outside of all such groups. `options` makes those of the
+    backend.
     """
     chosen = sorted(pp_ranks)
     n_columns = config.dp * config.tp
@@ -105,7 +131,7 @@ def group_over_pipeline_ranks(config: Config, pp_ranks: Iterable[int]) -> Proces
     own_group: ProcessGroup | None = None
     own_rank = dist.get_rank()
     for members in ranks:
-        group = dist.new_group(members)
+        group = dist.new_group(members, pg_options=options and options())
         if own_rank in members:
             own_group = group
     return own_group

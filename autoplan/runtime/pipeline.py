@@ -21,7 +21,7 @@ micro-batches of a step and keeps them; memory at the cuts is n_micro_batches x 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,7 +79,8 @@ class Pipeline:
     """A rank's part of the pipeline.
 
     `stages` are the modules of this rank: those of `config.stages_of(pp_rank)`. `boundaries` has one entry per cut of
-    the model. `prepare_backward(stage, is_last_micro_batch)` is called before each backward pass of a stage;
+    the model. `group` has all pipeline ranks, for `link_groups` see `RankMesh`.
+    `prepare_backward(stage, is_last_micro_batch)` is called before each backward pass of a stage;
     `finish_weights(stage, is_last_micro_batch)`, where the backward pass is split, after each half for weights instead.
     """
 
@@ -91,13 +92,15 @@ class Pipeline:
         boundaries: Sequence[tuple[Boundary, ...]],
         pp_rank: int,
         group: ProcessGroup,
+        link_groups: Mapping[tuple[int, int], ProcessGroup],
         device: torch.device,
         loss: Loss,
         prepare_backward: PrepareBackward,
         finish_weights: FinishWeights,
     ) -> None:
         self._config, self._boundaries = config, boundaries
-        self._group, self._device = group, device
+        self._group, self._link_groups, self._device = group, link_groups, device
+        self._pp_rank = pp_rank
         self._indices = config.stages_of(pp_rank)
         self._shells = [
             StageShell(
@@ -121,6 +124,7 @@ class Pipeline:
         `inputs` hold this rank's samples of the step, `targets` one entry per micro-batch.
         """
         if self._schedule is None:
+            self._connect()
             self._schedule = self._build_schedule(inputs)
         for shell in self._shells:
             shell.start_step(targets)
@@ -134,6 +138,21 @@ class Pipeline:
             wait_for_reductions(shell.stage)
         losses = self._shells[-1].losses
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    def _connect(self) -> None:
+        """Use every link once, in one order: a first use waits for the other rank, and ranks could wait in a circle."""
+        message = torch.zeros(1, device=self._device)
+        for source, target in self._config.links():
+            if self._pp_rank in (source, target):
+                self._move(message, source, target)
+
+    def _move(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Send or receive it, as this rank is one or the other."""
+        op, peer = (dist.isend, target) if self._pp_rank == source else (dist.irecv, source)
+        group = self._link_groups[source, target]
+        # in a batch, as the schedules do: torch has another communicator for what is not
+        for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), group)]):
+            work.wait()
 
     def _start_gathers(self, shells: Sequence[StageShell]) -> None:
         """Gather for these stages while the rank waits for its first input.
@@ -172,13 +191,13 @@ class Pipeline:
             example = boundary.example(self._config)
             declared = tensor.to(example.dtype).contiguous()
             sent = declared if boundary.requires_grad else as_floats(declared)
-            dist.send(sent, group=self._group, group_dst=target)
+            self._move(sent, self._pp_rank, target)
 
     def _receive(self, cut: int) -> tuple[torch.Tensor, ...]:
         source, received = self._config.rank_of_stage(cut), []
         for boundary in self._boundaries[cut]:
             tensor = torch.empty_like(boundary.sent(self._config), device=self._device, requires_grad=False)
-            dist.recv(tensor, group=self._group, group_src=source)
+            self._move(tensor, source, self._pp_rank)
             is_itself = boundary.requires_grad
             received.append(tensor if is_itself else from_floats(tensor, boundary.example(self._config)))
         return tuple(received)
@@ -196,7 +215,7 @@ class Pipeline:
             return _SINGLE[config.schedule](stages[0], **options)
         return _LOOPED[config.schedule](stages, **options)
 
-    def _pipeline_stage(self, shell: nn.Module, index: int, inputs: tuple[torch.Tensor, ...]) -> PipelineStage:
+    def _pipeline_stage(self, shell: nn.Module, index: int, inputs: tuple[torch.Tensor, ...]) -> _Stage:
         config = self._config
         last_output = torch.empty(1, dtype=config.parameter_dtype, device="meta", requires_grad=True)
         received = (
@@ -209,7 +228,7 @@ class Pipeline:
             if index == config.n_stages - 1
             else [boundary.sent(config) for boundary in self._boundaries[index]]
         )
-        kind = _SplitStage if config.splits_backward else PipelineStage
+        kind = _SplitStage if config.splits_backward else _Stage
         return kind(
             shell,
             stage_index=index,
@@ -218,6 +237,7 @@ class Pipeline:
             input_args=tuple(received),
             output_args=tuple(sent),
             group=self._group,
+            link_groups=self._link_groups,
         )
 
 
@@ -233,14 +253,38 @@ def _hold_gradients(stage: nn.Module, is_last_micro_batch: bool) -> None:
     hold_gradients(stage)
 
 
-class _SplitStage(PipelineStage):
-    """A pipeline stage whose shell is told of the end of each half for weights.
+class _Stage(PipelineStage):
+    """A stage that sends and receives through the groups of its links."""
 
-    torch 2.11 sends a first message between all neighbouring stages; where both are on one rank, gloo cannot.
-    """
+    def __init__(self, *args: Any, link_groups: Mapping[tuple[int, int], ProcessGroup], **options: Any) -> None:
+        super().__init__(*args, **options)
+        own, global_ranks = dist.get_rank(self.group), dist.get_process_group_ranks(self.group)
+        self._to = {global_ranks[target]: found for (source, target), found in link_groups.items() if source == own}
+        self._from = {global_ranks[source]: found for (source, target), found in link_groups.items() if target == own}
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+        """None of torch 2.11's first messages between all neighbouring stages, see `Pipeline._connect`."""
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._through_links(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._through_links(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._through_links(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._through_links(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _through_links(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+        groups = ((op, (self._to if op.op is dist.isend else self._from)[op.peer]) for op in ops)
+        return [dist.P2POp(op.op, op.tensor, op.peer, group, op.tag) for op, group in groups]
+
+
+class _SplitStage(_Stage):
+    """A stage whose shell is told of the end of each half for weights."""
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*args, **options)

@@ -69,17 +69,18 @@ class ScheduleKind:
 class Call(NamedTuple):
     """A send and its receive, where the result of an action goes to another rank.
 
-    The last two count where ranks receive ahead: NCCL moves what a rank has called in the order of the calls.
+    The last two count where ranks receive ahead: NCCL moves what goes from one rank to another in the order of the
+    calls.
 
     Attributes:
         receiver: that rank.
         after: place of its action behind which it calls the receive; None if it has come to none.
-        behind: places of the actions whose results were called before on either rank, of each rank the last.
+        behind: place of the action whose result goes the same way before it; None if there is none.
     """
 
     receiver: int
     after: int | None
-    behind: tuple[int, ...]
+    behind: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +220,8 @@ def _calls(schedule: Schedule, order: Sequence[Action], awaited: Sequence[int | 
     for action, needed in zip(order, awaited, strict=True):
         if needed is not None and ranks[order[needed].stage] != ranks[action.stage]:
             receivers[needed] = ranks[action.stage]
-    last_actions: dict[int, int] = {}  # of each rank, and below the last one whose result it has called to move
-    last_called: dict[int, int] = {}
+    last_actions: dict[int, int] = {}  # of each rank, and below the last one whose result goes from one to another
+    last_called: dict[tuple[int, int], int] = {}
     found: list[Call | None] = []
     for place, action in enumerate(order):
         rank, receiver = ranks[action.stage], receivers.get(place)
@@ -228,9 +229,8 @@ def _calls(schedule: Schedule, order: Sequence[Action], awaited: Sequence[int | 
         if receiver is None:
             found.append(None)
             continue
-        behind = tuple(last_called[own] for own in (rank, receiver) if own in last_called)
-        found.append(Call(receiver, last_actions.get(receiver), behind))
-        last_called[rank] = last_called[receiver] = place
+        found.append(Call(receiver, last_actions.get(receiver), last_called.get((rank, receiver))))
+        last_called[rank, receiver] = place
     return tuple(found)
 
 

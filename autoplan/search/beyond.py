@@ -1,7 +1,6 @@
 """Pipelines with more stages per rank than the space has.
 
-Where a rank has few micro-batches for a long pipeline, more stages per rank shorten the bubble, if it does not queue
-behind ranks that are late (`simulator.replay`), as it mostly does under torch's schedules. When arithmetic has
+Where a rank has few micro-batches for a long pipeline, more stages per rank shorten the bubble. When arithmetic has
 found the plans of the space, meshes near those with much of a bubble (`deeper_meshes`) are planned and simulated
 without a solver, those first that should be fastest (`_ideal_s`). The best plan is kept if it is faster than all plans
 so far by more than `WORTHWHILE`; it is then what the rest of the search has to beat. What is proved is of the space

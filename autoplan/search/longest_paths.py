@@ -3,8 +3,8 @@
 Nodes are the actions and the transfers between ranks, in an order in which each comes after those it waits for:
 
     an action waits for the one before it on its rank and what that leaves to be reduced, and for its input
-    a transfer waits for its action and for that of the receiving rank behind which it is called, and for the transfers
-    that both ranks have called before (see `simulator.replay`)
+    a transfer waits for its action and for that of the receiving rank behind which it is called, and for the transfer
+    that goes the same way before it (see `simulator.replay`)
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         stages[rank] = action.stage
         if call is not None:
             called = add((nothing, own[place], _START if call.after is None else own[call.after], nothing))
-            one, other = (*(arrivals[earlier] for earlier in call.behind), _START, _START)[:2]
-            queued = add((nothing, one, other, nothing))
             cut = number(CUT, action.stage if action.kind == "F" else action.stage - 1)
-            arrivals[place] = add((cut, called, queued, nothing))
+            arrivals[place] = add((cut, called, arrivals[call.behind], nothing))
     return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))

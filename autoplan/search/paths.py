@@ -1,11 +1,11 @@
 """What a schedule implies for any plan: paths through its actions that bound the step, and moments of peak memory.
 
 The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
-travels when its source is done and, unless ranks receive ahead, the one before, too; where they do, it travels behind
-what both ranks have called before (`schedules.Call`). Each path through the graph is a lower bound on the step, linear
-in the times of the stages. The longest one is the step, but for reductions beside a transfer, sendrecvs, which are
-counted as one transfer, and queues behind transfers that take no time. With M micro-batches on pp stages, for each
-stage s,
+travels when its source is done and, unless ranks receive ahead, the one before, too; where they do, it travels when the
+receiving rank has called it and what goes the same way before it is there (`schedules.Call`). Each path through the
+graph is a lower bound on the step, linear in the times of the stages. The longest one is the step, but for reductions
+beside a transfer, sendrecvs, which are counted as one transfer, and waits for transfers that take no time. With M
+micro-batches on pp stages, for each stage s,
 
     through     sum_{t < s} (f_t + b_t + 2 cut_t) + M (f_s + b_s)
     1F1B fill   sum_t (f_t + b_t + 2 cut_t) + (M - 1) b_s + (M - pp + s) f_s
@@ -243,11 +243,9 @@ class _Trace:
                 break
             assert self._queues is not None
             after, behind = self._queues[source]
-            earlier = (name for name in behind if name in self._sends)
-            waited = next((name for name in earlier if self._sends[name].stop_s >= start_s), None)
-            if waited is None:
+            if behind not in self._sends or self._sends[behind].stop_s < start_s:
                 return source if after is None or self._passes[after].stop_s < start_s else after
-            source = waited
+            source = behind
         return source
 
     def _count_cut(self, source: str, counts: Counter[tuple[str, int]]) -> None:
@@ -260,12 +258,16 @@ class _Trace:
 @lru_cache(maxsize=KEPT_SCHEDULES)
 def _queues(
     schedule: str, n_ranks: int, n_micro_batches: int, n_chunks: int
-) -> dict[str, tuple[str | None, tuple[str, ...]]]:
+) -> dict[str, tuple[str | None, str | None]]:
     """`Call.after` and `Call.behind` of each result that goes to another rank, by the names of actions."""
     ordered = ordered_schedule(schedule, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
     names = [str(action) for action in ordered.actions]
+
+    def named(place: int | None) -> str | None:
+        return None if place is None else names[place]
+
     return {
-        name: (None if call.after is None else names[call.after], tuple(names[place] for place in call.behind))
+        name: (named(call.after), named(call.behind))
         for name, call in zip(names, ordered.calls, strict=True)
         if call is not None
     }

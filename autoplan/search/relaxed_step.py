@@ -235,8 +235,7 @@ class RelaxedStep:
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
-        # ahead: when all that a rank has called to send and receive is done
-        queues_s: list[Array | float] = [0.0] * mesh.pp
+        links_s: dict[tuple[int, int], Array] = {}  # ahead: when the last transfer from one rank to another is done
         done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
         for place, (rank, number, awaited, transfer, receiver) in enumerate(script.turns):
             clock = clocks[rank]
@@ -251,9 +250,9 @@ class RelaxedStep:
                 done_s[place] = clock.free_s
             if receiver >= 0 and goes_ahead:
                 called_s = np.maximum(clock.free_s, clocks[receiver].free_s)
-                queued_s = np.maximum(queues_s[rank], queues_s[receiver])
-                arrived_s = np.maximum(called_s, queued_s) + cuts_s[rank, False]  # the least cut, of all alike
-                done_s[place] = queues_s[rank] = queues_s[receiver] = arrived_s
+                link = rank, receiver
+                arrived_s = np.maximum(called_s, links_s.get(link, 0.0)) + cuts_s[rank, False]  # the least, all alike
+                done_s[place] = links_s[link] = arrived_s
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]

@@ -9,9 +9,8 @@ not block its rank, except in a sendrecv (`OrderedSchedule.sendrecvs`), in which
 arrived.
 
 Where the schedule `receives_ahead`, a rank calls a receive as soon as the other rank has come to the send, behind the
-action that it has come to itself (`schedules.Call`), and goes on. But NCCL has one queue per rank: what a rank sends or
-receives waits until all that it called before has come, also from a third rank that is late. So it is in torch 2.11;
-torch 2.13 has a queue per pair of ranks. What waits slows products beside it: that is in the price of segments.
+action that it has come to itself (`schedules.Call`), and goes on; what goes from one rank to another does so in the
+order of the calls. What waits slows products beside it: that is in the price of segments.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
@@ -161,7 +160,6 @@ class RankClock:
     free_s: float = 0.0
     left_s: float = 0.0  # communication not done at `free_s`: gathers begun with the step, afterwards reductions
     left_what: str = "reduce"
-    queue_s: float = 0.0  # when all that it has called to send and receive is done, if it receives ahead
     exposed_dp_s: float = 0.0
     exposed_pp_s: float = 0.0
     bubble_s: float = 0.0
@@ -293,10 +291,9 @@ def _replay_step(
         if running.begins_s:
             clock.gather(running.begins_s)
         if goes_ahead and call is not None:
-            other = clocks[call.receiver]
-            leaves_s = max(stop_s, clock.queue_s, other.free_s, other.queue_s)
-            clock.queue_s = other.queue_s = leaves_s + running.out_s
-            ahead[place] = leaves_s, clock.queue_s
+            before_s = 0.0 if call.behind is None else ahead[call.behind][1]
+            leaves_s = max(stop_s, clocks[call.receiver].free_s, before_s)
+            ahead[place] = leaves_s, leaves_s + running.out_s
         runs.append(Run(sent_s, arrived_s, start_s, stop_s, times, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s

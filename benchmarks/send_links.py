@@ -1,0 +1,193 @@
+"""How long sends between the ranks of a pipeline take, by which of them go on at once and how many groups they share.
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/send_links.py KIND RESULTS.jsonl    two ranks or more
+
+KIND is what the rows call the links. A row is one of three:
+
+    pattern   seconds of a send of `kib` KiB, the slowest rank's, while the links of a pattern are used: the first one
+              alone, every second one, all, and each with its way back; `lanes`: every direction of every link has a
+              process group of its own, in place of one for all
+    late_s    seconds from the call of a receive to its end, where the send was called so much before
+    joined    MiB that a process takes on its device outside of torch's allocator: more, by one more group of two ranks
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from autoplan.runtime.mesh import _few_send_blocks
+
+SIZES_KIB = (256, 1024, 4096, 16384, 65536)
+LATE_S = (0.0, 0.02)
+CYCLES_PER_S = 2e9  # of `torch.cuda._sleep`, about
+N_ROUNDS, ROUND_S, MOST_CALLS = 3, 0.15, 50
+
+Link = tuple[int, int]
+Groups = dict[Link, Any]
+
+
+class Ranks:
+    """This process among the ranks of a pipeline, and a group for each direction of each link."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available()
+        self.rank = int(os.environ["LOCAL_RANK"])
+        if self.cuda:
+            torch.cuda.set_device(self.rank)
+        dist.init_process_group("nccl" if self.cuda else "gloo")
+        self.n = dist.get_world_size()
+        self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
+        self.forward = list(pairwise(range(self.n)))
+        self.links = list(chain.from_iterable(((one, other), (other, one)) for one, other in self.forward))
+
+    def slowest(self, seconds: float) -> float:
+        value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value.item()
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def outside_mib(self) -> float:
+        """What the process takes on its device outside of the allocator."""
+        if not self.cuda:
+            return 0.0
+        self.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free - torch.cuda.memory_reserved()) / 2**20
+
+
+def ops_of(ranks: Ranks, link: Link, tensors: dict[Link, torch.Tensor], group: Any) -> list[dist.P2POp]:
+    """This rank's part of a send."""
+    source, target = link
+    if ranks.rank not in link:
+        return []
+    op, peer = (dist.isend, target) if ranks.rank == source else (dist.irecv, source)
+    return [dist.P2POp(op, tensors[link], peer, group)]
+
+
+def sends(ranks: Ranks, links: list[Link], tensors: dict[Link, torch.Tensor], groups: Groups) -> Callable[[], None]:
+    """All of them at once: in one call where they have one group, else in one per group."""
+    ops = [op for link in links for op in ops_of(ranks, link, tensors, groups.get(link))]
+    calls = [[op] for op in ops] if groups else [ops] if ops else []
+
+    def call() -> None:
+        for work in [work for own in calls for work in dist.batch_isend_irecv(own)]:
+            work.wait()
+
+    return call
+
+
+def seconds_of(ranks: Ranks, call: Callable[[], None], n_calls: int) -> float:
+    """Of one call, the slowest rank's."""
+    dist.barrier()
+    ranks.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(n_calls):
+        call()
+    ranks.synchronize()
+    return ranks.slowest((time.perf_counter() - start_s) / n_calls)
+
+
+def pattern_rows(ranks: Ranks, kib: int, groups: Groups) -> list[dict]:
+    tensors = {link: torch.ones(kib * 256, device=ranks.device) for link in ranks.links}
+    back = {link: link[::-1] for link in ranks.forward}
+    some = {"alone": ranks.forward[:1], "pairs": ranks.forward[::2], "chain": ranks.forward}
+    patterns = some | {f"both_{name}": [*links, *map(back.get, links)] for name, links in some.items()}
+    rows = []
+    for name, links in patterns.items():
+        for own in ({}, groups):
+            call = sends(ranks, links, tensors, own)
+            seconds_of(ranks, call, 2)
+            n_calls = max(2, min(MOST_CALLS, int(ROUND_S / seconds_of(ranks, call, 2))))
+            found = [seconds_of(ranks, call, n_calls) for _ in range(N_ROUNDS)]
+            rows.append({"kib": kib, "pattern": name, "lanes": bool(own), "seconds": found, "calls": n_calls})
+    return rows
+
+
+def late_row(ranks: Ranks, kib: int, late_s: float, groups: Groups) -> dict:
+    """A receive of the second rank, whose send the first one called so much earlier."""
+    link = ranks.forward[0]
+    tensors = {link: torch.ones(kib * 256, device=ranks.device)}
+    found = []
+    for _ in range(1 + N_ROUNDS):
+        dist.barrier()
+        ranks.synchronize()
+        if ranks.rank == link[1]:
+            wait(ranks, late_s)
+        own_s = elapsed_s(ranks, sends(ranks, [link], tensors, groups))
+        found.append(ranks.slowest(own_s if ranks.rank == link[1] else 0.0))
+    return {"kib": kib, "late_s": late_s, "seconds": found[1:]}
+
+
+def wait(ranks: Ranks, seconds: float) -> None:
+    """Of the device, where there is one."""
+    if ranks.cuda:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+    else:
+        time.sleep(seconds)
+
+
+def elapsed_s(ranks: Ranks, call: Callable[[], None]) -> float:
+    """Of one call, by the device's clock where there is one."""
+    if not ranks.cuda:
+        start_s = time.perf_counter()
+        call()
+        return time.perf_counter() - start_s
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e-3
+
+
+def joined_rows(ranks: Ranks) -> tuple[list[dict], Groups]:
+    """A group per direction of each link, by few thread blocks and then by as many as NCCL takes."""
+    tensors = {link: torch.ones(1 << 20, device=ranks.device) for link in ranks.links}
+    dist.barrier()
+    rows, groups = [], {}
+    for few in (True, False):
+        for link in ranks.links:
+            before = ranks.outside_mib()
+            group = dist.new_group(sorted(link), pg_options=_few_send_blocks() if few and ranks.cuda else None)
+            sends(ranks, [link], tensors, {link: group})()
+            more = ranks.slowest(ranks.outside_mib() - before)
+            rows.append({"joined": link, "few_blocks": few, "mib": more})
+            groups[link] = group
+    return rows, groups
+
+
+def main() -> None:
+    kind, results = sys.argv[1:]
+    ranks = Ranks()
+
+    def write(row: dict) -> None:
+        if ranks.rank == 0:
+            print(row, flush=True)
+            with Path(results).open("a") as file:
+                file.write(json.dumps({"kind": kind} | row) + "\n")
+
+    rows, groups = joined_rows(ranks)
+    for row in rows:
+        write(row)
+    for kib in SIZES_KIB if ranks.cuda else SIZES_KIB[:1]:
+        for row in pattern_rows(ranks, kib, groups):
+            write(row)
+        for late_s in LATE_S:
+            write(late_row(ranks, kib, late_s, groups))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
