@@ -47,7 +47,7 @@ class Mesh:
         zero_shard_degree: over how many of the `dp` ranks that state is sharded; 1 exactly when `zero_stage` is 0.
             A smaller degree than `dp` replicates the shards (hybrid sharding).
         micro_batch_size: samples of one micro-batch on one data-parallel rank.
-        n_chunks: pipeline stages per rank; above 1 with "interleaved" and "zero_bubble_v" only.
+        n_chunks: pipeline stages per rank; 1 under "gpipe" and "1f1b", 2 under "zero_bubble_v".
         sharding: which tensor-parallel assignment (a key of `Shardings`); "" when `tp` is 1.
         compile: whether torch.compile makes one function of each block, and of the loss.
         memory_format: in which order images lie in memory, "contiguous" or "channels_last".

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoplan.parallel_plan import Execution, Mesh, Plan
 from autoplan.plain_text import count
+from autoplan.schedules import receives_ahead
 
 BREAKDOWN_LABELS = (
     ("compute_s", "compute"),
@@ -137,7 +138,7 @@ def describe_mesh(mesh: Mesh) -> str:
     text += f", micro-batch {micro_batches_text(mesh, ' x ')}"
     if mesh.pp > 1:
         text += f", {mesh.schedule}"
-    text += f" with {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else ""
+        text += f" with {count(mesh.n_chunks, 'chunk')}" if receives_ahead(mesh.schedule) else ""
     return ", ".join((text, *execution_words(mesh)))
 
 

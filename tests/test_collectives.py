@@ -121,12 +121,12 @@ def test_a_send_takes_latency_and_bytes_over_the_link_it_crosses():
     assert send_s(1 * GB, pair=Group(2, 1), hardware=hardware) == pytest.approx(11.0)
 
 
-def test_ranks_that_hold_several_stages_send_by_few_thread_blocks():
+def test_ranks_that_receive_ahead_send_by_few_thread_blocks():
     # 16 MiB by 4 thread blocks take 246 us, which NVLink would carry in 60; 1 GB over 1 GB/s takes a second either way
     pair, hardware = Group(2, 2), load_hardware_profile("dgx_h100_x8")
-    assert send_s(16 * 2**20, pair=pair, hardware=hardware, n_chunks=2) == pytest.approx(246e-6)
+    assert send_s(16 * 2**20, pair=pair, hardware=hardware, is_ahead=True) == pytest.approx(246e-6)
     assert send_s(16 * 2**20, pair=pair, hardware=hardware) < 100e-6
-    assert send_s(1 * GB, pair=pair, hardware=toy(), n_chunks=2) == pytest.approx(1.0)
+    assert send_s(1 * GB, pair=pair, hardware=toy(), is_ahead=True) == pytest.approx(1.0)
 
 
 def test_measured_rates_of_smaller_groups_are_used():

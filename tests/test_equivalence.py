@@ -56,6 +56,7 @@ def two_rank_cases(model):
         "pp2": make_plan(model, pp=2, micro_batch_size=2, n_micro_batches=4),
         "pp2_gpipe_recompute": make_plan(model, pp=2, n_micro_batches=2, schedule="gpipe", recompute="half"),
         "pp2_interleaved": make_plan(model, pp=2, n_micro_batches=4, schedule="interleaved", n_chunks=2),
+        "pp2_ahead": make_plan(model, pp=2, n_micro_batches=4, schedule="interleaved", recompute="half"),
         "tp2_recompute": make_plan(model, tp=2, sharding="R", n_micro_batches=2, recompute="full"),
         "zero3_attention": make_plan(
             model, dp=2, zero_stage=3, zero_shard_degree=2, n_micro_batches=2, recompute="full", keeps_attention=True
@@ -186,8 +187,9 @@ def test_a_split_backward_pass_on_four_ranks_equals_one_process(tmp_path):
 def test_programs_on_four_ranks_equal_one_process(tmp_path, which):
     cases = {**four_rank_cases("gpt"), **four_rank_cases("llama")}
     for model in ("gpt_deep", "llama_deep"):
-        plan = make_plan(model, pp=4, n_micro_batches=4, schedule="interleaved", n_chunks=2)
-        cases[f"{model}_pp4_interleaved"] = (model, plan)
+        for n_chunks in (1, 2):
+            plan = make_plan(model, pp=4, n_micro_batches=8, schedule="interleaved", n_chunks=n_chunks)
+            cases[f"{model}_pp4_interleaved_{n_chunks}"] = (model, plan)
     assert_equal_to_one_process(tmp_path, chosen(cases, which), n_ranks=4)
 
 

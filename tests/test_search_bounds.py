@@ -157,7 +157,9 @@ def test_the_bound_of_eight_stages_on_four_ranks_never_exceeds_the_fastest_plan(
     assert any(bounded.raised_s > 1e-3 * bounded.best_s for bounded in found)
 
 
-@pytest.mark.parametrize(("schedule", "n_chunks"), [("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "n_chunks"), [("interleaved", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)]
+)
 @pytest.mark.parametrize("pp", [2, 4])
 def test_the_chains_of_a_long_schedule_grow_by_the_same_passes_each_round(
     schedule: str, n_chunks: int, pp: int
@@ -171,7 +173,9 @@ def test_the_chains_of_a_long_schedule_grow_by_the_same_passes_each_round(
             assert one.last_stages == every.last_stages
 
 
-@pytest.mark.parametrize(("schedule", "n_chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble_v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "n_chunks"), [("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("zero_bubble_v", 2)]
+)
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_a_long_schedule_has_the_moments_of_a_short_one(schedule: str, n_chunks: int, pp: int) -> None:
     rests = (0,) if schedule == "interleaved" else (0, 1)
@@ -309,7 +313,7 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
 
 @pytest.mark.parametrize(
     ("schedule", "n_chunks", "n_micro_batches"),
-    [("1f1b", 1, 6), ("gpipe", 1, 3), ("interleaved", 2, 8), ("zero_bubble_v", 2, 9)],
+    [("1f1b", 1, 6), ("gpipe", 1, 3), ("interleaved", 1, 8), ("interleaved", 2, 8), ("zero_bubble_v", 2, 9)],
 )
 def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks: int, n_micro_batches: int) -> None:
     mesh = Mesh(pp=4, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches)

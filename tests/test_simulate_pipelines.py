@@ -59,6 +59,19 @@ def test_a_result_waits_for_what_goes_the_same_way_before_it_and_for_the_receivi
     assert {name: sends[name] for name in expected} == expected
 
 
+def test_transfers_of_one_stage_a_rank_pass_while_ranks_compute_if_these_receive_ahead():
+    # 2 ranks, 8 micro-batches, F 1 s, B 2 s, transfers 1 s. In front of a pass each costs its second, but those that go
+    # both ways at once. Ahead, the second rank waits for the first one alone, [0, 2], and is busy for 24 s; then the
+    # last gradient travels, and rank 0 has one pass left.
+    costs = [segment(forward_s=1, backward_s=2)] * 2
+    steps_s = {
+        schedule: simulate(table_of(costs, mesh=pipeline(2, 8, schedule=schedule), cut_s=1), one_each(2)).step_s
+        for schedule in ("gpipe", "1f1b", "interleaved")
+    }
+    assert steps_s["interleaved"] == 2 + 24 + 1 + 2
+    assert steps_s["interleaved"] < min(steps_s["gpipe"], steps_s["1f1b"])
+
+
 def test_the_halves_of_a_backward_pass_take_their_parts_and_the_first_stage_has_one():
     # 2 ranks, 1 micro-batch, F 1 s, I 2 s, W 3 s; transfers of 0.5 s, none at the turn of the V.
     # 0F [0, 1], 1F [1.5, 2.5], 2F [2.5, 3.5], 3F [4, 5], 3I [5, 7], 3W [7, 10]; 2I [7.5, 9.5], 2W [9.5, 12.5],

@@ -236,11 +236,11 @@ def _check_module_level(options: Options) -> None:
 
 
 def _check_schedule(options: Options) -> None:
-    """Several stages per rank need several ranks; of one rank the others are all the same."""
+    """Some schedules are of several ranks only; of one rank the others are all the same."""
     fix = dict(options.fix)
     schedule = fix.get("schedule")
     if fix.get("pp") == "1" and schedule in ("interleaved", "zero_bubble_v"):
-        expected = "pp of 2 or more, as a rank has several stages of a pipeline"
+        expected = "pp of 2 or more, as it is of a pipeline"
         raise UsageError.of(f"--fix schedule={schedule}", found="pp=1", expected=expected, fix="leave one of them out")
 
 

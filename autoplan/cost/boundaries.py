@@ -18,8 +18,8 @@ Cuts = tuple[float | None, ...]  # as in `CostTable`
 
 def make_cuts_pricer(
     graph: OpGraph, hardware: HardwareProfile, precision: str
-) -> Callable[[int, str, int, int, Group], tuple[Cuts, Cuts, tuple[int, ...]]]:
-    """(tp, sharding, micro-batch size, stages of a rank, their ranks) -> three figures of each boundary.
+) -> Callable[[int, str, int, bool, Group], tuple[Cuts, Cuts, tuple[int, ...]]]:
+    """(tp, sharding, micro-batch size, whether ranks receive ahead, their ranks) -> three figures of each boundary.
 
     Seconds to send over it, seconds in a sendrecv (as much the other way at once), and bytes; the second empty where it
     is no more than the first. None, and 0 bytes, where nothing may be sent.
@@ -28,11 +28,11 @@ def make_cuts_pricer(
 
     @cache
     def cuts(
-        tp: int, sharding: str, micro_batch_size: int, n_chunks: int, stages: Group
+        tp: int, sharding: str, micro_batch_size: int, is_ahead: bool, stages: Group
     ) -> tuple[Cuts, Cuts, tuple[int, ...]]:
         sizes = boundary_bytes(tp, sharding, micro_batch_size)
         allowed = {n_bytes for n_bytes in sizes if n_bytes is not None}
-        seconds = {size: send_s(size, pair=stages, hardware=hardware, n_chunks=n_chunks) for size in allowed}
+        seconds = {size: send_s(size, pair=stages, hardware=hardware, is_ahead=is_ahead) for size in allowed}
         both_s = {size: sendrecv_s(size, pair=stages, hardware=hardware, alone_s=seconds[size]) for size in allowed}
         alone, both = (tuple(None if size is None else of[size] for size in sizes) for of in (seconds, both_s))
         return alone, () if both == alone else both, tuple(size or 0 for size in sizes)

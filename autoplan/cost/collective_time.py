@@ -4,7 +4,7 @@
 
 Groups inside a host whose collectives were measured take what was measured (`LinkTier.timed`): between two sizes time
 grows in proportion, below the smallest it stays, beyond the largest it goes on growing.
-Sends of ranks that hold several stages have few thread blocks and take at least `FEW_BLOCKS_TIMES`.
+Sends of ranks that receive ahead have few thread blocks and take at least `FEW_BLOCKS_TIMES`.
 
 The last term is `Link.transfer_s`: the bus bandwidth rises with size, is half the achieved rate at `half_rate_bytes`
 and approaches it for large tensors. The algorithms are the files of `cost_models/` (`COLLECTIVES`); `route_of`
@@ -41,7 +41,7 @@ from autoplan.registry import load_table
 
 Times = tuple[tuple[int, float], ...]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-# Sends by the 4 thread blocks of ranks that hold several stages (`runtime.mesh.SEND_BLOCKS`), of which NCCL seems to
+# Sends by the 4 thread blocks of ranks that receive ahead (`runtime.mesh.SEND_BLOCKS`), of which NCCL seems to
 # take 2 up to 16 MiB: 2 H200, torch 2.11 (benchmarks/results/sends_h200_x2_2026-11-22.jsonl; what the smallest takes is
 # its launch). Taken for all devices.
 FEW_BLOCKS_TIMES: Times = ((1 << 20, 42e-6), (16 << 20, 246e-6), (64 << 20, 514e-6), (256 << 20, 2039e-6))
@@ -243,12 +243,12 @@ def route_s(kind: str, size_bytes: float, route: Route) -> float:
     return min(seconds for seconds in ways_s if seconds is not None)
 
 
-def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, n_chunks: int = 1) -> float:
+def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, is_ahead: bool = False) -> float:
     """Time to send `size_bytes` from one device of `pair` to the other: latency + (size + half_rate) / achieved rate.
 
     Over the outermost tier between the two, the slowest on the way. Every device of the sending stage is taken to send
-    at the same time, each over its own share of that tier. A device sends itself nothing. One that
-    holds several stages (`n_chunks` of them) sends by few thread blocks.
+    at the same time, each over its own share of that tier. A device sends itself nothing. Where
+    ranks receive ahead (`is_ahead`), they send by few thread blocks.
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0
@@ -256,7 +256,7 @@ def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, n_chunk
     link = route.levels[-1].link
     measured_s = route.measured_s("send", size_bytes)
     by_all_s = link.latency_s + link.transfer_s(size_bytes, "send") if measured_s is None else measured_s
-    return by_all_s if n_chunks == 1 else max(by_all_s, _between_times_s(FEW_BLOCKS_TIMES, size_bytes))
+    return max(by_all_s, _between_times_s(FEW_BLOCKS_TIMES, size_bytes)) if is_ahead else by_all_s
 
 
 def sendrecv_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, alone_s: float) -> float:

@@ -12,6 +12,7 @@ tied across stages have a group of their own.
 from __future__ import annotations
 
 from autoplan.parallel_plan import Mesh
+from autoplan.schedules import receives_ahead
 from autoplan.units import MiB
 
 # Of H100 and H200 over NVLink, torch 2.11, NCCL 2.28 (`outside_allocator_bytes_per_rank` of the runs in
@@ -22,8 +23,8 @@ CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
 # Of a link between two stages, both ways in one group: 448 to 465 with one neighbour and 816 to 852 with two when all
-# links had one group, 655 where ranks of an axis lie beside. One way by few thread blocks, of ranks that hold several
-# stages: 135 both ways then (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl). That a group per
+# links had one group, 655 where ranks of an axis lie beside. One way by few thread blocks, of ranks that receive
+# ahead: 135 both ways then (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl). That a group per
 # link takes no more is not measured.
 LINK_BYTES = 655 * MiB
 FEW_BLOCKS_LINK_BYTES = 135 * MiB
@@ -64,4 +65,4 @@ def outside_allocator_bytes(
 
 def _links_bytes(mesh: Mesh) -> int:
     n_neighbours = min(mesh.pp - 1, 2)
-    return n_neighbours * (LINK_BYTES if mesh.n_chunks == 1 else 2 * FEW_BLOCKS_LINK_BYTES)
+    return n_neighbours * (2 * FEW_BLOCKS_LINK_BYTES if receives_ahead(mesh.schedule) else LINK_BYTES)

@@ -2,7 +2,7 @@
 
     works(how segments run, layouts, micro-batch)  --+
     parameter_cost(layouts, placement)             --+--> SegmentCost of each kind --+
-    send_s(layouts, micro-batch, stages of a rank) ----------------------------------+--> CostTable of one mesh
+    send_s(layouts, micro-batch, schedule) ------------------------------------------+--> CostTable of one mesh
 
 `cost.launch` says what waiting for the host adds to a segment, `cost.batch` what bringing batches to the device takes.
 Meshes by the ten thousand share these parts, so each part is computed once for all that have the same arguments, and
@@ -132,16 +132,17 @@ def make_pricer(
         repeats = mesh.n_micro_batches > 1
         zero_stage = mesh.zero_stage if repeats or mesh.zero_stage != 2 else 1  # one micro-batch is reduced at its end
         placement = Placement(groups.shard, groups.replicate, zero_stage, repeats, exchange)
+        is_ahead = mesh.pp > 1 and receives_ahead(mesh.schedule)
         way = _Way.of(
             mesh,
             placement,
             loss="whole" if is_in_compiled(graph, mesh) else loss,
-            is_slowed=mesh.pp > 1 and receives_ahead(mesh.schedule) and not hardware.device.is_cpu,
+            is_slowed=is_ahead and not hardware.device.is_cpu,
         )
         found = costs(way, mesh.n_micro_batches)
         sources = () if measured is None else tuple(source for _, source in works(way.run))
         copy_s, batch_bytes = batch(mesh)
-        cut_s, sendrecv_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, mesh.n_chunks, groups.stages)
+        cut_s, sendrecv_s, messages = cuts(mesh.tp, mesh.sharding, mesh.micro_batch_size, is_ahead, groups.stages)
         n_groups = 1 if exchange is None else exchange.n_groups
         begins_s = start_s(hardware.device, n_devices=mesh.n_devices * n_groups)
         lead_s = sum(n_blocks * found[kind][0].lead_s for kind, n_blocks in blocks.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoplan.interop.subject import Configuration, Subject, everywhere_missing
+from autoplan.plain_text import count
 
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 
@@ -34,10 +35,11 @@ def megatron_file(subject: Subject) -> Configuration:
     if mesh.zero_stage >= 1 and subject.n_replicas > 1:
         flags.append(f"--num-distributed-optimizer-instances {subject.n_replicas}")
     if mesh.pp > 1:
-        if mesh.schedule in ("1f1b", "interleaved"):
+        if mesh.schedule == "1f1b" or (mesh.schedule == "interleaved" and mesh.n_chunks > 1):
             flags.append(f"--pipeline-model-parallel-layout {_layout(subject)}")
         else:
-            missing.append(f"The schedule {mesh.schedule}, and so its stages: it runs 1F1B, plain or interleaved.")
+            name = f"{mesh.schedule} with {count(mesh.n_chunks, 'stage')} per rank"
+            missing.append(f"The schedule {name}, and so its stages: it runs 1F1B, plain or interleaved.")
     flags += _recompute(subject, missing)
     if mesh.cuda_graph:
         flags += ["--cuda-graph-impl full_iteration", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]

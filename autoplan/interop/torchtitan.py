@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from autoplan.interop.subject import Configuration, Subject, everywhere_missing
+from autoplan.plain_text import count
 
 _SCHEDULES = {
     ("gpipe", 1): "GPipe",
@@ -73,7 +74,7 @@ def _pipeline(subject: Subject, missing: list[str]) -> dict[str, object]:
     fields: dict[str, object] = {"pipeline_parallel_microbatch_size": mesh.micro_batch_size}
     schedule = _SCHEDULES.get((mesh.schedule, min(mesh.n_chunks, 2)))
     if schedule is None:
-        missing.append(f"The schedule {mesh.schedule} with {mesh.n_chunks} stages per rank.")
+        missing.append(f"The schedule {mesh.schedule} with {count(mesh.n_chunks, 'stage')} per rank.")
     else:
         fields["pipeline_parallel_schedule"] = schedule
     counts = {len(subject.blocks_of(stage)) for stage in subject.plan.stages}

@@ -17,6 +17,7 @@ COMPUTE_DTYPES = {
 
 V_SCHEDULES = ("zero_bubble_v",)
 SPLIT_SCHEDULES = ("zero_bubble_v",)
+AHEAD_SCHEDULES = ("interleaved", "zero_bubble_v")
 MAX_SPLIT_ZERO_STAGE = 2
 BATCH_NORMS = ("local", "synchronized")
 MEMORY_FORMATS = ("contiguous", "channels_last")
@@ -175,6 +176,11 @@ class Config:
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed in passes of their own."""
         return self.pp > 1 and self.schedule in SPLIT_SCHEDULES
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether a rank calls a receive when the other rank has come to the send, and computes while it waits."""
+        return self.pp > 1 and self.schedule in AHEAD_SCHEDULES
 
     def rank_of_stage(self, stage: int) -> int:
         """The pipeline rank of a stage: around the ranks again and again, or down and up again."""

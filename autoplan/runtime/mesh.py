@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .config import Config
 from .planned_devices import check_device_memory, check_world_size, free_bytes
 
-# Most thread blocks of a send or receive where a rank holds several stages and computes while it waits. Each occupies a
+# Most thread blocks of a send or receive where a rank receives ahead and computes while it waits. Each occupies a
 # multiprocessor until the other rank is there, for half of an interleaved step. On 2 H200 a product beside a waiting
 # receive took 17 % longer with NCCL's own 16 and 7 % with 4, which still carry 130 GB/s; an interleaved step of
-# Llama-8B went from 3.11 to 2.97 s (2026-11-22). Where a rank holds one stage, it only waits, and the limit took 1 to
+# Llama-8B went from 3.11 to 2.97 s (2026-11-22). Under 1F1B and GPipe a rank only waits, and the limit took 1 to
 # 9 % of a step (4 stages, 4 H100, 2026-11-27; benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
 SEND_BLOCKS = 4
 
@@ -36,7 +36,7 @@ class RankMesh:
         link_groups: of two pipeline ranks each, by (from, to), those of this rank (`Config.links`). NCCL moves what
             goes through one group in the order of the calls, so through one for all links a result would wait for
             those of other ranks that were called before it and are late; and one moves less than several at once. Both
-            ways of a link have one group, except where ranks hold several stages: with one, torch calls a send and the
+            ways of a link have one group, except where ranks receive ahead: otherwise torch calls a send and the
             receive that answers it at once.
         zero_mesh: the data-parallel ranks as (shard,) when one copy exists, otherwise as (replica, shard).
         n_replicas: data-parallel ranks that hold the same shard.
@@ -94,22 +94,21 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
 
 def _link_groups(config: Config, device_type: str) -> dict[tuple[int, int], ProcessGroup]:
     """See `RankMesh`; every rank must call it."""
-    has_chunks = config.n_chunks > 1
     found: dict[tuple[int, int], ProcessGroup] = {}
     for source, target in config.links():
-        if target < source and not has_chunks:
+        if target < source and not config.receives_ahead:
             continue
-        options = _few_send_blocks if has_chunks and device_type == "cuda" else None
+        options = _few_send_blocks if config.receives_ahead and device_type == "cuda" else None
         group = group_over_pipeline_ranks(config, (source, target), options=options)
         if group is not None:
             found[source, target] = group
-            if not has_chunks:
+            if not config.receives_ahead:
                 found[target, source] = group
     return found
 
 
 def _few_send_blocks() -> Any:
-    """How NCCL is to talk between ranks that hold several stages. torch writes into it: one for each group."""
+    """How NCCL is to talk between ranks that receive ahead. torch writes into it: one for each group."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = SEND_BLOCKS
     world: Any = dist.group.WORLD

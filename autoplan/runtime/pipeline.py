@@ -35,7 +35,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
 
@@ -211,9 +210,9 @@ class Pipeline:
             "loss_fn": lambda output, target: output.sum(),  # of one element; not a view, see the module docstring
             "scale_grads": False,
         }
-        if config.n_chunks == 1:
-            return _SINGLE[config.schedule](stages[0], **options)
-        return _LOOPED[config.schedule](stages, **options)
+        if config.receives_ahead:
+            return _AHEAD[config.schedule](stages, **options)
+        return _IN_FRONT[config.schedule](stages[0], **options)
 
     def _pipeline_stage(self, shell: nn.Module, index: int, inputs: tuple[torch.Tensor, ...]) -> _Stage:
         config = self._config
@@ -241,12 +240,9 @@ class Pipeline:
         )
 
 
-_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_LOOPED: dict[str, Any] = {
-    "gpipe": ScheduleLoopedBFS,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble_v": ScheduleZBVZeroBubble,
-}
+# Ranks call a receive in front of the pass that needs it, or ahead.
+_IN_FRONT: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_AHEAD: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble_v": ScheduleZBVZeroBubble}
 
 
 def _hold_gradients(stage: nn.Module, is_last_micro_batch: bool) -> None:

@@ -182,8 +182,10 @@ def _n_of_kind(kinds: tuple[int, ...], n_kinds: int) -> tuple[int, ...]:
 
 
 def in_flight(mesh: Mesh, stage: int) -> int:
-    """Micro-batches whose activations a stage keeps at most, with one stage per rank."""
-    return mesh.n_micro_batches if mesh.schedule == "gpipe" else min(mesh.n_micro_batches, mesh.pp - stage)
+    """Micro-batches whose activations a stage keeps at most before a backward pass, with one stage per rank."""
+    n_after = mesh.pp - 1 - stage
+    n_warm_up = {"gpipe": mesh.n_micro_batches, "interleaved": 2 * n_after}.get(mesh.schedule, n_after)
+    return min(mesh.n_micro_batches, n_warm_up + 1)
 
 
 def memory_room_bytes(table: CostTable, *, stages: Iterable[int] = ()) -> float:

@@ -7,8 +7,8 @@ A mesh is in the space when all of this holds:
     dp * tp * pp = a device count                               see `device_counts`
     tp one of `tensor_degrees`: within a host, or its links     unless the user fixes tp
     pp * n_chunks <= pieces the model can be cut into
-    n_chunks a power of two <= 4, pp * n_chunks <= 32           unless the user fixes chunks, or one stage per rank
-    1f1b: n_micro_batches >= pp;  interleaved: n_chunks >= 2 and n_micro_batches a multiple of pp
+    n_chunks a power of two <= 4, pp * n_chunks <= 32           unless the user fixes chunks; 1 under 1f1b and gpipe
+    1f1b: n_micro_batches >= pp;  interleaved: n_micro_batches a multiple of pp
     compressed gradients: dp above 1; shards over all of dp; PowerSGD with zero_stage 0
     zero_bubble_v: n_chunks 2, n_micro_batches >= pp, zero_stage at most 2, nothing recomputed, nothing compiled
 
@@ -401,12 +401,12 @@ def _schedule_choices(
 
 
 def _numbers_of_chunks(space: SearchSpace, n_chunks: int | None, *, pp: int) -> tuple[int, ...]:
-    """How many stages a rank may have, where it has several; `n_chunks` is what the user fixed."""
+    """How many stages a rank may have, where it may have several; `n_chunks` is what the user fixed."""
     most = space.n_pieces // pp
     if n_chunks is not None:
-        return (n_chunks,) if 1 < n_chunks <= most else ()
+        return (n_chunks,) if n_chunks <= most else ()
     most = min(most, space.max_chunks, space.max_interleaved_stages // pp)
-    return tuple(2**k for k in range(1, most.bit_length()) if 2**k <= most)
+    return (1, *(2**k for k in range(1, most.bit_length()) if 2**k <= most))
 
 
 def plain_schedule(*, pp: int, n_micro_batches: int) -> str:

@@ -1,13 +1,13 @@
 """One stage per rank: where to cut the model, by dynamic programming over the stages. A bound, and the plan behind it.
 
-Under gpipe and 1F1B, with one stage or more, some path through the step takes at least
+Under gpipe, 1F1B and interleaved, with one stage per rank, some path through the step takes at least
 
     per_step + sum over stages t of A_t + max over stages s of G_s
 
     A_t   first forward pass and a backward pass of stage t, the transfers over its first boundary;
           for stage 0 also its last reduction and its optimizer
-    G_s   (M - 1) backward passes and what their reductions leave to the next pass, and (M - pp + s) forward passes
-          (gpipe: M - 1), for M micro-batches
+    G_s   (M - 1) backward passes and what their reductions leave to the next pass, and the forward passes after the
+          first backward pass (gpipe: M - 1), for M micro-batches
 
 so for each threshold on G the least sum of A is a shortest path: `least[stop] = min over start of least[start] + A`.
 With D(x) this least sum under G <= x, the bound is the minimum of D(x) + x; between two thresholds a < b it is at least
@@ -255,7 +255,7 @@ def _stages(mesh: Mesh, tables: tuple[CostTable, ...], passes: tuple[_Passes, ..
         # Under gpipe the path reaches the stages after `s` with the last micro-batch.
         opening_s = own.opening_s if stage == 0 else own.forward_s if is_gpipe else own.first_forward_s
         edges_s = 2.0 * cuts_s[id(tables[stage - 1].cut_s)] if stage > 0 else _ends_s(own, ranges, backward_s=whole_s)
-        n_forwards = n - 1 if is_gpipe else n - mesh.pp + stage
+        n_forwards = n - 1 if is_gpipe else n - in_flight(mesh, stage)
         fits = np.isfinite(again_s)
         action_s = own.table.action_s
         backwards_s = np.where(fits, whole_s + own.carry_s + action_s, 0.0) * (n - 1)

@@ -62,6 +62,7 @@ class _Turn(NamedTuple):
         awaited: place of the action on another rank whose result it needs; -1 if there is none.
         transfer: how that comes: (rank of the earlier one of the two stages, whether in a sendrecv).
         receiver: the rank that needs its result, if it is another one; -1 otherwise.
+        out: the rank of the earlier one of the two stages between which that travels.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class _Turn(NamedTuple):
     awaited: int
     transfer: tuple[int, bool]
     receiver: int
+    out: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Sc
         needed = ordered.awaits_other(place)
         transfer = ranks[max(0, stage - 1 if kind == "F" else stage)], is_sendrecv
         awaited, receiver = -1 if needed is None else needed, -1 if call is None else call.receiver
-        rows.append(_Turn(ranks[stage], number, awaited, transfer, receiver))
+        out = ranks[stage if kind == "F" else max(0, stage - 1)]
+        rows.append(_Turn(ranks[stage], number, awaited, transfer, receiver, out))
     return _Script(ranks, tuple(rows), tuple(numbers))
 
 
@@ -237,7 +240,7 @@ class RelaxedStep:
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
         links_s: dict[tuple[int, int], Array] = {}  # ahead: when the last transfer from one rank to another is done
         done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
-        for place, (rank, number, awaited, transfer, receiver) in enumerate(script.turns):
+        for place, (rank, number, awaited, transfer, receiver, out) in enumerate(script.turns):
             clock = clocks[rank]
             if awaited >= 0 and goes_ahead:
                 clock.wait_until(done_s.pop(awaited))
@@ -251,7 +254,7 @@ class RelaxedStep:
             if receiver >= 0 and goes_ahead:
                 called_s = np.maximum(clock.free_s, clocks[receiver].free_s)
                 link = rank, receiver
-                arrived_s = np.maximum(called_s, links_s.get(link, 0.0)) + cuts_s[rank, False]  # the least, all alike
+                arrived_s = np.maximum(called_s, links_s.get(link, 0.0)) + cuts_s[out, False]
                 done_s[place] = links_s[link] = arrived_s
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
