@@ -278,8 +278,8 @@ def random_plans(seed: int, *, count: int, **toy_options: object) -> Iterator[tu
         yield table, rng.choice(list(all_stages(toy, mesh)))
 
 
-def plain_table(mesh: Mesh) -> CostTable:
-    """Eight equal segments of 1 s forward and 2 s backward, 0.5 s of it for weights; 0.25 s per transfer; no more."""
+def plain_table(mesh: Mesh, *, cut_s: float = 0.25) -> CostTable:
+    """Eight equal segments of 1 s forward and 2 s backward, 0.5 s of it for weights, and transfers; no more."""
     toy = random_toy(0)
     cost = replace(
         toy.kind_costs[0], forward_s=1.0, backward_s=2.0, launch_forward_s=0.0, launch_backward_s=0.0,
@@ -290,7 +290,7 @@ def plain_table(mesh: Mesh) -> CostTable:
         toy.price(mesh),
         kinds=(0,) * 8,
         costs=((cost, cost),),
-        cut_s=(0.25,) * 7,
+        cut_s=(cut_s,) * 7,
         per_step_s=0.0,
         message_bytes=(),
         workspace_bytes=0,

@@ -108,10 +108,12 @@ def _even_stages(table: CostTable) -> tuple[StagePlan, ...]:
 
 
 @pytest.mark.parametrize(("schedule", "n_chunks", "n_micro_batches"), SCHEDULES)
+@pytest.mark.parametrize("cut_s", [0.25, 6.0])
 def test_the_longest_path_of_equal_stages_is_the_simulated_step(
-    schedule: str, n_chunks: int, n_micro_batches: int
+    schedule: str, n_chunks: int, n_micro_batches: int, cut_s: float
 ) -> None:
-    table = plain_table(Mesh(pp=2, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches))
+    mesh = Mesh(pp=2, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    table = plain_table(mesh, cut_s=cut_s)
     sizes = np.full(table.mesh.n_stages, 8 // table.mesh.n_stages)
     times_s = _times_s(table, sizes)
     lengths_s = [float((counts * times_s).sum()) for counts, _ in longest_paths(table.mesh, times_s)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -62,11 +62,27 @@ def test_a_relaxed_step_is_no_longer_than_any_that_does_as_much_or_more(seed: in
         assert max(least_s) <= simulate(table, tuple(stages)).step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("cut_s", [0.25, 6.0])
+def test_a_relaxed_step_of_given_cuts_is_the_simulated_one_with_transfers_of_their_own(
+    schedule: str, cut_s: float
+) -> None:
+    mesh = Mesh(pp=4, n_micro_batches=8, schedule=schedule)
+    table = replace(plain_table(mesh), cut_s=tuple(cut_s * (1 + 0.1 * segment) for segment in range(7)))
+    sizes = [1, 3, 2, 2]
+    stages = tuple(StagePlan(stop - size, stop, ()) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+    (least_s,) = RelaxedStep.of_cuts(table, recompute=None).least_s(np.array([sizes]), np.zeros((1, 4)))
+    assert least_s == pytest.approx(simulate(table, stages).step_s, rel=1e-9)
+
+
 @pytest.mark.parametrize(("schedule", "n_chunks"), [("interleaved", 2), ("interleaved", 4), ("zero_bubble_v", 2)])
 @pytest.mark.parametrize("reduces", [False, True])
-def test_a_relaxed_step_of_layers_all_alike_is_the_simulated_one(schedule: str, n_chunks: int, reduces: bool) -> None:
+@pytest.mark.parametrize("cut_s", [0.25, 6.0])
+def test_a_relaxed_step_of_layers_all_alike_is_the_simulated_one(
+    schedule: str, n_chunks: int, reduces: bool, cut_s: float
+) -> None:
     mesh = Mesh(pp=2, n_chunks=n_chunks, n_micro_batches=8, schedule=schedule)
-    table = plain_table(mesh)
+    table = plain_table(mesh, cut_s=cut_s)
     costs = tuple(tuple(replace(cost, reduce_s=0.7) for cost in choices) for choices in table.costs)
     table = replace(table, costs=costs, reduces_per_micro_batch=reduces, overlap=Overlap(0.25, 0.1))
     n_stages, n_pieces = mesh.n_stages, len(piece_edges(table)) - 1

@@ -33,7 +33,7 @@ TWO_RANKS = {
     "pp 2 1f1b with recompute": plan(pp=2, schedule="1f1b", recompute=BLOCKS[:3]),
     "pp 2 interleaved": plan(pp=2, n_chunks=2, schedule="interleaved", n_micro_batches=4),
     "pp 2 zero-bubble V": plan(pp=2, n_chunks=2, schedule="zero_bubble_v"),
-    "pp 2 gpipe with two chunks": plan(pp=2, n_chunks=2, schedule="gpipe"),
+    "pp 2 received ahead": plan(pp=2, schedule="interleaved", n_micro_batches=4),
 }
 LOWER_PRECISIONS = {
     "bf16, zero 2": plan(dp=2, zero_stage=2, zero_shard_degree=2, precision="bf16"),
@@ -66,6 +66,7 @@ FOUR_RANKS = {
     ),
     "pp 2 zero-bubble V x tp 2": plan(pp=2, n_chunks=2, tp=2, schedule="zero_bubble_v"),
     "pp 4": plan(pp=4, n_micro_batches=5),
+    "pp 4 received ahead": plan(pp=4, schedule="interleaved", n_micro_batches=8),
 }
 MORE_ON_FOUR_RANKS = {
     "hsdp 2 x 2, zero 2": plan(dp=4, zero_stage=2, zero_shard_degree=2),

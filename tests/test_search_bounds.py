@@ -315,13 +315,16 @@ def test_activations_of_one_stage_and_gradients_of_another_need_not_meet_on_a_ra
     ("schedule", "n_chunks", "n_micro_batches"),
     [("1f1b", 1, 6), ("gpipe", 1, 3), ("interleaved", 1, 8), ("interleaved", 2, 8), ("zero_bubble_v", 2, 9)],
 )
-def test_the_critical_path_adds_up_to_the_simulated_step(schedule: str, n_chunks: int, n_micro_batches: int) -> None:
+@pytest.mark.parametrize("cut_s", [0.25, 6.0])  # the latter queue where ranks receive ahead
+def test_the_critical_path_adds_up_to_the_simulated_step(
+    schedule: str, n_chunks: int, n_micro_batches: int, cut_s: float
+) -> None:
     mesh = Mesh(pp=4, schedule=schedule, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
-    table = plain_table(mesh)
+    table = plain_table(mesh, cut_s=cut_s)
     size = 8 // mesh.n_stages
     stages = tuple(StagePlan(index * size, (index + 1) * size) for index in range(mesh.n_stages))
     estimate = simulate(table, stages, with_timeline=True)
-    times = {FIRST_FORWARD: size, FORWARD: size, BACKWARD: 2 * size, LAST_BACKWARD: 2 * size, CUT: 0.25}
+    times = {FIRST_FORWARD: size, FORWARD: size, BACKWARD: 2 * size, LAST_BACKWARD: 2 * size, CUT: cut_s}
     times |= {INPUTS: 1.5 * size, WEIGHTS: 0.5 * size, LAST_WEIGHTS: 0.5 * size}
     of_first_stage = {(INPUTS, 0): 0.0, (WEIGHTS, 0): 2 * size, (LAST_WEIGHTS, 0): 2 * size}
     lengths = [

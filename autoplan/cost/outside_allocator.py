@@ -1,10 +1,11 @@
 """What a process takes on its device outside of torch's allocator: the context, and buffers of its communicators.
 
-    context + first communicator + further communicator x others, but that of the pipeline + links of the pipeline
+    context + first communicator + further communicator x others + neighbours in the pipeline
     + all-to-alls x other ranks of tensor parallelism, where its layouts have some
 
 NCCL makes a communicator when a process group first communicates, with buffers for every channel. A program has one of
-all its processes (gradient norm, barriers), and one per axis of its mesh: pipeline, replicas, shards, tensor parallel.
+all its processes (gradient norm, barriers), one per axis of its mesh (replicas, shards, tensor parallel), and one per
+neighbour in the pipeline, or one each way.
 torch gives an axis that holds all processes the group of all; an axis of one process communicates with nobody. Weights
 tied across stages have a group of their own.
 """
@@ -22,12 +23,12 @@ from autoplan.units import MiB
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
-# Of a link between two stages, both ways in one group: 448 to 465 with one neighbour and 816 to 852 with two when all
-# links had one group, 655 where ranks of an axis lie beside. One way by few thread blocks, of ranks that receive
-# ahead: 135 both ways then (benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl). That a group per
-# link takes no more is not measured.
-LINK_BYTES = 655 * MiB
-FEW_BLOCKS_LINK_BYTES = 135 * MiB
+# Of the group with a neighbouring stage, both ways: 448 to 465 with one of them, 816 to 852 with two, when one group
+# had both, 655 where ranks of an axis lie beside. One way by few thread blocks, of ranks that receive ahead: 163 both
+# ways then (llama-1b pp2 interleaved; benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl). Of a group
+# per neighbour nothing is measured, nor of torch 2.13, which makes another one for sends that are not in a batch.
+NEIGHBOUR_BYTES = 655 * MiB
+FEW_BLOCKS_NEIGHBOUR_BYTES = 163 * MiB
 FIRST_ALL_TO_ALL_BYTES, FURTHER_ALL_TO_ALL_BYTES = 442 * MiB, 385 * MiB  # by other rank: 442 with one, 1,212 with three
 
 
@@ -40,7 +41,6 @@ def communicators(mesh: Mesh, *, has_tied_weights: bool, n_groups: int = 1) -> t
     if n_devices == 1:
         return ()
     degrees = {
-        "pp": mesh.pp,
         "replica": mesh.dp // mesh.zero_shard_degree * n_groups,
         "shard": mesh.zero_shard_degree,
         "tp": mesh.tp,
@@ -57,12 +57,12 @@ def outside_allocator_bytes(
     return (
         CONTEXT_BYTES
         + (FIRST_COMMUNICATOR_BYTES if first else 0)
-        + FURTHER_COMMUNICATOR_BYTES * sum(axis != "pp" for axis in others)
-        + _links_bytes(mesh)
+        + FURTHER_COMMUNICATOR_BYTES * len(others)
+        + _neighbours_bytes(mesh)
         + (FIRST_ALL_TO_ALL_BYTES + (mesh.tp - 2) * FURTHER_ALL_TO_ALL_BYTES if has_all_to_alls else 0)
     )
 
 
-def _links_bytes(mesh: Mesh) -> int:
+def _neighbours_bytes(mesh: Mesh) -> int:
     n_neighbours = min(mesh.pp - 1, 2)
-    return n_neighbours * (2 * FEW_BLOCKS_LINK_BYTES if receives_ahead(mesh.schedule) else LINK_BYTES)
+    return n_neighbours * (2 * FEW_BLOCKS_NEIGHBOUR_BYTES if receives_ahead(mesh.schedule) else NEIGHBOUR_BYTES)

@@ -11,7 +11,6 @@ from autoplan.plain_text import count
 _SCHEDULES = {
     ("gpipe", 1): "GPipe",
     ("1f1b", 1): "1F1B",
-    ("gpipe", 2): "LoopedBFS",
     ("interleaved", 2): "Interleaved1F1B",
     ("zero_bubble_v", 2): "ZBVZeroBubble",
 }

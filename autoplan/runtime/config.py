@@ -110,6 +110,8 @@ class Config:
             raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected a divisor of dp = {self.dp}")
         if self.zero_stage == 0 and self.zero_shard_degree != 1:
             raise ValueError(f"zero_shard_degree: found {self.zero_shard_degree}, expected 1 because zero_stage is 0")
+        if self.n_chunks > 1 and self.schedule not in AHEAD_SCHEDULES:
+            raise ValueError(f"n_chunks: found {self.n_chunks}, expected 1 with schedule {self.schedule!r}")
         if self.splits_backward and self.zero_stage > MAX_SPLIT_ZERO_STAGE:
             raise ValueError(f"zero_stage: found {self.zero_stage}, expected 0, 1 or 2 with schedule {self.schedule!r}")
         if self.splits_backward and (self.recompute or self.compile):
@@ -191,11 +193,11 @@ class Config:
         """The stages of a pipeline rank, ascending."""
         return tuple(stage for stage in range(self.n_stages) if self.rank_of_stage(stage) == pp_rank)
 
-    def links(self) -> tuple[tuple[int, int], ...]:
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
         """(from, to) of all pairs of pipeline ranks between which a step sends, in the order of the stages."""
         ranks = [self.rank_of_stage(stage) for stage in range(self.n_stages)]
-        both_ways = (link for one, other in pairwise(ranks) if one != other for link in ((one, other), (other, one)))
-        return tuple(dict.fromkeys(both_ways))
+        pairs = [(one, other) for one, other in pairwise(ranks) if one != other]
+        return tuple(dict.fromkeys(way for one, other in pairs for way in ((one, other), (other, one))))
 
     def share_of(self, dp_rank: int) -> int:
         """Which of `shares` a data-parallel rank has; 0 where all are alike."""

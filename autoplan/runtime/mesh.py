@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from .planned_devices import check_device_memory, check_world_size, free_bytes
 # receive took 17 % longer with NCCL's own 16 and 7 % with 4, which still carry 130 GB/s; an interleaved step of
 # Llama-8B went from 3.11 to 2.97 s (2026-11-22). Under 1F1B and GPipe a rank only waits, and the limit took 1 to
 # 9 % of a step (4 stages, 4 H100, 2026-11-27; benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl).
+# The limit is of one group: where several receives wait, they occupy as many times that, which was not tried by itself.
 SEND_BLOCKS = 4
 
 
@@ -33,11 +36,11 @@ class RankMesh:
 
     Attributes:
         tp_group, pp_group: None when the degree is 1.
-        link_groups: of two pipeline ranks each, by (from, to), those of this rank (`Config.links`). NCCL moves what
-            goes through one group in the order of the calls, so through one for all links a result would wait for
-            those of other ranks that were called before it and are late; and one moves less than several at once. Both
-            ways of a link have one group, except where ranks receive ahead: otherwise torch calls a send and the
-            receive that answers it at once.
+        neighbour_groups: what this rank sends to another pipeline rank through, or receives from one, by (from, to);
+            see `Config.neighbours`. NCCL moves what goes through one group in the order of the calls. So through one
+            for all neighbours, a result would wait for those of other ranks that were called before it and are late,
+            and less would move at once. Both ways share one where torch's 1F1B sends and receives in one call, that
+            is, unless ranks receive ahead.
         zero_mesh: the data-parallel ranks as (shard,) when one copy exists, otherwise as (replica, shard).
         n_replicas: data-parallel ranks that hold the same shard.
     """
@@ -50,13 +53,13 @@ class RankMesh:
     n_replicas: int
     tp_group: ProcessGroup | None
     pp_group: ProcessGroup | None
-    link_groups: dict[tuple[int, int], ProcessGroup]
+    neighbour_groups: dict[tuple[int, int], ProcessGroup]
     zero_mesh: DeviceMesh
 
     def axes_of_groups(self) -> dict[str, str]:
         """The axis ("dp", "tp" or "pp") of each process group of the mesh, by the name of the group."""
         data_parallel = (("dp", self.zero_mesh.get_group(axis)) for axis in range(self.zero_mesh.ndim))
-        pipeline = (("pp", group) for group in (self.pp_group, *self.link_groups.values()))
+        pipeline = (("pp", group) for group in (self.pp_group, *self.neighbour_groups.values()))
         groups = (*data_parallel, ("tp", self.tp_group), *pipeline)
         return {group.group_name: axis for axis, group in groups if group is not None and group.size() > 1}
 
@@ -87,37 +90,45 @@ def build_rank_mesh(config: Config, device_type: str) -> RankMesh:
         n_replicas=replica_degree,
         tp_group=mesh["tp"].get_group() if config.tp > 1 else None,
         pp_group=mesh["pp"].get_group() if config.pp > 1 else None,
-        link_groups=_link_groups(config, device_type),
+        neighbour_groups=_neighbour_groups(config, device),
         zero_mesh=mesh["shard"] if replica_degree == 1 else mesh["replica", "shard"],
     )
 
 
-def _link_groups(config: Config, device_type: str) -> dict[tuple[int, int], ProcessGroup]:
+def _neighbour_groups(config: Config, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
     """See `RankMesh`; every rank must call it."""
-    found: dict[tuple[int, int], ProcessGroup] = {}
-    for source, target in config.links():
-        if target < source and not config.receives_ahead:
+    found: dict[tuple[int, int], ProcessGroup | None] = {}
+    is_few = config.receives_ahead and device.type == "cuda"
+    for source, target in config.neighbours():
+        if not config.receives_ahead and (target, source) in found:
+            found[source, target] = found[target, source]
             continue
-        options = _few_send_blocks if config.receives_ahead and device_type == "cuda" else None
-        group = group_over_pipeline_ranks(config, (source, target), options=options)
-        if group is not None:
-            found[source, target] = group
-            if not config.receives_ahead:
-                found[target, source] = group
-    return found
+        options = partial(few_send_blocks, device) if is_few else None
+        found[source, target] = group_over_pipeline_ranks(config, (source, target), device=device, options=options)
+    return {pair: group for pair, group in found.items() if group is not None}
 
 
-def _few_send_blocks() -> Any:
+def few_send_blocks(device: torch.device) -> Any:
     """How NCCL is to talk between ranks that receive ahead. torch writes into it: one for each group."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = SEND_BLOCKS
-    world: Any = dist.group.WORLD
-    options._timeout = world._get_backend(torch.device("cuda")).options._timeout  # otherwise its own default
+    options._timeout = _timeout(device)
     return options
 
 
+def _timeout(device: torch.device) -> timedelta:
+    """That of the group of all ranks; one that is made without any has its backend's default."""
+    world: Any = dist.group.WORLD
+    found: timedelta = world._get_backend(device).options._timeout
+    return found
+
+
 def group_over_pipeline_ranks(
-    config: Config, pp_ranks: Iterable[int], *, options: Callable[[], Any] | None = None
+    config: Config,
+    pp_ranks: Iterable[int],
+    *,
+    device: torch.device,
+    options: Callable[[], Any] | None = None,
 ) -> ProcessGroup | None:
     """The group of this rank and its peers (same dp and tp rank) on some pipeline ranks.
 
@@ -130,7 +141,7 @@ def group_over_pipeline_ranks(
     own_group: ProcessGroup | None = None
     own_rank = dist.get_rank()
     for members in ranks:
-        group = dist.new_group(members, pg_options=options and options())
+        group = dist.new_group(members, timeout=_timeout(device), pg_options=None if options is None else options())
         if own_rank in members:
             own_group = group
     return own_group

@@ -44,7 +44,7 @@ def _find_ties(
             continue
         first_stage_of.update(dict.fromkeys(group, owners[0]))
         pp_ranks = {config.rank_of_stage(index) for index in owners}
-        process_group = group_over_pipeline_ranks(config, pp_ranks) if len(pp_ranks) > 1 else None
+        process_group = group_over_pipeline_ranks(config, pp_ranks, device=mesh.device) if len(pp_ranks) > 1 else None
         copies = tuple(_copies_of(group, stages))
         if copies and copies[0].requires_grad:
             tied.append(TiedWeight(copies, process_group))

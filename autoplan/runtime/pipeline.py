@@ -4,6 +4,8 @@
 
 What crosses a cut is declared (`Boundary`), so no metadata is exchanged and no trial forward pass is run.
 
+What goes from one rank to another has a process group of its own (`RankMesh.neighbour_groups`).
+
 `fully_shard` would wait for all reductions of a stage at the end of its last backward pass, before the stage in front
 gets its gradient: the reductions of all stages would run one after the other. So that is left to the end of the step.
 
@@ -37,6 +39,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import _batch_p2p
 
 from .config import Config
 from .stage_shell import CARRIER, FinishWeights, Loss, PrepareBackward, StageShell, as_floats, from_floats
@@ -78,7 +81,7 @@ class Pipeline:
     """A rank's part of the pipeline.
 
     `stages` are the modules of this rank: those of `config.stages_of(pp_rank)`. `boundaries` has one entry per cut of
-    the model. `group` has all pipeline ranks, for `link_groups` see `RankMesh`.
+    the model. `group` has all pipeline ranks; `neighbour_groups` are those of `RankMesh`.
     `prepare_backward(stage, is_last_micro_batch)` is called before each backward pass of a stage;
     `finish_weights(stage, is_last_micro_batch)`, where the backward pass is split, after each half for weights instead.
     """
@@ -91,14 +94,14 @@ class Pipeline:
         boundaries: Sequence[tuple[Boundary, ...]],
         pp_rank: int,
         group: ProcessGroup,
-        link_groups: Mapping[tuple[int, int], ProcessGroup],
+        neighbour_groups: Mapping[tuple[int, int], ProcessGroup],
         device: torch.device,
         loss: Loss,
         prepare_backward: PrepareBackward,
         finish_weights: FinishWeights,
     ) -> None:
         self._config, self._boundaries = config, boundaries
-        self._group, self._link_groups, self._device = group, link_groups, device
+        self._group, self._neighbour_groups, self._device = group, neighbour_groups, device
         self._pp_rank = pp_rank
         self._indices = config.stages_of(pp_rank)
         self._shells = [
@@ -139,18 +142,18 @@ class Pipeline:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
     def _connect(self) -> None:
-        """Use every link once, in one order: a first use waits for the other rank, and ranks could wait in a circle."""
+        """Send through every group once, all ranks in one order: what comes first waits for the other rank to join."""
         message = torch.zeros(1, device=self._device)
-        for source, target in self._config.links():
+        for source, target in self._config.neighbours():
             if self._pp_rank in (source, target):
                 self._move(message, source, target)
 
     def _move(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Send or receive it, as this rank is one or the other."""
         op, peer = (dist.isend, target) if self._pp_rank == source else (dist.irecv, source)
-        group = self._link_groups[source, target]
-        # in a batch, as the schedules do: torch has another communicator for what is not
-        for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), group)]):
+        group = self._neighbour_groups[source, target]
+        # as the schedules do: through another communicator of the group in torch 2.13 than in 2.11
+        for work in _batch_p2p([dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), group)]):
             work.wait()
 
     def _start_gathers(self, shells: Sequence[StageShell]) -> None:
@@ -236,7 +239,7 @@ class Pipeline:
             input_args=tuple(received),
             output_args=tuple(sent),
             group=self._group,
-            link_groups=self._link_groups,
+            neighbour_groups=self._neighbour_groups,
         )
 
 
@@ -250,31 +253,38 @@ def _hold_gradients(stage: nn.Module, is_last_micro_batch: bool) -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage that sends and receives through the groups of its links."""
+    """A stage that sends and receives through the groups of its neighbours, and what `Boundary` says it does."""
 
-    def __init__(self, *args: Any, link_groups: Mapping[tuple[int, int], ProcessGroup], **options: Any) -> None:
+    def __init__(self, *args: Any, neighbour_groups: Mapping[tuple[int, int], ProcessGroup], **options: Any) -> None:
         super().__init__(*args, **options)
         own, global_ranks = dist.get_rank(self.group), dist.get_process_group_ranks(self.group)
-        self._to = {global_ranks[target]: found for (source, target), found in link_groups.items() if source == own}
-        self._from = {global_ranks[source]: found for (source, target), found in link_groups.items() if target == own}
+        pairs = neighbour_groups.items()
+        self._to = {global_ranks[target]: found for (source, target), found in pairs if source == own}
+        self._from = {global_ranks[source]: found for (source, target), found in pairs if target == own}
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """None of torch 2.11's first messages between all neighbouring stages, see `Pipeline._connect`."""
         return []
 
+    def _warmup_forward_vote(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Nor of 2.13's, by which ranks agree whether all know what they send."""
+        return torch.ones(1)
+
+    _warmup_backward_result = _warmup_forward_vote
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_links(super().get_fwd_recv_ops(fwd_chunk_id))
+        return self._through_neighbour_groups(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_links(super().get_fwd_send_ops(fwd_chunk_id))
+        return self._through_neighbour_groups(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_links(super().get_bwd_recv_ops(bwd_chunk_id))
+        return self._through_neighbour_groups(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._through_links(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._through_neighbour_groups(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _through_links(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+    def _through_neighbour_groups(self, ops: Sequence[dist.P2POp]) -> list[dist.P2POp]:
         groups = ((op, (self._to if op.op is dist.isend else self._from)[op.peer]) for op in ops)
         return [dist.P2POp(op.op, op.tensor, op.peer, group, op.tag) for op, group in groups]
 

@@ -69,8 +69,8 @@ class ScheduleKind:
 class Call(NamedTuple):
     """A send and its receive, where the result of an action goes to another rank.
 
-    The last two count where ranks receive ahead: NCCL moves what goes from one rank to another in the order of the
-    calls.
+    The last two count where ranks receive ahead. What goes from one rank to another has a communicator of its own
+    (`runtime.mesh`), and NCCL moves what goes through one in the order of the calls.
 
     Attributes:
         receiver: that rank.

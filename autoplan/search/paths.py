@@ -69,7 +69,7 @@ def _path(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
 
 
 def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
-    """Paths that bound any plan of the mesh, well where nothing queues; `critical_paths` adds what a plan needs."""
+    """Paths that bound any plan of the mesh, well where no transfer waits; `critical_paths` adds what a plan needs."""
     schedule = _schedule_of(mesh)
     ranks = stage_ranks(schedule)
     chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, schedule, rank))
@@ -176,7 +176,7 @@ def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Pat
     """Per rank, the longest path to the end of its part of a simulated step, read backwards.
 
     An action begins when the action before it on its rank stops, or when its input arrives. That leaves when its source
-    has stopped and the action before has, too, or, where ranks receive ahead, all that `_queues` names. Times are equal
+    has stopped and the action before has, too, or, where ranks receive ahead, what `_calls` names. Times are equal
     to the last bit where one waits for the other, because each is the maximum of them.
     """
     trace = _Trace(timeline, mesh)
@@ -212,7 +212,7 @@ class _Trace:
         sends = sorted((event for event in timeline if event.stream.startswith("send")), key=_start_s)
         self._sends = {event.name: event for event in sends}
         ahead = receives_ahead(mesh.schedule)
-        self._queues = _queues(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks) if ahead else None
+        self._calls = _calls(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks) if ahead else None
 
     def last_actions(self) -> list[str]:
         """The last pass of each rank."""
@@ -228,21 +228,21 @@ class _Trace:
                 counts[carry_symbol(symbol_of(self._mesh, action)), action.stage] += 1
             return previous
         source = _source(name, n_stages=self._mesh.n_stages)
-        if source is None or self._queues is not None:
-            return None if source is None else self._behind_queues(source, counts)
+        if source is None or self._calls is not None:
+            return None if source is None else self._before_transfers(source, counts)
         self._count_cut(source, counts)
         is_free_later = previous is not None and self._passes[previous].stop_s > self._passes[source].stop_s
         return previous if is_free_later else source
 
-    def _behind_queues(self, source: str, counts: Counter[tuple[str, int]]) -> str:
+    def _before_transfers(self, source: str, counts: Counter[tuple[str, int]]) -> str:
         """The action that set off the chain of transfers which ends with that of the result of `source`."""
         while source in self._sends:
             self._count_cut(source, counts)
             start_s = self._sends[source].start_s
             if self._passes[source].stop_s >= start_s:
                 break
-            assert self._queues is not None
-            after, behind = self._queues[source]
+            assert self._calls is not None
+            after, behind = self._calls[source]
             if behind not in self._sends or self._sends[behind].stop_s < start_s:
                 return source if after is None or self._passes[after].stop_s < start_s else after
             source = behind
@@ -256,7 +256,7 @@ class _Trace:
 
 
 @lru_cache(maxsize=KEPT_SCHEDULES)
-def _queues(
+def _calls(
     schedule: str, n_ranks: int, n_micro_batches: int, n_chunks: int
 ) -> dict[str, tuple[str | None, str | None]]:
     """`Call.after` and `Call.behind` of each result that goes to another rank, by the names of actions."""

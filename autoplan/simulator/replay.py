@@ -9,8 +9,9 @@ not block its rank, except in a sendrecv (`OrderedSchedule.sendrecvs`), in which
 arrived.
 
 Where the schedule `receives_ahead`, a rank calls a receive as soon as the other rank has come to the send, behind the
-action that it has come to itself (`schedules.Call`), and goes on; what goes from one rank to another does so in the
-order of the calls. What waits slows products beside it: that is in the price of segments.
+action that it has come to itself (`schedules.Call`), and goes on; what goes from one rank to another, through a
+communicator of its own, does so in the order of the calls. What waits slows products beside it: that is in the price of
+segments.
 
 Where gathers begin with the step (`CostTable.gathers_at_start`), those of a rank go on while it waits for another one
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its

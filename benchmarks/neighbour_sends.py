@@ -1,14 +1,14 @@
-"""How long sends between the ranks of a pipeline take, by which of them go on at once and how many groups they share.
+"""How long sends between neighbouring ranks of a pipeline take, by which go on at once and the groups they share.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/send_links.py KIND RESULTS.jsonl    two ranks or more
+    torchrun --standalone --nproc-per-node 4 benchmarks/neighbour_sends.py KIND RESULTS.jsonl    two ranks or more
 
-KIND is what the rows call the links. A row is one of three:
+KIND is what the rows call the transport. A row is one of three:
 
-    pattern   seconds of a send of `kib` KiB, the slowest rank's, while the links of a pattern are used: the first one
-              alone, every second one, all, and each with its way back; `lanes`: every direction of every link has a
-              process group of its own, in place of one for all
+    pattern   seconds of a send of `kib` KiB, the slowest rank's, while pairs of neighbours send: the first one alone,
+              every second one, all, and each with its way back; `lanes`: each pair has a process group for either
+              direction, in place of one for all
     late_s    seconds from the call of a receive to its end, where the send was called so much before
-    joined    MiB that a process takes on its device outside of torch's allocator: more, by one more group of two ranks
+    joined    MiB more that a process takes on its device outside of torch's allocator, by one more group of two ranks
 """
 
 import json
@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from autoplan.runtime.mesh import _few_send_blocks
+from autoplan.runtime.mesh import few_send_blocks
 
 SIZES_KIB = (256, 1024, 4096, 16384, 65536)
 LATE_S = (0.0, 0.02)
 CYCLES_PER_S = 2e9  # of `torch.cuda._sleep`, about
 N_ROUNDS, ROUND_S, MOST_CALLS = 3, 0.15, 50
 
-Link = tuple[int, int]
-Groups = dict[Link, Any]
+Way = tuple[int, int]
+Groups = dict[Way, Any]
 
 
 class Ranks:
-    """This process among the ranks of a pipeline, and a group for each direction of each link."""
+    """This process among the ranks of a pipeline, and all ways between neighbours."""
 
     def __init__(self) -> None:
         self.cuda = torch.cuda.is_available()
@@ -47,7 +47,7 @@ class Ranks:
         self.n = dist.get_world_size()
         self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
         self.forward = list(pairwise(range(self.n)))
-        self.links = list(chain.from_iterable(((one, other), (other, one)) for one, other in self.forward))
+        self.ways = list(chain.from_iterable(((one, other), (other, one)) for one, other in self.forward))
 
     def slowest(self, seconds: float) -> float:
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
@@ -67,18 +67,18 @@ class Ranks:
         return (total - free - torch.cuda.memory_reserved()) / 2**20
 
 
-def ops_of(ranks: Ranks, link: Link, tensors: dict[Link, torch.Tensor], group: Any) -> list[dist.P2POp]:
+def ops_of(ranks: Ranks, way: Way, tensors: dict[Way, torch.Tensor], group: Any) -> list[dist.P2POp]:
     """This rank's part of a send."""
-    source, target = link
-    if ranks.rank not in link:
+    source, target = way
+    if ranks.rank not in way:
         return []
     op, peer = (dist.isend, target) if ranks.rank == source else (dist.irecv, source)
-    return [dist.P2POp(op, tensors[link], peer, group)]
+    return [dist.P2POp(op, tensors[way], peer, group)]
 
 
-def sends(ranks: Ranks, links: list[Link], tensors: dict[Link, torch.Tensor], groups: Groups) -> Callable[[], None]:
+def sends(ranks: Ranks, ways: list[Way], tensors: dict[Way, torch.Tensor], groups: Groups) -> Callable[[], None]:
     """All of them at once: in one call where they have one group, else in one per group."""
-    ops = [op for link in links for op in ops_of(ranks, link, tensors, groups.get(link))]
+    ops = [op for way in ways for op in ops_of(ranks, way, tensors, groups.get(way))]
     calls = [[op] for op in ops] if groups else [ops] if ops else []
 
     def call() -> None:
@@ -100,14 +100,14 @@ def seconds_of(ranks: Ranks, call: Callable[[], None], n_calls: int) -> float:
 
 
 def pattern_rows(ranks: Ranks, kib: int, groups: Groups) -> list[dict]:
-    tensors = {link: torch.ones(kib * 256, device=ranks.device) for link in ranks.links}
-    back = {link: link[::-1] for link in ranks.forward}
+    tensors = {way: torch.ones(kib * 256, device=ranks.device) for way in ranks.ways}
+    back = {way: way[::-1] for way in ranks.forward}
     some = {"alone": ranks.forward[:1], "pairs": ranks.forward[::2], "chain": ranks.forward}
-    patterns = some | {f"both_{name}": [*links, *map(back.get, links)] for name, links in some.items()}
+    patterns = some | {f"both_{name}": [*ways, *map(back.get, ways)] for name, ways in some.items()}
     rows = []
-    for name, links in patterns.items():
+    for name, ways in patterns.items():
         for own in ({}, groups):
-            call = sends(ranks, links, tensors, own)
+            call = sends(ranks, ways, tensors, own)
             seconds_of(ranks, call, 2)
             n_calls = max(2, min(MOST_CALLS, int(ROUND_S / seconds_of(ranks, call, 2))))
             found = [seconds_of(ranks, call, n_calls) for _ in range(N_ROUNDS)]
@@ -117,16 +117,16 @@ def pattern_rows(ranks: Ranks, kib: int, groups: Groups) -> list[dict]:
 
 def late_row(ranks: Ranks, kib: int, late_s: float, groups: Groups) -> dict:
     """A receive of the second rank, whose send the first one called so much earlier."""
-    link = ranks.forward[0]
-    tensors = {link: torch.ones(kib * 256, device=ranks.device)}
+    way = ranks.forward[0]
+    tensors = {way: torch.ones(kib * 256, device=ranks.device)}
     found = []
     for _ in range(1 + N_ROUNDS):
         dist.barrier()
         ranks.synchronize()
-        if ranks.rank == link[1]:
+        if ranks.rank == way[1]:
             wait(ranks, late_s)
-        own_s = elapsed_s(ranks, sends(ranks, [link], tensors, groups))
-        found.append(ranks.slowest(own_s if ranks.rank == link[1] else 0.0))
+        own_s = elapsed_s(ranks, sends(ranks, [way], tensors, groups))
+        found.append(ranks.slowest(own_s if ranks.rank == way[1] else 0.0))
     return {"kib": kib, "late_s": late_s, "seconds": found[1:]}
 
 
@@ -153,18 +153,20 @@ def elapsed_s(ranks: Ranks, call: Callable[[], None]) -> float:
 
 
 def joined_rows(ranks: Ranks) -> tuple[list[dict], Groups]:
-    """A group per direction of each link, by few thread blocks and then by as many as NCCL takes."""
-    tensors = {link: torch.ones(1 << 20, device=ranks.device) for link in ranks.links}
+    """A group per direction of each way, by few thread blocks and then by as many as NCCL takes."""
+    tensors = {way: torch.ones(1 << 20, device=ranks.device) for way in ranks.ways}
     dist.barrier()
     rows, groups = [], {}
     for few in (True, False):
-        for link in ranks.links:
+        for way in ranks.ways:
             before = ranks.outside_mib()
-            group = dist.new_group(sorted(link), pg_options=_few_send_blocks() if few and ranks.cuda else None)
-            sends(ranks, [link], tensors, {link: group})()
+            group = dist.new_group(
+                sorted(way), pg_options=few_send_blocks(ranks.device) if few and ranks.cuda else None
+            )
+            sends(ranks, [way], tensors, {way: group})()
             more = ranks.slowest(ranks.outside_mib() - before)
-            rows.append({"joined": link, "few_blocks": few, "mib": more})
-            groups[link] = group
+            rows.append({"joined": way, "few_blocks": few, "mib": more})
+            groups[way] = group
     return rows, groups
 
 
