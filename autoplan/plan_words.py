@@ -138,7 +138,7 @@ def describe_mesh(mesh: Mesh) -> str:
     text += f", micro-batch {micro_batches_text(mesh, ' x ')}"
     if mesh.pp > 1:
         text += f", {mesh.schedule}"
-        text += f" with {count(mesh.n_chunks, 'chunk')}" if receives_ahead(mesh.schedule) else ""
+        text += f", {count(mesh.n_chunks, 'stage')} a rank" if receives_ahead(mesh.schedule) else ""
     return ", ".join((text, *execution_words(mesh)))
 
 
@@ -146,6 +146,8 @@ def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
     """The decision as (name, value) pairs; `splits` are what tensor parallelism splits."""
     mesh = plan.mesh
     schedule = mesh.schedule if mesh.pp > 1 else "none (one stage)"
+    if mesh.pp > 1 and receives_ahead(mesh.schedule):
+        schedule += f", {count(mesh.n_chunks, 'stage')} a rank"
     zero = f"stage {mesh.zero_stage}"
     if mesh.zero_stage:
         zero += f" over {mesh.zero_shard_degree} ranks"
@@ -153,7 +155,7 @@ def plan_rows(plan: Plan, splits: Sequence[str] = ()) -> list[tuple[str, str]]:
         ("data parallel", dp_text(mesh)),
         ("tensor parallel", str(mesh.tp)),
         *([("tensor-parallel split", "; ".join(splits))] if splits else []),
-        ("pipeline parallel", str(mesh.pp) + (f" x {mesh.n_chunks} chunks" if mesh.n_chunks > 1 else "")),
+        ("pipeline parallel", str(mesh.pp)),
         ("ZeRO", zero),
         ("micro-batch", f"{micro_batches_text(mesh, ' samples x ')} per step"),
         ("global batch", f"{mesh.global_batch_size} samples"),

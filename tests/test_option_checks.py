@@ -144,6 +144,14 @@ def test_a_fix_of_the_library_that_is_no_pairs_of_texts_is_refused_with_an_examp
         check_options(Options(fix=fix))
 
 
+@pytest.mark.parametrize("fix", ["schedule=1f1b,chunks=2", "schedule=zero_bubble_v,chunks=1", "pp=1,chunks=2"])
+def test_a_number_of_stages_that_a_schedule_never_has_is_refused(fix: str) -> None:
+    with pytest.raises(errors.UsageError, match=r"fix chunks: found (.|\n)*fix: leave one of"):
+        check_options(Options(fix=parse_fix([fix])))
+    for others in ("schedule=interleaved,chunks=3", "schedule=gpipe,chunks=1", "pp=1,chunks=1"):
+        check_options(Options(fix=parse_fix([others])))
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble_v"])
 def test_a_schedule_of_several_stages_per_rank_needs_several_ranks(schedule: str) -> None:
     with pytest.raises(errors.UsageError, match=rf"fix schedule={schedule}: found 'pp=1'(.|\n)*fix: leave one of"):

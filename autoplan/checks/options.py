@@ -21,6 +21,7 @@ from autoplan.options import (
     MAX_TIME_LIMIT_S,
     MEMORY_FORMATS,
     OBJECTIVES,
+    PLAIN_SCHEDULE,
     PRECISIONS,
     Options,
 )
@@ -236,12 +237,19 @@ def _check_module_level(options: Options) -> None:
 
 
 def _check_schedule(options: Options) -> None:
-    """Some schedules are of several ranks only; of one rank the others are all the same."""
+    """Some schedules are of several ranks only, of one rank all are the same; and most have one number of stages."""
     fix = dict(options.fix)
-    schedule = fix.get("schedule")
+    schedule, chunks = fix.get("schedule"), fix.get("chunks")
     if fix.get("pp") == "1" and schedule in ("interleaved", "zero_bubble_v"):
         expected = "pp of 2 or more, as it is of a pipeline"
         raise UsageError.of(f"--fix schedule={schedule}", found="pp=1", expected=expected, fix="leave one of them out")
+    of_schedule = {"1f1b": "1", "gpipe": "1", PLAIN_SCHEDULE: "1", "zero_bubble_v": "2"}.get(schedule or "")
+    if chunks is not None and of_schedule not in (None, chunks):
+        expected = f"chunks={of_schedule}, the stages that each rank has under {schedule}"
+        raise UsageError.of("--fix chunks", found=chunks, expected=expected, fix="leave one of them out")
+    if fix.get("pp") == "1" and chunks not in (None, "1"):
+        expected = "chunks=1, since a rank without a pipeline has one stage"
+        raise UsageError.of("--fix chunks", found=chunks, expected=expected, fix="leave one of them out")
 
 
 def _check_compression(options: Options) -> None:
