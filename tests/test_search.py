@@ -21,7 +21,9 @@ from autoplan.options import Options
 from autoplan.parallel_plan import Mesh
 from autoplan.search import GOOD_ENOUGH, search
 from autoplan.search.meshes import enumerate_meshes
+from autoplan.search.plans import obeys_recompute
 from autoplan.search.result import SearchResult
+from autoplan.simulator.simulate import simulate
 
 EXACT = Options(max_micro_batch_size=2, top=1, require_optimal=True)
 FEW = settings(max_examples=12)
@@ -193,6 +195,24 @@ def test_alternatives_are_other_meshes_in_order_of_their_step_time() -> None:
     times = [candidate.estimate.step_s for candidate in found]
     assert times == sorted(times)
     assert all(candidate.bound_s <= candidate.estimate.step_s for candidate in found)
+
+
+def test_no_alternative_would_be_faster_with_the_stages_of_the_best_plan() -> None:
+    n_alike = 0
+    for seed in range(24):
+        toy = random_toy(seed, n_segments=6, n_devices=4, global_batch=8)
+        result = run(toy, Options(top=8, fix=(("pp", "2"),)))
+        for candidate in result.alternatives:
+            assert result.best is not None
+            mesh, stages = candidate.plan.mesh, result.best.plan.stages
+            if mesh.n_stages != len(stages):
+                continue
+            table = toy.price(mesh)
+            same = simulate(table, stages)
+            if same.fits and obeys_recompute(table, stages, recompute=None):
+                n_alike += 1
+                assert candidate.estimate.step_s <= same.step_s * (1 + 1e-9)
+    assert n_alike > 20
 
 
 @pytest.mark.parametrize("seed", range(12))

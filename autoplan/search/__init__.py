@@ -68,6 +68,7 @@ from autoplan.search.twins import spares_cheaply
 __all__ = ["GOOD_ENOUGH", "SearchSpace", "search"]
 
 N_SIMPLER = 8  # meshes tried after the proof
+N_SHARED = 20  # meshes in which the best plan's stages are tried
 # Of the time limit, for the plain recipes and one device, and for listing all meshes. What else is done once for each
 # mesh takes twice as long as to list it.
 RECIPES_SHARE, LISTING_SHARE = 0.5, 0.2
@@ -119,6 +120,7 @@ def search(
         _prove(state, space)
         _try_simpler(state)
         _fill_alternatives(state)
+        _share_best_cut(state)
         explain_memory(state)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
@@ -237,3 +239,19 @@ def _fill_alternatives(state: SearchState) -> None:
         if state.is_late():
             return
         examine(state, to_beat=0.0)
+
+
+def _share_best_cut(state: SearchState) -> None:
+    """Try the stages of the best plan in other meshes: these were searched only until they could not beat it.
+
+    Otherwise a plan would be compared with others whose stages are worse, not only their meshes.
+    """
+    if state.stopped or not state.plans:
+        return
+    best, *others = state.ranking()
+    stages = state.plans[best].stages
+    for index in others[:N_SHARED]:
+        if state.is_late():
+            return
+        if state.meshes[index].n_stages == len(stages):
+            consider(state, index, stages)
