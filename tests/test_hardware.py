@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
-from autoplan.hardware.file import build_hardware_profile
+from autoplan.hardware.file import build_hardware_profile, network_names
 from autoplan.overlap import Overlap
 from autoplan.registry import load_table
+from autoplan.report.hardware import hardware_list
 
 REQUIRED = {
     "dgx_a100_x8", "dgx_a100_40g_x8", "dgx_h100_x8", "hgx_h200_x8", "h200_x4", "dgx_b200_x8", "a100_pcie_x8", "v100_x8",
@@ -432,3 +433,10 @@ def test_the_same_key_in_two_files_is_an_error_that_names_both(tmp_path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InputError, match=r"first\.py .* and .*second\.py"):
         load_table("tables_two", "T")
+
+
+def test_the_list_of_profiles_names_every_network_that_any_of_them_may_have() -> None:
+    text = " ".join(hardware_list([load_hardware_profile("dgx_a100_x8")]).split())
+    assert ", ".join(network_names()) in text
+    for name in network_names():
+        assert load_hardware_profile(f"dgx_a100_x8+{name}", n_hosts=2).networks

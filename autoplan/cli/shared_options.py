@@ -52,7 +52,8 @@ cluster_options = combined(
         "--hw",
         required=True,
         metavar="NAME|FILE",
-        help="Hardware profile, or mixed cluster; see `autoplan hw list`. NAME/2: 2 of the devices of each host.",
+        help="Hardware profile, or mixed cluster; see `autoplan hw list`. NAME/2: 2 of the devices of each host;"
+        " NAME+ethernet_10g: that network between hosts.",
     ),
     click.option("--hosts", type=int, default=1, show_default=True, help="How many equal hosts."),
 )

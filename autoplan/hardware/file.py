@@ -157,6 +157,11 @@ def read_path(path: Path, *, expected: str = "a hardware file") -> tuple[str, st
         raise InputError.of(str(path), found="not text", expected="TOML in UTF-8", fix="check the path") from None
 
 
+def network_names() -> tuple[str, ...]:
+    """The networks that every profile may have in place of its own, as `NAME+NETWORK`."""
+    return tuple(_shared()["network"])
+
+
 @lru_cache(maxsize=1)
 def _shared() -> Table:
     return parse_toml(files(PROFILE_PACKAGE).joinpath(SHARED_FILE).read_text(encoding="utf-8"), where=SHARED_FILE)

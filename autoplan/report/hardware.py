@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.hardware import HardwareProfile
+from autoplan.hardware.file import network_names
 from autoplan.plain_text import page, text_table
 from autoplan.report.figures import figures_text
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
@@ -13,9 +14,13 @@ NOT_LISTED = "not listed: autoplan hw measure --out my_box.toml writes that of t
 
 
 def hardware_list(profiles: Sequence[HardwareProfile]) -> str:
-    """One line per hardware profile, and how to make one of a machine that is not among them."""
+    """One line per hardware profile, what their names may end with, and how to make one of another machine."""
     rows = [(item.name, f"{item.n_devices_per_host} x {item.device.name}", item.description) for item in profiles]
-    return page([text_table(("profile", "one host", "description"), rows), NOT_LISTED])
+    endings = (
+        "NAME/2: 2 of the devices of each host; with --hosts 2 or more NAME+NETWORK has another network between them: "
+    )
+    networks = endings + ", ".join(network_names())
+    return page([text_table(("profile", "one host", "description"), rows), networks, NOT_LISTED])
 
 
 def hardware_sheet(hardware: HardwareProfile) -> str:
