@@ -29,6 +29,7 @@ from autoplan.parallel_plan import ZERO_STAGES
 
 _RECOMPUTE = ("none", "full", "selective")
 _SWITCH = ("on", "off")
+_STAGES_OF_RANK = {"1f1b": "1", "gpipe": "1", PLAIN_SCHEDULE: "1", "zero_bubble_v": "2"}  # of schedules with one number
 # What each name of `--fix` accepts: a list of words, or None for a positive integer.
 FIX_VALUES: dict[str, tuple[str, ...] | None] = {
     "dp": None,
@@ -243,12 +244,11 @@ def _check_schedule(options: Options) -> None:
     if fix.get("pp") == "1" and schedule in ("interleaved", "zero_bubble_v"):
         expected = "pp of 2 or more, as it is of a pipeline"
         raise UsageError.of(f"--fix schedule={schedule}", found="pp=1", expected=expected, fix="leave one of them out")
-    of_schedule = {"1f1b": "1", "gpipe": "1", PLAIN_SCHEDULE: "1", "zero_bubble_v": "2"}.get(schedule or "")
-    if chunks is not None and of_schedule not in (None, chunks):
-        expected = f"chunks={of_schedule}, the stages that each rank has under {schedule}"
-        raise UsageError.of("--fix chunks", found=chunks, expected=expected, fix="leave one of them out")
-    if fix.get("pp") == "1" and chunks not in (None, "1"):
-        expected = "chunks=1, since a rank without a pipeline has one stage"
+    only, why = _STAGES_OF_RANK.get(schedule or ""), f"the stages that each rank has under {schedule}"
+    if fix.get("pp") == "1" and only is None:
+        only, why = "1", "since a rank without a pipeline has one stage"
+    if only is not None and chunks not in (None, only):
+        expected = f"chunks={only}, {why}"
         raise UsageError.of("--fix chunks", found=chunks, expected=expected, fix="leave one of them out")
 
 

@@ -247,8 +247,8 @@ def send_s(size_bytes: float, *, pair: Group, hardware: HardwareProfile, is_ahea
     """Time to send `size_bytes` from one device of `pair` to the other: latency + (size + half_rate) / achieved rate.
 
     Over the outermost tier between the two, the slowest on the way. Every device of the sending stage is taken to send
-    at the same time, each over its own share of that tier. A device sends itself nothing. Where
-    ranks receive ahead (`is_ahead`), they send by few thread blocks.
+    at the same time, each over its own share of that tier. A device sends itself nothing. Ranks that
+    receive ahead (`is_ahead`) send by few thread blocks.
     """
     if pair.n_devices == 1 or size_bytes == 0:
         return 0.0

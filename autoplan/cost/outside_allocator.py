@@ -5,9 +5,8 @@
 
 NCCL makes a communicator when a process group first communicates, with buffers for every channel. A program has one of
 all its processes (gradient norm, barriers), one per axis of its mesh (replicas, shards, tensor parallel), and one per
-neighbour in the pipeline, or one each way.
-torch gives an axis that holds all processes the group of all; an axis of one process communicates with nobody. Weights
-tied across stages have a group of their own.
+neighbour in the pipeline, or one each way. torch gives an axis that holds all processes the group of all; an axis of
+one process communicates with nobody. Weights tied across stages have a group of their own.
 """
 
 from __future__ import annotations

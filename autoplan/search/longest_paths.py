@@ -76,7 +76,7 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
         nodes.append(node)
         return len(nodes)
 
-    assert n_chunks == 1 or receives_ahead(name)
+    assert receives_ahead(name)  # otherwise a transfer waits for the rank that needs it
     for place, (action, call) in enumerate(zip(ordered.actions, ordered.calls, strict=True)):
         rank, symbol = ranks[action.stage], symbol_of(mesh, action)
         before, left = last[rank]

@@ -238,7 +238,7 @@ class RelaxedStep:
         for clock, own_s in zip(clocks[1:], gathered_s[1:], strict=True):
             clock.gather(own_s)
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
-        links_s: dict[tuple[int, int], Array] = {}  # ahead: when the last transfer from one rank to another is done
+        moved_s: dict[tuple[int, int], Array] = {}  # ahead: when the last transfer from one rank to another is done
         done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
         for place, (rank, number, awaited, transfer, receiver, out) in enumerate(script.turns):
             clock = clocks[rank]
@@ -253,9 +253,8 @@ class RelaxedStep:
                 done_s[place] = clock.free_s
             if receiver >= 0 and goes_ahead:
                 called_s = np.maximum(clock.free_s, clocks[receiver].free_s)
-                link = rank, receiver
-                arrived_s = np.maximum(called_s, links_s.get(link, 0.0)) + cuts_s[out, False]
-                done_s[place] = links_s[link] = arrived_s
+                way = rank, receiver
+                done_s[place] = moved_s[way] = np.maximum(called_s, moved_s.get(way, 0.0)) + cuts_s[out, False]
         ends_s = [clock.end_s for clock in clocks]
         for stage, rank in enumerate(script.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]

@@ -77,7 +77,7 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
 
     Raises: UsageError when it is to be kept and cannot be.
     """
-    wanted, recompute, schedule = (*(fixed(options, name) for name in ("keep_attention", "recompute")), _one(options))
+    wanted, recompute, schedule = fixed(options, "keep_attention"), fixed(options, "recompute"), _schedule(options)
     has_any = bool(kinds_with_attention(graph, precision=options.precision, attention=device.attention))
     cannot = recompute == "none" or (schedule != "" and splits_backward(schedule))
     if wanted == "on" and not (has_any and not cannot):
@@ -95,8 +95,8 @@ def attention_choices(graph: OpGraph, options: Options, *, device: Device) -> tu
     return (False, True) if has_any and not cannot else (False,)
 
 
-def _one(options: Options) -> str:
-    """The one schedule that is fixed; "" where there is a choice."""
+def _schedule(options: Options) -> str:
+    """The one that is fixed; "" where there is a choice."""
     schedule = fixed(options, "schedule")
     return "" if schedule in (None, PLAIN_SCHEDULE) else schedule
 
@@ -117,7 +117,7 @@ def capture_choices(graph: OpGraph, options: Options, *, device: Device) -> Capt
         grad_compression=compression_choice(options).name,
         is_cpu=device.is_cpu,
         recomputes=fixed(options, "recompute") in ("full", "selective"),
-        schedule=_one(options) if is_cut else "",
+        schedule=_schedule(options) if is_cut else "",
     )
     of_own, of_generated, of_shards = why_not(runs_own_modules=True), why_not(), why_not(tp=2)
     found = of_generated if fixed(options, "tp") in (None, "1") else of_shards
