@@ -22,12 +22,13 @@ from autoplan.units import MiB
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
-# Of the group with a neighbouring stage, both ways: 448 to 465 with one of them, 816 to 852 with two, when one group
-# had both, 655 where ranks of an axis lie beside. One way by few thread blocks, of ranks that receive ahead: 163 both
-# ways then (llama-1b pp2 interleaved; benchmarks/results/predictions_h100_x4_2026-11-27_send_blocks.jsonl). Of a group
-# per neighbour nothing is measured, nor of torch 2.13, which makes another one for sends that are not in a batch.
+# Of a group of two neighbouring stages: 516 to 518; in programs of pp 2 with one for all, which is the same then, 448 to
+# 465, and 655 where ranks of another axis lie beside. By few thread blocks, of ranks that receive ahead: 130 one way
+# and 70 more for the way back. Without NVLink at most 30, and 120 both ways (benchmarks/results/
+# neighbour_sends_h100_x4_2026-11-27_ninth_machine.jsonl, predictions_h100_x4_2026-11-27_send_blocks.jsonl). Of torch
+# 2.13, which makes another one for sends that are not in a batch, nothing is measured.
 NEIGHBOUR_BYTES = 655 * MiB
-FEW_BLOCKS_NEIGHBOUR_BYTES = 163 * MiB
+FEW_BLOCKS_NEIGHBOUR_BYTES = (130 + 70) * MiB
 FIRST_ALL_TO_ALL_BYTES, FURTHER_ALL_TO_ALL_BYTES = 442 * MiB, 385 * MiB  # by other rank: 442 with one, 1,212 with three
 
 
@@ -64,4 +65,4 @@ def outside_allocator_bytes(
 
 def _neighbours_bytes(mesh: Mesh) -> int:
     n_neighbours = min(mesh.pp - 1, 2)
-    return n_neighbours * (2 * FEW_BLOCKS_NEIGHBOUR_BYTES if receives_ahead(mesh.schedule) else NEIGHBOUR_BYTES)
+    return n_neighbours * (FEW_BLOCKS_NEIGHBOUR_BYTES if receives_ahead(mesh.schedule) else NEIGHBOUR_BYTES)
