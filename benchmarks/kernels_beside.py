@@ -2,10 +2,10 @@
 
     python benchmarks/kernels_beside.py rank0.json.gz [rank1.json.gz ...]
 
-The traces are those of `train.py --profile-steps A:B --profile-dir`, of GPUs. A kernel is known by its name and grid, and
-those of the five in front of it and the five behind. Alone it takes the median of its runs without a kernel of NCCL at
-their start or end; one with less than three of them is left out. Products are the kernels of cuBLAS. Milliseconds are
-of all steps of a trace.
+The traces are those of `train.py --profile-steps A:B --profile-dir`, of GPUs. A kernel is known by its name and grid
+and those of the five in front of it and the five behind. Alone it takes the median of its runs without a kernel of NCCL
+at their start or end; one with less than three of them is left out. Products are the kernels of cuBLAS. Milliseconds
+are of all steps of a trace.
 """
 
 import sys

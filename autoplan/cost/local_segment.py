@@ -18,7 +18,7 @@ from autoplan.layout import EXCHANGE, Conversion, Layout, R, V, conversion, loca
 from autoplan.rules import OpRule, Specs, Strategy, exchanged_specs, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts
 
-_PERMUTATIONS = ("aten.transpose.int", "aten.permute.default")
+PERMUTATIONS = ("aten.transpose.int", "aten.permute.default")
 _CUTS = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
 
 
@@ -222,7 +222,7 @@ def strided_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]
     for op in graph.ops_of(segment):
         rule = rules.get(op.target, OpRule())
         is_read_strided = not strided.isdisjoint(op.input_names())
-        if op.target in _PERMUTATIONS:
+        if op.target in PERMUTATIONS:
             is_strided = not is_read_strided
         elif rule.efficiency == "matmul":
             is_strided = is_read_strided and op.target == "aten.scaled_dot_product_attention.default"
@@ -244,7 +244,7 @@ def piece_values(graph: OpGraph, segment: Segment, rules: Mapping[str, OpRule]) 
             cut |= {op.name} if dim % len(op.outputs[0].shape) else set()
         elif op.target == "getitem":
             pieces |= {op.name} if names[0] in cut else set()
-        elif rule.is_view and op.target not in _PERMUTATIONS and not pieces.isdisjoint(names):
+        elif rule.is_view and op.target not in PERMUTATIONS and not pieces.isdisjoint(names):
             pieces.add(op.name)
     return frozenset(pieces)
 

@@ -22,11 +22,11 @@ from autoplan.units import MiB
 CONTEXT_BYTES = (1330 + 616) * MiB
 FIRST_COMMUNICATOR_BYTES = 288 * MiB
 FURTHER_COMMUNICATOR_BYTES = 486 * MiB
-# Of a group of two neighbouring stages: 516 to 518; in programs of pp 2 with one for all, which is the same then, 448 to
-# 465, and 655 where ranks of another axis lie beside. By few thread blocks, of ranks that receive ahead: 130 one way
-# and 70 more for the way back. Without NVLink at most 30, and 120 both ways (benchmarks/results/
-# neighbour_sends_h100_x4_2026-11-27_ninth_machine.jsonl, predictions_h100_x4_2026-11-27_send_blocks.jsonl). Of torch
-# 2.13, which makes another one for sends that are not in a batch, nothing is measured.
+# Of a group of two neighbouring stages: 516 to 518 MiB; in programs of pp 2 with one for all, which is the same then,
+# 448 to 465, and 655 where ranks of another axis lie beside. By few thread blocks, of ranks that receive ahead: 130 one
+# way and 70 more for the way back. Without NVLink at most 30, and 120 both ways (neighbour_sends_h100_x4_2026-11-27_
+# ninth_machine.jsonl and predictions_h100_x4_2026-11-27_send_blocks.jsonl in benchmarks/results). Of torch 2.13, which
+# makes another one for sends that are not in a batch, nothing is measured.
 NEIGHBOUR_BYTES = 655 * MiB
 FEW_BLOCKS_NEIGHBOUR_BYTES = (130 + 70) * MiB
 FIRST_ALL_TO_ALL_BYTES, FURTHER_ALL_TO_ALL_BYTES = 442 * MiB, 385 * MiB  # by other rank: 442 with one, 1,212 with three
