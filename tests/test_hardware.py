@@ -202,6 +202,11 @@ def test_an_unknown_name_is_a_usage_error_with_the_nearest_name_and_the_list():
     assert "rtx4090_x8" in str(error.value)
 
 
+def test_devices_are_named_before_a_network() -> None:
+    with pytest.raises(UsageError, match=re.escape("dgx_h100_x8/N+ethernet_10g")):
+        load_hardware_profile("dgx_h100_x8+ethernet_10g/2")
+
+
 @pytest.mark.parametrize("name", ["8xdgx_h100_x8", "8*dgx_h100_x8", "dgx_h100_x8*8"])
 def test_a_number_of_hosts_in_the_name_is_told_where_it_belongs(name):
     with pytest.raises(UsageError, match="fix: --hw dgx_h100_x8 --hosts 8"):

@@ -359,6 +359,15 @@ def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> No
     assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
 
 
+def test_the_next_best_says_what_it_lacks_and_what_it_recomputes(answer: Answer) -> None:
+    best = replace(answer.best, plan=replace(answer.best.plan, loss="chunked"))
+    other = answer.result.alternatives[0]
+    stages = tuple(replace(stage, recomputed=()) for stage in other.plan.stages)
+    other = replace(other, plan=replace(other.plan, stages=stages, mesh=replace(other.plan.mesh, compile=True)))
+    shown = replace(answer, result=replace(answer.result, best=best, alternatives=(other,)))
+    assert ", gpipe, compiled, not chunked, no recompute, +25.0%" in rivals_text(shown)[0]
+
+
 @pytest.mark.parametrize(
     ("chosen", "rival", "words"),
     [

@@ -73,7 +73,7 @@ def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | Non
     if not 1 <= n_hosts <= MAX_HOSTS:
         fix = "count hosts, of which each has several devices"
         raise UsageError.of("--hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix=fix)
-    base, suffix = _split_network(name_or_path)
+    base, suffix = split_network(name_or_path)
     base, n_devices = _split_fragment(base)
     if network and suffix and network != suffix:
         raise UsageError.of(
@@ -91,7 +91,7 @@ def validate(path: str | Path) -> HardwareProfile:
     return build_hardware_profile(text, name=name, where=where, n_hosts=1, network=None)
 
 
-def _split_network(name_or_path: str) -> tuple[str, str | None]:
+def split_network(name_or_path: str) -> tuple[str, str | None]:
     """`dgx_a100_x8+ethernet_10g:2` -> name, and network and ports; a path that holds a "+" of its own stays whole."""
     base, plus, tail = name_or_path.rpartition("+")
     return (base, tail) if plus and "/" not in tail and not tail.endswith(".toml") else (name_or_path, None)
@@ -99,7 +99,7 @@ def _split_network(name_or_path: str) -> tuple[str, str | None]:
 
 def with_ports(name_or_path: str, n_ports: int) -> str:
     """The name of the same hosts with so many network ports each: `dgx_a100_x8` -> `dgx_a100_x8+:4`."""
-    base, network = _split_network(name_or_path)
+    base, network = split_network(name_or_path)
     return f"{base}+{(network or '').partition(':')[0]}:{n_ports}"
 
 
@@ -119,12 +119,19 @@ def _find(base: str) -> tuple[str, str, str]:
             found=base,
             expected=f"a path ending in .toml, or one of {', '.join(shipped_names())}",
             fix=_several_hosts(base)
+            or _in_order(base)
             or _names_with(base)
             or did_you_mean(base, shipped_names())
             or "list them with: autoplan hw list",
         )
     file = f"{base}.toml"
     return base, file, files(PROFILE_PACKAGE).joinpath(file).read_text(encoding="utf-8")
+
+
+def _in_order(base: str) -> str:
+    """What `dgx_a100_x8+ethernet_10g` before a number of devices means; empty for other names."""
+    name, plus, network = base.partition("+")
+    return f"name the devices first: {name}/N+{network}" if plus and name in shipped_names() else ""
 
 
 def _several_hosts(base: str) -> str:

@@ -11,9 +11,12 @@ from autoplan.answers.intervals import STEP_ERRORS, WAITED_FOR, is_host_bound
 from autoplan.parallel_plan import Estimate
 from autoplan.plan_words import (
     BREAKDOWN_LABELS,
+    KEPT,
     choice_words,
     dp_text,
     micro_batches_text,
+    recompute_text,
+    said_of_all,
     unlike_words,
     words_beside,
     zero_text,
@@ -85,8 +88,12 @@ def _degrees(item: Candidate, *, than: Candidate) -> str:
     mesh = item.plan.mesh
     parts = [f"dp {dp_text(mesh)}, tp {mesh.tp}, pp {mesh.pp}, {zero_text(mesh)}", micro_batches_text(mesh)]
     schedule = [mesh.schedule] * (mesh.pp > 1)
-    choices = [word for word in words_beside(item.plan, than.plan) if word not in choice_words(than.plan)]
-    return ", ".join([*parts, *schedule, *choices, *unlike_words(mesh, [than.plan.mesh])])
+    own, others = choice_words(item.plan), choice_words(than.plan)
+    choices = [word for word in words_beside(item.plan, than.plan) if word not in others]
+    said = {*said_of_all(than.plan.mesh), KEPT}  # of recomputation, which says so
+    choices += [f"not {word}" for word in others if word not in own and word not in said]
+    recompute = [recompute_text(item.plan)] * (recompute_text(item.plan) != recompute_text(than.plan))
+    return ", ".join([*parts, *schedule, *choices, *recompute, *unlike_words(mesh, [than.plan.mesh])])
 
 
 def _step_s(item: Candidate) -> float:
