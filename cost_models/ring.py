@@ -6,7 +6,6 @@ rank sends m bytes:
 
     all_reduce                    m = 2 (n - 1) / n * S     two rounds
     all_gather, reduce_scatter    m = (n - 1) / n * S       one round
-    broadcast                     m = S                     one round
     all_to_all (pairwise)         m = (n - 1) / n * S / n   one hop to each other rank
 
 Over several hosts g rings run side by side, each over the network share of its own device: m / g bytes through each.
@@ -27,12 +26,10 @@ def all_reduce_s(size_bytes: float, route: Route) -> float:
 
 def gather_s(size_bytes: float, route: Route) -> float:
     """Time of a ring all-gather or reduce-scatter: one round."""
-    return _round_s(route) + _one_round_transfer_s((route.n_devices - 1) / route.n_devices * size_bytes, route)
-
-
-def broadcast_s(size_bytes: float, route: Route) -> float:
-    """Time of a broadcast in many small pieces along the ring."""
-    return _round_s(route) + _one_round_transfer_s(size_bytes, route)
+    moved_bytes = (route.n_devices - 1) / route.n_devices * size_bytes
+    return _round_s(route) + max(
+        level.link.transfer_s(moved_bytes / level.n_below, "all_gather") for level in route.levels
+    )
 
 
 def all_to_all_s(size_bytes: float, route: Route) -> float:
@@ -50,10 +47,6 @@ def all_to_all_s(size_bytes: float, route: Route) -> float:
     return start_s + max(transfers_s)
 
 
-def _one_round_transfer_s(moved_bytes: float, route: Route) -> float:
-    return max(level.link.transfer_s(moved_bytes / level.n_below, "all_gather") for level in route.levels)
-
-
 def _round_s(route: Route) -> float:
     """Start-up of one round: the hops of one piece from its first rank to its last."""
     return sum(level.n_hops * level.link.latency_s for level in route.levels)
@@ -63,6 +56,5 @@ COLLECTIVES = {
     ("all_reduce", "ring"): all_reduce_s,
     ("all_gather", "ring"): gather_s,
     ("reduce_scatter", "ring"): gather_s,
-    ("broadcast", "ring"): broadcast_s,
     ("all_to_all", "pairwise"): all_to_all_s,
 }

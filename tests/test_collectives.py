@@ -70,7 +70,6 @@ def test_a_group_over_hosts_that_do_not_exist_is_an_error():
         ("all_reduce", 1.5),  # 2 (4 - 1) / 4 x 1 GB over 1 GB/s
         ("all_gather", 0.75),  # (4 - 1) / 4 x 1 GB
         ("reduce_scatter", 0.75),
-        ("broadcast", 1.0),
         ("all_to_all", 0.1875),  # each device holds 1/4 GB and sends 3/4 of it
     ],
 )

@@ -40,7 +40,7 @@ from autoplan.hardware import HardwareProfile, LinkTier
 from autoplan.registry import load_table
 
 Times = tuple[tuple[int, float], ...]
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # Sends by the 4 thread blocks of ranks that receive ahead (`runtime.mesh.SEND_BLOCKS`), of which NCCL seems to
 # take 2 up to 16 MiB: 2 H200, torch 2.11 (benchmarks/results/sends_h200_x2_2026-11-22.jsonl; what the smallest takes is
 # its launch). Taken for all devices.
