@@ -94,6 +94,16 @@ def test_cpu_run_checks_parity_in_float64_on_every_process_of_the_plan(folder: P
     assert "one process was compared with one: plan --fix dp=2" in verification_text(replace(found, n_processes=1))
 
 
+def test_on_cpu_all_hosts_are_processes_of_this_machine_and_on_gpus_refused(tmp_path: Path, answer: Answer) -> None:
+    of_two_hosts = replace(answer, workload=replace(answer.workload, n_hosts=2))
+    write_folder(tmp_path / "two", {"train.py": "", **report_files(of_two_hosts)})
+    start, seen = _program()
+    assert verify_folder(tmp_path / "two", n_steps=1, device="cpu", start=start).parity is True
+    assert "--nproc-per-node=4" in seen
+    with pytest.raises(InputError, match=r"2 hosts(.|\n)*--device cpu"):
+        verify_folder(tmp_path / "two", n_steps=1, device="cuda", start=start)
+
+
 def test_step_time_on_the_planned_device_is_the_median_without_warm_up(folder: Path) -> None:
     # the median of 1.5 and 1.7 is 1.6 s, which is the estimate
     start, seen = _program(device="Toy 1T", differences=None)

@@ -122,26 +122,26 @@ class Verification:
 def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = start_process) -> Verification:
     """Check the folder, run its program for `n_steps`, and compare.
 
-    On CPU the program runs in float64 beside one plain process and must agree with it; on CUDA it is timed for at least
-    two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then profiled for two more.
+    On CPU the program runs in float64 beside one plain process and must agree with it, processes of all hosts on this
+    one; on CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then profiled for two more.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
         when it does not run on this device.
     """
     answer = read_answer(folder)
     n_before = N_BEFORE_REPLAYS if device == "cuda" and answer.best.plan.mesh.cuda_graph else 0
-    size = launch_size(answer)
-    if size["n_hosts"] > 1:
-        raise InputError(
-            f"{folder}: the plan runs on {size['n_hosts']} hosts; verify starts one\n"
-            "  fix: start launch/torchrun.sh on each host with --check, or plan for one host"
-        )
+    n_processes, n_hosts = answer.best.plan.mesh.n_devices, launch_size(answer)["n_hosts"]
     if device == "cuda":
+        if n_hosts > 1:
+            raise InputError(
+                f"{folder}: the plan runs on {n_hosts} hosts; verify starts one\n"
+                "  fix: start launch/torchrun.sh on each host, plan for one host, or verify --device cpu"
+            )
         n_steps = max(n_steps, 2)  # the first is warm-up
-        _check_device_count(size["n_devices_per_host"], folder)
+        _check_device_count(n_processes, folder)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "result.json"
-        code = start(_command(size["n_devices_per_host"], n_before + n_steps, device, report), folder)
+        code = start(_command(n_processes, n_before + n_steps, device, report), folder)
         details = json.loads(report.read_text()) if report.is_file() else {}
     wrong = next((step for step in details.get("steps", ()) if step.get("is_wrong")), None)
     if wrong is not None:
