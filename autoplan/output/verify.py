@@ -123,7 +123,8 @@ def verify_folder(folder: Path, *, n_steps: int, device: str, start: Start = sta
     """Check the folder, run its program for `n_steps`, and compare.
 
     On CPU the program runs in float64 beside one plain process and must agree with it, processes of all hosts on this
-    one; on CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then profiled for two more.
+    one. On CUDA it is timed for at least two steps, after `N_BEFORE_REPLAYS` more where it has a CUDA graph, and then
+    profiled for two more.
 
     Raises: InputError for a damaged folder, ToleranceError when the program disagrees with one process, MeasureError
         when it does not run on this device.
