@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 import autoplan
 from autoplan import cli
+from autoplan.checks.options import FIX_VALUES
+from autoplan.options import PLAIN_SCHEDULE
+from autoplan.registry import load_table
 
 CHECKOUT = Path(__file__).parent.parent
 OWN_LOOP = CHECKOUT / "examples" / "in_your_own_loop.py"
@@ -146,3 +149,12 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
             file = (page.parent / name).resolve() if name else page
             assert file.exists(), target
             assert not anchor or anchor in _anchors(file), target
+
+
+def test_the_page_has_every_name_and_word_that_fix_takes() -> None:
+    section = (CHECKOUT / "docs" / "reading_a_plan.md").read_text().split("## What `--fix` takes")[1].split("\n## ")[0]
+    found = {}
+    for names, words, _ in re.findall(r"^\| (`.*?) \| (.*?) \| (.*)\|$", section, re.M):
+        found |= {name: set(re.findall(r"`(\w+)`", words)) for name in re.findall(r"`(\w+)`", names)}
+    schedules = {PLAIN_SCHEDULE, *load_table("autoplan.schedules", "SCHEDULES")}
+    assert found == {name: schedules if words == () else set(words or ()) for name, words in FIX_VALUES.items()}
