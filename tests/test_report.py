@@ -27,12 +27,13 @@ from autoplan.errors import InputError
 from autoplan.hardware import hardware_names, load_hardware_profile
 from autoplan.options import Options
 from autoplan.output.folder import rejected_csv
-from autoplan.parallel_plan import Mesh
+from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.plain_text import text_table
 from autoplan.report.explain import _signed_seconds, explain_report
 from autoplan.report.hardware import hardware_sheet
 from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
 from autoplan.report.rivals import host_risk, rivals_text
+from autoplan.report.stages import stages_text
 from autoplan.search.result import Rejection
 from autoplan.units import GiB
 
@@ -357,6 +358,19 @@ def test_the_report_says_what_is_next_and_what_it_loses_by(answer: Answer) -> No
     assert "next best" not in plan_report(alone) and "plain recipe" not in plan_report(alone)
     chosen = replace(answer.best, baseline="FSDP")
     assert "plain recipe" not in plan_report(replace(answer, result=replace(answer.result, best=chosen)))
+
+
+def test_a_pipeline_says_which_segments_each_stage_has_and_on_which_rank(answer: Answer) -> None:
+    names = ("embed", "block.0", "block.1", "head")
+    named = replace(answer, workload=replace(answer.workload, segment_names=names))
+    text = " ".join(plan_report(named).split())
+    assert "stage rank segments from and to" in text
+    assert "0 0 2 embed to block.0 1 1 2 block.1 to head" in text
+    mesh = replace(answer.best.plan.mesh, schedule="zero_bubble_v", n_chunks=2)
+    stages = tuple(StagePlan(index, index + 1) for index in range(4))
+    best = replace(named.best, plan=replace(named.best.plan, mesh=mesh, stages=stages))
+    v_shaped = stages_text(replace(named, result=replace(named.result, best=best)))
+    assert " ".join(v_shaped.split()).endswith("0 0 1 embed 1 1 1 block.0 2 1 1 block.1 3 0 1 head")
 
 
 def test_the_next_best_says_what_it_lacks_and_what_it_recomputes(answer: Answer) -> None:

@@ -25,6 +25,7 @@ from autoplan.html_report.timeline import MemoryCurve
 from autoplan.parallel_plan import SCHEMA_VERSION
 from autoplan.plan_words import BREAKDOWN_LABELS, describe_mesh, lanes_of, mesh_values, recompute_text
 from autoplan.report.plan import reason_text, tightest_bytes
+from autoplan.report.stages import span_text
 from autoplan.search.fixed_values import is_as_fixed
 from autoplan.search.result import Candidate, nearest_rejections
 from autoplan.units import GiB, format_seconds, format_share, format_usd
@@ -101,9 +102,8 @@ def stages_table(answer: Answer) -> Table:
     names, plan = answer.workload.segment_names, answer.best.plan
     rows = []
     for index, stage in enumerate(plan.stages):
-        first, last = stage.start, stage.stop - 1
-        span = f"{names[first]} to {names[last]}" if last < len(names) else f"segments {first} to {last}"
         n_segments, n_recomputed = stage.stop - stage.start, len(stage.recomputed)
+        span = span_text(stage, names)
         rows.append(cells((str(index), index), span, (str(n_segments), n_segments), (str(n_recomputed), n_recomputed)))
     return Table(
         ("group" if plan.mesh.shares else "stage", "from and to", "segments", "recomputed"),

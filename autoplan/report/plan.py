@@ -41,6 +41,7 @@ from autoplan.plan_words import (
     words_beside,
 )
 from autoplan.report.rivals import rivals_text
+from autoplan.report.stages import stages_text
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.fixed_values import is_as_fixed
 from autoplan.search.meshes import MAX_MICRO_BATCHES, is_deeper, least_micro_batch_size
@@ -78,7 +79,7 @@ def plan_report(answer: Answer) -> str:
     else:
         word = lanes_of(answer.best.plan).word
         parts += [plan_table(answer), _speed(answer), breakdown_table(answer.best.estimate, word=word)]
-        parts += [memory_table(answer.best.estimate, word=word), notes_text(answer)]
+        parts += [memory_table(answer.best.estimate, word=word), stages_text(answer), notes_text(answer)]
     return page(parts)
 
 
