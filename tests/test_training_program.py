@@ -201,6 +201,17 @@ def test_16_bits_on_a_cpu_are_said_to_be_slow(capsys, precision, rank, is_said):
     assert ("fix: --dtype float32" in capsys.readouterr().err) is is_said
 
 
+@pytest.mark.parametrize(("compiles", "rank", "is_said"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_first_step_that_compiles_is_said_to_take_longest(capsys, compiles, rank, is_said):
+    mesh = types.SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    config = types.SimpleNamespace(precision="fp32", compile=compiles)
+    model = types.SimpleNamespace(n_steps=0, mesh=mesh, config=config)
+    data = types.SimpleNamespace(close=lambda: None)
+    with pytest.raises(TypeError, match="iterator"):
+        next(train_steps(model, data, n_steps=1))
+    assert ("the first step compiles" in capsys.readouterr().err) is is_said
+
+
 def test_libraries_of_other_versions_than_planned_with_are_named(capsys):
     text = "import json\nimport torch\n\ndef build_model():\n    from transformers import BertModel\n"
     installed = metadata.version("transformers")

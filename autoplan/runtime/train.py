@@ -49,6 +49,7 @@ def train_steps(
         )
     for line in planned.other_libraries() if model.mesh.rank == 0 else ():
         print(line, file=sys.stderr)
+    _tell_of_compiling(model, n_steps=n_steps)
     if model.mesh.device.type == "cpu" and model.config.precision in ("bf16", "fp16") and model.mesh.rank == 0:
         print(
             f"on a CPU, in {model.config.precision}, which most CPUs emulate slowly\n  fix: --dtype float32",
@@ -74,6 +75,11 @@ def train_steps(
         data.close()
 
 
+def _tell_of_compiling(model: ParallelModel, *, n_steps: int) -> None:
+    if model.n_steps < n_steps and model.config.compile and model.mesh.rank == 0:
+        print("the first step compiles, and takes longest", file=sys.stderr)
+
+
 def check_steps(
     model: ParallelModel, plain: PlainTraining, model_file: Any, *, n_steps: int, seed: int
 ) -> Iterator[StepRecord]:
@@ -83,6 +89,7 @@ def check_steps(
     """
     if plain.has_dropout() and model.mesh.rank == 0:
         print("compared without dropout, which draws other masks on each rank", file=sys.stderr)
+    _tell_of_compiling(model, n_steps=n_steps)
     config, dp_rank = model.config, model.mesh.dp_rank
     for step in range(n_steps):
         batch = global_batch(model_file.make_batch, batch_size=config.global_batch_size, seed=seed, step=step)
