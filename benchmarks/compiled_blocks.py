@@ -98,8 +98,12 @@ def main(*given: str) -> None:
     titles = "".join(f"  {name} (eager, compiled, run)".ljust(30) for name in QUANTITIES)
     print(f"{'device':6} {'segment':23} {'batch':>5}{titles}".rstrip())
     errors: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
+    seen: list[dict] = []  # a file may hold rows of an earlier one
     for results, hw in zip(given[::2], given[1::2], strict=True):
         for item in compared(Path(results), hw):
+            if item.row in seen:
+                continue
+            seen.append(item.row)
             print(line(item), flush=True)
             kind = "blocks" if item.is_block else "loss"
             for model in (item.model, "all"):

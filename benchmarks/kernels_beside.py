@@ -79,7 +79,7 @@ def lines(found: Sequence[Kernel]) -> Iterator[str]:
     yield f"all kernels {took_us * MS_PER_US:.1f} ms, alone {alone_us * MS_PER_US:.1f} ({took_us / alone_us - 1:+.1%})"
     for name, is_product in (("products", True), ("others", False)):
         sums = [kernel.slowed() for kernel in found if kernel.is_product == is_product]
-        beside_us, same_us = (sum(column) for column in zip(*sums, strict=True))
+        beside_us, same_us = sum(beside_us for beside_us, _ in sums), sum(same_us for _, same_us in sums)
         if same_us:
             ms = (us * MS_PER_US for us in (beside_us, same_us))
             yield "  {} beside NCCL's {:.1f} ms, alone {:.1f} ({:+.1%})".format(name, *ms, beside_us / same_us - 1)

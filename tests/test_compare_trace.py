@@ -17,6 +17,7 @@ from autoplan.runtime.step_profile import OPTIMIZER_MARK, STEP_MARK
 CHECKOUT = Path(__file__).parent.parent
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import compare_trace  # noqa: E402
+import kernels_beside  # noqa: E402
 
 
 def mark(name: str, start: float, stop: float, *, tid: int = 1, cat: str = "user_annotation") -> dict:
@@ -106,3 +107,31 @@ def test_a_traced_program_has_the_passes_that_its_plan_predicts(tmp_path: Path) 
         assert passes == {what: own.n for what, own in predicted[rank].passes.items()}
         assert {stage % 2 for stage, _ in passes} == {compare_trace.rank_of(trace, n_ranks=2)} == {rank}
         assert all(own.busy_us > 0 for own in measured.passes.values())
+
+
+def beside(*times: tuple[str, float, float]) -> dict:
+    """A trace of kernels, by name, start and duration."""
+    args = {"grid": [2, 66, 1]}
+    return {"traceEvents": [mark(name, at, at + us, cat="kernel") | {"args": args} for name, at, us in times]}
+
+
+def test_kernels_take_what_they_take_alone_and_what_longer_beside_those_of_nccl() -> None:
+    # an element-wise kernel and a product in turns; NCCL's runs from the product at 5,100 to that at 7,100 us
+    turn = (("add", 0, 50), ("nvjet_1", 100, 200))
+    times = [(name, 1000.0 * i + at, us) for i in range(15) for name, at, us in turn]
+    slowed = [(name, at, us + 160 if name == "nvjet_1" and 5100 <= at <= 7100 else us) for name, at, us in times]
+    found = kernels_beside.kernels(beside(*slowed, ("ncclDevKernel_SendRecv", 5150.0, 2000.0)))
+    product = next(kernel for kernel in found if kernel.is_product)
+    assert (product.alone_us, product.grid) == (200.0, "2x66x1")
+    # five kernels at either end of the trace have others around, each by itself, so they are left out
+    assert list(kernels_beside.lines(found))[:3] == [
+        "all kernels 3.0 ms, alone 2.5 (+19.2%)",
+        "  products beside NCCL's 1.1 ms, alone 0.6 (+80.0%)",
+        "  others beside NCCL's 0.1 ms, alone 0.1 (+0.0%)",
+    ]
+
+
+def test_a_trace_without_anything_beside_has_no_line_of_it() -> None:
+    times = [("nvjet_1", 100.0 * i, 20.0) for i in range(20)]
+    assert list(kernels_beside.lines(kernels_beside.kernels(beside(*times))))[0].endswith("(+0.0%)")
+    assert not any("NCCL" in line for line in kernels_beside.lines(kernels_beside.kernels(beside(*times))))

@@ -173,15 +173,26 @@ def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> No
 
 
 BIASED = MODEL.replace("self.norm, ", "self.bias, self.norm, ").replace(
-    "= nn.Layer", "= nn.Embedding(8, {width}), nn.Layer"
+    "= nn.Layer", "= nn.Embedding(8, {width}){frozen}, nn.Layer"
 )
-PERMUTED, AS_IT_IS = "self.bias(torch.arange(64) % 8).permute(1, 0)", "self.bias(torch.arange(16) % 8)"
+LOOKED_UP, FROZEN = "self.bias(torch.arange(64) % 8)", ".requires_grad_(False)"
 
 
-@pytest.mark.parametrize(("bias", "width", "n_met"), [(PERMUTED, 16, 8), (AS_IT_IS, 64, 0)])
-def test_gradients_of_a_permuted_look_up_wait_for_each_other_where_they_meet(tmp_path, bias, width, n_met) -> None:
+@pytest.mark.parametrize(
+    ("bias", "width", "frozen", "n_met"),
+    [
+        (f"{LOOKED_UP}.permute(1, 0)", 16, "", 8),
+        (f"{LOOKED_UP}.transpose(0, 1)", 16, "", 8),
+        (f"{LOOKED_UP}.permute(1, 0)", 16, FROZEN, 0),
+        ("self.bias(torch.arange(16) % 8)", 64, "", 0),
+        ("self.bias((x[:, 0, :] > 0).long()).transpose(1, 2)", 16, "", 4 * 64 / 8),
+    ],
+)
+def test_gradients_of_a_permuted_look_up_wait_for_each_other_where_they_meet(
+    tmp_path, bias, width, frozen, n_met
+) -> None:
     file = tmp_path / "model.py"
-    file.write_text(BIASED.format(body=f"F.gelu(self.up(self.norm(x) + {bias}))", width=width))
+    file.write_text(BIASED.format(body=f"F.gelu(self.up(self.norm(x) + {bias}))", width=width, frozen=frozen))
     context, segment, local = block_of(trace_model(file))
     found, eager = fused_segment(context, segment, local), segment_work(context, local, 4)
     own_s = compiled_work(context, local, found, eager, 4).backward_s

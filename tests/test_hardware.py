@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan import api
 from autoplan.errors import AutoplanError, InputError, UsageError
 from autoplan.hardware import hardware_names, load_hardware_profile, validate_file
 from autoplan.hardware.file import build_hardware_profile, network_names
+from autoplan.options import Options
 from autoplan.overlap import Overlap
 from autoplan.registry import load_table
-from autoplan.report.hardware import hardware_list
+from autoplan.report.hardware import hardware_list, hardware_sheet
 
 REQUIRED = {
     "dgx_a100_x8", "dgx_a100_40g_x8", "dgx_h100_x8", "hgx_h200_x8", "h200_x4", "dgx_b200_x8", "a100_pcie_x8", "v100_x8",
@@ -203,8 +205,25 @@ def test_an_unknown_name_is_a_usage_error_with_the_nearest_name_and_the_list():
 
 
 def test_devices_are_named_before_a_network() -> None:
-    with pytest.raises(UsageError, match=re.escape("dgx_h100_x8/N+ethernet_10g")):
+    with pytest.raises(UsageError, match=re.escape("--hw dgx_h100_x8/2+ethernet_10g")):
         load_hardware_profile("dgx_h100_x8+ethernet_10g/2")
+
+
+def test_a_network_in_place_of_the_profiles_is_named_and_a_file_with_a_plus_has_none(tmp_path: Path) -> None:
+    text = " ".join(hardware_sheet(load_hardware_profile("dgx_h100_x8+ethernet_10g")).split())
+    assert "; here ethernet_10g between hosts" in text and "between hosts with --hosts N: ethernet_10g" in text
+    (tmp_path / "my+box.toml").write_text(TOY)
+    own = " ".join(hardware_sheet(load_hardware_profile(str(tmp_path / "my+box.toml"))).split())
+    assert "here" not in own and "with --hosts N: the tiers that N hosts reach" in own
+
+
+@pytest.mark.parametrize(("hosts", "is_said"), [(1, True), (2, False)])
+def test_a_plan_on_one_host_says_that_nothing_goes_over_the_network_that_was_asked_for(hosts, is_said) -> None:
+    options = Options(global_batch=8, fix=(("dp", "2"), ("tp", "1"), ("pp", "1")))
+    gpt = Path(__file__).parent.parent / "examples" / "gpt.py"
+    problem = api.make_problem(gpt, hw="dgx_h100_x8/2+ethernet_10g", hosts=hosts, options=options)
+    limits = api.solve(problem).workload.limits
+    assert any(text.startswith("Nothing goes over ethernet_10g") for text in limits) is is_said
 
 
 @pytest.mark.parametrize("name", ["8xdgx_h100_x8", "8*dgx_h100_x8", "dgx_h100_x8*8"])

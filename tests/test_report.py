@@ -383,6 +383,20 @@ def test_the_next_best_says_what_it_lacks_and_what_it_recomputes(answer: Answer)
 
 
 @pytest.mark.parametrize(
+    ("recomputed", "words"), [((2,), "gpipe, attention not kept, selective"), ((), "gpipe, no re")]
+)
+def test_the_next_best_says_where_it_recomputes_attention_too(answer: Answer, recomputed, words) -> None:
+    best = replace(
+        answer.best, plan=replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, keeps_attention=True))
+    )
+    other = answer.result.alternatives[0]
+    stages = (StagePlan(0, 2), StagePlan(2, 4, recomputed=recomputed))
+    other = replace(other, plan=replace(other.plan, stages=stages, recompute="selective"))
+    shown = replace(answer, result=replace(answer.result, best=best, alternatives=(other,)))
+    assert words in rivals_text(shown)[0]
+
+
+@pytest.mark.parametrize(
     ("chosen", "rival", "words"),
     [
         ({"sharding": "S(1)"}, {"sharding": "R"}, ("split sequence", "whole sequence")),

@@ -348,4 +348,5 @@ def _multicast(tier: LinkTier | None, group: Group) -> Link | None:
 def _algorithms() -> dict[str, tuple[Algorithm, ...]]:
     """The algorithms of each kind, read once from `cost_models/`."""
     table = load_table("autoplan.cost_models", "COLLECTIVES")
-    return {kind: tuple(f for (of_kind, _), f in table.items() if of_kind == kind) for kind in KINDS}
+    kinds = dict.fromkeys(kind for kind, _ in table)
+    return {kind: tuple(f for (of_kind, _), f in table.items() if of_kind == kind) for kind in kinds}

@@ -47,11 +47,11 @@ FURTHER_PASSES = {
 }
 # What adding the gradient of a looked up row takes for each that meets another one in the same element of the table,
 # where the dims of what was looked up are permuted: the compiled kernel adds them one by one in the order of the
-# result. The position biases of T5-large, 8,192 to an element of each of 32 rows: 2.3 to 2.9 ms (encoder) and 3.2 to
+# result. The position biases of T5-large, 8,192 to an element of each of 32 rows: 2.2 to 3.1 ms (encoder) and 3.2 to
 # 3.6 (decoder, half of whose positions are in one row) more than a block without, whatever the micro-batch; 0.3 in
-# eager mode. H200 and H100 (T5-large in profile_h200_2026-11-22.jsonl, profile_h200_x2_2026-11-22_one_machine.jsonl,
-# profile_h200_x2_2026-11-25_compiled.jsonl, profile_h100_2026-11-23.jsonl and profile_h100_x2_2026-11-24.jsonl in
-# benchmarks/results). Rows that are met more evenly take less.
+# eager mode. The mean of both is taken, as where positions meet is not known. H200 and H100 (T5-large in the files
+# profile_h200_2026-11-22, profile_h200_x2_2026-11-22_one_machine, profile_h200_x2_2026-11-25_compiled,
+# profile_h100_2026-11-23 and profile_h100_x2_2026-11-24 of benchmarks/results).
 MET_ADDITION_S_fit = 3.7e-7
 # What the host takes, as launches of eager ops: for a call (guards, the autograd function around it), forward and
 # backward, and for each of its kernels. Chosen among four pairs for the 14 compiled runs on H200 that wait for the host

@@ -25,8 +25,8 @@ FURTHER_COMMUNICATOR_BYTES = 486 * MiB
 # Of a group of two neighbouring stages: 516 to 518 MiB; in programs of pp 2 with one for all, which is the same then,
 # 448 to 465, and 655 where ranks of another axis lie beside. By few thread blocks, of ranks that receive ahead: 130 one
 # way and 70 more for the way back. Without NVLink at most 30, and 120 both ways (neighbour_sends_h100_x4_2026-11-27_
-# ninth_machine.jsonl and predictions_h100_x4_2026-11-27_send_blocks.jsonl in benchmarks/results). Of torch 2.13, which
-# makes another one for sends that are not in a batch, nothing is measured.
+# ninth_machine.jsonl and predictions_h100_x4_2026-11-27_send_blocks.jsonl in benchmarks/results). The largest is taken.
+# Of torch 2.13, which makes another one for sends that are not in a batch, nothing is measured.
 NEIGHBOUR_BYTES = 655 * MiB
 FEW_BLOCKS_NEIGHBOUR_BYTES = (130 + 70) * MiB
 FIRST_ALL_TO_ALL_BYTES, FURTHER_ALL_TO_ALL_BYTES = 442 * MiB, 385 * MiB  # by other rank: 442 with one, 1,212 with three

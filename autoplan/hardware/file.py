@@ -73,13 +73,13 @@ def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | Non
     if not 1 <= n_hosts <= MAX_HOSTS:
         fix = "count hosts, of which each has several devices"
         raise UsageError.of("--hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix=fix)
-    base, suffix = split_network(name_or_path)
+    base, suffix = _split_network(name_or_path)
     base, n_devices = _split_fragment(base)
     if network and suffix and network != suffix:
         raise UsageError.of(
             f"hardware {name_or_path}", found=f"networks {suffix} and {network}", expected="one", fix="drop one of them"
         )
-    name, where, text = _find(base)
+    name, where, text = _find(base, n_devices)
     return build_hardware_profile(
         text, name=name, where=where, n_hosts=n_hosts, network=network or suffix, n_devices_per_host=n_devices
     )
@@ -91,7 +91,7 @@ def validate(path: str | Path) -> HardwareProfile:
     return build_hardware_profile(text, name=name, where=where, n_hosts=1, network=None)
 
 
-def split_network(name_or_path: str) -> tuple[str, str | None]:
+def _split_network(name_or_path: str) -> tuple[str, str | None]:
     """`dgx_a100_x8+ethernet_10g:2` -> name, and network and ports; a path that holds a "+" of its own stays whole."""
     base, plus, tail = name_or_path.rpartition("+")
     return (base, tail) if plus and "/" not in tail and not tail.endswith(".toml") else (name_or_path, None)
@@ -99,7 +99,7 @@ def split_network(name_or_path: str) -> tuple[str, str | None]:
 
 def with_ports(name_or_path: str, n_ports: int) -> str:
     """The name of the same hosts with so many network ports each: `dgx_a100_x8` -> `dgx_a100_x8+:4`."""
-    base, network = split_network(name_or_path)
+    base, network = _split_network(name_or_path)
     return f"{base}+{(network or '').partition(':')[0]}:{n_ports}"
 
 
@@ -109,7 +109,7 @@ def _split_fragment(base: str) -> tuple[str, int | None]:
     return (name, int(count)) if slash and re.fullmatch("[0-9]{1,9}", count) else (base, None)
 
 
-def _find(base: str) -> tuple[str, str, str]:
+def _find(base: str, n_devices: int | None) -> tuple[str, str, str]:
     """Likewise of a profile's name or path."""
     if base.endswith(".toml"):
         return read_path(Path(base))
@@ -119,7 +119,7 @@ def _find(base: str) -> tuple[str, str, str]:
             found=base,
             expected=f"a path ending in .toml, or one of {', '.join(shipped_names())}",
             fix=_several_hosts(base)
-            or _in_order(base)
+            or _in_order(base, n_devices)
             or _names_with(base)
             or did_you_mean(base, shipped_names())
             or "list them with: autoplan hw list",
@@ -128,10 +128,10 @@ def _find(base: str) -> tuple[str, str, str]:
     return base, file, files(PROFILE_PACKAGE).joinpath(file).read_text(encoding="utf-8")
 
 
-def _in_order(base: str) -> str:
+def _in_order(base: str, n_devices: int | None) -> str:
     """What `dgx_a100_x8+ethernet_10g` before a number of devices means; empty for other names."""
     name, plus, network = base.partition("+")
-    return f"name the devices first: {name}/N+{network}" if plus and name in shipped_names() else ""
+    return f"--hw {name}/{n_devices}+{network}" if plus and n_devices and name in shipped_names() else ""
 
 
 def _several_hosts(base: str) -> str:
@@ -238,8 +238,9 @@ def build_hardware_profile(
     error = UsageError if network else InputError
     tiers = _network(table.get("network", {}), where, chosen, host, n_hosts, sources, error)
     price = host_figures.get("price_per_device_hour")
+    other_network = chosen if chosen != default_network else ""
     return HardwareProfile(
-        name=_full_name(name, host, chosen if chosen != default_network else ""),
+        name=_full_name(name, host, other_network),
         description=plain(table, where, "description", str, "one line for lists of profiles"),
         device=device,
         n_devices_per_host=host.n_used,
@@ -251,6 +252,7 @@ def build_hardware_profile(
         sources=tuple((field, source) for field, source, _ in sources),
         values=tuple((field, text) for field, _, text in sources),
         n_hosts_joined=host.n_joined,
+        other_network=other_network,
     )
 
 

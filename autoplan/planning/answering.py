@@ -12,6 +12,7 @@ from autoplan.search.result import SearchResult
 from autoplan.tensor_parallel.split_names import splits
 
 if TYPE_CHECKING:
+    from autoplan.hardware import HardwareProfile
     from autoplan.planning.problem import Problem
 
 MODULE_LEVEL_LIMITS = (
@@ -53,6 +54,11 @@ def _workload(problem: Problem, *, compiles: bool) -> Workload:
 
     graph, hardware = problem.graph, problem.hardware
     peaks = _peaks_flops_per_s(problem)
+    limits: tuple[str, ...] = MODULE_LEVEL_LIMITS
+    if not graph.is_module_level:
+        looks_for_layouts = "tp" not in dict(problem.options.fix)
+        rules = load_rules(problem.options.rules)
+        limits = untried(graph, problem.measured, rules=rules, compiles=compiles, looks_for_layouts=looks_for_layouts)
     return Workload(
         model=model_name(problem.model),
         hardware=hardware.name,
@@ -69,15 +75,7 @@ def _workload(problem: Problem, *, compiles: bool) -> Workload:
         values=_values(problem),
         ops_without_rule=ops_without_rule(graph, rule_files=problem.options.rules),
         objective=problem.options.objective,
-        limits=MODULE_LEVEL_LIMITS
-        if graph.is_module_level
-        else untried(
-            graph,
-            problem.measured,
-            rules=load_rules(problem.options.rules),
-            compiles=compiles,
-            looks_for_layouts="tp" not in dict(problem.options.fix),
-        ),
+        limits=(*_unused_network(hardware), *limits),
         groups=tuple(
             WorkloadGroup(kind.name, kind.device.name, kind.n_hosts, kind.n_devices_per_host, peak)
             for kind, peak in zip(hardware.groups, peaks, strict=True)
@@ -85,6 +83,12 @@ def _workload(problem: Problem, *, compiles: bool) -> Workload:
         if isinstance(hardware, Cluster)
         else (),
     )
+
+
+def _unused_network(hardware: HardwareProfile | Cluster) -> tuple[str, ...]:
+    if isinstance(hardware, Cluster) or hardware.n_hosts > 1 or not hardware.other_network:
+        return ()
+    return (f"Nothing goes over {hardware.other_network}, which is between hosts: there is one; see --hosts.",)
 
 
 def _peaks_flops_per_s(problem: Problem) -> list[float | None]:

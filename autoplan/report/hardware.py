@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.hardware import HardwareProfile
-from autoplan.hardware.file import network_names, split_network
+from autoplan.hardware.file import network_names
 from autoplan.plain_text import page, text_table
 from autoplan.report.figures import figures_text
 from autoplan.units import GiB, format_flops_per_s, format_rate, format_seconds
@@ -43,7 +43,7 @@ def hardware_sheet(hardware: HardwareProfile) -> str:
     for link in hardware.links:
         rate = f"{format_rate(link.bytes_per_s)} per device and direction, {format_seconds(link.latency_s)}"
         rows.append((f"{link.name} ({link.n_devices})", rate))
-    network = split_network(hardware.name)[1]
+    network = hardware.other_network
     if hardware.n_hosts == 1:
         rows.append(("between hosts", f"with --hosts N: {network or 'the tiers that N hosts reach'}"))
     figures = figures_text(hardware.sources, dict(hardware.values))

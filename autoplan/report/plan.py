@@ -20,7 +20,6 @@ from autoplan.answers.answer import (
     trust,
     with_confidence,
 )
-from autoplan.hardware.file import split_network
 from autoplan.parallel_plan import Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, page, percent, rate_text, si_count, text_table
 from autoplan.plan_words import (
@@ -250,12 +249,10 @@ def heading_parts(answer: Answer) -> list[str]:
 
 def _heading(answer: Answer) -> str:
     workload = answer.workload
-    hosts, network = count(workload.n_hosts, "host"), split_network(workload.hardware)[1]
-    unused = [f"no use of {network}, which is between hosts; see --hosts"] * (bool(network) and workload.n_hosts == 1)
+    hosts = count(workload.n_hosts, "host")
     lines = [
         f"{workload.model}: {si_count(workload.n_parameters)} parameters on {workload.hardware}",
         f"{hosts}, {count(workload.n_devices, 'device')} ({workload.device})",
-        *unused,
     ]
     if answer.result.best is not None and answer.request is not None and answer.request.options.global_batch is None:
         lines.append(f"global batch {answer.best.plan.mesh.global_batch_size}, the default; see --global-batch")

@@ -90,8 +90,10 @@ def _degrees(item: Candidate, *, than: Candidate) -> str:
     schedule = [mesh.schedule] * (mesh.pp > 1)
     own, others = choice_words(item.plan), choice_words(than.plan)
     choices = [word for word in words_beside(item.plan, than.plan) if word not in others]
-    said = {*said_of_all(than.plan.mesh), KEPT}  # of recomputation, which says so
-    choices += [f"not {word}" for word in others if word not in own and word not in said]
+    said = said_of_all(than.plan.mesh)
+    lacking = [word for word in others if word not in own and word not in said]
+    choices += [f"not {word}" for word in lacking if word != KEPT]
+    choices += ["attention not kept"] * (KEPT in lacking and any(stage.recomputed for stage in item.plan.stages))
     recompute = [recompute_text(item.plan)] * (recompute_text(item.plan) != recompute_text(than.plan))
     return ", ".join([*parts, *schedule, *choices, *recompute, *unlike_words(mesh, [than.plan.mesh])])
 
