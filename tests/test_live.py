@@ -192,3 +192,35 @@ def test_trace_takes_a_file_or_a_module_with_a_batch():
     assert of_module.ops == trace(str(file), overrides=sizes).ops
     with pytest.raises(UsageError, match="batch: found None"):
         trace(seeded_net())
+
+
+def refused_batches(way):
+    """On one rank: the message for batches that differ from rank to rank, or the loss."""
+    fix, differs = way
+    options = {"global_batch": 8, "precision": "fp64", "fix": tuple(fix.items()), "device_type": "cpu"}
+    model = parallelize(seeded_net(), batch_of(2), hw=HARDWARE, loss_fn=nn.functional.mse_loss, **options)
+    share, rank = 8 // model.config.dp, torch.distributed.get_rank()
+    batch = [
+        part[:share] + (differs == name) * rank for name, part in zip(("inputs", "targets"), batch_of(8), strict=True)
+    ]
+    try:
+        return model.step(tuple(batch)).item()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("fix", "differs", "is_refused"),
+    [
+        ({"tp": "2"}, "inputs", True),
+        ({"tp": "2"}, "targets", True),
+        ({"tp": "2"}, "", False),
+        ({"pp": "2"}, "targets", True),
+        ({"pp": "2"}, "inputs", False),  # the first rank's are taken
+        ({"dp": "2", "tp": "1", "pp": "1"}, "inputs", False),
+    ],
+)
+def test_ranks_that_share_samples_are_refused_different_ones(fix, differs, is_refused):
+    found = run_ranks(refused_batches, 2, (fix, differs))
+    for message in found:
+        assert ("ranks 0 and 1 were given different batches" in str(message)) is is_refused, message

@@ -43,6 +43,7 @@ from .optimizer import LEARNING_RATE, build_optimizer_of
 from .pipeline import Pipeline
 from .process_group import failing_after_others
 from .recompute import unchanged_buffers
+from .same_batch import check_same_batch
 from .seeds import training_seed
 from .stage_order import apply_in_order
 from .step_profile import OPTIMIZER_MARK
@@ -103,6 +104,7 @@ class ParallelModel(nn.Module):
         self.n_steps = 0
         self.is_told_to_stop, self._n_told = False, torch.zeros(())
         self.is_left_alone = False
+        self._has_compared_batches = False
         self._copied = list[torch.cuda.Event]()
         self._max_grad_norm = max_grad_norm
         self._loss_fn = loss_function(model_file, parallel_model, mesh)
@@ -157,7 +159,12 @@ class ParallelModel(nn.Module):
         The loss of a step is the mean over samples of the losses of their micro-batches, or, with
         `config.ignored_target`, the mean over all targets of the global batch that count. Gradients stay readable until
         the next step. Under fp16 a step whose gradients overflow changes neither parameters nor the learning rate.
+
+        Raises: ValueError, in the first step, where ranks that share samples were given different batches.
         """
+        if not self._has_compared_batches:
+            check_same_batch(batch, config=self.config, mesh=self.mesh)
+            self._has_compared_batches = True
         if self._graph is None:
             self.optimizer.zero_grad(set_to_none=True)
         else:
