@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.answers.answer import Answer
+from autoplan.checks.options import options_of
 from autoplan.errors import UsageError
-from autoplan.options import MEMORY_FORMATS, Options
+from autoplan.options import MEMORY_FORMATS
 from autoplan.planning.deciding import cost_table, decide, judge, score, solve
 from autoplan.planning.problem import Overrides, Problem, checked, make_problem, model_file, trace_model
 from autoplan.search.result import SearchResult
@@ -52,14 +53,14 @@ def plan(
 
     Raises: InputError, TraceError or UsageError; that nothing fits is a status of the result, not an error.
     """
-    return solve(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=Options(**options))).result
+    return solve(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=options_of(options))).result
 
 
 def estimate(
     model: str | Path, *, hw: str, plan: Plan, hosts: int = 1, overrides: Overrides | None = None, **options: Any
 ) -> Answer:
     """What one given plan costs; nothing is searched."""
-    return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=Options(**options)), plan)
+    return score(make_problem(model, hw=hw, hosts=hosts, overrides=overrides, options=options_of(options)), plan)
 
 
 def discover_rules(
@@ -108,7 +109,7 @@ def measurement_folder(
     )
     from autoplan.tracing.local_modules import files_beside
 
-    hardware, chosen = load_hardware_profile(hw), checked(Options(**options))
+    hardware, chosen = load_hardware_profile(hw), checked(options_of(options))
     if chosen.module_level:
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:
@@ -183,7 +184,7 @@ def whatif(
         usd_per_device_hour=prices_usd_per_device_hour or {},
         options=options,
     )
-    others = Options(**{name: value for name, value in options.items() if name not in OPTIONS})
+    others = options_of({name: value for name, value in options.items() if name not in OPTIONS})
     question = question_of(model, tables, where="whatif", options=others)
     if "time_limit_s" in options:
         question = replace(question, time_limit_s=options["time_limit_s"])

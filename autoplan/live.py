@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.checks.options import options_of
 from autoplan.errors import PlanMismatchError, UsageError
 from autoplan.graph import OpGraph
 from autoplan.hardware import HardwareProfile, load_hardware_profile
@@ -77,11 +78,16 @@ def parallelize(
     Raises: UsageError for an option that is not possible; PlanMismatchError when the plan is for another number of
         processes or another model; InputError when it is impossible in itself.
     """
+    from torch.nn import Module
+
     from autoplan import runtime
     from autoplan.checks.plan import check_plan
 
+    if not isinstance(module, Module):
+        fix = "give the model itself; autoplan.plan takes the file of one"
+        raise UsageError.of("module", found=type(module).__name__, expected="a torch.nn.Module", fix=fix)
     device_type = device_type or runtime.default_device_type()
-    chosen = checked(Options(**options))
+    chosen = checked(options_of(options))
     hardware = load_hardware_profile(hw, n_hosts=hosts)
     graph = trace(module, example_batch, loss_fn=loss_fn, module_level=chosen.module_level)
     runtime.join_process_group(device_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
+DEFAULT_PRECISION = "bf16"
 TORCH_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}  # torch's names
 DEFAULT_MICRO_BATCH_SIZE = 8  # per device, when no global batch is given
 MAX_HOSTS = 10**6
@@ -47,7 +48,7 @@ class Options:
     """
 
     global_batch: int | None = None
-    precision: str = "bf16"
+    precision: str = DEFAULT_PRECISION
     objective: str = "time"
     fix: tuple[tuple[str, str], ...] = ()
     time_limit_s: float | None = DEFAULT_TIME_LIMIT_S

@@ -64,7 +64,7 @@ def parse_quantity(text: str, units: Mapping[str, float]) -> float:
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f'not a number with a unit; write for example "5 {_examples(units)}"')
+        raise ValueError(f"not a number with a unit; write for example {_examples(units, number='5 ')}")
     number, unit = float(match[1]), match[2]
     if unit not in units:
         raise ValueError(_unit_message(unit, units))
@@ -85,9 +85,11 @@ def _unit_message(unit: str, units: Mapping[str, float]) -> str:
     return f'unknown unit "{unit}"; use {_AMBIGUOUS.get(unit) or _examples(units)}'
 
 
-def _examples(units: Mapping[str, float]) -> str:
+def _examples(units: Mapping[str, float], number: str = "") -> str:
     return " or ".join(
-        f'"{unit}"' for unit in ("GB", "GiB", "GB/s", "Gbit/s", "us", "h", "TFLOP/s", "USD/h", "%") if unit in units
+        f'"{number}{unit}"'
+        for unit in ("GB", "GiB", "GB/s", "Gbit/s", "us", "h", "TFLOP/s", "USD/h", "%")
+        if unit in units
     )
 
 

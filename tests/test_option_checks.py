@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from autoplan import cli, errors
-from autoplan.checks.options import check_options, parse_fix, parse_overrides
+from autoplan import api, cli, errors
+from autoplan.checks.options import check_options, options_of, parse_fix, parse_overrides
 from autoplan.options import Options
 
 PLAN = ["plan", "toy.py", "--hw", "toy_x4"]
+GPT = Path(__file__).parent.parent / "examples" / "gpt.py"
 
 
 @pytest.mark.parametrize(
@@ -158,3 +159,45 @@ def test_a_schedule_of_several_stages_per_rank_needs_several_ranks(schedule: str
         check_options(Options(fix=parse_fix([f"pp=1,schedule={schedule}"])))
     for others in (f"pp=2,schedule={schedule}", f"schedule={schedule}", "pp=1,schedule=1f1b"):
         check_options(Options(fix=parse_fix([others])))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"global_batch": "64"}, "--global-batch: found '64'"),
+        ({"hosts": "2"}, "--hosts: found '2'"),
+        ({"hw": ["dgx_a100_x8"]}, r"hw: found \['dgx_a100_x8'\](.|\n)*expected: a text"),
+        ({"precison": "fp32"}, "unknown name 'precison'; did you mean \"precision\""),
+        ({"fix": {"dp": "x"}}, "--fix dp: found 'x'"),
+    ],
+)
+def test_a_library_call_with_a_wrong_name_or_type_is_told_what_is_expected(given, message) -> None:
+    with pytest.raises(errors.UsageError, match=message):
+        api.plan(GPT, **{"hw": "dgx_a100_x8/2", "global_batch": 8, **given})
+
+
+def test_fix_may_be_a_dict_of_numbers_and_words() -> None:
+    pairs = (("dp", "2"), ("schedule", "gpipe"))
+    assert options_of({"fix": {"dp": 2, "schedule": "gpipe"}}) == options_of({"fix": pairs}) == Options(fix=pairs)
+
+
+def test_several_settings_after_one_set_are_refused_and_a_quoted_text_is_one() -> None:
+    with pytest.raises(errors.UsageError, match="--set d=64 --set depth=2"):
+        parse_overrides(["d=64,depth=2"])
+    assert parse_overrides(["name='a,b=c'", "sizes=[1, 2]", "words=a,b"]) == {
+        "name": "a,b=c",
+        "sizes": [1, 2],
+        "words": "a,b",
+    }
+
+
+def test_a_model_without_a_trained_parameter_is_refused(tmp_path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build_model(**_): return nn.ReLU()\n"
+        "def make_batch(n): return torch.randn(n, 4), torch.randn(n, 4)\n"
+        "def loss_fn(y, target): return (y - target).mean()\n"
+    )
+    with pytest.raises(errors.InputError, match="no parameter that is trained"):
+        api.plan(file, hw="dgx_a100_x8/2", global_batch=4)

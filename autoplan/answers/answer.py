@@ -384,7 +384,10 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         content = loads_finite(text)
     except (ValueError, RecursionError) as error:
         raise InputError.of(
-            where, found=str(error), expected="the JSON text that autoplan wrote", fix="plan again"
+            where,
+            found=str(error),
+            expected="the JSON text that autoplan wrote: the folder of plan --out, or its plan.json",
+            fix="name it, or plan again",
         ) from error
     if not isinstance(content, dict):
         raise InputError.of(where, found=type(content).__name__, expected="a JSON object", fix="plan again")

@@ -6,7 +6,8 @@ import ast
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from autoplan.errors import UsageError
@@ -69,6 +70,8 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
         ("max_micro_batch_size", options.max_micro_batch_size),
         ("--top", options.top),
     ):
+        if number is not None and (not isinstance(number, int | float) or isinstance(number, bool)):
+            raise UsageError.of(name, found=number, expected="a number", fix="write it without quotes")
         if number is not None and not 0 < number < float("inf"):
             raise UsageError(
                 f"{name}: found {number}\n  expected: a number above 0\n  fix: leave it out for the default"
@@ -100,6 +103,23 @@ def check_options(options: Options, *, schedules: Iterable[str] = ()) -> Options
     return options
 
 
+def options_of(given: Mapping[str, Any]) -> Options:
+    """The options of a library call, by name; `fix` may be a dict too.
+
+    Raises: UsageError for a name that is none.
+    """
+    names = [field.name for field in fields(Options)]
+    for name in given:
+        if name not in names:
+            raise UsageError(
+                f"options: unknown name {name!r}{nearest(name, names)}\n"
+                f"  expected: one of {', '.join(names)}\n  fix: use one of these"
+            )
+    fix = given.get("fix", ())
+    pairs = tuple((name, str(value)) for name, value in fix.items()) if isinstance(fix, Mapping) else fix
+    return Options(**{**given, "fix": pairs})
+
+
 def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host: int) -> None:
     """Refuse fixed degrees that are for none of the numbers of devices that a plan may use, which are `counts`.
 
@@ -114,13 +134,13 @@ def check_degrees(options: Options, *, counts: Sequence[int], n_devices_per_host
     near = ", ".join(map(str, sorted(sorted(usable, key=lambda number: abs(number - product))[:4])))
     where = "--fix " + ",".join(f"{name}={degree}" for name, degree in degrees.items())
     text = " x ".join(map(str, degrees.values())) + (f" = {product}" if len(degrees) > 1 else "")
-    expected, more = f"a number of devices that a plan may use, of {n_devices}", ""
+    expected, more = f"as many devices as a plan on {n_devices} may use", ""
     if product > n_devices:
         n_hosts = -(-product // n_devices_per_host)
         expected = f"at most {n_devices} devices, as the cluster has"
         more = f", or more hosts: --hosts {n_hosts}" if n_hosts <= MAX_HOSTS else ""
     elif not is_whole:
-        expected = f"a divisor of {expected}"
+        expected = f"a divisor of a number of devices that a plan on {n_devices} may use"
     name = " x ".join(degrees)
     raise UsageError(f"{where}: found {text} devices\n  expected: {expected}\n  fix: use {name} of {near}{more}")
 
@@ -171,6 +191,13 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
         try:
             overrides[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
+            if several := re.search(r",\s*(\w+=.*)", value):
+                raise UsageError.of(
+                    f"--set {name}",
+                    found=value,
+                    expected="one KEY=VALUE after each --set",
+                    fix=f"--set {name}={value[: several.start()]} --set {several[1]}; a text with a comma in quotes",
+                ) from None
             overrides[name] = value
     return overrides
 

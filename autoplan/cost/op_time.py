@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoplan.equations import broadcast_equation
-from autoplan.errors import InputError
+from autoplan.errors import UsageError
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op
 from autoplan.hardware import Device
+from autoplan.options import DEFAULT_PRECISION
 from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, equation_of, forward_flops, parse_equation
 
 # Host time of one kernel of a model / of a bare `x.add_(1)`: Python, modules and autograd come on top. Median of the
@@ -55,14 +56,14 @@ class OpTime:
 def peak_flops_per_s(device: Device, precision: str) -> float:
     """The dense peak of a precision. No profile has that of fp64, which is priced as fp32: too fast on many GPUs.
 
-    Raises: InputError if the device has no such precision.
+    Raises: UsageError if the device has no such precision.
     """
     peaks = dict(device.peak_flops_per_s)
     found = peaks.get("fp32" if precision == "fp64" else precision)
     if found is None:
         other = next((name for name in ("bf16", "fp16") if name in peaks), "fp32")
-        raise InputError.of(
-            f"--precision {precision}",
+        raise UsageError.of(
+            f"--precision {precision}" + (", the default" if precision == DEFAULT_PRECISION else ""),
             found=f"{device.name} without {precision}",
             expected="one of " + ", ".join(peaks),
             fix=f"use --precision {other}, or another device",
@@ -89,7 +90,7 @@ def op_time(
     `pieces` says which operands are of a larger tensor (none, if it is empty); with `is_strided` the op reads a tensor
     whose dims are permuted in memory.
 
-    Raises: InputError if the device has no rate for the precision of a product.
+    Raises: UsageError if the device has no rate for the precision of a product.
     """
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:

@@ -341,5 +341,5 @@ def plain(table: Table, label: str, key: str, cls: type, purpose: str) -> Any:
     if not isinstance(value, cls) or isinstance(value, bool) or value == "":
         path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
         word = "a text" if cls is str else "a whole number"
-        raise InputError.of(path, found=value, expected=f"{word}: the {purpose}", fix=f"add {key} = ...")
+        raise InputError.of(path, found=value, expected=f"{word}: {purpose}", fix=f"write {key} = ...")
     return value

@@ -70,7 +70,7 @@ def shipped_prices() -> str:
 
 def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
     """See `autoplan.hardware.load_hardware_profile`."""
-    if not 1 <= n_hosts <= MAX_HOSTS:
+    if not isinstance(n_hosts, int) or not 1 <= n_hosts <= MAX_HOSTS:
         fix = "count hosts, of which each has several devices"
         raise UsageError.of("--hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix=fix)
     base, suffix = _split_network(name_or_path)

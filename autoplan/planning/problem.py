@@ -56,6 +56,13 @@ def make_problem(
     check_hardware(hardware, options)
     path, arguments = model_file(model, overrides or {})
     graph = trace_model(path, overrides=arguments, module_level=options.module_level)
+    if not graph.n_parameters():
+        raise InputError.of(
+            str(model),
+            found="no parameter that is trained",
+            expected="a model with some: a step computes their gradients",
+            fix="give it parameters, or leave requires_grad on for those to be trained",
+        )
     if options.strict:
         _refuse_ops_without_rule(graph, options.rules)
     measured = None if isinstance(hardware, Cluster) else measurements_of(options, graph, hardware, model=path.name)
