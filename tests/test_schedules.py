@@ -263,10 +263,11 @@ def test_sends_and_receives_are_called_where_torch_calls_them(name, n_ranks, n_c
         ("rank 0: 0B0 0F0\n", r"rank 0, action 0: found '0B0'\n  expected: 0F0 to run before it"),
         ("rank 0: 0F0 1F0 0B0\nrank 1: 1B0\n", r"rank 1, action 0: found '1B0'\n  expected: rank 0 to run it"),
         ("rank 0: 0F0 0B0 2F0\nrank 1: 1F0 1B0\n", r"rank 0, action 2: found '2F0'\n  expected: stage 0 to 1"),
-        # rank 0 wants the gradient of micro-batch 1 first, rank 1 has not got its activation: both wait for ever
+        ("rank 0: 0F0 0F1 0B1 0B0\n", r"rank 0, action 3: found '0B0'\n  expected: no lower micro-batch than 1"),
+        # rank 0 wants the gradient of micro-batch 0 first, rank 1 the activation of micro-batch 1: both wait for ever
         (
-            "rank 0: 0F0 0B1 0F1 0B0\nrank 1: 1F0 1F1 1B1 1B0\n",
-            r"rank 0, action 1: found '0B1'\n  expected: 1B1 .*dead",
+            "rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1\n",
+            r"rank 0, action 1: found '0B0'\n  expected: 1B0 .*dead",
         ),
     ],
 )

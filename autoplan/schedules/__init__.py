@@ -261,7 +261,8 @@ def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
     """Raise InputError, which names the place, unless the schedule is complete and can run.
 
     Every stage x micro-batch runs forward and backward exactly once, on its own rank, and no rank waits for ever.
-    There are as many micro-batches as the largest number says. Either all backward passes are split, or none is.
+    There are as many micro-batches as the largest number says, and each stage takes them in order. Either all backward
+    passes are split, or none is.
     """
     _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
     _ordered(schedule, n_stages=n_ranks * n_chunks)
@@ -290,6 +291,7 @@ def _check_complete(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
 
 def _check_places(schedule: Schedule, *, n_stages: int, kinds: str) -> None:
     owner: dict[int, int] = {}
+    last: dict[tuple[int, str], int] = {}
     for rank, actions in enumerate(schedule):
         for position, (stage, kind, micro_batch) in enumerate(actions):
             if kind not in kinds:
@@ -300,6 +302,10 @@ def _check_places(schedule: Schedule, *, n_stages: int, kinds: str) -> None:
             if owner.setdefault(stage, rank) != rank:
                 expected = f"rank {owner[stage]} to run it, as other actions of its stage"
                 _refuse(schedule, rank, position, expected=expected, fix="move it there")
+            if micro_batch < last.get((stage, kind), 0):  # the first and the last pass are told by their number
+                expected = f"no lower micro-batch than {last[stage, kind]}, which is before it"
+                _refuse(schedule, rank, position, expected=expected, fix="let the passes of a stage go in their order")
+            last[stage, kind] = micro_batch
     for rank, n_owned in sorted(Counter(owner.values()).items()):
         n_chunks = n_stages // len(schedule)
         if n_owned > n_chunks:
