@@ -78,12 +78,10 @@ def parallelize(
     Raises: UsageError for an option that is not possible; PlanMismatchError when the plan is for another number of
         processes or another model; InputError when it is impossible in itself.
     """
-    from torch.nn import Module
-
     from autoplan import runtime
     from autoplan.checks.plan import check_plan
 
-    if not isinstance(module, Module):
+    if not hasattr(module, "named_parameters"):
         fix = "give the model itself; autoplan.plan takes the file of one"
         raise UsageError.of("module", found=type(module).__name__, expected="a torch.nn.Module", fix=fix)
     device_type = device_type or runtime.default_device_type()

@@ -257,13 +257,13 @@ def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsy
         (
             ["--hw", "dgx_a100_x8", "--fix", "dp=3"],
             "--fix dp=3: found 3 devices",
-            "a divisor of a number of devices that a plan may use, of 8",
+            "a divisor of a number of devices that a plan on 8 may use",
             "use dp of 1, 2, 4, 8",
         ),
         (  # plans for 2 of 3 hosts leave one idle, but none is for a host and a half
             ["--hw", "dgx_a100_x8", "--hosts", "3", "--fix", "tp=4,dp=3,pp=1"],
             "--fix tp=4,dp=3,pp=1: found 4 x 3 x 1 = 12 devices",
-            "a number of devices that a plan may use, of 24",
+            "as many devices as a plan on 24 may use",
             "use tp x dp x pp of 2, 4, 8, 16",
         ),
         (

@@ -224,3 +224,8 @@ def test_ranks_that_share_samples_are_refused_different_ones(fix, differs, is_re
     found = run_ranks(refused_batches, 2, (fix, differs))
     for message in found:
         assert ("ranks 0 and 1 were given different batches" in str(message)) is is_refused, message
+
+
+def test_what_is_no_module_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"module: found 'function'(.|\n)*expected: a torch\.nn\.Module"):
+        parallelize(batch_of, batch_of(2), hw=HARDWARE)

@@ -69,6 +69,7 @@ def checked_and_watched(root, rows):
         parallel = importlib.import_module(f"parallel_{name}") if is_rewritten else None
         mesh = runtime.build_rank_mesh(config, "cpu")
         model = runtime.ParallelModel(config, model_file, parallel, mesh=mesh, overrides=overrides)
+        torch.manual_seed(mesh.dp_rank)
         batch = model_file.make_batch(config.micro_batch_size * config.n_micro_batches)
         with ConvolutionInputs() as inputs:
             model.step(batch)

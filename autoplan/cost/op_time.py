@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoplan.equations import broadcast_equation
-from autoplan.errors import UsageError
+from autoplan.errors import InputError
 from autoplan.graph import COMPUTE_DTYPES, DTYPE_BYTES, Op
 from autoplan.hardware import Device
 from autoplan.options import DEFAULT_PRECISION
@@ -56,13 +56,13 @@ class OpTime:
 def peak_flops_per_s(device: Device, precision: str) -> float:
     """The dense peak of a precision. No profile has that of fp64, which is priced as fp32: too fast on many GPUs.
 
-    Raises: UsageError if the device has no such precision.
+    Raises: InputError if the device has no such precision.
     """
     peaks = dict(device.peak_flops_per_s)
     found = peaks.get("fp32" if precision == "fp64" else precision)
     if found is None:
         other = next((name for name in ("bf16", "fp16") if name in peaks), "fp32")
-        raise UsageError.of(
+        raise InputError.of(
             f"--precision {precision}" + (", the default" if precision == DEFAULT_PRECISION else ""),
             found=f"{device.name} without {precision}",
             expected="one of " + ", ".join(peaks),
@@ -90,7 +90,7 @@ def op_time(
     `pieces` says which operands are of a larger tensor (none, if it is empty); with `is_strided` the op reads a tensor
     whose dims are permuted in memory.
 
-    Raises: UsageError if the device has no rate for the precision of a product.
+    Raises: InputError if the device has no rate for the precision of a product.
     """
     rule = rule or OpRule()
     if rule.is_view and not rule.n_backward_kernels:

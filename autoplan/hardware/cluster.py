@@ -179,7 +179,7 @@ def build_cluster(text: str, *, name: str, where: str, load: Callable[[str, int]
 
 def _group(table: Any, label: str, load: Callable[[str, int], HardwareProfile]) -> HardwareProfile:
     if not isinstance(table, dict):
-        raise InputError.of(label, found=table, expected="a table [[group]]", fix="see the schema")
+        raise InputError.of(label, found=table, expected="a table [[group]]", fix="write [[group]] before its lines")
     check_keys(table, label, ("profile", "n_hosts"))
     profile = plain(table, label, "profile", str, "hardware profile of the hosts of this group, as for --hw")
     n_hosts = plain(table, label, "n_hosts", int, "hosts of this group")

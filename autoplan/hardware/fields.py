@@ -15,6 +15,7 @@ from autoplan import units
 from autoplan.errors import InputError
 
 SHARED_FILE = "shared.toml"
+LIKE_SHIPPED = "write it as hardware_profiles/dgx_a100_x8.toml has it"
 PEAK_PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 
 
@@ -328,7 +329,7 @@ def inner_table(table: Table, label: str, key: str) -> Table:
     inner = table.get(key)
     if not isinstance(inner, dict):
         path = f"{label}.{key}" if ": " in label else f"{label}: {key}"
-        raise InputError.of(path, found=inner, expected=f"a table [{key}]", fix="add it; see the schema")
+        raise InputError.of(path, found=inner, expected=f"a table [{key}]", fix=LIKE_SHIPPED)
     return inner
 
 

@@ -24,6 +24,7 @@ from autoplan.hardware.fields import (
     DEVICE_FIELDS,
     HOST_FIELDS,
     HOST_LINK_FIELDS,
+    LIKE_SHIPPED,
     LINK_KINDS,
     OVERLAP_FIELDS,
     PAIR_KINDS,
@@ -267,7 +268,7 @@ def _overlap_of_shards(table: Any, where: str, host_figures: Figures, sources: S
     """Where nothing is said of shards, what all-reduces add to compute, either way."""
     label = f"{where}: host.shards"
     if not isinstance(table, dict):
-        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+        raise InputError.of(label, found=table, expected="a table", fix=LIKE_SHIPPED)
     figures = section(table, label, OVERLAP_FIELDS, sources=sources, required=False)
     return _overlap(figures, exposed=host_figures["exposed_when_overlapped"])
 
@@ -339,7 +340,7 @@ def _device(table: Table, where: str, assumed: Table, sources: Sources) -> Devic
 
 def _sharding(table: Any, label: str, assumed: Table, sources: Sources) -> ShardingHost:
     if not isinstance(table, dict):
-        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+        raise InputError.of(label, found=table, expected="a table", fix=LIKE_SHIPPED)
     figures = section(table, label, SHARDING_FIELDS, fallback=assumed, sources=sources)
     return ShardingHost(**{f"{key}_s": figure.value for key, figure in figures.items()})
 
@@ -403,7 +404,7 @@ def _group_rates(table: Any, label: str, n_devices: int, sources: Sources) -> li
     """(group size, bus rate) pairs in order of size."""
     where = f"{label}.all_reduce_bus_rate_of_group"
     if not isinstance(table, dict):
-        raise InputError.of(where, found=table, expected="a table such as { 2 = {...} }", fix="see the schema")
+        raise InputError.of(where, found=table, expected="a table such as { 2 = {...} }", fix=LIKE_SHIPPED)
     sizes = {str(size): BUS_RATE for size in range(2, n_devices)}
     figures = section(table, where, sizes, sources=sources, required=False)
     return sorted((int(size), figure.value) for size, figure in figures.items())
@@ -415,13 +416,13 @@ def _timed(table: Any, label: str, n_devices: int, sources: Sources) -> tuple[Co
         return ()
     form = 'tables such as all_gather = { 2 = { "64 KiB" = "9.1 us" } }, and source = "where they come from"'
     if not isinstance(table, dict) or not isinstance(table.get("source"), str) or not table["source"].strip():
-        raise InputError.of(label, found=table, expected=form, fix="see the schema; source says where they come from")
+        raise InputError.of(label, found=table, expected=form, fix=f"{LIKE_SHIPPED}; source says where they come from")
     check_keys(table, label, ("source", *TIMED_KINDS))
     found = []
     for kind, groups in ((key, value) for key, value in table.items() if key != "source"):
         sizes = [str(size) for size in range(2, 3 if kind in PAIR_KINDS else n_devices + 1)]
         if not isinstance(groups, dict) or not all(isinstance(times, dict) and times for times in groups.values()):
-            raise InputError.of(f"{label}.{kind}", found=groups, expected=form, fix="see the schema")
+            raise InputError.of(f"{label}.{kind}", found=groups, expected=form, fix=LIKE_SHIPPED)
         check_keys(groups, f"{label}.{kind}", sizes)
         for n, times in groups.items():
             where = f"{label}.{kind}.{n}"
@@ -446,7 +447,7 @@ def _network(
     `error` is what an unknown name is: the user's (UsageError) or the file's.
     """
     if not isinstance(own, dict):
-        raise InputError.of(f"{where}: network", found=own, expected="tables [network.NAME]", fix="see the schema")
+        raise InputError.of(f"{where}: network", found=own, expected="tables [network.NAME]", fix=LIKE_SHIPPED)
     known = {**_shared()["network"], **own}
     name, colon, n_ports = name.partition(":")
     check_choice(name, known, f"{where}: network", error)

@@ -20,7 +20,16 @@ from typing import Any
 from autoplan import units
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import LinkTier
-from autoplan.hardware.fields import NETWORK_FIELDS, TIER_FIELDS, Sources, Table, check_not_above, plain, section
+from autoplan.hardware.fields import (
+    LIKE_SHIPPED,
+    NETWORK_FIELDS,
+    TIER_FIELDS,
+    Sources,
+    Table,
+    check_not_above,
+    plain,
+    section,
+)
 
 MAX_DOMAINS = 10**6
 
@@ -58,7 +67,7 @@ def read_network(table: Any, label: str, *, host: HostShape, n_hosts: int, sourc
     Raises: InputError for a wrong table, UsageError for more hosts than the network joins.
     """
     if not isinstance(table, dict):
-        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+        raise InputError.of(label, found=table, expected="a table", fix=LIKE_SHIPPED)
     outer = table.get("tier", [])
     if not isinstance(outer, list):
         raise InputError.of(
@@ -115,7 +124,7 @@ def _ports_tier(table: Table, label: str, host: HostShape, *, has_tiers: bool) -
 def _uplink_tier(table: Any, label: str, host: HostShape, below: _Tier, *, is_outermost: bool) -> _Tier:
     """A tier that joins domains of the tier below over their uplinks."""
     if not isinstance(table, dict):
-        raise InputError.of(label, found=table, expected="a table", fix="see the schema")
+        raise InputError.of(label, found=table, expected="a table", fix=LIKE_SHIPPED)
     sources: Sources = []
     kind = plain(table, label, "kind", str, 'what joins the domains below: "spine", "site", ...')
     figures = section(table, label, TIER_FIELDS, others=("kind", "n_domains"), sources=sources)

@@ -1,6 +1,7 @@
 """Reports: answers as text for a terminal, and a predicted step as a trace; pages are in `html_report`.
 
-    Answer --plan (rivals: why not the next), explain, ops--> text        Estimate --chrome_trace--> trace.json
+    Answer --plan (rivals: why not the next; stages: what each has), explain, ops--> text
+    Estimate --chrome_trace--> trace.json
     HardwareProfile --hardware--> text        measured rows --measured_profile--> text
     sources and values --figures--> text, in both
 

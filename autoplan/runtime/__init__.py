@@ -18,7 +18,7 @@ It is copied as it stands into the folder of a program.
     held_values            what modules hold, and whether it has changed since passes were captured
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
     checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
-    finite, hang_watch     numbers that are not finite, ranks that do not come
+    finite, hang_watch, same_batch    numbers that are not finite, ranks that do not come, or have other samples
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     batches, loading, train      batches, their order and position, the loop
     metrics                      what is measured and written of a step

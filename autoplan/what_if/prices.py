@@ -39,6 +39,7 @@ FRESH_DAYS = 30
 PRICE = Quantity(units.USD_PER_HOUR_UNITS, 0.01, 40.0, "2.50 USD/h", "price of one device")
 POWER = Quantity({"W": 1.0, "kW": 1000.0}, 10.0, 5000.0, "700 W", "most power of one device")
 SCOPES = ("device", "host")
+LIKE_SHIPPED = "write it as hardware_profiles/prices.toml has it"
 CATALOG_COLUMNS = ("AcceleratorName", "AcceleratorCount", "Price", "SpotPrice")
 
 
@@ -100,7 +101,7 @@ def parse_prices(text: str, *, where: str) -> PriceBook:
     check_keys(table, where, ("device",))
     entries = table.get("device", [])
     if not isinstance(entries, list) or not entries:
-        raise InputError.of(f"{where}: device", found=entries, expected="tables [[device]]", fix="see the schema")
+        raise InputError.of(f"{where}: device", found=entries, expected="tables [[device]]", fix=LIKE_SHIPPED)
     devices = tuple(_device(entry, f"{where}: device[{index}]") for index, entry in enumerate(entries))
     names = [device.name for device in devices]
     for name in names:
@@ -111,7 +112,7 @@ def parse_prices(text: str, *, where: str) -> PriceBook:
 
 def _device(entry: Any, label: str) -> DeviceFigures:
     if not isinstance(entry, dict):
-        raise InputError.of(label, found=entry, expected="a table [[device]]", fix="see the schema")
+        raise InputError.of(label, found=entry, expected="a table [[device]]", fix=LIKE_SHIPPED)
     check_keys(entry, label, ("name", "catalog_names", "power", *RENTS))
     watts, source = _power(entry["power"], f"{label}.power") if "power" in entry else (None, "")
     aliases = entry.get("catalog_names", [])
@@ -136,9 +137,7 @@ def _power(entry: Any, label: str) -> tuple[float, str]:
 
 def _range(entry: Any, label: str) -> PriceRange:
     if not isinstance(entry, dict):
-        raise InputError.of(
-            label, found=entry, expected="a table with low, high, per, date, source", fix="see the schema"
-        )
+        raise InputError.of(label, found=entry, expected="a table with low, high, per, date, source", fix=LIKE_SHIPPED)
     check_keys(entry, label, ("low", "high", "per", "n_devices", "date", "source"))
     n_devices = _n_devices(entry, label)
     low, high = (_usd(entry, label, key, n_devices) for key in ("low", "high"))

@@ -52,7 +52,9 @@ def table_at(table: Table, label: str, key: str) -> Table:
     """The table inside of this one; empty where it is absent."""
     inner = table.get(key, {})
     if not isinstance(inner, dict):
-        raise InputError.of(field_path(label, key), found=inner, expected=f"a table [{key}]", fix="see the schema")
+        raise InputError.of(
+            field_path(label, key), found=inner, expected=f"a table [{key}]", fix=f"write [{key}] before its lines"
+        )
     return inner
 
 
