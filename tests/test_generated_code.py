@@ -8,6 +8,7 @@ from autoplan import api
 from autoplan.analysis.memory_order import scattered_outputs
 from autoplan.errors import InputError, UsageError
 from autoplan.measured_profile.segment_times import MeasuredProfile, SegmentTime
+from autoplan.options import Options
 from autoplan.parallel_plan import Execution, Mesh
 from autoplan.search.meshes import SearchSpace, enumerate_meshes
 
@@ -76,7 +77,7 @@ def test_generated_code_is_offered_where_the_same_block_was_measured_faster(rows
 
 def test_only_meshes_without_tensor_and_pipeline_parallelism_have_the_choice() -> None:
     space = SearchSpace(4, 4, 8, (0, 1, 1, 2), (True, True, True), ((1, ("",)), (2, ("R",))), generated=(False, True))
-    meshes = list(enumerate_meshes(space, api.Options()))
+    meshes = list(enumerate_meshes(space, Options()))
     has_choice = {(mesh.tp, mesh.pp) for mesh in meshes if mesh.generated}
     assert has_choice == {(1, 1)}
     assert {mesh.generated for mesh in meshes if mesh.tp == mesh.pp == 1} == {False, True}
@@ -92,9 +93,7 @@ def model_file(tmp_path_factory):
 
 def problem(model_file, **fix):
     fixed = tuple(fix.items())
-    return api.make_problem(
-        model_file, hw="dgx_a100_x8", options=api.Options(global_batch=8, precision="fp32", fix=fixed)
-    )
+    return api.make_problem(model_file, hw="dgx_a100_x8", options=Options(global_batch=8, precision="fp32", fix=fixed))
 
 
 def test_what_leaves_a_block_as_a_transposed_view_is_made_dense(model_file) -> None:

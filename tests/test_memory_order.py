@@ -16,6 +16,7 @@ from autoplan.cost.rank_segments import rank_segments
 from autoplan.cost.segment_work import times_of
 from autoplan.cost.work_context import work_contexts
 from autoplan.hardware import load_hardware_profile
+from autoplan.options import Options
 from autoplan.rules import load_rules
 
 MODEL = """
@@ -93,7 +94,7 @@ def model_file(tmp_path, made):
 
 
 def problem(path, hw="dgx_h100_x8/1", **fix):
-    options = api.Options(global_batch=8, precision="bf16", fix=tuple(fix.items()))
+    options = Options(global_batch=8, precision="bf16", fix=tuple(fix.items()))
     return api.make_problem(path, hw=hw, options=options)
 
 

@@ -13,6 +13,7 @@ from autoplan import api
 from autoplan.cli import run
 from autoplan.errors import InputError
 from autoplan.graph import OpGraph
+from autoplan.options import Options
 from autoplan.report.plan import plan_report
 from autoplan.rules import load_rules
 from autoplan.tensor_parallel.rule_discovery import discover_rules, rules_text
@@ -94,7 +95,7 @@ def test_a_rule_from_a_file_shards_the_operator(tmp_path) -> None:
                 MODEL,
                 hw="dgx_a100_x8",
                 overrides={"width": 4096},
-                options=api.Options(fix=(("tp", "2"), ("dp", "4"), ("pp", "1")), rules=rules, global_batch=512),
+                options=Options(fix=(("tp", "2"), ("dp", "4"), ("pp", "1")), rules=rules, global_batch=512),
             )
         )
         for rules in ((), (str(file),))
