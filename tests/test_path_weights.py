@@ -18,7 +18,7 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.longest_paths import longest_paths
 from autoplan.search.meshes import enumerate_meshes
 from autoplan.search.path_weights import Ways, raised_bounds_s
-from autoplan.search.paths import shape_of
+from autoplan.search.peak_moments import shape_of
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import Array, Segments
 from autoplan.search.rank_paths import CARRY_FORWARD, SYMBOLS, rank_paths

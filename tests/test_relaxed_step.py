@@ -15,7 +15,7 @@ from autoplan.cost.table import CostTable
 from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.formulation import formulate
-from autoplan.search.paths import shape_of
+from autoplan.search.peak_moments import shape_of
 from autoplan.search.plans import piece_edges
 from autoplan.search.ranges import Segments
 from autoplan.search.relaxed_step import RelaxedStep

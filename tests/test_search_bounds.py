@@ -35,9 +35,8 @@ from autoplan.search.paths import (
     WEIGHTS,
     critical_paths,
     initial_paths,
-    shape_of,
-    shape_of_schedule,
 )
+from autoplan.search.peak_moments import shape_of, shape_of_schedule
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute, runs_of
 from autoplan.search.rank_paths import counted_paths, rank_paths
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s

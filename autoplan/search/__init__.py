@@ -36,8 +36,8 @@ Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
                     replayed_cuts: every cut that may be fast enough, by the whole step
       several       rank_shares, stage_needs: per rank and stage        joint_sizes, relaxed_step: all ranks together
                     path_weights, longest_paths: and all ways to recompute
-    one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths and rank_paths are
-                    what its schedule implies, plans its plans, thrift those without a solver
+    one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths, rank_paths and
+                    peak_moments are what its schedule implies, plans its plans, thrift those without a solver
     mixed clusters  mixed: the same search over groups of hosts
 """
 

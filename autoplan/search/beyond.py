@@ -16,7 +16,7 @@ from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.meshes import SearchSpace, deeper_meshes
 from autoplan.search.one_mesh import faster_than
-from autoplan.search.paths import shape_of
+from autoplan.search.peak_moments import shape_of
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.ranges import Segments
 from autoplan.search.state import SearchState

@@ -9,7 +9,7 @@ from autoplan.search.bounds import shortfall_bytes, step_bound_s
 from autoplan.search.joint_sizes import MAX_TURNS, QUICK_TURNS, joint_bound
 from autoplan.search.one_mesh import Effort, Judged, faster_than, is_memory_proof, refine, relaxed_bound_s
 from autoplan.search.partition import best_partition
-from autoplan.search.paths import shape_of
+from autoplan.search.peak_moments import shape_of
 from autoplan.search.plans import obeys_recompute
 from autoplan.search.rank_shares import Shares, narrowed_bound_s, shared_bound_s
 from autoplan.search.rejections import short_somewhere, slow

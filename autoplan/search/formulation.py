@@ -32,7 +32,8 @@ from autoplan.parallel_plan import StagePlan
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.memory_rows import add_memory
 from autoplan.search.pass_times import add_cuts, add_leftovers, add_pass_times, left_symbol
-from autoplan.search.paths import LAST_BACKWARD, Path, Shape, initial_paths, last_pass
+from autoplan.search.paths import LAST_BACKWARD, Path, initial_paths, last_pass
+from autoplan.search.peak_moments import Shape
 from autoplan.search.plans import repeated_segments, runs_of, stage_sizes, staged
 from autoplan.search.terms import Formulation, Terms, Values, cost_values, integer_column, negative, sum_of, time_of
 from autoplan.solver.linear_model import INFINITY

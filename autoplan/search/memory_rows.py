@@ -23,7 +23,7 @@ from autoplan.search.bounds import (
     leaves_all_gradients,
     memory_room_bytes,
 )
-from autoplan.search.paths import Shape
+from autoplan.search.peak_moments import Shape
 from autoplan.search.terms import (
     Formulation,
     Terms,

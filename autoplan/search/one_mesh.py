@@ -23,7 +23,8 @@ from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Estimate, StagePlan
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.formulation import add_path, decode, forbid, formulate
-from autoplan.search.paths import Path, Shape, critical_paths
+from autoplan.search.paths import Path, critical_paths
+from autoplan.search.peak_moments import Shape
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute
 from autoplan.search.terms import Formulation
 from autoplan.simulator.simulate import simulate

@@ -1,4 +1,4 @@
-"""What a schedule implies for any plan: paths through its actions that bound the step, and moments of peak memory.
+"""Paths through the actions of a schedule, each of which bounds the step of any plan.
 
 The actions of a schedule form a graph: an action waits for the one before it on its rank, and for its input, which
 travels when its source is done and, unless ranks receive ahead, the one before, too; where they do, it travels when the
@@ -19,13 +19,10 @@ split, the path goes back by the passes for inputs, and ends with one for weight
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
-
-import numpy as np
 
 from autoplan.parallel_plan import Mesh, TimelineEvent
 from autoplan.schedules import (
@@ -42,15 +39,11 @@ from autoplan.schedules import (
     stage_ranks,
 )
 
-Array = Any  # numpy.ndarray
-
 FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "backward", "last backward"
 INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "last backward for weights"
 CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
 CUT = "cut"  # one transfer over the boundary after a stage; a sendrecv takes no less
-
-FULL_ROUNDS = 3  # of pp micro-batches, after which a schedule repeats itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,123 +282,6 @@ def _predecessors(events: list[TimelineEvent], key: Callable[[TimelineEvent], st
 def _source(name: str, *, n_stages: int) -> str | None:
     needed = dependency(_parse(name), n_stages)
     return None if needed is None else str(needed)
-
-
-@dataclass(frozen=True, slots=True)
-class PeakMoment:
-    """A moment at which the memory of a rank may peak: a pass of `stage` runs.
-
-    Attributes:
-        in_flight: (stage, micro-batches in flight) of the rank's stages, the running one included.
-        pending: (stage, micro-batches whose pass for inputs has begun and whose pass for weights is not done).
-        accumulating: its stages of which a pass that is over has made gradients of weights, all of which are there: in
-            the last pass that makes them, they are reduced one after the other.
-        makes_gradients: whether the pass makes gradients of weights, now or at another such moment.
-        follows: likewise, whether it is a forward pass after one of its stage that has made gradients.
-    """
-
-    stage: int
-    in_flight: tuple[tuple[int, int], ...]
-    pending: tuple[tuple[int, int], ...]
-    accumulating: frozenset[int]
-    makes_gradients: bool = False
-    follows: bool = False
-
-
-def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
-    """The moments of a rank that no other moment with the same running stage exceeds."""
-    in_flight: dict[int, int] = {action.stage: 0 for action in schedule[rank]}
-    pending = dict(in_flight)
-    n_left = dict(in_flight)
-    for action in schedule[rank]:
-        n_left[action.stage] += action.kind in GRADIENT_KINDS
-    begun: set[int] = set()
-    found: dict[PeakMoment, tuple[bool, bool]] = {}
-    for action in schedule[rank]:
-        makes_gradients = action.kind in GRADIENT_KINDS
-        in_flight[action.stage] += action.kind == "F"
-        pending[action.stage] += action.kind == "I"
-        numbers = (tuple(sorted(in_flight.items())), tuple(sorted(pending.items())))
-        n_left[action.stage] -= makes_gradients
-        whole = begun - {action.stage} if makes_gradients and n_left[action.stage] == 0 else begun
-        moment = PeakMoment(action.stage, *numbers, frozenset(whole))
-        makes, follows = found.get(moment, (False, False))
-        found[moment] = makes or makes_gradients, follows or (action.kind == "F" and action.stage in begun)
-        begun |= {action.stage} if makes_gradients else set()
-        in_flight[action.stage] -= makes_gradients
-        pending[action.stage] -= action.kind == "W"
-    all_moments = [replace(moment, makes_gradients=makes, follows=after) for moment, (makes, after) in found.items()]
-    exceeded = _are_exceeded(all_moments)
-    return tuple(moment for moment, is_exceeded in zip(all_moments, exceeded, strict=True) if not is_exceeded)
-
-
-def _are_exceeded(moments: list[PeakMoment]) -> list[bool]:
-    """Per moment, whether another one with the same running stage holds at least as much of everything."""
-    counts = MomentCounts.of(moments)
-    rows = np.column_stack([counts.accumulating, counts.in_flight, counts.pending])
-    at_least = (rows[None, :, :] >= rows[:, None, :]).all(axis=2) & (counts.running[None, :] == counts.running[:, None])
-    np.fill_diagonal(at_least, False)
-    return [bool(value) for value in at_least.any(axis=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class MomentCounts:
-    """The moments of one rank as arrays (moment, stage of the rank); `running` is the place of the running stage."""
-
-    running: Array
-    makes_gradients: Array
-    follows: Array
-    in_flight: Array
-    pending: Array
-    accumulating: Array
-
-    @classmethod
-    def of(cls, moments: Sequence[PeakMoment]) -> MomentCounts:
-        """The arrays of these moments."""
-        own = [stage for stage, _ in moments[0].in_flight]
-        return cls(
-            running=np.array([own.index(moment.stage) for moment in moments]),
-            makes_gradients=np.array([moment.makes_gradients for moment in moments]),
-            follows=np.array([moment.follows for moment in moments]),
-            in_flight=np.array([[count for _, count in moment.in_flight] for moment in moments]),
-            pending=np.array([[count for _, count in moment.pending] for moment in moments]),
-            accumulating=np.array([[stage in moment.accumulating for stage in own] for moment in moments], dtype=int),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a program needs to know of a schedule; the same for all meshes of equal pp, chunks and micro-batches.
-
-    Attributes:
-        ranks: of each stage.
-        stages_of, moments, counts: per rank.
-    """
-
-    ranks: tuple[int, ...]
-    stages_of: tuple[tuple[int, ...], ...]
-    moments: tuple[tuple[PeakMoment, ...], ...]
-    counts: tuple[MomentCounts, ...]
-
-
-def shape_of(mesh: Mesh) -> Shape:
-    """The shape of a mesh's schedule.
-
-    Once a schedule is full, further rounds repeat its moments, but for gpipe: a short schedule has the same ones.
-    """
-    n_full = FULL_ROUNDS * mesh.pp + mesh.n_micro_batches % mesh.pp
-    n_micro_batches = mesh.n_micro_batches if mesh.schedule == "gpipe" else min(mesh.n_micro_batches, n_full)
-    return shape_of_schedule(mesh.schedule, mesh.pp, mesh.n_chunks, n_micro_batches)
-
-
-@lru_cache(maxsize=1024)
-def shape_of_schedule(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> Shape:
-    """The shape of a schedule, by all its actions."""
-    built = build_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    moments = tuple(moments_of(built, rank) for rank in range(pp))
-    ranks = stage_ranks(built)
-    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(pp))
-    return Shape(ranks, stages_of, moments, tuple(map(MomentCounts.of, moments)))
 
 
 def _schedule_of(mesh: Mesh) -> Schedule:
