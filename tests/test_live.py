@@ -11,6 +11,7 @@ from autoplan.errors import InputError, PlanMismatchError, UsageError
 from autoplan.live import live_program, parallelize, trace
 from autoplan.parallel_plan import Mesh, Plan, StagePlan
 from autoplan.runtime import Checkpoints
+from autoplan.runtime.same_batch import _digest
 from autoplan.tracing.trace import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -229,3 +230,10 @@ def test_ranks_that_share_samples_are_refused_different_ones(fix, differs, is_re
 def test_what_is_no_module_is_refused_by_name():
     with pytest.raises(UsageError, match=r"module: found 'function'(.|\n)*expected: a torch\.nn\.Module"):
         parallelize(batch_of, batch_of(2), hw=HARDWARE)
+
+
+def test_a_batch_with_masks_of_infinities_is_compared_as_well():
+    mask = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")])
+    cpu, ones = torch.device("cpu"), torch.ones(3, dtype=torch.bool)
+    digests = [_digest((part, ones), cpu) for part in (mask, mask, mask.flip(0))]
+    assert torch.equal(digests[0], digests[1]) and not torch.equal(digests[0], digests[2])

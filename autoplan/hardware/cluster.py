@@ -99,9 +99,6 @@ def load_hardware(name_or_path: str, *, n_hosts: int = 1) -> Hardware:
     Raises: InputError for a file that cannot be used; UsageError for a name that does not exist, or a number of hosts
         beside a mixed cluster.
     """
-    if not isinstance(name_or_path, str):
-        fix = 'a name, such as "dgx_a100_x8", or the path of a file as text'
-        raise UsageError.of("hw", found=name_or_path, expected="a text", fix=fix)
     if not is_cluster_file(name_or_path):
         return read_hardware_profile(name_or_path, n_hosts=n_hosts, network=None)
     if n_hosts != 1:

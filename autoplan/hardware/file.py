@@ -71,6 +71,9 @@ def shipped_prices() -> str:
 
 def read_hardware_profile(name_or_path: str, *, n_hosts: int, network: str | None) -> HardwareProfile:
     """See `autoplan.hardware.load_hardware_profile`."""
+    if not isinstance(name_or_path, str):
+        fix = 'a name, such as "dgx_a100_x8", or the path of a file as text'
+        raise UsageError.of("hw", found=name_or_path, expected="a text", fix=fix)
     if not isinstance(n_hosts, int) or not 1 <= n_hosts <= MAX_HOSTS:
         fix = "count hosts, of which each has several devices"
         raise UsageError.of("--hosts", found=n_hosts, expected=f"1 to {MAX_HOSTS}", fix=fix)

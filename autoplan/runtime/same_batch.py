@@ -44,9 +44,9 @@ def check_same_batch(batch: Batch, *, config: Config, mesh: RankMesh) -> None:
 def _digest(value: object, device: torch.device) -> torch.Tensor:
     """Two numbers that differ for different tensors, of some of their elements."""
     parts = [tensor.detach().flatten() for tensor in flatten_tensors(value)]
-    taken = [part[:: max(1, len(part) // MOST_ELEMENTS)].to(device, torch.float64).nan_to_num() for part in parts]
+    taken = [part[:: max(1, len(part) // MOST_ELEMENTS)].to(device, torch.float64) for part in parts]
     if not taken:
         return torch.zeros(2, dtype=torch.float64, device=device)
-    whole = torch.cat(taken)
+    whole = torch.cat(taken).nan_to_num(nan=1.0, posinf=2.0, neginf=3.0)  # sums of infinities could not be compared
     places = torch.arange(1, len(whole) + 1, dtype=torch.float64, device=device)
     return torch.stack([whole.sum() + sum(map(len, parts)), (whole * places.sqrt()).sum()])
