@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from distributed.programs import graph_of
@@ -170,46 +169,6 @@ def test_a_fusion_takes_its_bytes_at_its_part_of_the_rate_of_a_copy(llama) -> No
     added_s = halved.forward_s - works[1].forward_s
     assert added_s == pytest.approx(n_passes * tokens / rate / FUSED_FRACTION, rel=0.02)
     assert works[1].saved_bytes == 2 * works[0].saved_bytes
-
-
-BIASED = MODEL.replace("self.norm, ", "self.bias, self.norm, ").replace(
-    "= nn.Layer", "= nn.Embedding(8, {width}){frozen}, nn.Layer"
-)
-LOOKED_UP, FROZEN = "self.bias(torch.arange(64) % 8)", ".requires_grad_(False)"
-
-
-@pytest.mark.parametrize(
-    ("bias", "width", "frozen", "n_met"),
-    [
-        (f"{LOOKED_UP}.permute(1, 0)", 16, "", 8),
-        (f"{LOOKED_UP}.transpose(0, 1)", 16, "", 8),
-        (f"{LOOKED_UP}.permute(1, 0)", 16, FROZEN, 0),
-        ("self.bias(torch.arange(16) % 8)", 64, "", 0),
-        ("self.bias((x[:, 0, :] > 0).long()).transpose(1, 2)", 16, "", 4 * 64 / 8),
-    ],
-)
-def test_gradients_of_a_permuted_look_up_wait_for_each_other_where_they_meet(
-    tmp_path, bias, width, frozen, n_met
-) -> None:
-    file = tmp_path / "model.py"
-    file.write_text(BIASED.format(body=f"F.gelu(self.up(self.norm(x) + {bias}))", width=width, frozen=frozen))
-    context, segment, local = block_of(trace_model(file))
-    found, eager = fused_segment(context, segment, local), segment_work(context, local, 4)
-    own_s = compiled_work(context, local, found, eager, 4).backward_s
-    with patch("autoplan.cost.compiled_work.MET_ADDITION_S_fit", 1.0):
-        assert compiled_work(context, local, found, eager, 4).backward_s - own_s == pytest.approx(n_met, rel=1e-4)
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_with_position_biases_are_computed_as_they_were_measured() -> None:
-    import compiled_blocks
-
-    results = CHECKOUT / "benchmarks" / "results" / "profile_h200_x2_2026-11-22_one_machine.jsonl"
-    found = [item for item in compiled_blocks.compared(results, "h200_x4", only="t5_large") if item.is_block]
-    biased = [item for item in found if item.row["segment"].endswith("block.0")]
-    assert len(biased) == 4
-    for item in biased:
-        assert abs(item.errors()["backward"]) < 0.18
 
 
 @pytest.mark.nightly

@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 
 from autoplan.runtime import compiled  # noqa: E402
 from autoplan.runtime.compiled import compile_blocks, naming_a_way_without  # noqa: E402
@@ -54,6 +56,42 @@ def test_every_kind_of_block_is_compiled_once_for_its_own_sizes(compiled_graphs)
             block(torch.ones(3, width, 64 // width)).sum().backward()
     assert len(compiled_graphs) == len(WIDTHS)
     assert all(isinstance(item, torch.Tensor) for inputs in compiled_graphs for item in inputs)  # no size is one
+
+
+class PositionBiases(nn.Module):
+    """Scores of 64 queries and keys, to which biases of 8 rows are added, 512 look-ups of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 2)
+
+    def forward(self, scores):
+        distances = torch.arange(64)[:, None] - torch.arange(64)
+        return scores * self.table(distances.abs() % 8).permute(2, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's compiler itself
+@pytest.mark.parametrize("least", [512, 513])
+def test_gradients_of_many_look_ups_in_a_small_table_are_torchs_own_operator(monkeypatch, least) -> None:
+    targets: list[object] = []
+
+    def write(graph, inputs):
+        targets.extend(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def compile_fx(graph, inputs, decompositions):
+        return aot_autograd(fw_compiler=write, bw_compiler=write, decompositions=decompositions)(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    monkeypatch.setattr(compiled, "OWN_LOOK_UP_GRADIENT_PER_ROW", least)
+    monkeypatch.setattr(compiled, "backend_of", lambda device: compiled.inductor)
+    biases, scores = PositionBiases().double(), torch.randn(3, 2, 64, 64).double()
+    expected = torch.autograd.grad(biases(scores).sum(), biases.parameters())
+    compile_blocks(biases, [], CPU)
+    found = torch.autograd.grad(biases(scores).sum(), biases.parameters())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert (torch.ops.autoplan.look_up_gradient.default in targets) is (least == 512)
+    assert compiled.LOOK_UP_GRADIENT not in targets
 
 
 def test_what_cannot_be_compiled_names_a_way_without(monkeypatch) -> None:

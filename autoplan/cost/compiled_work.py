@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from autoplan.cost.chunked_loss import chunked_as
 from autoplan.cost.fusions import FusedSegment, Fusion
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
-from autoplan.cost.local_segment import PERMUTATIONS, LocalOp, LocalSegment, alike_ops
+from autoplan.cost.local_segment import LocalOp, LocalSegment, alike_ops
 from autoplan.cost.op_time import OpTime, host_s
 from autoplan.cost.parameters import element_bytes
 from autoplan.cost.segment_work import (
@@ -45,20 +45,11 @@ FURTHER_PASSES = {
     "aten.cross_entropy_loss.default": (1.7, 0.4),
     "aten.batch_norm.default": (2.5, 6.5),
 }
-# What adding the gradient of a looked up row takes for each that meets another one in the same element of the table,
-# where the dims of what was looked up are permuted: the compiled kernel adds them one by one in the order of the
-# result. The position biases of T5-large, 8,192 to an element of each of 32 rows: 2.2 to 3.1 ms (encoder) and 3.2 to
-# 3.6 (decoder, half of whose positions are in one row) more than a block without, whatever the micro-batch; 0.3 in
-# eager mode. The mean of both is taken, as where positions meet is not known. H200 and H100 (T5-large in the files
-# profile_h200_2026-11-22, profile_h200_x2_2026-11-22_one_machine, profile_h200_x2_2026-11-25_compiled,
-# profile_h100_2026-11-23 and profile_h100_x2_2026-11-24 of benchmarks/results).
-MET_ADDITION_S_fit = 3.7e-7
 # What the host takes, as launches of eager ops: for a call (guards, the autograd function around it), forward and
 # backward, and for each of its kernels. Chosen among four pairs for the 14 compiled runs on H200 that wait for the host
 # (results/predictions_compiled_h200_2026-11-25_data_sheet.txt): blocks measured alone take about 20 and 28.
 CALL_LAUNCHES_fit = (8, 14)
 KERNEL_LAUNCHES = 0.8
-EMBEDDING = "aten.embedding.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,6 @@ class CompiledSegment:
 
     Attributes:
         single: its ops that stay kernels of their own; `alike` as in `LocalSegment`.
-        permuted: of these the look-ups in tables that have a gradient, and whose results are permuted.
         alike_fusions: likewise of its fusions.
         around: the segment with what is alive around each kernel; see `_around`.
     """
@@ -75,7 +65,6 @@ class CompiledSegment:
     local: LocalSegment
     fused: FusedSegment
     single: tuple[LocalOp, ...]
-    permuted: tuple[LocalOp, ...]
     alike: tuple[int, ...]
     alike_fusions: tuple[int, ...]
     around: LocalSegment
@@ -107,7 +96,7 @@ def compiled_segment(context: WorkContext, local: LocalSegment, fused: FusedSegm
     single = tuple(_contiguous(local.ops[index]) for index in fused.single)
     alike_fusions = _alike_fusions(local, fused.fusions)
     around = _around(context, local, fused)
-    return CompiledSegment(local, fused, single, _permuted(local, single), alike_ops(single), alike_fusions, around)
+    return CompiledSegment(local, fused, single, alike_ops(single), alike_fusions, around)
 
 
 def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: int) -> CompiledPasses:
@@ -129,7 +118,6 @@ def compiled_passes(context: WorkContext, segment: CompiledSegment, batch_size: 
         + conversion_kernels_s(context, local, batch_size, backward=False),
         backward_s=sum(time.backward_s for time in (*passes, *single))
         + added_bytes / bandwidth
-        + MET_ADDITION_S_fit * sum(_n_met(op, batch_size) for op in segment.permuted)
         + conversion_kernels_s(context, local, batch_size, backward=True),
         host_forward_s=host_s(context.device, n_forward),
         host_backward_s=host_s(context.device, n_backward),
@@ -163,16 +151,6 @@ def as_compiled(eager: SegmentWork, passes: CompiledPasses) -> SegmentWork:
 def _contiguous(op: LocalOp) -> LocalOp:
     """As it reads what a fusion wrote in the order that it wants."""
     return replace(op, is_strided=False, pieces=(False,) * len(op.pieces))
-
-
-def _permuted(local: LocalSegment, single: Iterable[LocalOp]) -> tuple[LocalOp, ...]:
-    read = {name for item in local.ops if item.op.target in PERMUTATIONS for name in item.op.input_names()}
-    return tuple(op for op in single if op.op.target == EMBEDDING and op.has_gradient and op.op.name in read)
-
-
-def _n_met(look_up: LocalOp, batch_size: int) -> float:
-    """How many gradients are added to an element of its table, on average."""
-    return look_up.results[0].n_elements(batch_size) / look_up.operands[0].n_elements(1)
 
 
 def _further(local: LocalSegment, fusion: Fusion) -> tuple[tuple[tuple[TensorSpec, ...], tuple[float, float]], ...]:

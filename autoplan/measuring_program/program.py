@@ -41,6 +41,7 @@ from .timing import Call, Clock, Round, round_times
 SCHEMA_VERSION = 1
 SECONDS = 1.0
 MAX_SPREAD = 0.10
+Backend = str | Callable[..., Any]  # of torch.compile
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables that times on a GPU depend on
 
 
@@ -245,19 +246,20 @@ def _measure_all(
 
 
 def _result_cache(
-    path: Path | None, plan: dict[str, Any], folder: Path, *, seconds: float, backend: str
+    path: Path | None, plan: dict[str, Any], folder: Path, *, seconds: float, backend: Backend
 ) -> ResultCache:
     model = folder / "model.py"
     own_texts = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
     own_hash = hashlib.sha256(own_texts.encode()).hexdigest()
-    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": backend, "measuring": own_hash}
+    name = backend if isinstance(backend, str) else backend.__qualname__
+    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": name, "measuring": own_hash}
     measured_with |= {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
     paths = (model, *map(folder.joinpath, plan["beside_model"])) if model.exists() else ()
     text = "".join(path.read_text() for path in paths)
     return ResultCache(path, measured_with=measured_with, model_text=text, has_own_ops=plan["has_own_ops"])
 
 
-def _measuring(plan: dict[str, Any], clock: Clock, backend: str) -> Measuring:
+def _measuring(plan: dict[str, Any], clock: Clock, backend: Backend) -> Measuring:
     config: Any = importlib.import_module("runtime.config")
     dtype = config.COMPUTE_DTYPES[plan["precision"]]
     importlib.import_module("runtime.float32_products").set_float32_products(plan["precision"])

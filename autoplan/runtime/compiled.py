@@ -7,20 +7,58 @@ input is transposed are off by 2 % in torch 2.13, and attention in float64 is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 COMPILERS = ("torch._dynamo", "torch._inductor")
 VARIANTS_OF_BLOCK = 4  # compiled: in training and evaluation, with and without gradients
 
+# Look-ups per row of a table from which their gradient is torch's own operator, which sorts them. What the compiler
+# writes adds those of a row one after the other, 0.37 us each on H100 and H200, where their dims are permuted: for the
+# position biases of T5-large, 8,192 to a row, 2.6 to 3.7 ms a micro-batch in place of 0.3.
+OWN_LOOK_UP_GRADIENT_PER_ROW = 1000
+LOOK_UP_GRADIENT = torch.ops.aten.embedding_dense_backward.default
 
-def backend_of(device: torch.device) -> str:
-    """What torch.compile compiles for."""
-    return "inductor" if device.type == "cuda" else "aot_eager"
+
+def backend_of(device: torch.device) -> str | Callable[..., Any]:
+    """What torch.compile compiles with."""
+    return inductor if device.type == "cuda" else "aot_eager"
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile as torch does, but for gradients of many look-ups in a small table (OWN_LOOK_UP_GRADIENT_PER_ROW)."""
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    config: Any = torch.compiler.config
+    rewritings = select_decomp_table()
+
+    def rewritten(gradient: Tensor, indices: Tensor, n_rows: int, padding_row: int, scale_by_frequency: bool) -> Tensor:
+        is_small = indices.numel() >= OWN_LOOK_UP_GRADIENT_PER_ROW * n_rows
+        rewriting = look_up_gradient if is_small else rewritings[LOOK_UP_GRADIENT]
+        return rewriting(gradient, indices, n_rows, padding_row, scale_by_frequency)
+
+    # torch's caches do not know by what an operator was replaced
+    with config.patch(cache_key_tag=f"{config.cache_key_tag} {inductor.__qualname__}"):
+        found: Any = compile_fx(graph, inputs, decompositions={**rewritings, LOOK_UP_GRADIENT: rewritten})
+    return found
+
+
+@torch.library.custom_op("autoplan::look_up_gradient", mutates_args=())
+def look_up_gradient(
+    gradient: Tensor, indices: Tensor, n_rows: int, padding_row: int, scale_by_frequency: bool
+) -> Tensor:
+    """The operator of torch under a name for which the compiler has no code."""
+    return LOOK_UP_GRADIENT(gradient, indices, n_rows, padding_row, scale_by_frequency)
+
+
+@look_up_gradient.register_fake
+def _(gradient: Tensor, indices: Tensor, n_rows: int, padding_row: int, scale_by_frequency: bool) -> Tensor:
+    return gradient.new_empty(n_rows, gradient.shape[-1])
 
 
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
