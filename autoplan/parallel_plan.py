@@ -97,7 +97,7 @@ class Mesh:
 
     @property
     def n_stages(self) -> int:
-        """Pipeline stages; on which rank each lives, `schedules.stage_ranks` says."""
+        """Pipeline stages; on which rank each lives, `OrderedSchedule.ranks` says."""
         return self.pp * self.n_chunks
 
     @property

@@ -20,6 +20,7 @@ from autoplan.overlap import Overlap
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.schedules import splits_backward
 from autoplan.search.bounds import compute_key, computes_least, least_passes_s, shortfall_bytes, step_bound_s
+from autoplan.search.critical_paths import critical_paths
 from autoplan.search.formulation import formulate
 from autoplan.search.joint_sizes import joint_bound
 from autoplan.search.meshes import enumerate_meshes
@@ -33,7 +34,6 @@ from autoplan.search.paths import (
     LAST_BACKWARD,
     LAST_WEIGHTS,
     WEIGHTS,
-    critical_paths,
     initial_paths,
 )
 from autoplan.search.peak_moments import shape_of, shape_of_schedule
@@ -322,13 +322,13 @@ def test_the_critical_path_adds_up_to_the_simulated_step(
     table = plain_table(mesh, cut_s=cut_s)
     size = 8 // mesh.n_stages
     stages = tuple(StagePlan(index * size, (index + 1) * size) for index in range(mesh.n_stages))
-    estimate = simulate(table, stages, with_timeline=True)
+    estimate = simulate(table, stages)
     times = {FIRST_FORWARD: size, FORWARD: size, BACKWARD: 2 * size, LAST_BACKWARD: 2 * size, CUT: cut_s}
     times |= {INPUTS: 1.5 * size, WEIGHTS: 0.5 * size, LAST_WEIGHTS: 0.5 * size}
     of_first_stage = {(INPUTS, 0): 0.0, (WEIGHTS, 0): 2 * size, (LAST_WEIGHTS, 0): 2 * size}
     lengths = [
         sum(of_first_stage.get((what, s), times.get(what, 0.0)) * count for (what, s), count in path.counts)
-        for path in critical_paths(mesh, estimate.timeline)
+        for path in critical_paths(table, stages)
     ]
     assert max(lengths) == pytest.approx(estimate.step_s)
 

@@ -24,7 +24,7 @@ from autoplan.options import BATCH_NORMS, GRAD_COMPRESSIONS, LOSS_AVERAGES, LOSS
 from autoplan.parallel_plan import ZERO_STAGES, Mesh, Plan, SegmentSharding, StagePlan
 from autoplan.registry import load_table
 from autoplan.rules import OpRule, load_rules, operand_names
-from autoplan.schedules import build_schedule, splits_backward
+from autoplan.schedules import schedule_of, splits_backward
 from autoplan.search.meshes import MAX_SPLIT_ZERO_STAGE
 from autoplan.tensor_parallel.sharding import read_sharding
 
@@ -172,7 +172,7 @@ def _check_mesh(mesh: Mesh) -> None:
     if mesh.pp == 1 and mesh.n_chunks != 1:
         _refuse("mesh.n_chunks", mesh.n_chunks, "1, since pp is 1")
     if mesh.pp > 1:
-        build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)
+        schedule_of(mesh)
 
 
 def _check_shares(mesh: Mesh) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoplan.answers.answer import Answer
-from autoplan.parallel_plan import Plan, StagePlan
+from autoplan.parallel_plan import StagePlan
 from autoplan.plain_text import text_table
-from autoplan.schedules import build_schedule, stage_ranks
+from autoplan.schedules import schedule_of
 
 MOST_SHOWN = 16  # of more, the folder's plan.json and report.html tell
 
@@ -27,14 +27,6 @@ def stages_text(answer: Answer) -> str:
         return ""
     rows = [
         (str(index), str(rank), str(stage.stop - stage.start), span_text(stage, answer.workload.segment_names))
-        for index, (stage, rank) in enumerate(zip(plan.stages, _ranks(plan), strict=True))
+        for index, (stage, rank) in enumerate(zip(plan.stages, schedule_of(plan.mesh).ranks, strict=True))
     ]
     return text_table(("stage", "rank", "segments", "from and to"), rows, right=frozenset({0, 1, 2}))
-
-
-def _ranks(plan: Plan) -> tuple[int, ...]:
-    mesh = plan.mesh
-    schedule = build_schedule(
-        mesh.schedule, n_ranks=mesh.pp, n_chunks=mesh.n_chunks, n_micro_batches=mesh.n_micro_batches
-    )
-    return stage_ranks(schedule)

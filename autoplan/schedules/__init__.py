@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from typing import NamedTuple, NoReturn
 
 from autoplan.errors import InputError, UsageError
+from autoplan.parallel_plan import Mesh
 from autoplan.registry import load_table
 
 
@@ -41,6 +42,14 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+class Pass(NamedTuple):
+    """What a stage does for a micro-batch; `is_edge`: the first if it is a forward pass, otherwise the last."""
+
+    stage: int
+    kind: str
+    is_edge: bool
 
 
 Schedule = tuple[tuple[Action, ...], ...]
@@ -83,13 +92,19 @@ class Call(NamedTuple):
     behind: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OrderedSchedule:
-    """A schedule, and one order in which all its actions can run.
+    """A schedule as numbers: one order in which all its actions can run. Places are those in this order.
+
+    `ordered_schedule` makes one of a kind, so each is only equal to itself.
 
     Attributes:
+        ranks: of each stage.
         actions: each rank's in its own order, and every action after the one it waits for.
-        awaited: per action, the place in `actions` of the one it waits for; None if there is none.
+        passes: the different passes.
+        cues: per action, its pass: the place in `passes`.
+        before: per action, the place of the one before on its rank; None if there is none.
+        awaited: per action, the place of the one on another rank whose result it needs; None if there is none.
         calls: per action, how its result gets to the rank that waits for it, if that is another one.
         sendrecvs: per action, whether its rank receives its input in a sendrecv, one call that also sends the result of
             the action before to the rank it receives from: so one forward, one backward does in the middle of a step.
@@ -97,17 +112,14 @@ class OrderedSchedule:
     """
 
     schedule: Schedule
+    ranks: tuple[int, ...]
     actions: tuple[Action, ...]
+    passes: tuple[Pass, ...]
+    cues: tuple[int, ...]
+    before: tuple[int | None, ...]
     awaited: tuple[int | None, ...]
     calls: tuple[Call | None, ...]
     sendrecvs: tuple[bool, ...]
-
-    def awaits_other(self, place: int) -> int | None:
-        """The place of the action on another rank that the one at `place` waits for; None if there is none."""
-        needed = self.awaited[place]
-        if needed is None or self.calls[needed] is None:
-            return None
-        return None if self.actions[needed].stage == self.actions[place].stage else needed
 
 
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
@@ -130,7 +142,33 @@ def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks:
             raise InputError.of(f"mesh.{field}", found=count, expected="at least 1", fix=f"set {field} to 1 or more")
     schedule = kind.build(n_ranks, n_chunks, n_micro_batches)
     _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    return _ordered(schedule, n_stages=n_ranks * n_chunks, has_sendrecvs=not kind.receives_ahead)
+    order, needed = _in_order(schedule, n_stages=n_ranks * n_chunks)
+    ranks = stage_ranks(schedule)
+    owners = [ranks[action.stage] for action in order]
+    before = _before(owners)
+    awaited = tuple(
+        None if place is None or owners[place] == owner else place for place, owner in zip(needed, owners, strict=True)
+    )
+    passes = [pass_of(action, n_micro_batches) for action in order]
+    numbers = {own: number for number, own in enumerate(dict.fromkeys(passes))}
+    return OrderedSchedule(
+        schedule,
+        ranks,
+        tuple(order),
+        passes=tuple(numbers),
+        cues=tuple(numbers[own] for own in passes),
+        before=before,
+        awaited=awaited,
+        calls=_calls(owners, awaited),
+        sendrecvs=(False,) * len(order) if kind.receives_ahead else _sendrecvs(before, awaited),
+    )
+
+
+def schedule_of(mesh: Mesh) -> OrderedSchedule:
+    """The schedule of a mesh; raises what `build_schedule` does."""
+    return ordered_schedule(
+        mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks
+    )
 
 
 @lru_cache
@@ -186,8 +224,27 @@ def dependency(action: Action, n_stages: int) -> Action | None:
     return Action(action.stage + 1, action.kind, action.micro_batch)
 
 
-def _ordered(schedule: Schedule, *, n_stages: int, has_sendrecvs: bool = False) -> OrderedSchedule:
-    """In rounds, as torch calls sends and receives: in each, every rank whose input is computed does one action."""
+def pass_of(action: Action, n_micro_batches: int) -> Pass:
+    """The pass that an action is."""
+    is_edge = action.micro_batch == (0 if action.kind == "F" else n_micro_batches - 1)
+    return Pass(action.stage, action.kind, is_edge)
+
+
+def input_boundary(stage: int, kind: str) -> int:
+    """Over which boundary the input of such an action comes: the one behind this stage."""
+    return stage - 1 if kind == "F" else stage
+
+
+def result_boundary(stage: int, kind: str) -> int:
+    """Over which boundary its result goes: the one behind this stage."""
+    return stage if kind == "F" else stage - 1
+
+
+def _in_order(schedule: Schedule, *, n_stages: int) -> tuple[list[Action], list[int | None]]:
+    """In rounds, as torch calls sends and receives: in each, every rank whose input is computed does one action.
+
+    All actions, and for each the place of the one that it waits for.
+    """
     stage_kinds = product(range(n_stages), KINDS)
     sources = {(stage, kind): dependency(Action(stage, kind, 0), n_stages) for stage, kind in stage_kinds}
     order: list[Action] = []
@@ -209,22 +266,27 @@ def _ordered(schedule: Schedule, *, n_stages: int, has_sendrecvs: bool = False) 
             position[rank] += 1
         if len(order) == n_before:
             _refuse_deadlock(schedule, left[0], position[left[0]], n_stages=n_stages)
-    sendrecvs = _sendrecvs(schedule, awaited, places) if has_sendrecvs else (False,) * len(order)
-    return OrderedSchedule(schedule, tuple(order), tuple(awaited), _calls(schedule, order, awaited), sendrecvs)
+    return order, awaited
 
 
-def _calls(schedule: Schedule, order: Sequence[Action], awaited: Sequence[int | None]) -> tuple[Call | None, ...]:
-    """See `OrderedSchedule`."""
-    ranks = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
-    receivers: dict[int, int] = {}
-    for action, needed in zip(order, awaited, strict=True):
-        if needed is not None and ranks[order[needed].stage] != ranks[action.stage]:
-            receivers[needed] = ranks[action.stage]
+def _before(owners: Sequence[int]) -> tuple[int | None, ...]:
+    """See `OrderedSchedule`; `owners`: the rank of each action."""
+    last: dict[int, int] = {}
+    found: list[int | None] = []
+    for place, rank in enumerate(owners):
+        found.append(last.get(rank))
+        last[rank] = place
+    return tuple(found)
+
+
+def _calls(owners: Sequence[int], awaited: Sequence[int | None]) -> tuple[Call | None, ...]:
+    """See `OrderedSchedule`; `owners`: the rank of each action."""
+    receivers = {needed: rank for rank, needed in zip(owners, awaited, strict=True) if needed is not None}
     last_actions: dict[int, int] = {}  # of each rank, and below the last one whose result goes from one to another
     last_called: dict[tuple[int, int], int] = {}
     found: list[Call | None] = []
-    for place, action in enumerate(order):
-        rank, receiver = ranks[action.stage], receivers.get(place)
+    for place, rank in enumerate(owners):
+        receiver = receivers.get(place)
         last_actions[rank] = place
         if receiver is None:
             found.append(None)
@@ -241,19 +303,13 @@ def _refuse_deadlock(schedule: Schedule, rank: int, position: int, *, n_stages: 
     raise InputError.of(where, found=str(action), expected=expected, fix="reorder the actions")
 
 
-def _sendrecvs(
-    schedule: Schedule, awaited: Sequence[int | None], places: Mapping[tuple[int, str, int], int]
-) -> tuple[bool, ...]:
-    """See `OrderedSchedule`; `places`: of each action in its order."""
-    before: dict[int, int] = {}
-    for actions in schedule:
-        before |= {places[second]: places[first] for first, second in pairwise(actions)}
-    after = {first: second for second, first in before.items()}
+def _sendrecvs(before: Sequence[int | None], awaited: Sequence[int | None]) -> tuple[bool, ...]:
+    """See `OrderedSchedule`."""
+    after = {first: second for second, first in enumerate(before) if first is not None}
     found = []
-    for place, needed in enumerate(awaited):
+    for own, needed in zip(before, awaited, strict=True):
         theirs = None if needed is None else after.get(needed)
-        is_mutual = theirs is not None and theirs != place and place in before and awaited[theirs] == before[place]
-        found.append(is_mutual)
+        found.append(theirs is not None and own is not None and awaited[theirs] == own)
     return tuple(found)
 
 
@@ -265,7 +321,7 @@ def check_schedule(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:
     passes are split, or none is.
     """
     _check_complete(schedule, n_ranks=n_ranks, n_chunks=n_chunks)
-    _ordered(schedule, n_stages=n_ranks * n_chunks)
+    _in_order(schedule, n_stages=n_ranks * n_chunks)
 
 
 def _check_complete(schedule: Schedule, *, n_ranks: int, n_chunks: int) -> None:

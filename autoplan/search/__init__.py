@@ -37,7 +37,8 @@ Bounds and comparisons hold within `RELATIVE_TOLERANCE` (1e-7).
       several       rank_shares, stage_needs: per rank and stage        joint_sizes, relaxed_step: all ranks together
                     path_weights, longest_paths: and all ways to recompute
     one mesh        one_mesh --formulation: terms, pass_times, memory_rows--> integer program; paths, rank_paths and
-                    peak_moments are what its schedule implies, plans its plans, thrift those without a solver
+                    peak_moments are what its schedule implies, critical_paths what a plan adds; plans its plans,
+                    thrift those without a solver
     mixed clusters  mixed: the same search over groups of hosts
 """
 

@@ -17,7 +17,7 @@ from operator import mul
 
 from autoplan.cost.table import CostTable, SegmentCost, backward_part_s, backward_s, forward_s
 from autoplan.parallel_plan import Mesh
-from autoplan.schedules import build_schedule, splits_backward, stage_ranks
+from autoplan.schedules import ordered_schedule, splits_backward
 
 
 def compute_bound_s(mesh: Mesh, *, forward_s: float, backward_s: float) -> float:
@@ -127,8 +127,8 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
 @lru_cache(maxsize=4096)
 def _n_sends(schedule: str, pp: int, n_chunks: int) -> int:
     """How often an activation goes from one rank to another on its way through the stages."""
-    ranks = stage_ranks(build_schedule(schedule, n_ranks=pp, n_chunks=n_chunks, n_micro_batches=pp))
-    return sum(one != other for one, other in pairwise(ranks))
+    ordered = ordered_schedule(schedule, n_ranks=pp, n_chunks=n_chunks, n_micro_batches=pp)
+    return sum(one != other for one, other in pairwise(ordered.ranks))
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from autoplan.parallel_plan import Mesh
-from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, ordered_schedule, receives_ahead, stage_ranks
+from autoplan.schedules import (
+    GRADIENT_KINDS,
+    KEPT_SCHEDULES,
+    OrderedSchedule,
+    receives_ahead,
+    result_boundary,
+    schedule_of,
+)
 from autoplan.search.paths import CUT, carry_symbol, symbol_of
 from autoplan.search.rank_paths import SYMBOLS
 
@@ -40,7 +47,8 @@ def longest_paths(mesh: Mesh, times_s: Array) -> Iterator[tuple[Array, int]]:
 
     `times_s` and the counts are (symbol, stage), in the order of `rank_paths.SYMBOLS`.
     """
-    graph = _graph(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
+    assert receives_ahead(mesh.schedule)  # otherwise a transfer waits for the rank that needs it
+    graph = _graph(schedule_of(mesh))
     seconds = [*times_s.ravel().tolist(), 0.0]
     ends_s, is_by_rank = [0.0], [True]
     for number, one, other, besides in graph.nodes:
@@ -58,11 +66,9 @@ def longest_paths(mesh: Mesh, times_s: Array) -> Iterator[tuple[Array, int]]:
 
 
 @lru_cache(maxsize=KEPT_SCHEDULES)
-def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Graph:
-    ordered = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    ranks = stage_ranks(ordered.schedule)
-    mesh = Mesh(pp=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=name)
-    nothing = len(SYMBOLS) * mesh.n_stages
+def _graph(ordered: OrderedSchedule) -> _Graph:
+    n_ranks, n_stages = len(ordered.schedule), len(ordered.ranks)
+    nothing = len(SYMBOLS) * n_stages
     nodes: list[_Node] = []
     last: list[tuple[int, int]] = [(_START, nothing)] * n_ranks  # the node, and what it leaves
     stages = [0] * n_ranks  # of the last node of each
@@ -70,22 +76,21 @@ def _graph(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Gra
     arrivals: dict[int | None, int] = {None: _START}  # of what each sends, likewise
 
     def number(symbol: str, stage: int) -> int:
-        return SYMBOLS.index(symbol) * mesh.n_stages + stage
+        return SYMBOLS.index(symbol) * n_stages + stage
 
     def add(node: _Node) -> int:
         nodes.append(node)
         return len(nodes)
 
-    assert receives_ahead(name)  # otherwise a transfer waits for the rank that needs it
-    for place, (action, call) in enumerate(zip(ordered.actions, ordered.calls, strict=True)):
-        rank, symbol = ranks[action.stage], symbol_of(mesh, action)
+    for place, (cue, awaited, call) in enumerate(zip(ordered.cues, ordered.awaited, ordered.calls, strict=True)):
+        stage, kind, _ = ordered.passes[cue]
+        rank, symbol = ordered.ranks[stage], symbol_of(ordered.passes[cue])
         before, left = last[rank]
-        own.append(add((number(symbol, action.stage), before, arrivals[ordered.awaits_other(place)], left)))
-        carries = action.kind in GRADIENT_KINDS
-        last[rank] = own[place], number(carry_symbol(symbol), action.stage) if carries else nothing
-        stages[rank] = action.stage
+        own.append(add((number(symbol, stage), before, arrivals[awaited], left)))
+        last[rank] = own[place], number(carry_symbol(symbol), stage) if kind in GRADIENT_KINDS else nothing
+        stages[rank] = stage
         if call is not None:
             called = add((nothing, own[place], _START if call.after is None else own[call.after], nothing))
-            cut = number(CUT, action.stage if action.kind == "F" else action.stage - 1)
+            cut = number(CUT, result_boundary(stage, kind))
             arrivals[place] = add((cut, called, arrivals[call.behind], nothing))
     return _Graph(tuple(nodes), tuple((place, stage) for (place, _), stage in zip(last, stages, strict=True)))

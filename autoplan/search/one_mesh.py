@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Estimate, StagePlan
 from autoplan.search.bounds import step_bound_s
+from autoplan.search.critical_paths import critical_paths
 from autoplan.search.formulation import add_path, decode, forbid, formulate
-from autoplan.search.paths import Path, critical_paths
+from autoplan.search.paths import Path
 from autoplan.search.peak_moments import Shape
 from autoplan.search.plans import all_plans, count_plans, obeys_recompute
 from autoplan.search.terms import Formulation
@@ -182,18 +183,18 @@ class MeshProgram:
         """Simulate the plan of a solution; tighten the program where it was wrong about it, and say whether it was."""
         assert solution.objective is not None
         stages = decode(self.form, solution.values)
-        estimate = simulate(self.form.table, stages, with_timeline=True)
+        estimate = simulate(self.form.table, stages)
         n_rows = len(self.form.model.rows)
         if not estimate.fits:
             self._forbid(solution)
         elif solution.objective * self.form.unit_s < faster_than(estimate.step_s):
-            new = set(critical_paths(self.form.table.mesh, estimate.timeline)) - self.paths
+            new = set(critical_paths(self.form.table, stages)) - self.paths
             for path in sorted(new, key=lambda path: path.counts):
                 add_path(self.form, path)
             self.paths |= new
             if not new:
                 self._forbid(solution)
-        return Judged(stages, replace(estimate, timeline=())), len(self.form.model.rows) > n_rows
+        return Judged(stages, estimate), len(self.form.model.rows) > n_rows
 
     def _forbid(self, solution: Solution) -> None:
         forbid(self.form, solution.values)

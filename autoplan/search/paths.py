@@ -19,24 +19,21 @@ split, the path goes back by the passes for inputs, and ends with one for weight
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
-from autoplan.parallel_plan import Mesh, TimelineEvent
+from autoplan.parallel_plan import Mesh
 from autoplan.schedules import (
     GRADIENT_KINDS,
-    KEPT_SCHEDULES,
     Action,
+    Pass,
     Schedule,
-    build_schedule,
     dependency,
-    ordered_schedule,
-    read_action,
+    input_boundary,
+    pass_of,
     receives_ahead,
+    schedule_of,
     splits_backward,
-    stage_ranks,
 )
 
 FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = "first forward", "forward", "backward", "last backward"
@@ -44,6 +41,12 @@ INPUTS, WEIGHTS, LAST_WEIGHTS = "backward for inputs", "backward for weights", "
 CARRY = "carry"  # what communication left by a backward pass adds to the next pass of the rank
 LAST_CARRY = "last carry"  # the same, left by the last backward pass of a stage
 CUT = "cut"  # one transfer over the boundary after a stage; a sendrecv takes no less
+PASS_SYMBOLS = {  # by kind: at the edge of a step, elsewhere
+    "F": (FIRST_FORWARD, FORWARD),
+    "B": (LAST_BACKWARD, BACKWARD),
+    "I": (INPUTS, INPUTS),
+    "W": (LAST_WEIGHTS, WEIGHTS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +60,17 @@ class Path:
     last_stage: int
 
 
-def _path(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
+def counted(counts: Counter[tuple[str, int]], *, last_stage: int) -> Path:
+    """The path with so many passes and transfers."""
     return Path(tuple(sorted((key, count) for key, count in counts.items() if count)), last_stage)
 
 
 def initial_paths(mesh: Mesh) -> tuple[Path, ...]:
     """Paths that bound any plan of the mesh, well where no transfer waits; `critical_paths` adds what a plan needs."""
-    schedule = _schedule_of(mesh)
-    ranks = stage_ranks(schedule)
-    chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, schedule, rank))
+    ordered = schedule_of(mesh)
+    chains = (chain for rank in range(mesh.pp) for chain in chains_of(mesh, ordered.schedule, rank))
     ways = product(chains, (True, False))
-    return tuple(dict.fromkeys(path_of(mesh, ranks, chain, carries=carries) for chain, carries in ways))
+    return tuple(dict.fromkeys(path_of(mesh, ordered.ranks, chain, carries=carries) for chain, carries in ways))
 
 
 def chains_of(mesh: Mesh, schedule: Schedule, rank: int) -> list[list[Action]]:
@@ -131,28 +134,22 @@ def path_of(mesh: Mesh, ranks: tuple[int, ...], chain: list[Action], *, carries:
     counts: Counter[tuple[str, int]] = Counter()
     goes_ahead = receives_ahead(mesh.schedule)
     for before, action in zip((None, *chain), chain, strict=False):
-        counts[symbol_of(mesh, action), action.stage] += 1
+        counts[symbol_of(pass_of(action, mesh.n_micro_batches)), action.stage] += 1
         source = dependency(action, mesh.n_stages)
         is_by_rank = before is not None and ranks[before.stage] == ranks[action.stage]
         is_received = source is not None and ranks[source.stage] != ranks[action.stage]
         is_received = is_received and not (goes_ahead and (before is None or is_by_rank))
         if before is not None and is_by_rank and before.kind in GRADIENT_KINDS and (carries or not is_received):
-            counts[carry_symbol(symbol_of(mesh, before)), before.stage] += 1
-        elif source is not None and is_received:
-            counts[CUT, min(action.stage, source.stage)] += 1
-    return _path(counts, last_stage=chain[-1].stage)
+            counts[carry_symbol(symbol_of(pass_of(before, mesh.n_micro_batches))), before.stage] += 1
+        elif is_received:
+            counts[CUT, input_boundary(action.stage, action.kind)] += 1
+    return counted(counts, last_stage=chain[-1].stage)
 
 
-def symbol_of(mesh: Mesh, action: Action) -> str:
-    """What the paths of a mesh call this pass."""
-    if action.kind == "F":
-        return FIRST_FORWARD if action.micro_batch == 0 else FORWARD
-    is_last = action.micro_batch == mesh.n_micro_batches - 1
-    if action.kind == "B":
-        return LAST_BACKWARD if is_last else BACKWARD
-    if action.kind == "W":
-        return LAST_WEIGHTS if is_last else WEIGHTS
-    return INPUTS
+def symbol_of(own: Pass) -> str:
+    """What paths call this pass."""
+    of_edge, of_others = PASS_SYMBOLS[own.kind]
+    return of_edge if own.is_edge else of_others
 
 
 def last_pass(mesh: Mesh) -> str:
@@ -163,126 +160,3 @@ def last_pass(mesh: Mesh) -> str:
 def carry_symbol(symbol: str) -> str:
     """What the communication is called that a pass for gradients leaves."""
     return CARRY if symbol in (BACKWARD, WEIGHTS) else LAST_CARRY
-
-
-def critical_paths(mesh: Mesh, timeline: tuple[TimelineEvent, ...]) -> tuple[Path, ...]:
-    """Per rank, the longest path to the end of its part of a simulated step, read backwards.
-
-    An action begins when the action before it on its rank stops, or when its input arrives. That leaves when its source
-    has stopped and the action before has, too, or, where ranks receive ahead, what `_calls` names. Times are equal
-    to the last bit where one waits for the other, because each is the maximum of them.
-    """
-    trace = _Trace(timeline, mesh)
-    return tuple(dict.fromkeys(_path_to(mesh, trace, name) for name in trace.last_actions()))
-
-
-def _path_to(mesh: Mesh, trace: _Trace, name: str) -> Path:
-    counts: Counter[tuple[str, int]] = Counter()
-    current: str | None = name
-    while current is not None:
-        action = _parse(current)
-        counts[symbol_of(mesh, action), action.stage] += 1
-        current = trace.before(current, counts)
-    return _path(counts, last_stage=_parse(name).stage)
-
-
-def _parse(name: str) -> Action:
-    """The action that prints as "2F0"."""
-    action = read_action(name)
-    assert action is not None, name
-    return action
-
-
-class _Trace:
-    """A timeline that can be asked what an action waited for."""
-
-    def __init__(self, timeline: tuple[TimelineEvent, ...], mesh: Mesh) -> None:
-        is_pass = [event.stream == "compute" and event.name != "optimizer" for event in timeline]
-        passes = sorted((e for e, keep in zip(timeline, is_pass, strict=True) if keep), key=_start_s)
-        self._passes = {event.name: event for event in passes}
-        self._previous = _predecessors(passes, lambda event: str(event.rank))
-        self._mesh = mesh
-        sends = sorted((event for event in timeline if event.stream.startswith("send")), key=_start_s)
-        self._sends = {event.name: event for event in sends}
-        ahead = receives_ahead(mesh.schedule)
-        self._calls = _calls(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks) if ahead else None
-
-    def last_actions(self) -> list[str]:
-        """The last pass of each rank."""
-        last = {event.rank: event.name for event in self._passes.values()}
-        return [last[rank] for rank in sorted(last)]
-
-    def before(self, name: str, counts: Counter[tuple[str, int]]) -> str | None:
-        """What `name` waited for; transfers and carried communication in between are counted."""
-        own, previous = self._passes[name], self._previous[name]
-        if previous is not None and self._passes[previous].stop_s >= own.start_s:
-            action = _parse(previous)
-            if action.kind in GRADIENT_KINDS:
-                counts[carry_symbol(symbol_of(self._mesh, action)), action.stage] += 1
-            return previous
-        source = _source(name, n_stages=self._mesh.n_stages)
-        if source is None or self._calls is not None:
-            return None if source is None else self._before_transfers(source, counts)
-        self._count_cut(source, counts)
-        is_free_later = previous is not None and self._passes[previous].stop_s > self._passes[source].stop_s
-        return previous if is_free_later else source
-
-    def _before_transfers(self, source: str, counts: Counter[tuple[str, int]]) -> str:
-        """The action that set off the chain of transfers which ends with that of the result of `source`."""
-        while source in self._sends:
-            self._count_cut(source, counts)
-            start_s = self._sends[source].start_s
-            if self._passes[source].stop_s >= start_s:
-                break
-            assert self._calls is not None
-            after, behind = self._calls[source]
-            if behind not in self._sends or self._sends[behind].stop_s < start_s:
-                return source if after is None or self._passes[after].stop_s < start_s else after
-            source = behind
-        return source
-
-    def _count_cut(self, source: str, counts: Counter[tuple[str, int]]) -> None:
-        """Count the transfer of its result, if there is one."""
-        action = _parse(source)
-        if source in self._sends:
-            counts[CUT, action.stage if action.kind == "F" else action.stage - 1] += 1
-
-
-@lru_cache(maxsize=KEPT_SCHEDULES)
-def _calls(
-    schedule: str, n_ranks: int, n_micro_batches: int, n_chunks: int
-) -> dict[str, tuple[str | None, str | None]]:
-    """`Call.after` and `Call.behind` of each result that goes to another rank, by the names of actions."""
-    ordered = ordered_schedule(schedule, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    names = [str(action) for action in ordered.actions]
-
-    def named(place: int | None) -> str | None:
-        return None if place is None else names[place]
-
-    return {
-        name: (named(call.after), named(call.behind))
-        for name, call in zip(names, ordered.calls, strict=True)
-        if call is not None
-    }
-
-
-def _start_s(event: TimelineEvent) -> tuple[float, float]:
-    return event.start_s, event.stop_s
-
-
-def _predecessors(events: list[TimelineEvent], key: Callable[[TimelineEvent], str]) -> dict[str, str | None]:
-    last: dict[str, str] = {}
-    table: dict[str, str | None] = {}
-    for event in events:
-        table[event.name] = last.get(key(event))
-        last[key(event)] = event.name
-    return table
-
-
-def _source(name: str, *, n_stages: int) -> str | None:
-    needed = dependency(_parse(name), n_stages)
-    return None if needed is None else str(needed)
-
-
-def _schedule_of(mesh: Mesh) -> Schedule:
-    return build_schedule(mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks)

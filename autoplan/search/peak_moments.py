@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from autoplan.parallel_plan import Mesh
-from autoplan.schedules import GRADIENT_KINDS, Schedule, build_schedule, stage_ranks
+from autoplan.schedules import GRADIENT_KINDS, Schedule, ordered_schedule
+from autoplan.simulator.rank_memory import moments
 
 Array = Any  # numpy.ndarray
 
@@ -40,26 +41,16 @@ class PeakMoment:
 
 def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
     """The moments of a rank that no other moment with the same running stage exceeds."""
-    in_flight: dict[int, int] = {action.stage: 0 for action in schedule[rank]}
-    pending = dict(in_flight)
-    n_left = dict(in_flight)
-    for action in schedule[rank]:
-        n_left[action.stage] += action.kind in GRADIENT_KINDS
-    begun: set[int] = set()
+    own = sorted({action.stage for action in schedule[rank]})
     found: dict[PeakMoment, tuple[bool, bool]] = {}
-    for action in schedule[rank]:
-        makes_gradients = action.kind in GRADIENT_KINDS
-        in_flight[action.stage] += action.kind == "F"
-        pending[action.stage] += action.kind == "I"
-        numbers = (tuple(sorted(in_flight.items())), tuple(sorted(pending.items())))
-        n_left[action.stage] -= makes_gradients
-        whole = begun - {action.stage} if makes_gradients and n_left[action.stage] == 0 else begun
-        moment = PeakMoment(action.stage, *numbers, frozenset(whole))
+    for at in moments(schedule[rank]):
+        assert at.running is not None
+        running, makes_gradients = own[at.running], at.kind in GRADIENT_KINDS
+        begun = frozenset(stage for stage, has_begun in zip(own, at.accumulating, strict=True) if has_begun)
+        in_flight, pending = (tuple(zip(own, counts, strict=True)) for counts in (at.in_flight, at.pending))
+        moment = PeakMoment(running, in_flight, pending, begun - {running} if at.is_last else begun)
         makes, follows = found.get(moment, (False, False))
-        found[moment] = makes or makes_gradients, follows or (action.kind == "F" and action.stage in begun)
-        begun |= {action.stage} if makes_gradients else set()
-        in_flight[action.stage] -= makes_gradients
-        pending[action.stage] -= action.kind == "W"
+        found[moment] = makes or makes_gradients, follows or (at.kind == "F" and running in begun)
     all_moments = [replace(moment, makes_gradients=makes, follows=after) for moment, (makes, after) in found.items()]
     exceeded = _are_exceeded(all_moments)
     return tuple(moment for moment, is_exceeded in zip(all_moments, exceeded, strict=True) if not is_exceeded)
@@ -127,8 +118,7 @@ def shape_of(mesh: Mesh) -> Shape:
 @lru_cache(maxsize=1024)
 def shape_of_schedule(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> Shape:
     """The shape of a schedule, by all its actions."""
-    built = build_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    moments = tuple(moments_of(built, rank) for rank in range(pp))
-    ranks = stage_ranks(built)
-    stages_of = tuple(tuple(s for s, owner in enumerate(ranks) if owner == rank) for rank in range(pp))
-    return Shape(ranks, stages_of, moments, tuple(map(MomentCounts.of, moments)))
+    ordered = ordered_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
+    moments_of_ranks = tuple(moments_of(ordered.schedule, rank) for rank in range(pp))
+    stages_of = tuple(tuple(s for s, owner in enumerate(ordered.ranks) if owner == rank) for rank in range(pp))
+    return Shape(ordered.ranks, stages_of, moments_of_ranks, tuple(map(MomentCounts.of, moments_of_ranks)))

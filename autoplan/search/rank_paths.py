@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autoplan.parallel_plan import Mesh
-from autoplan.schedules import Action, build_schedule, stage_ranks
+from autoplan.schedules import Action, schedule_of
 from autoplan.search.paths import (
     BACKWARD,
     CARRY,
@@ -76,16 +76,15 @@ def rank_paths(mesh: Mesh) -> tuple[RankPaths, ...]:
 def counted_paths(schedule: str, pp: int, n_chunks: int, n_micro_batches: int) -> tuple[RankPaths, ...]:
     """The chains of each rank, counted action by action."""
     mesh = Mesh(pp=pp, n_chunks=n_chunks, n_micro_batches=n_micro_batches, schedule=schedule)
-    built = build_schedule(schedule, n_ranks=pp, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    ranks = stage_ranks(built)
+    ordered = schedule_of(mesh)
     found = []
     for rank in range(pp):
-        chains = chains_of(mesh, built, rank)
+        chains = chains_of(mesh, ordered.schedule, rank)
         counts = np.zeros((len(chains), len(SYMBOLS), mesh.n_stages))
         for number, chain in enumerate(chains):
-            for (symbol, stage), n_times in path_of(mesh, ranks, chain).counts:
+            for (symbol, stage), n_times in path_of(mesh, ordered.ranks, chain).counts:
                 counts[number, SYMBOLS.index(symbol), stage] = n_times
-            for stage, n_times in _followed_by_forward(chain, ranks).items():
+            for stage, n_times in _followed_by_forward(chain, ordered.ranks).items():
                 counts[number, SYMBOLS.index(CARRY_FORWARD), stage] = n_times
         found.append(RankPaths(counts, tuple(chain[-1].stage for chain in chains)))
     return tuple(found)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -31,11 +30,11 @@ from autoplan.cost.table import CostTable
 from autoplan.overlap import Overlap
 from autoplan.schedules import (
     GRADIENT_KINDS,
-    KEPT_SCHEDULES,
-    ordered_schedule,
+    input_boundary,
     receives_ahead,
+    result_boundary,
+    schedule_of,
     splits_backward,
-    stage_ranks,
 )
 from autoplan.search.plans import piece_edges, stage_sizes
 from autoplan.search.ranges import (
@@ -52,58 +51,6 @@ from autoplan.search.ranges import (
 from autoplan.search.stage_needs import per_stage
 
 _Place = Any  # numbers or arrays of numbers: an index of arrays over places
-
-
-class _Turn(NamedTuple):
-    """An action of the schedule.
-
-    Attributes:
-        number: of its pass, see `_Script.passes`.
-        awaited: place of the action on another rank whose result it needs; -1 if there is none.
-        transfer: how that comes: (rank of the earlier one of the two stages, whether in a sendrecv).
-        receiver: the rank that needs its result, if it is another one; -1 otherwise.
-        out: the rank of the earlier one of the two stages between which that travels.
-    """
-
-    rank: int
-    number: int
-    awaited: int
-    transfer: tuple[int, bool]
-    receiver: int
-    out: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Script:
-    """A schedule in an order in which it can run.
-
-    Attributes:
-        ranks: of each stage.
-        passes: (stage, kind of action, whether it is at the edge of the step).
-    """
-
-    ranks: tuple[int, ...]
-    turns: tuple[_Turn, ...]
-    passes: tuple[tuple[int, str, bool], ...]
-
-
-@lru_cache(maxsize=KEPT_SCHEDULES)
-def _script(name: str, n_ranks: int, n_micro_batches: int, n_chunks: int) -> _Script:
-    ordered = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks)
-    ranks = stage_ranks(ordered.schedule)
-    numbers: dict[tuple[int, str, bool], int] = {}
-    rows = []
-    for place, ((stage, kind, micro_batch), call, is_sendrecv) in enumerate(
-        zip(ordered.actions, ordered.calls, ordered.sendrecvs, strict=True)
-    ):
-        is_edge = micro_batch == (0 if kind == "F" else n_micro_batches - 1)
-        number = numbers.setdefault((stage, kind, is_edge), len(numbers))
-        needed = ordered.awaits_other(place)
-        transfer = ranks[max(0, stage - 1 if kind == "F" else stage)], is_sendrecv
-        awaited, receiver = -1 if needed is None else needed, -1 if call is None else call.receiver
-        out = ranks[stage if kind == "F" else max(0, stage - 1)]
-        rows.append(_Turn(ranks[stage], number, awaited, transfer, receiver, out))
-    return _Script(ranks, tuple(rows), tuple(numbers))
 
 
 class _Begun(NamedTuple):
@@ -222,11 +169,10 @@ class RelaxedStep:
         have as many pieces, or more.
         """
         mesh = self.table.mesh
-        script = _script(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
-        places = self._places(sizes)
+        ordered, places = schedule_of(mesh), self._places(sizes)
         passes, gathered_s = [], [np.zeros(len(sizes))] * mesh.pp
-        for stage, kind, is_edge in script.passes:
-            rank, place = script.ranks[stage], places[stage]
+        for stage, kind, is_edge in ordered.passes:
+            rank, place = ordered.ranks[stage], places[stage]
             needs = self.ranks[rank]
             own = needs.passes[kind, is_edge, stage == 0]
             n_again, r = again[:, stage] * (kind == "B"), needs.overlap.hidden_per_compute
@@ -240,23 +186,28 @@ class RelaxedStep:
         cuts_s, goes_ahead = self._cuts_s(sizes), receives_ahead(mesh.schedule)
         moved_s: dict[tuple[int, int], Array] = {}  # ahead: when the last transfer from one rank to another is done
         done_s: dict[int, Array] = {}  # per awaited action: when it is done; ahead, when it has arrived
-        for place, (rank, number, awaited, transfer, receiver, out) in enumerate(script.turns):
+        for place, (number, awaited, call, is_sendrecv) in enumerate(
+            zip(ordered.cues, ordered.awaited, ordered.calls, ordered.sendrecvs, strict=True)
+        ):
+            stage, kind, _ = ordered.passes[number]
+            rank = ordered.ranks[stage]
             clock = clocks[rank]
-            if awaited >= 0 and goes_ahead:
+            if awaited is not None and goes_ahead:
                 clock.wait_until(done_s.pop(awaited))
-            elif awaited >= 0:
-                clock.wait_until(np.maximum(clock.free_s, done_s.pop(awaited)) + cuts_s[transfer])
+            elif awaited is not None:
+                cut_s = cuts_s[input_boundary(stage, kind), is_sendrecv]
+                clock.wait_until(np.maximum(clock.free_s, done_s.pop(awaited)) + cut_s)
             clock.run(passes[number], self.ranks[rank])
             if place == 0 and mesh.n_micro_batches > 1:  # of the first stage, whose rank gathers for its others now
                 clock.gather(gathered_s[rank])
-            if receiver >= 0:
+            if call is not None:
                 done_s[place] = clock.free_s
-            if receiver >= 0 and goes_ahead:
-                called_s = np.maximum(clock.free_s, clocks[receiver].free_s)
-                way = rank, receiver
-                done_s[place] = moved_s[way] = np.maximum(called_s, moved_s.get(way, 0.0)) + cuts_s[out, False]
+            if call is not None and goes_ahead:
+                called_s = np.maximum(clock.free_s, clocks[call.receiver].free_s)
+                way, cut_s = (rank, call.receiver), cuts_s[result_boundary(stage, kind), False]
+                done_s[place] = moved_s[way] = np.maximum(called_s, moved_s.get(way, 0.0)) + cut_s
         ends_s = [clock.end_s for clock in clocks]
-        for stage, rank in enumerate(script.ranks):
+        for stage, rank in enumerate(ordered.ranks):
             ends_s[rank] = ends_s[rank] + self.ranks[rank].optimizer_s[places[stage]]
         return np.maximum.reduce(ends_s) + self.table.per_step_s
 
@@ -267,18 +218,18 @@ class RelaxedStep:
         return [self.ranges.kind[stop, own - 1] for stop, own in zip(np.cumsum(sizes, axis=1).T, sizes.T, strict=True)]
 
     def _cuts_s(self, sizes: Array) -> dict[tuple[int, bool], Array | float]:
-        """By rank and whether it is a sendrecv, the time of a transfer between a stage there and the next one."""
+        """By boundary and whether it is a sendrecv, the time of a transfer between a stage and the next one."""
         mesh = self.table.mesh
         if mesh.n_chunks > 1:
             cut_s = min((s for s in self.table.cut_s if s is not None), default=0.0)
-            return dict.fromkeys(product(range(mesh.pp), (False, True)), cut_s)
+            return dict.fromkeys(product(range(mesh.n_stages - 1), (False, True)), cut_s)
         edges = np.array(piece_edges(self.table))
         found: dict[tuple[int, bool], Array | float] = {}
-        for rank in range(mesh.pp - 1):
-            own = self.table.at_rank(rank)
-            stops = edges[sizes[:, : rank + 1].sum(axis=1)]
+        for stage in range(mesh.pp - 1):
+            own = self.table.at_rank(stage)
+            stops = edges[sizes[:, : stage + 1].sum(axis=1)]
             for is_sendrecv, transfers_s in ((False, own.cut_s), (True, own.sendrecv_s or own.cut_s)):
-                found[rank, is_sendrecv] = np.array([s or 0.0 for s in transfers_s])[stops - 1]
+                found[stage, is_sendrecv] = np.array([s or 0.0 for s in transfers_s])[stops - 1]
         return found
 
 

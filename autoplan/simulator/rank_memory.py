@@ -31,13 +31,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.parallel_plan import OUTSIDE_ALLOCATOR
-from autoplan.schedules import GRADIENT_KINDS, Action, splits_backward
+from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, Action, OrderedSchedule, splits_backward
 
 
 class Moment(NamedTuple):
@@ -78,6 +79,12 @@ def moments(actions: Sequence[Action]) -> Iterator[Moment]:
             in_flight[running] -= 1
             pending[running] -= kind == "W"
             accumulating[running] = True
+
+
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def different_moments(ordered: OrderedSchedule) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank."""
+    return tuple(tuple(dict.fromkeys(moments(actions))) for actions in ordered.schedule)
 
 
 def moment_after(moment: Moment) -> Moment:

@@ -17,8 +17,6 @@ Where gathers begin with the step (`CostTable.gathers_at_start`), those of a ran
 to compute, but not while a transfer to it is under way: that takes the same links. The first stage of the model has its
 input when the step begins, so it gathers as it computes; the gathers for later stages of its rank begin after its first
 forward pass, if another one of it follows.
-
-What depends on the schedule alone is kept as numbers; see `replay_script`.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.errors import PlanMismatchError
 from autoplan.overlap import Overlap
 from autoplan.parallel_plan import StagePlan
-from autoplan.schedules import receives_ahead
+from autoplan.schedules import OrderedSchedule, receives_ahead, schedule_of
 from autoplan.simulator.rank_memory import StageBytes, stage_bytes
-from autoplan.simulator.replay_script import Script, script_of
 from autoplan.simulator.stage_pass import PassTimes, SegmentPass, pass_work, replay_first_forward, replay_pass
 
 # ------------------------------------------------------------------------------------------------- stages as numbers
@@ -223,13 +220,13 @@ class _Pass:
 
 
 def _passes(
-    table: CostTable, stages: tuple[Stage, ...], *, script: Script, clocks: tuple[RankClock, ...]
+    table: CostTable, stages: tuple[Stage, ...], *, ordered: OrderedSchedule, clocks: tuple[RankClock, ...]
 ) -> tuple[_Pass, ...]:
-    """Of each pass of the script; those of equal work share what is known of their times."""
+    """Of each pass of the schedule; those of equal work share what is known of their times."""
     known: dict[tuple[Overlap, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
     found = []
-    for index, kind, is_edge in script.passes:
+    for index, kind, is_edge in ordered.passes:
         stage = stages[index]
         own = table.at_rank(stage.rank)
         work = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0)
@@ -260,17 +257,16 @@ def _begin_gathers(
 
 
 def _replay_step(
-    table: CostTable, stages: tuple[Stage, ...], *, script: Script
+    table: CostTable, stages: tuple[Stage, ...], *, ordered: OrderedSchedule
 ) -> tuple[tuple[RankClock, ...], list[Run]]:
     """The clocks at the end of the step, and the run of each action."""
     clocks = tuple(RankClock() for _ in range(table.mesh.pp))
-    passes = _passes(table, stages, script=script, clocks=clocks)
+    passes = _passes(table, stages, ordered=ordered, clocks=clocks)
     runs: list[Run] = []
     goes_ahead = receives_ahead(table.mesh.schedule)
     ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
-    ordered = script.ordered
     for place, (number, awaited, call, is_sendrecv) in enumerate(
-        zip(script.cues, script.awaited, ordered.calls, ordered.sendrecvs, strict=True)
+        zip(ordered.cues, ordered.awaited, ordered.calls, ordered.sendrecvs, strict=True)
     ):
         running = passes[number]
         clock = running.clock
@@ -306,32 +302,31 @@ def _replay_step(
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A whole step, replayed; `runs` has the order of the script."""
+    """A whole step, replayed; `runs` has the order of the schedule's actions."""
 
-    script: Script
+    ordered: OrderedSchedule
     stages: tuple[Stage, ...]
     clocks: tuple[RankClock, ...]
     runs: list[Run]
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
-        return tuple(self.stages[index] for index in self.script.stages[rank])
+        return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def held_by(self, rank: int) -> tuple[StageBytes, ...]:
         return tuple(stage.held for stage in self.stages_of(rank))
 
     def places(self) -> tuple[list[int], ...]:
-        """Per rank, the places of its actions in the order of the script."""
+        """Per rank, the places of its actions."""
         found: tuple[list[int], ...] = tuple([] for _ in self.clocks)
-        for place, action in enumerate(self.script.ordered.actions):
-            found[self.script.ranks[action.stage]].append(place)
+        for place, action in enumerate(self.ordered.actions):
+            found[self.ordered.ranks[action.stage]].append(place)
         return found
 
 
 def replay_plan(table: CostTable, plans: tuple[StagePlan, ...]) -> Replay:
     """The step of this plan; raises what `simulate` does."""
     _check_order(table, plans)
-    mesh = table.mesh
-    script = script_of(mesh.schedule, mesh.pp, mesh.n_micro_batches, mesh.n_chunks)
-    stages = tuple(_stage(table, plan, index=index, ranks=script.ranks) for index, plan in enumerate(plans))
-    clocks, runs = _replay_step(table, stages, script=script)
-    return Replay(script, stages, clocks, runs)
+    ordered = schedule_of(table.mesh)
+    stages = tuple(_stage(table, plan, index=index, ranks=ordered.ranks) for index, plan in enumerate(plans))
+    clocks, runs = _replay_step(table, stages, ordered=ordered)
+    return Replay(ordered, stages, clocks, runs)

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.simulator.rank_memory import memories, moment_after, moments, needed_parts
+from autoplan.simulator.rank_memory import different_moments, memories, moment_after, moments, needed_parts
 from autoplan.simulator.replay import RankClock, Replay, Stage, replay_plan
 from autoplan.simulator.shared_step import slowest_of
 
@@ -50,12 +50,13 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
             _breakdown(table, replay.stages_of(rank), replay.clocks[rank], actions_s=len(actions) * own.action_s),
             own.batch_copy_s,
         )
-        for rank, (own, actions) in enumerate(zip(own_tables, replay.script.ordered.schedule, strict=True))
+        for rank, (own, actions) in enumerate(zip(own_tables, replay.ordered.schedule, strict=True))
     )
     slowest_rank = max(range(table.mesh.pp), key=lambda rank: breakdowns[rank].total_s)
     slowest = breakdowns[slowest_rank]
     peaks = tuple(
-        max(memories(table, replay.held_by(rank), at=at), key=sum) for rank, at in enumerate(replay.script.moments)
+        max(memories(table, replay.held_by(rank), at=at), key=sum)
+        for rank, at in enumerate(different_moments(replay.ordered))
     )
     parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
@@ -107,7 +108,7 @@ def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[t
     replay = replay_plan(table, stages)
     curves = []
     for rank, places in enumerate(replay.places()):
-        running = tuple(moments(replay.script.ordered.schedule[rank]))
+        running = tuple(moments(replay.ordered.schedule[rank]))
         during = memories(table, replay.held_by(rank), at=running)
         after = memories(table, replay.held_by(rank), at=map(moment_after, running))
         curve: list[tuple[float, int]] = []
@@ -140,7 +141,7 @@ def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s
 
     Also what is gathered while it waits, from `since_s` on.
     """
-    action, run = replay.script.ordered.actions[place], replay.runs[place]
+    action, run = replay.ordered.actions[place], replay.runs[place]
     stage, name, segments = action.stage, str(action), replay.stages[action.stage].segments(action.kind)
     events = [TimelineEvent(rank, stage, "compute", name, run.start_s, run.stop_s)]
     if run.gathered_s:
@@ -152,10 +153,10 @@ def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s
     rest_stop_s = min(run.stop_s + run.times.left_s, until_s)
     if rest_stop_s > run.stop_s and run.left_what == "reduce":
         events.append(TimelineEvent(rank, stage, "communication", "reduce", run.stop_s, rest_stop_s))
-    awaited = replay.script.awaited[place]
+    awaited = replay.ordered.awaited[place]
     if awaited is not None and run.arrived_s > run.sent_s:
-        source = replay.script.ordered.actions[awaited]
+        source = replay.ordered.actions[awaited]
         stream = "send activations" if action.kind == "F" else "send gradients"
-        sender = replay.script.ranks[source.stage]
+        sender = replay.ordered.ranks[source.stage]
         events.append(TimelineEvent(sender, source.stage, stream, str(source), run.sent_s, run.arrived_s))
     return events
