@@ -49,9 +49,9 @@ def test_margin_and_chance_are_inverse(confidence: float, rms: float, predicted:
 
 
 def test_a_profile_needs_a_smaller_margin_and_the_segment_known_least_counts() -> None:
-    # exp(1.645 x 0.041) - 1 = 7.0 %, exp(1.645 x 0.009) - 1 = 1.5 %
+    # exp(1.645 x 0.035) - 1 = 5.9 %, exp(1.645 x 0.009) - 1 = 1.5 %
     computed, measured = (memory_margin(sources, confidence=0.95) for sources in ((), ("measured", "measured")))
-    assert (computed, measured) == (pytest.approx(0.0698, abs=1e-4), pytest.approx(0.0149, abs=1e-4))
+    assert (computed, measured) == (pytest.approx(0.0593, abs=1e-4), pytest.approx(0.0149, abs=1e-4))
     assert memory_margin(("measured", "scaled"), confidence=0.95) == computed
     assert memory_margin((), confidence=AS_COMPUTED) == 0.0
 
@@ -274,13 +274,13 @@ def test_the_status_says_of_which_plans_something_is_proved(answer: Answer) -> N
 
 
 def test_a_recipe_that_fits_only_less_surely_is_marked_and_the_mark_explained(answer: Answer) -> None:
-    # DDP needs 9.9 of 10 GiB, 8.9 of them allocated: 1.1 % to spare, 0.27 of the errors of 4.1 %
+    # DDP needs 9.9 of 10 GiB, 8.9 of them allocated: 1.1 % to spare, 0.32 of the errors of 3.5 %
     tight = replace(make_estimate(peaks_gib=(9.9, 9.9)), memory_margin=memory_margin((), confidence=0.95))
     ddp = make_candidate(mesh=Mesh(dp=4, micro_batch_size=2), estimate=tight, baseline="DDP")
     shown = replace(sure(answer), result=replace(sure(answer).result, baselines=(ddp,)))
-    assert short_words(tight) == "short 39%"
+    assert short_words(tight) == "short 37%"
     text = plan_report(shown)
-    assert "DDP, short 39%\n" in text and "best plain recipe" not in text
+    assert "DDP, short 37%\n" in text and "best plain recipe" not in text
     assert (
         "short N%: memory falls short with that chance, so it does not fit with 95% confidence"
         in text.replace("\n", " ")

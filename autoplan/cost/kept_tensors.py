@@ -23,7 +23,8 @@ class KeptTensor:
     """A tensor that autograd keeps: `spec` of it on a rank, sharded (`is_part`) or whole, in the memory of `root`.
 
     `piece` is "" where it is all of the root's memory, else a name that views of the same piece of it share.
-    `is_weight` says that it is a parameter, gathered for the op.
+    `is_weight` says that it is a parameter, gathered for the op. `first` is the place, among the ops of the segment, of
+    the first that keeps it: it is free when that is done backward.
     """
 
     root: str
@@ -32,6 +33,7 @@ class KeptTensor:
     spec: TensorSpec
     precision: str
     is_weight: bool = False
+    first: int = 0
 
 
 def kept_tensors(
@@ -41,7 +43,7 @@ def kept_tensors(
     facts = context.facts
     pieces, memories = _pieces(context.graph, segment, context.rules), _memories(context, segment, layouts)
     found: dict[tuple[str, str, Layout], KeptTensor] = {}
-    for op in context.graph.ops_of(segment):
+    for place, op in enumerate(context.graph.ops_of(segment)):
         if op.name not in facts.gradients or op.name in without:
             continue
         for name, layout in _kept(op, _keeping_rule(context, op), layouts.strategies[op.name], facts.gradients):
@@ -50,8 +52,9 @@ def kept_tensors(
                 spec = local_spec(facts.specs[name], layout, context.degree)
                 piece = pieces.get(name, "")
                 precision, is_weight = context.precision_of(op), name in facts.parameters
-                kept = KeptTensor(memory, piece, layout.kind == "S", spec, precision, is_weight)
-                found[memory, piece, R if layout == V else layout] = kept
+                key = memory, piece, R if layout == V else layout
+                first = found[key].first if key in found else place
+                found[key] = KeptTensor(memory, piece, layout.kind == "S", spec, precision, is_weight, first)
     return tuple(found.values())
 
 

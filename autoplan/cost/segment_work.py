@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from autoplan.cost.kept_attention import KeptAttention, kept_attention
@@ -341,14 +342,27 @@ def working_bytes(
 ) -> int:
     """The largest sum of temporaries around one op and the gradients of weights that backward has computed by then.
 
-    What backward has freed by then is left out. Of the ops `without` only the weights count.
+    These take the place of what backward has freed by then, but for passes that are split, which free nothing before
+    they have all of them: so it is no less than the temporaries. Of the ops `without` only the weights count.
     """
     known = {place: _temporary_bytes(context, segment.ops[place], batch_size) for place in set(segment.alike)}
+    freed_bytes = [0] * (len(segment.ops) + 1) if without else _freed_bytes(segment, batch_size)
     largest = 0
     for index, (place, n_elements) in enumerate(zip(segment.alike, segment.weight_elements, strict=True)):
         temporary = 0 if index in without else known[place]
-        largest = max(largest, temporary + weight_item_bytes * n_elements)
+        largest = max(largest, temporary + max(0, weight_item_bytes * n_elements - freed_bytes[index + 1]))
     return largest
+
+
+def _freed_bytes(segment: LocalSegment, batch_size: int) -> list[int]:
+    """For each op, and behind the last one, what backward has freed when it is done with it."""
+    memories: dict[tuple[str, bool], list[KeptTensor]] = {}
+    for tensor in segment.kept:
+        memories.setdefault((tensor.root, tensor.is_part), []).append(tensor)
+    freed = [0] * (len(segment.ops) + 1)
+    for tensors in memories.values():
+        freed[min(tensor.first for tensor in tensors)] += kept_bytes(tensors, batch_size)
+    return list(accumulate(reversed(freed)))[::-1]
 
 
 def _temporary_bytes(context: WorkContext, local: LocalOp, batch_size: int) -> int:

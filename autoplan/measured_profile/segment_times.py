@@ -55,7 +55,8 @@ class SegmentTime:
         host_forward_s, host_backward_s: what the host takes to launch it.
         graph_forward_s, graph_backward_s: on the device, replayed as a CUDA graph; None where it was not.
         saved_bytes: distinct tensors that it keeps from forward to backward.
-        working_bytes: the most it has allocated besides these and the gradients of weights; None where unknown.
+        working_bytes: the most it has allocated besides these, less all gradients of its weights: below zero where few
+            of them are there at that moment. None where unknown.
         execution: how it ran; a segment that runs alike under two of them is measured once, under the first.
         is_own: whether it was the user's own module, and not the code generated for it.
         code: key of the generated code; None where it is not known, and for the user's own modules.
@@ -283,7 +284,8 @@ def _check_numbers(row: Mapping[str, Any], where: str) -> None:
             replayed = row.get(name)
             fits = replayed is None or _is_amount(replayed)
             _require(f"{where}: {name}", fits, replayed, "0 or more, or null", "profile again")
-        _require(f"{where}: working_bytes", working is None or _is_amount(working), working, "bytes", "profile again")
+        is_fit = working is None or type(working) in (int, float)
+        _require(f"{where}: working_bytes", is_fit, working, "a number of bytes, or null", "profile again")
     if row["what"] == OPS and has_times:
         check_ops(row, where)
     for name in names if has_times else ():

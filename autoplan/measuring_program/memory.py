@@ -41,9 +41,9 @@ def memory_of(call: Call, clock: Clock, seen: list[Any]) -> dict[str, Any]:
     backward_seen = seen[n_forward:]
     working_bytes = None
     if clock.is_cuda:
-        gradients = call.gradient_bytes(of_weights=True) - call.gradient_bytes(of_weights=False)
-        peak_bytes = max(forward_peak_bytes, backward_peak_bytes - gradients)
-        working_bytes = max(0, peak_bytes - start_bytes - new_bytes)
+        of_results, of_weights = (call.gradient_bytes(of_weights=way) for way in (False, True))
+        peak_bytes = max(forward_peak_bytes, backward_peak_bytes + of_results)
+        working_bytes = peak_bytes - start_bytes - new_bytes - of_weights
     saved_bytes = sum(saved.values())
     return {
         "saved_bytes": saved_bytes,
