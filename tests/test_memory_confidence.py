@@ -288,7 +288,7 @@ def test_a_recipe_that_fits_only_less_surely_is_marked_and_the_mark_explained(an
     )
     rows = json.loads(str(chart_files(shown)["rows.json"]))["candidates"]
     (row,) = (row for row in rows if row["name"] == "DDP")
-    assert row["fits"] is False and row["chance_short_of_memory"] == pytest.approx(0.39, abs=0.01)
+    assert row["fits"] is False and row["chance_short_of_memory"] == pytest.approx(0.37, abs=0.01)
     assert "short N%" not in plan_report(sure(answer))
 
 
