@@ -17,7 +17,15 @@ from autoplan.checks.options import options_of
 from autoplan.errors import UsageError
 from autoplan.options import MEMORY_FORMATS
 from autoplan.planning.deciding import cost_table, decide, judge, score, solve
-from autoplan.planning.problem import Overrides, Problem, checked, make_problem, model_file, trace_model
+from autoplan.planning.problem import (
+    Overrides,
+    Problem,
+    check_precision,
+    checked,
+    make_problem,
+    model_file,
+    trace_model,
+)
 from autoplan.search.result import SearchResult
 
 if TYPE_CHECKING:
@@ -110,6 +118,7 @@ def measurement_folder(
     from autoplan.tracing.local_modules import files_beside
 
     hardware, chosen = load_hardware_profile(hw), checked(options_of(options))
+    check_precision(hardware, chosen)
     if chosen.module_level:
         raise UsageError("profile: whole modules have no segments to measure\n  fix: leave --module-level out")
     if compile not in COMPILE_WAYS:

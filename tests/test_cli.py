@@ -278,9 +278,15 @@ def test_a_fixed_dp_that_does_not_divide_the_global_batch_is_a_usage_error(capsy
             "a divisor of 64 samples",
             "use micro_batch=64, or a global batch that is a multiple of 128",
         ),
+        (
+            ["--hw", "v100_x8"],
+            "--precision bf16, the default: found 'Tesla V100-SXM2-32GB without bf16'",
+            "one of fp32, fp16",
+            "use --precision fp16, or another device",
+        ),
     ],
 )
-def test_fixed_values_that_no_plan_on_the_cluster_has_are_usage_errors_before_the_trace(
+def test_values_that_no_plan_on_the_cluster_has_are_usage_errors_before_the_trace(
     arguments: list[str], found: str, expected: str, fix: str, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(problems, "trace_model", lambda *given, **options: pytest.fail("traced"))

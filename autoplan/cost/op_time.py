@@ -53,16 +53,16 @@ class OpTime:
     moved_bytes: float = 0.0
 
 
-def peak_flops_per_s(device: Device, precision: str) -> float:
+def peak_flops_per_s(device: Device, precision: str, *, error: type[InputError] = InputError) -> float:
     """The dense peak of a precision. No profile has that of fp64, which is priced as fp32: too fast on many GPUs.
 
-    Raises: InputError if the device has no such precision.
+    Raises: `error` if the device has no such precision.
     """
     peaks = dict(device.peak_flops_per_s)
     found = peaks.get("fp32" if precision == "fp64" else precision)
     if found is None:
         other = next((name for name in ("bf16", "fp16") if name in peaks), "fp32")
-        raise InputError.of(
+        raise error.of(
             f"--precision {precision}" + (", the default" if precision == DEFAULT_PRECISION else ""),
             found=f"{device.name} without {precision}",
             expected="one of " + ", ".join(peaks),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.checks.options import check_batch, check_degrees, check_options
-from autoplan.errors import InputError
+from autoplan.errors import InputError, UsageError
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
@@ -54,6 +54,7 @@ def make_problem(
     hardware = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
     check_hardware(hardware, options)
+    check_precision(hardware, options)
     path, arguments = model_file(model, overrides or {})
     graph = trace_model(path, overrides=arguments, module_level=options.module_level)
     if not graph.n_parameters():
@@ -133,6 +134,14 @@ def check_hardware(hardware: Hardware, options: Options) -> None:
         check_tensor_degree(int(tp), hardware)
     check_degrees(options, counts=counts, n_devices_per_host=per_host)
     check_batch(options, default_batch=default_global_batch(n_devices))
+
+
+def check_precision(hardware: Hardware, options: Options) -> None:
+    """Likewise of a precision that one of its devices lacks."""
+    from autoplan.cost.op_time import peak_flops_per_s
+
+    for group in hardware.groups if isinstance(hardware, Cluster) else (hardware,):
+        peak_flops_per_s(group.device, options.precision, error=UsageError)
 
 
 def _refuse_ops_without_rule(graph: OpGraph, rule_files: Sequence[str]) -> None:
