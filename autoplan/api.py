@@ -8,6 +8,7 @@ folder  = generate + report                  program_files, emit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,7 @@ def measurement_folder(
     micro_batch_sizes: Sequence[int] = DEFAULT_MEASURED_SIZES,
     compile: str = "off",
     memory_format: str = MEMORY_FORMATS[0],
+    while_tracing: AbstractContextManager[object] | None = None,
     **options: Any,
 ) -> dict[str, str | bytes]:
     """The folder that measures a model on one device of `hw`, as relative path -> content; see
@@ -130,7 +132,8 @@ def measurement_folder(
 
     from autoplan.tracing.trace import example_batch, model_source  # which takes seconds, only now
 
-    graph = trace_model(path, overrides=overrides)
+    with while_tracing or nullcontext():
+        graph = trace_model(path, overrides=overrides)
     batch = example_batch(model_source(path, dict(overrides)), 1)
     request = MeasurementRequest(
         graph,

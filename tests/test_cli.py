@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> SimpleNamespace:
     """Replaces tracing and search by a given answer, and keeps what was asked."""
     seen = SimpleNamespace(answer=answer, options=None, overrides=None, n_searches=0)
 
-    def make_problem(model, *, hw, hosts=1, overrides=None, options):
+    def make_problem(model, *, hw, hosts=1, overrides=None, options, while_tracing):
         seen.options, seen.overrides = options, overrides
         return SimpleNamespace(options=options, model=model)
 
@@ -480,6 +480,26 @@ def test_a_trace_that_takes_long_says_what_may_shorten_it_and_then_that_it_goes_
     with told_while_tracing("model.py", first_s=30.0):
         pass
     assert capsys.readouterr().err == "tracing model.py ...\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan nowhere.py --hw dgx_a100_x8",
+        f"plan {MLP} --hw dgx_a100_x9",
+        f"plan {MLP} --hw dgx_a100_x8 --fix dq=2",
+        f"plan {MLP} --hw dgx_a100_x8 --set width",
+        f"plan {MLP} --hw dgx_a100_x8 --rules nowhere.py",
+        f"plan {MLP} --hw dgx_a100_x8 --profile nowhere.json",
+        f"profile {MLP} --hw dgx_a100_x9 --out measured.json",
+        f"whatif {MLP} --hw dgx_a100_x9",
+        f"recommend {MLP} --among dgx_a100_x9 --samples 1e6 --budget 9",
+        f"advise {MLP} --hw dgx_a100_x8 --fix dq=2",
+    ],
+)
+def test_what_is_misspelt_is_refused_before_a_trace_is_told_of(command: str, capsys) -> None:
+    assert cli.run(command.split()) in (2, 3)
+    assert "tracing" not in capsys.readouterr().err
 
 
 def test_once_points_are_searched_no_trace_takes_long(capsys) -> None:

@@ -71,13 +71,14 @@ def profile_command(
         raise UsageError("profile: expected one of --out FILE and --emit DIR\n  fix: --out measured.json measures here")
     if emit is not None:
         check_target(emit, force=force, option="--emit")
-    with stdout_kept_clean(), told_while_tracing(model):
+    with stdout_kept_clean():
         files = api.measurement_folder(
             model,
             hw=hw,
             overrides=parse_overrides(overrides),
             degrees=() if degrees is None else _counts(degrees, option="--tp"),
             micro_batch_sizes=_counts(sizes, option="--micro-batch"),
+            while_tracing=told_while_tracing(model),
             **options,
         )
     if emit is not None:

@@ -135,8 +135,9 @@ def rule_command(
     from autoplan import api
     from autoplan.checks.options import parse_overrides
 
+    arguments = parse_overrides(overrides)
     with told_while_tracing(model), stdout_kept_clean():
-        text = api.discover_rules(model, overrides=parse_overrides(overrides), ops=ops, rules=rules)
+        text = api.discover_rules(model, overrides=arguments, ops=ops, rules=rules)
     print_result(json_text({"rules": text}) if output_format == "json" else text)
 
 
@@ -237,8 +238,8 @@ def _problem(model: Path, overrides: tuple[str, ...], *, hw: str, hosts: int, op
     from autoplan import api
     from autoplan.checks.options import parse_overrides
 
-    with told_while_tracing(model):
-        return api.make_problem(model, hw=hw, hosts=hosts, overrides=parse_overrides(overrides), options=options)
+    arguments, told = parse_overrides(overrides), told_while_tracing(model)
+    return api.make_problem(model, hw=hw, hosts=hosts, overrides=arguments, options=options, while_tracing=told)
 
 
 def _check_status(answer: Answer, options: Options) -> None:

@@ -160,11 +160,13 @@ def recommend_command(
         question = _question(
             model, {**flags, "hw": hw or ",".join(candidates())}, Options(memory_confidence=memory_confidence)
         )
+        deadline_s = None if deadline is None else parse_deadline(deadline)
+        budget_usd = None if budget is None else parse_budget(budget)
         with told_while_tracing(model) as tell_points:
             answer = recommend(
                 question,
-                deadline_s=None if deadline is None else parse_deadline(deadline),
-                budget_usd=None if budget is None else parse_budget(budget),
+                deadline_s=deadline_s,
+                budget_usd=budget_usd,
                 max_hosts=max_hosts,
                 n_jobs=n_jobs or default_n_jobs(),
                 progress=tell_points,
@@ -203,11 +205,12 @@ def advise_command(
     from autoplan.what_if.sweep import default_n_jobs
 
     question = _question(model, flags, Options(memory_confidence=memory_confidence))
+    deadline_s = None if deadline is None else parse_deadline(deadline)
     with stdout_kept_clean(), told_while_tracing(model) as tell_points:
         advice = advise(
             question,
             max_hosts=max_hosts,
-            deadline_s=None if deadline is None else parse_deadline(deadline),
+            deadline_s=deadline_s,
             n_jobs=n_jobs or default_n_jobs(),
             progress=tell_points,
         )
@@ -231,7 +234,12 @@ def _print_purchase(
 
 
 def _question(model: str | None, flags: dict[str, Any], options: Options) -> Question:
-    """The question of a file with the flags in the place of its values, or of the flags alone."""
+    """The question of a file with the flags in the place of its values, or of the flags alone.
+
+    Names and values are checked here, before anything is told of the trace.
+    """
+    from autoplan.hardware.cluster import load_hardware
+    from autoplan.planning.problem import checked
     from autoplan.what_if.flags import flag_tables
     from autoplan.what_if.question import question_of
 
@@ -239,8 +247,12 @@ def _question(model: str | None, flags: dict[str, Any], options: Options) -> Que
     if model is None or not (is_file or flags.get("hw")):
         raise UsageError("expected MODEL with --hw, or a WHATIF.TOML\n  fix: autoplan whatif model.py --hw dgx_a100_x8")
     try:
-        return question_of(model, tables, where="command line", options=options)
+        question = question_of(model, tables, where="command line", options=options)
     except InputError as error:
         if is_file or isinstance(error, UsageError):
             raise
         raise UsageError(_FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", str(error))) from None
+    checked(question.options)
+    for name in question.hw:
+        load_hardware(name)
+    return question

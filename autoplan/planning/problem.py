@@ -6,12 +6,14 @@ load_hardware -> checked -> trace_model -> Problem        make_problem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.checks.options import check_batch, check_degrees, check_options
 from autoplan.errors import InputError, UsageError
+from autoplan.files import check_file
 from autoplan.hardware.cluster import Cluster, Hardware, load_hardware
 from autoplan.options import DEFAULT_MICRO_BATCH_SIZE, PLAIN_SCHEDULE, Options
 
@@ -46,17 +48,29 @@ class Problem:
 
 
 def make_problem(
-    model: str | Path, *, hw: str, hosts: int = 1, overrides: Overrides | None = None, options: Options
+    model: str | Path,
+    *,
+    hw: str,
+    hosts: int = 1,
+    overrides: Overrides | None = None,
+    options: Options,
+    while_tracing: AbstractContextManager[object] | None = None,
 ) -> Problem:
-    """The hardware first and the options, since they are checked at once; then the trace, which takes seconds."""
+    """The hardware first and the options, since they are checked at once; then the trace, which takes seconds.
+
+    `while_tracing` is entered for the trace alone.
+    """
     from autoplan.measure_model.lookup import measurements_of
 
     hardware = load_hardware(hw, n_hosts=hosts)
     options = checked(options)
     check_hardware(hardware, options)
     check_precision(hardware, options)
+    for file in (*options.rules, *filter(None, [options.profile])):
+        check_file(Path(file), expected="a text file")
     path, arguments = model_file(model, overrides or {})
-    graph = trace_model(path, overrides=arguments, module_level=options.module_level)
+    with while_tracing or nullcontext():
+        graph = trace_model(path, overrides=arguments, module_level=options.module_level)
     if not graph.n_parameters():
         raise InputError.of(
             str(model),
