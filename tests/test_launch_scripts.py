@@ -85,6 +85,21 @@ def test_hosts_of_several_kinds_get_the_same_options(tmp_path):
     assert words[-4:] == ["--checkpoint-dir", f"{Path.cwd()}/{HOSTILE}", "--steps", "7"]
 
 
+@pytest.mark.parametrize(
+    "script",
+    [torchrun_script(n_hosts=1, n_devices_per_host=2), mixed_torchrun_script([LaunchGroup("a", 1, 8)])],
+    ids=["equal hosts", "mixed"],
+)
+def test_without_torchrun_scripts_say_what_to_activate(tmp_path, script):
+    (tmp_path / "torchrun.sh").write_text(script)
+    environment = {"PATH": str(tmp_path), "MASTER_ADDR": "host", "NODE_RANK": "0"}
+    done = subprocess.run(
+        [shutil.which("bash"), str(tmp_path / "torchrun.sh")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 127
+    assert done.stderr == "torchrun: not found; activate the Python environment that has torch, and start this again\n"
+
+
 def test_slurm_tells_the_programs_to_stop_before_the_time_limit_and_queues_the_job_again(tmp_path):
     (tmp_path / "job.sbatch").write_text(slurm_script("job", n_hosts=2, n_devices_per_host=8))
     subprocess.run(["bash", "-n", str(tmp_path / "job.sbatch")], check=True)

@@ -34,6 +34,10 @@ _CHECKPOINTS = (
     f"export {_OWN_STORE}=1 {_SHUTDOWN_TIMEOUT}={SAVING_S}\n"
 )
 _TO_PROGRAM = (
+    "command -v torchrun > /dev/null || {\n"
+    '    echo "torchrun: not found; activate the Python environment that has torch, and start this again" >&2\n'
+    "    exit 127\n"
+    "}\n"
     '# Paths among the arguments are taken from the folder of train.py.\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
 )
 _RESTARTS = '--max-restarts "${MAX_RESTARTS:-0}"'
