@@ -127,10 +127,35 @@ def test_batch_norm_without_running_statistics_is_stated_too():
 
 
 def test_a_mean_over_targets_that_may_be_ignored_is_stated_with_the_ignored_target():
-    assert "targets that are not -100" in only_note(graph_of(loss_fn=F.cross_entropy))
-    assert "targets that are not 0" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, ignore_index=0)))
+    assert "some targets are -100" in only_note(graph_of(loss_fn=F.cross_entropy))
+    assert "some targets are 0" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, ignore_index=0)))
     assert notes_of(graph_of(loss_fn=F.cross_entropy), ONE_PROCESS) == ()
     assert "sum over samples" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, reduction="sum")))
+
+
+class NextToken(nn.Module):
+    """Its loss has the tokens that it reads as targets, from the second on."""
+
+    def __init__(self, ignored):
+        super().__init__()
+        self.table, self.head, self.ignored = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8), ignored
+
+    def forward(self, tokens):
+        logits = self.head(self.table(tokens))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=self.ignored)
+
+
+def next_token_graph(ignored):
+    make_batch = lambda batch_size: (torch.randint(8, (batch_size, 5)), None)
+    return trace_model(ModelSource("toy", "toy.py", lambda: NextToken(ignored), make_batch, None))
+
+
+def test_targets_that_cannot_be_negative_are_not_said_to_be_ignored():
+    assert notes_of(next_token_graph(-100), DATA_PARALLEL) == ()
+    assert "some targets are 0" in only_note(next_token_graph(0))
+    assert notes_of(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, x.argmax(1))), DATA_PARALLEL) == ()
+    pairs = lambda x, y: F.cross_entropy(x @ x.T, torch.arange(len(x), device=x.device))
+    assert "ignores" not in " ".join(notes_of(graph_of(loss_fn=pairs), DATA_PARALLEL))
 
 
 def samples_with_samples(outputs, targets):

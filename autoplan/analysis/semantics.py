@@ -33,6 +33,7 @@ _KEEPS_TARGETS = frozenset(
         "alias.default", "transpose.int", "permute.default", "clone.default", "squeeze.dim", "unsqueeze.default",
     )
 )  # fmt: skip
+_TAKES_TARGETS = _KEEPS_TARGETS | {"aten.slice.Tensor", "aten.select.int"}
 
 
 _OWN_GRADIENTS = {
@@ -114,12 +115,17 @@ def _batch_norm(graph: OpGraph, plan: Plan) -> str:
 
 def _loss_average(graph: OpGraph, plan: Plan) -> str:
     ignored = ignored_target(graph)
-    if ignored is None or plan.mesh.dp * plan.mesh.n_micro_batches == 1 or plan.loss_average == "global_batch":
+    if (
+        ignored is None
+        or (ignored < 0 and _are_indices(graph))
+        or plan.mesh.dp * plan.mesh.n_micro_batches == 1
+        or plan.loss_average == "global_batch"
+    ):
         return ""
     return (
-        f"The loss is averaged over the targets that are not {ignored} in each micro-batch, and then over micro-batches"
-        " and ranks: where these have different numbers of such targets, one in a smaller number weighs more than in"
-        " a mean over the global batch, which --fix loss_average=global_batch gives."
+        f"Only where some targets are {ignored}, which the loss ignores: the mean is taken over the others of each"
+        " micro-batch, and then over micro-batches and ranks, so a target weighs more where fewer count;"
+        " --fix loss_average=global_batch takes it over the global batch."
     )
 
 
@@ -277,7 +283,24 @@ def _targets_are_those_of_the_batch(graph: OpGraph) -> bool:
     targets = [item.name for item in graph.inputs if item.path[0] == "targets"]
     if loss is None or loss.name != graph.loss:
         return False
-    ops, name = {op.name: op for op in graph.ops}, loss.args[1].name
-    while name in ops and ops[name].target in _KEEPS_TARGETS:
+    return targets == [_origin(graph, loss.args[1].name, _KEEPS_TARGETS)]
+
+
+def _are_indices(graph: OpGraph) -> bool:
+    """Whether the targets of the loss cannot be negative: positions, or tokens that the model also looks up."""
+    loss = _mean_over_targets(graph)
+    assert loss is not None
+    origin = _origin(graph, loss.args[1].name, _TAKES_TARGETS)
+    looked_up = (op.args[1].name for op in graph.ops if op.target == "aten.embedding.default")
+    makers = (op.target.split(".")[1] for op in graph.ops if op.name == origin)
+    return any(maker in ("arange", "argmax") for maker in makers) or origin in {
+        _origin(graph, name, _KEEPS_TARGETS) for name in looked_up
+    }
+
+
+def _origin(graph: OpGraph, name: str, through: frozenset[str]) -> str:
+    """What a tensor was made from by `through` alone: an input of the graph, or the result of another op."""
+    ops = {op.name: op for op in graph.ops}
+    while name in ops and ops[name].target in through:
         name = ops[name].args[0].name
-    return targets == [name]
+    return name
