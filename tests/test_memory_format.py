@@ -251,6 +251,15 @@ def test_a_search_takes_the_memory_format_that_was_measured_to_be_faster(problem
     check_plan(found.best.plan, problem.graph, problem.hardware)
 
 
+def test_of_plans_that_are_as_fast_in_both_memory_formats_one_is_shown(problem):
+    # devices wait for the host, which takes as long for both
+    rows = [replace(row, host_forward_s=0.1, host_backward_s=0.1) for row in problem.measured.segments]
+    found = solved(replace(problem, measured=replace(problem.measured, segments=tuple(rows)))).result
+    meshes = [item.plan.mesh for item in (found.best, *found.alternatives)]
+    assert len(meshes) > 2
+    assert len({replace(mesh, memory_format="") for mesh in meshes}) == len(meshes)
+
+
 def test_without_measurements_both_orders_are_priced_from_the_data_sheet():
     fix = (("pp", "1"), ("tp", "1"), ("micro_batch", "256"), ("compile", "off"))
     options = Options(precision="bf16", global_batch=2048, fix=fix)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
-from autoplan.parallel_plan import Mesh, Plan
+from autoplan.parallel_plan import Mesh
 from autoplan.search.baselines import Baseline
 from autoplan.search.bounds import step_bound_s
 from autoplan.search.meshes import MakePlan, fixed
@@ -89,13 +90,24 @@ def _stopped_by(state: SearchState, status: str, bound: float) -> str:
 def _candidates(
     state: SearchState, ranking: Sequence[int], found: tuple[Baseline, ...], *, make_plan: MakePlan
 ) -> Iterator[Candidate]:
-    """Those of the meshes in this order; of plans that are alike without their graphs the first."""
-    plans: list[Plan] = []
+    """Those of the meshes in this order; of plans that are alike without their graphs, or but for the memory format as
+    fast, the first.
+    """
+    shown: list[Candidate] = []
     for index in ranking:
         candidate = _candidate(state, index, found, make_plan=make_plan)
-        if candidate.plan not in plans:
-            plans.append(candidate.plan)
+        if not any(_is_as_good(candidate, other) for other in shown):
+            shown.append(candidate)
             yield candidate
+
+
+def _is_as_good(item: Candidate, other: Candidate) -> bool:
+    """Whether two plans are alike, but for the memory format where they are as fast."""
+    if item.plan == other.plan:
+        return True
+    mesh = replace(item.plan.mesh, memory_format=other.plan.mesh.memory_format)
+    is_alike = replace(item.plan, mesh=mesh) == other.plan
+    return is_alike and abs(item.estimate.step_s / other.estimate.step_s - 1.0) < GOOD_ENOUGH
 
 
 def _candidate(state: SearchState, index: int, found: tuple[Baseline, ...], *, make_plan: MakePlan) -> Candidate:
