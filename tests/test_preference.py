@@ -9,7 +9,7 @@ from itertools import permutations
 import pytest
 from brute_force import make_plan, random_toy, with_space
 
-from autoplan.answers.answer import Answer, answer_from_json, answer_to_json
+from autoplan.answers.answer import Answer, Request, answer_from_json, answer_to_json
 from autoplan.options import Options
 from autoplan.parallel_plan import Mesh, StagePlan
 from autoplan.report.explain import explain_report
@@ -134,6 +134,9 @@ def test_reports_say_what_one_device_would_take(answer: Answer) -> None:
     near = replace(near, result=replace(near.result, memory_confidence=0.95))
     assert "\none device: does not fit with 95% confidence: 9.0 GiB or more of 10.0 GiB\n" in plan_report(near)
     assert "one device" not in plan_report(answer)
+    fix = (("tp", "1"), ("compile", "off"), ("loss", "whole"))  # where a device is alone, tp is 1 in any case
+    request = Request("toy.py", (), "toy_x4", 1, Options(fix=fix))
+    assert "\none device, with compile=off, loss=whole: 5.6 s" in plan_report(replace(fits, request=request))
 
 
 def test_a_faster_plan_that_is_less_simple_is_shown_as_such(answer: Answer) -> None:

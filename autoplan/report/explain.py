@@ -50,7 +50,7 @@ def explain_report(answer: Answer) -> str:
     if answer.result.baselines:
         recipes = [_baseline_line(answer.best, item) for item in answer.result.baselines]
         if answer.result.one_device is not None:
-            recipes.append(f"  {one_device_text(answer.result, than_s=answer.best.estimate.step_s)}")
+            recipes.append(f"  {one_device_text(answer)}")
         lines += ["Plain recipes", "\n".join(recipes)]
     word = lanes_of(answer.best.plan).word
     lines += [breakdown_table(answer.best.estimate, word=word), ops_text(answer.ops), _beside_ops(answer)]

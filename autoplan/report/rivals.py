@@ -22,11 +22,13 @@ from autoplan.plan_words import (
     zero_text,
 )
 from autoplan.search import GOOD_ENOUGH
-from autoplan.search.result import Candidate, SearchResult
+from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds
 
 HARDLY = 0.25  # of a step
 MUCH = 0.25  # of what a part of a step grows by
+# Names of --fix that one device alone has, too; see `search.one_device`.
+_ON_ONE_DEVICE = ("compile", "cuda_graph", "generated", "keep_attention", "loss", "memory_format")
 AS_FAST = 0.0005  # share of a step, which no digit of a per cent shows
 
 
@@ -40,7 +42,7 @@ def rivals_text(answer: Answer) -> list[str]:
         recipe = min(recipes, key=value)
         lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
-        lines.append(one_device_text(result, than_s=best.estimate.step_s))
+        lines.append(one_device_text(answer))
     return [*lines, *memory_risk(best.estimate), *host_risk(best)]
 
 
@@ -73,15 +75,18 @@ def _measures(answer: Answer) -> tuple[Callable[[Candidate, Candidate], str], Ca
     return (_loss, _step_s) if answer.workload.objective == "time" else (_loss_of_cost, _device_s)
 
 
-def one_device_text(result: SearchResult, *, than_s: float) -> str:
-    """`one device: 143 s, 7.6 times the step`, or how much it needs at the least."""
+def one_device_text(answer: Answer) -> str:
+    """`one device, with compile=off: 143 s, 7.6 times the step`, or how much it needs at the least."""
+    result, fix = answer.result, () if answer.request is None else answer.request.options.fix
     alone = result.one_device
     assert alone is not None
+    held = [f"{name}={value}" for name, value in fix if name in _ON_ONE_DEVICE]
+    name = ", with ".join(["one device", *filter(None, [", ".join(held)])])
     if alone.step_s is None:
         needed, limit = alone.needed_bytes / GiB, alone.memory_limit_bytes / GiB
         sure = with_confidence(result) if alone.needed_bytes <= alone.memory_limit_bytes else ""
-        return f"one device: does not fit{sure}: {needed:.1f} GiB or more of {limit:.1f} GiB"
-    return f"one device: {format_seconds(alone.step_s)}, {alone.step_s / than_s:.1f} times the step"
+        return f"{name}: does not fit{sure}: {needed:.1f} GiB or more of {limit:.1f} GiB"
+    return f"{name}: {format_seconds(alone.step_s)}, {alone.step_s / answer.best.estimate.step_s:.1f} times the step"
 
 
 def _degrees(item: Candidate, *, than: Candidate) -> str:
