@@ -136,10 +136,11 @@ def trust(estimate: Estimate) -> str:
 
 def step_interval_s(candidate: Candidate) -> tuple[float, float]:
     """Between which two step times the truth is expected; see `intervals`."""
-    return interval(candidate.estimate.step_s, _step_errors(candidate), drift=candidate.estimate.drift)
+    return interval(candidate.estimate.step_s, step_errors(candidate), drift=candidate.estimate.drift)
 
 
-def _step_errors(candidate: Candidate) -> Errors:
+def step_errors(candidate: Candidate) -> Errors:
+    """How far steps of plans that run so are off."""
     estimate, is_graph = candidate.estimate, candidate.plan.mesh.cuda_graph
     role = role_of_host(estimate.breakdown.launch_s, estimate.step_s, is_graph=is_graph)
     return STEP_ERRORS[trust(estimate), role]
@@ -184,7 +185,7 @@ def interval_source(candidate: Candidate) -> str:
     """Where the interval of the step comes from."""
     drift = candidate.estimate.drift
     of_links = f", and {drift:.1%} for links whose speed varies" if drift else ""
-    return f"{trust(candidate.estimate)}: {_step_errors(candidate)}{of_links}"
+    return f"{trust(candidate.estimate)}: {step_errors(candidate)}{of_links}"
 
 
 def segment_sources_text(estimate: Estimate) -> str:

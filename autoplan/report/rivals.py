@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, trust, with_confidence
+from autoplan.answers.answer import RISKY, Answer, chance_short, memory_errors, step_errors, trust, with_confidence
 from autoplan.answers.intervals import STEP_ERRORS, WAITED_FOR, is_host_bound
 from autoplan.parallel_plan import Estimate
 from autoplan.plan_words import (
@@ -36,7 +36,12 @@ def rivals_text(answer: Answer) -> list[str]:
     """`next best: dp 2, tp 1, pp 4, ZeRO 0, 8x1, gpipe, +0.5%: launch +385 us`; likewise the best recipe that fits."""
     best, result = answer.best, answer.result
     loss, value = _measures(answer)
-    lines = [f"next best: {_degrees(item, than=best)}, {loss(best, item)}" for item in result.alternatives[:1]]
+    lines = []
+    for item in result.alternatives[:1]:
+        lines.append(f"next best: {_degrees(item, than=best)}, {loss(best, item)}")
+        if value(item) < value(best) * (1.0 + step_errors(best).rms):
+            off = f"{trust(best.estimate)} steps are off by {step_errors(best).rms:.1%}"
+            lines.append(f"the next best may be faster: {off}")
     recipes = [item for item in result.baselines if item.estimate.fits and item.plan != best.plan]
     if recipes and not best.baseline:
         recipe = min(recipes, key=value)
