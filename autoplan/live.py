@@ -56,6 +56,9 @@ def trace(
     return with_padded_head(_run_modules(source, model) if module_level else tracing.trace_model(source))
 
 
+_GIVEN = "_given_to_autoplan"  # an attribute of modules that have given their weights away
+
+
 def parallelize(
     module: nn.Module,
     example_batch: tuple[Any, Any],
@@ -75,8 +78,8 @@ def parallelize(
     `.step(batch)` runs one optimizer step on this data-parallel rank's samples. `module` gives its weights away.
     `device_type` is "cuda" or "cpu"; None stands for "cuda" where there is a device.
 
-    Raises: UsageError for an option that is not possible; PlanMismatchError when the plan is for another number of
-        processes or another model; InputError when it is impossible in itself.
+    Raises: UsageError for an option that is not possible, or a module that was given before; PlanMismatchError when the
+        plan is for another number of processes or another model; InputError when it is impossible in itself.
     """
     from autoplan import runtime
     from autoplan.checks.plan import check_plan
@@ -84,6 +87,9 @@ def parallelize(
     if not hasattr(module, "named_parameters"):
         fix = "give the model itself; autoplan.plan takes the file of one"
         raise UsageError.of("module", found=type(module).__name__, expected="a torch.nn.Module", fix=fix)
+    if hasattr(module, _GIVEN):
+        found, expected = "a module that parallelize was given before", "one that still has its weights"
+        raise UsageError.of("module", found=found, expected=expected, fix="make a new one for each call")
     device_type = device_type or runtime.default_device_type()
     chosen = checked(options_of(options))
     hardware = load_hardware_profile(hw, n_hosts=hosts)
@@ -103,6 +109,7 @@ def parallelize(
     functions = {name: function for name, function in given.items() if function is not None}
     model_file = SimpleNamespace(build_model=lambda: module, **functions)
     mesh = runtime.build_rank_mesh(config, device_type)
+    setattr(module, _GIVEN, True)
     return runtime.ParallelModel(config, model_file, parallel_model, mesh=mesh)
 
 

@@ -237,3 +237,14 @@ def test_a_batch_with_masks_of_infinities_is_compared_as_well():
     cpu, ones = torch.device("cpu"), torch.ones(3, dtype=torch.bool)
     digests = [_digest((part, ones), cpu) for part in (mask, mask, mask.flip(0))]
     assert torch.equal(digests[0], digests[1]) and not torch.equal(digests[0], digests[2])
+
+
+def test_a_module_that_was_given_before_is_refused():
+    module, options = seeded_net(), {"hw": HARDWARE, "loss_fn": nn.functional.mse_loss, "device_type": "cpu"}
+    fix = (("dp", "1"), ("zero", "0"))
+    try:
+        parallelize(module, batch_of(2), global_batch=2, fix=fix, **options)
+        with pytest.raises(UsageError, match=r"module: found 'a module that parallelize was given before'"):
+            parallelize(module, batch_of(2), global_batch=2, fix=fix, **options)
+    finally:
+        torch.distributed.destroy_process_group()
