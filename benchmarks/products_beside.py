@@ -87,6 +87,9 @@ def measured() -> Iterator[Row]:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     groups = [dist.new_group([0, 1], pg_options=few_send_blocks(device)) for _ in range(N_RECEIVES)]
+    for group in groups:  # the first transfer of a group waits for the other rank
+        message = torch.zeros(1, device=device)
+        dist.recv(message, 0, group=group) if dist.get_rank() == 1 else dist.send(message, 1, group=group)
     for library in LIBRARIES:
         torch.backends.cuda.preferred_blas_library(library)
         for left in LEFT:

@@ -30,10 +30,19 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def compiled_graphs(monkeypatch):
-    """The example inputs of each graph that torch compiled during the test; torch's limits are put back after it."""
+def nothing_compiled():
+    """Nothing is compiled before the test or after it; torch's limits are put back."""
     import torch._dynamo
 
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        torch.compiler.reset()
+        yield
+        torch.compiler.reset()
+
+
+@pytest.fixture
+def compiled_graphs(monkeypatch, nothing_compiled):
+    """The example inputs of each graph that torch compiled during the test."""
     found: list[tuple] = []
 
     def backend(graph, inputs):
@@ -41,10 +50,7 @@ def compiled_graphs(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(compiled, "backend_of", lambda device: backend)
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        torch.compiler.reset()
-        yield found
-        torch.compiler.reset()
+    return found
 
 
 def test_every_kind_of_block_is_compiled_once_for_its_own_sizes(compiled_graphs) -> None:
@@ -72,14 +78,18 @@ class PositionBiases(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's compiler itself
 @pytest.mark.parametrize("least", [512, 513])
-def test_gradients_of_many_look_ups_in_a_small_table_are_torchs_own_operator(monkeypatch, least) -> None:
+def test_gradients_of_many_look_ups_in_a_small_table_are_torchs_own_operator(
+    monkeypatch, nothing_compiled, least
+) -> None:
     targets: list[object] = []
+    tag = torch.compiler.config.cache_key_tag
 
     def write(graph, inputs):
         targets.extend(node.target for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
     def compile_fx(graph, inputs, decompositions):
+        assert str(least) in torch.compiler.config.cache_key_tag
         return aot_autograd(fw_compiler=write, bw_compiler=write, decompositions=decompositions)(graph, inputs)
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
@@ -91,7 +101,8 @@ def test_gradients_of_many_look_ups_in_a_small_table_are_torchs_own_operator(mon
     found = torch.autograd.grad(biases(scores).sum(), biases.parameters())
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert (torch.ops.autoplan.look_up_gradient.default in targets) is (least == 512)
-    assert compiled.LOOK_UP_GRADIENT not in targets
+    assert targets and compiled.LOOK_UP_GRADIENT not in targets
+    assert torch.compiler.config.cache_key_tag == tag
 
 
 def test_what_cannot_be_compiled_names_a_way_without(monkeypatch) -> None:

@@ -184,7 +184,7 @@ def measure(
     device: torch.device,
     *,
     seconds: float = SECONDS,
-    backend: str | None = None,
+    backend: Backend | None = None,
     cache: Path | None = None,
 ) -> None:
     """Measure everything that neither `out` nor `cache` holds yet.
@@ -249,10 +249,11 @@ def _result_cache(
     path: Path | None, plan: dict[str, Any], folder: Path, *, seconds: float, backend: Backend
 ) -> ResultCache:
     model = folder / "model.py"
-    own_texts = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+    compiling = Path(str(importlib.import_module("runtime.compiled").__file__))
+    own_texts = "".join(path.read_text() for path in (*sorted(Path(__file__).parent.glob("*.py")), compiling))
     own_hash = hashlib.sha256(own_texts.encode()).hexdigest()
-    name = backend if isinstance(backend, str) else backend.__qualname__
-    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": name, "measuring": own_hash}
+    of_torch = backend if isinstance(backend, str) else f"{backend.__module__}.{backend.__qualname__}"
+    measured_with = {"schema_version": SCHEMA_VERSION, "seconds": seconds, "backend": of_torch, "measuring": own_hash}
     measured_with |= {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
     paths = (model, *map(folder.joinpath, plan["beside_model"])) if model.exists() else ()
     text = "".join(path.read_text() for path in paths)

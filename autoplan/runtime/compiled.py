@@ -38,12 +38,13 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
     rewritings = select_decomp_table()
 
     def rewritten(gradient: Tensor, indices: Tensor, n_rows: int, padding_row: int, scale_by_frequency: bool) -> Tensor:
-        is_small = indices.numel() >= OWN_LOOK_UP_GRADIENT_PER_ROW * n_rows
-        rewriting = look_up_gradient if is_small else rewritings[LOOK_UP_GRADIENT]
+        is_crowded = indices.numel() >= OWN_LOOK_UP_GRADIENT_PER_ROW * n_rows
+        rewriting = look_up_gradient if is_crowded else rewritings[LOOK_UP_GRADIENT]
         return rewriting(gradient, indices, n_rows, padding_row, scale_by_frequency)
 
     # torch's caches do not know by what an operator was replaced
-    with config.patch(cache_key_tag=f"{config.cache_key_tag} {inductor.__qualname__}"):
+    tag = f"{config.cache_key_tag} {inductor.__qualname__} {OWN_LOOK_UP_GRADIENT_PER_ROW}"
+    with config.patch(cache_key_tag=tag):
         found: Any = compile_fx(graph, inputs, decompositions={**rewritings, LOOK_UP_GRADIENT: rewritten})
     return found
 
@@ -52,7 +53,7 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 def look_up_gradient(
     gradient: Tensor, indices: Tensor, n_rows: int, padding_row: int, scale_by_frequency: bool
 ) -> Tensor:
-    """The operator of torch under a name for which the compiler has no code."""
+    """The operator of torch under a name for which the compiler has no code; torch knows operators by registering."""
     return LOOK_UP_GRADIENT(gradient, indices, n_rows, padding_row, scale_by_frequency)
 
 

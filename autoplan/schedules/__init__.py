@@ -96,7 +96,7 @@ class Call(NamedTuple):
 class OrderedSchedule:
     """A schedule as numbers: one order in which all its actions can run. Places are those in this order.
 
-    `ordered_schedule` makes one of a kind, so each is only equal to itself.
+    `ordered_schedule` keeps them, and each is only equal to itself: it is hashed at once.
 
     Attributes:
         ranks: of each stage.
@@ -231,7 +231,7 @@ def pass_of(action: Action, n_micro_batches: int) -> Pass:
 
 
 def input_boundary(stage: int, kind: str) -> int:
-    """Over which boundary the input of such an action comes: the one behind this stage."""
+    """Over which boundary the input of such an action comes, but of "W": the one behind this stage."""
     return stage - 1 if kind == "F" else stage
 
 

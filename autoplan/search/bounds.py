@@ -127,7 +127,7 @@ def _pipeline_bound_s(table: CostTable, *, communication_s: float) -> float:
 @lru_cache(maxsize=4096)
 def _n_sends(schedule: str, pp: int, n_chunks: int) -> int:
     """How often an activation goes from one rank to another on its way through the stages."""
-    ordered = ordered_schedule(schedule, n_ranks=pp, n_chunks=n_chunks, n_micro_batches=pp)
+    ordered = ordered_schedule(schedule, n_ranks=pp, n_micro_batches=pp, n_chunks=n_chunks)
     return sum(one != other for one, other in pairwise(ordered.ranks))
 
 

@@ -225,7 +225,7 @@ class RelaxedStep:
             return dict.fromkeys(product(range(mesh.n_stages - 1), (False, True)), cut_s)
         edges = np.array(piece_edges(self.table))
         found: dict[tuple[int, bool], Array | float] = {}
-        for stage in range(mesh.pp - 1):
+        for stage in range(mesh.pp - 1):  # one on each rank, in their order
             own = self.table.at_rank(stage)
             stops = edges[sizes[:, : stage + 1].sum(axis=1)]
             for is_sendrecv, transfers_s in ((False, own.cut_s), (True, own.sendrecv_s or own.cut_s)):

@@ -83,7 +83,7 @@ def moments(actions: Sequence[Action]) -> Iterator[Moment]:
 
 @lru_cache(maxsize=KEPT_SCHEDULES)
 def different_moments(ordered: OrderedSchedule) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank."""
+    """Per rank, each moment once."""
     return tuple(tuple(dict.fromkeys(moments(actions))) for actions in ordered.schedule)
 
 
