@@ -217,7 +217,7 @@ def test_whatif_writes_the_page_of_the_rows_it_prints(tmp_path: Path, monkeypatc
     answer = WhatIf(ROWS, Sweep((), 0, False, 0.0, 0.0), Assumptions(shipped=read_prices(), today=date(2026, 11, 21)))
     monkeypatch.setattr(asking, "ask", lambda question, **_: answer)
     page = tmp_path / "sweep.html"
-    asked = ["whatif", "toy.py", "--set", "size=8b", "--hw", "a,b", "--tokens", "3.6e9", "--format", "json"]
+    asked = ["whatif", "toy.py", "--set", "size=8b", "--hw", "l4_x8,l40s_x8", "--tokens", "3.6e9", "--format", "json"]
     assert run([*asked, "--html", str(page)]) == 0
     printed = json.loads(capsys.readouterr().out)["rows"]
     assert page.read_text() == sweep_page(
