@@ -31,6 +31,8 @@ class InputError(AutoplanError):
     @classmethod
     def of(cls, where: str, *, found: object, expected: str, fix: str) -> "InputError":
         """An error in the one form all of them share: where, found, expected, fix."""
+        if isinstance(found, list) and any(isinstance(item, dict) for item in found):
+            found = f"an array of tables ({len(found)})"  # as [[device]] makes, all of which is long
         return cls(f"{where}: found {found!r}\n  expected: {expected}\n  fix: {fix}")
 
     @classmethod

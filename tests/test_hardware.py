@@ -80,6 +80,11 @@ def message_of(text: str) -> str:
     return str(error.value)
 
 
+def test_an_array_of_tables_in_place_of_a_table_is_named_without_what_is_in_it():
+    message = message_of(changed("[device]", "[[device]]"))
+    assert message.startswith("my_box.toml: device: found 'an array of tables (1)'\n  expected: a table [device]\n")
+
+
 # --- shipped profiles ------------------------------------------------------------------------------------------
 
 
