@@ -90,6 +90,19 @@ def users_line(stack: traceback.StackSummary) -> str:
     return f" at {found[-1].filename}:{found[-1].lineno}: {found[-1].line}" if found else ""
 
 
+def module_place(error: BaseException, model: Any) -> str:
+    """`, in module net.3 (Linear)`: the innermost module that an error came through, where it is torch's own.
+
+    No line of the user's file tells which that is where a Sequential calls its parts.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    inside = [own for own in selves if names.get(id(own))]
+    if not inside or not type(inside[-1]).__module__.startswith("torch."):
+        return ""
+    return f", in module {names[id(inside[-1])]} ({type(inside[-1]).__name__})"
+
+
 def made_batch(make_batch: Callable[[int], Any], batch_size: int, *, where: str, has_overrides: bool = False) -> Any:
     """What the user's `make_batch` gives; `has_overrides` tells whether --set values may be why it fails.
 
@@ -119,9 +132,9 @@ def _check_takes_size(make_batch: Callable[[int], Any], where: str) -> None:
         ) from error
 
 
-def trace_failure(name: str, error: BaseException) -> str:
+def trace_failure(name: str, error: BaseException, model: Any) -> str:
     """Why `torch.export` could not follow the model or its loss: file and line, what was found, and the ways out."""
-    where = users_place(error)
+    where = users_place(error) + module_place(error, model)
     is_loss = any(frame.name == LOSS_CALL for frame in traceback.extract_tb(error.__traceback__))
     failed = "loss_fn fails" if is_loss else "torch.export cannot trace the model"
     if any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT):

@@ -179,6 +179,14 @@ def test_a_branch_on_data_is_a_trace_error_with_the_users_line(tmp_path):
     assert "torch.cond" in str(error.value)
 
 
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_a_part_of_a_sequential_that_fails_is_named(trace, tmp_path):
+    parts = "nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(3, 4)))"
+    path = write(tmp_path, f"def build_model():\n    return {parts}\n" + MAKE_BATCH + LOSS)
+    with pytest.raises(TraceError, match=r", in module 1\.1 \(Linear\)\n  found: "):
+        trace(model_source(path, {}))
+
+
 def test_a_model_file_without_build_model_names_what_it_has(tmp_path):
     path = write(tmp_path, "def create():\n    pass\n")
     with pytest.raises(InputError, match=r"build_model: found 'functions: create'"):

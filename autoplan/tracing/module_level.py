@@ -60,7 +60,7 @@ from autoplan.tracing.trace import (
     with_dicts,
 )
 from autoplan.units import GiB
-from autoplan.user_errors import USERS_ERRORS, users_place, what_failed
+from autoplan.user_errors import USERS_ERRORS, module_place, users_place, what_failed
 
 BEFORE, AFTER, LOSS = "before", "after", "loss"
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -193,7 +193,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     results: dict[str, torch.Tensor] = {}
     order: list[str] = []
     watching = watch_dissolved(model)
-    with _hooks(model, counter, results, order), _errors_of_the_model(source), watching as dissolved:
+    with _hooks(model, counter, results, order), _errors_of_the_model(source, model), watching as dissolved:
         keeping = torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor)
         with keeping, counter:
             outputs = call_model(model, inputs)
@@ -259,14 +259,14 @@ def _first_tensor(value: Any, otherwise: torch.Tensor | None) -> torch.Tensor:
 
 
 @contextmanager
-def _errors_of_the_model(source: ModelSource) -> Iterator[None]:
+def _errors_of_the_model(source: ModelSource, model: nn.Module) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except USERS_ERRORS as error:  # whatever the user's code raises
         raise TraceError(
-            f"{source.where}: the model does not run{users_place(error)}\n"
+            f"{source.where}: the model does not run{users_place(error)}{module_place(error, model)}\n"
             f"  found: {what_failed(error)}\n"
             "  expected: a forward that runs in bfloat16 on the CPU, on the batch of make_batch\n"
             "  fix: call the model on one batch yourself, outside of autoplan, and mend what fails there"

@@ -235,7 +235,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
                 program = program.run_decompositions({})
                 with_whole_dropout(program.graph)
         except USERS_ERRORS as error:
-            raise TraceError(trace_failure(source.where, error)) from error
+            raise TraceError(trace_failure(source.where, error, model)) from error
     written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
     refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
     _refuse_freezing(source.where, dissolved)
