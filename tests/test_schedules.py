@@ -12,7 +12,6 @@ from autoplan.registry import load_table
 from autoplan.runtime import Config
 from autoplan.schedules import (
     Action,
-    build_schedule,
     check_schedule,
     dependency,
     ordered_schedule,
@@ -63,7 +62,7 @@ def ordered_schedules(draw):
     ],
 )
 def test_schedule_equals_its_golden_text(name, n_ranks, n_chunks, n_micro_batches):
-    schedule = build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    schedule = ordered_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches).schedule
     golden = GOLDEN / f"{name}_{n_ranks}x{n_chunks}_{n_micro_batches}.txt"
     assert (
         "".join(f"rank {rank}: {' '.join(map(str, row))}\n" for rank, row in enumerate(schedule)) == golden.read_text()
@@ -85,32 +84,34 @@ def test_the_order_of_all_actions_keeps_rank_order_and_dependencies(ordered):
 
 @given(st.integers(1, 8), st.integers(1, 20))
 def test_1f1b_holds_at_most_as_many_micro_batches_as_ranks_from_here_on(n_ranks, n_micro_batches):
-    schedule = build_schedule("1f1b", n_ranks=n_ranks, n_micro_batches=n_micro_batches)
+    schedule = ordered_schedule("1f1b", n_ranks=n_ranks, n_micro_batches=n_micro_batches).schedule
     expected = [min(n_micro_batches, n_ranks - rank) for rank in range(n_ranks)]
     assert [most_in_flight(actions) for actions in schedule] == expected
 
 
 def test_gpipe_holds_all_micro_batches():
-    assert [most_in_flight(actions) for actions in build_schedule("gpipe", n_ranks=3, n_micro_batches=7)] == [7, 7, 7]
+    assert [
+        most_in_flight(actions) for actions in ordered_schedule("gpipe", n_ranks=3, n_micro_batches=7).schedule
+    ] == [7, 7, 7]
 
 
 def test_interleaved_holds_its_warm_up_and_one_more():
     # 4 ranks, 3 chunks: warm-up (3 - 1) x 4 + 2 x (3 - rank) = 14, 12, 10, 8 forward passes, then one more before B
-    schedule = build_schedule("interleaved", n_ranks=4, n_chunks=3, n_micro_batches=8)
+    schedule = ordered_schedule("interleaved", n_ranks=4, n_chunks=3, n_micro_batches=8).schedule
     assert [most_in_flight(actions) for actions in schedule] == [15, 13, 11, 9]
 
 
 @given(st.integers(1, 6), st.integers(1, 20))
 def test_zero_bubble_v_holds_two_stages_of_at_most_as_many_micro_batches_as_ranks(n_ranks, n_micro_batches):
     # as much as 1F1B on its first rank, but on every rank: 2 n_ranks stages of half the size
-    schedule = build_schedule("zero_bubble_v", n_ranks=n_ranks, n_chunks=2, n_micro_batches=n_micro_batches)
+    schedule = ordered_schedule("zero_bubble_v", n_ranks=n_ranks, n_chunks=2, n_micro_batches=n_micro_batches).schedule
     assert max(map(most_in_flight, schedule)) <= 2 * n_ranks
     if n_micro_batches >= 2 * n_ranks - 1:
         assert max(map(most_in_flight, schedule)) == 2 * n_ranks
 
 
 def test_zero_bubble_v_goes_down_the_ranks_and_up_again():
-    schedule = build_schedule("zero_bubble_v", n_ranks=3, n_chunks=2, n_micro_batches=5)
+    schedule = ordered_schedule("zero_bubble_v", n_ranks=3, n_chunks=2, n_micro_batches=5).schedule
     assert stage_ranks(schedule) == (0, 1, 2, 2, 1, 0)
 
 
@@ -143,7 +144,7 @@ def test_all_activations_go_before_the_first_gradient_under_gpipe():
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_the_runtime_has_each_stage_on_the_rank_of_the_schedule(name, n_ranks):
     n_chunks = 1 if name in ("gpipe", "1f1b") else 2
-    schedule = build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=2 * n_ranks)
+    schedule = ordered_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=2 * n_ranks).schedule
     config = Config(pp=n_ranks, n_chunks=n_chunks, schedule=name)
     assert tuple(map(config.rank_of_stage, range(config.n_stages))) == stage_ranks(schedule)
     assert config.splits_backward == splits_backward(name) == any(action.kind == "W" for action in schedule[0])
@@ -195,7 +196,7 @@ def actions_torch_runs(torch_class, *, rank, n_ranks, n_micro_batches):
 def test_order_is_what_torch_runs(name, n_ranks, n_micro_batches):
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     torch_class = {"gpipe": torch_schedules.ScheduleGPipe, "1f1b": torch_schedules.Schedule1F1B}[name]
-    schedule = build_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches)
+    schedule = ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches).schedule
     for rank, actions in enumerate(schedule):
         counts = {"n_ranks": n_ranks, "n_micro_batches": n_micro_batches}
         assert actions == actions_torch_runs(torch_class, rank=rank, **counts)
@@ -213,7 +214,9 @@ def test_interleaved_order_is_that_of_torch(n_ranks, n_chunks, n_micro_batches):
         _n_microbatches=n_micro_batches,
     )
     calculate = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations
-    schedule = build_schedule("interleaved", n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+    schedule = ordered_schedule(
+        "interleaved", n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches
+    ).schedule
     for rank, actions in enumerate(schedule):
         assert " ".join(map(str, actions)) == " ".join(str(a) for a in calculate(theirs, rank) if a is not None)
 
@@ -223,7 +226,7 @@ def test_zero_bubble_v_order_is_that_of_torch(n_ranks, n_micro_batches):
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     theirs = SimpleNamespace(pp_group_size=n_ranks, num_stages=2 * n_ranks, _n_microbatches=n_micro_batches)
     calculate = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations
-    schedule = build_schedule("zero_bubble_v", n_ranks=n_ranks, n_chunks=2, n_micro_batches=n_micro_batches)
+    schedule = ordered_schedule("zero_bubble_v", n_ranks=n_ranks, n_chunks=2, n_micro_batches=n_micro_batches).schedule
     for rank, actions in enumerate(schedule):
         assert " ".join(map(str, actions)) == " ".join(str(a) for a in calculate(theirs, rank) if a is not None)
 
@@ -286,7 +289,7 @@ def test_check_counts_the_ranks():
 
 def test_unknown_name_lists_the_valid_ones():
     with pytest.raises(UsageError, match="one of 1f1b, gpipe, interleaved, zero_bubble_v"):
-        build_schedule("zigzag", n_ranks=2, n_micro_batches=2)
+        ordered_schedule("zigzag", n_ranks=2, n_micro_batches=2)
 
 
 @pytest.mark.parametrize(
@@ -302,4 +305,4 @@ def test_unknown_name_lists_the_valid_ones():
 )
 def test_numbers_a_schedule_does_not_exist_for_are_refused(name, n_ranks, n_chunks, n_micro_batches, message):
     with pytest.raises(InputError, match=message):
-        build_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)
+        ordered_schedule(name, n_ranks=n_ranks, n_chunks=n_chunks, n_micro_batches=n_micro_batches)

@@ -11,7 +11,7 @@ from simulator_toys import NO_SLOWDOWN, pipeline, table_of
 from autoplan.cost.table import SegmentCost
 from autoplan.overlap import Overlap
 from autoplan.parallel_plan import StagePlan
-from autoplan.schedules import build_schedule, stage_ranks
+from autoplan.schedules import ordered_schedule, stage_ranks
 from autoplan.simulator.simulate import memory_over_time, simulate
 
 quarters = st.integers(0, 12).map(lambda n: n / 4)
@@ -99,9 +99,9 @@ def test_step_is_never_below_the_work_of_any_rank(plan):
     table, stages = plan
     mesh = table.mesh
     step_s = simulate(table, stages).step_s
-    schedule = build_schedule(
+    schedule = ordered_schedule(
         mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks
-    )
+    ).schedule
     ranks = stage_ranks(schedule)
     for rank in range(mesh.pp):
         costs = [

@@ -125,17 +125,12 @@ class OrderedSchedule:
 KEPT_SCHEDULES = 256  # a search asks for the same few again and again
 
 
-def build_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int = 1) -> Schedule:
-    """The schedule called `name`, checked as `check_schedule` does.
+@lru_cache(maxsize=KEPT_SCHEDULES)
+def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int = 1) -> OrderedSchedule:
+    """The schedule called `name`, checked as `check_schedule` does, and an order to replay it in.
 
     Raises: UsageError if no schedule has this name; InputError if it does not exist for these numbers.
     """
-    return ordered_schedule(name, n_ranks=n_ranks, n_micro_batches=n_micro_batches, n_chunks=n_chunks).schedule
-
-
-@lru_cache(maxsize=KEPT_SCHEDULES)
-def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks: int) -> OrderedSchedule:
-    """The schedule called `name`, checked, and an order to replay it in; raises what `build_schedule` does."""
     kind = _kind(name)
     for field, count in (("pp", n_ranks), ("n_chunks", n_chunks), ("n_micro_batches", n_micro_batches)):
         if count < 1:
@@ -165,7 +160,7 @@ def ordered_schedule(name: str, *, n_ranks: int, n_micro_batches: int, n_chunks:
 
 
 def schedule_of(mesh: Mesh) -> OrderedSchedule:
-    """The schedule of a mesh; raises what `build_schedule` does."""
+    """The schedule of a mesh; raises what `ordered_schedule` does."""
     return ordered_schedule(
         mesh.schedule, n_ranks=mesh.pp, n_micro_batches=mesh.n_micro_batches, n_chunks=mesh.n_chunks
     )
