@@ -81,7 +81,7 @@ class Program:
         self._loss = functools.partial(float32_loss, model_file.loss_fn)
         if self.tp_degree > 1:
             TENSOR_PARALLEL[case.tensor_parallel](model, list(blocks.values()), self.mesh["tp"])
-        if configuration.compile:
+        if configuration.compile and not configuration.whole:
             compile_blocks(list(blocks.values()))
         if configuration.compile_loss:
             self._loss = torch.compile(self._loss, dynamic=False)
@@ -91,6 +91,7 @@ class Program:
         is_ddp = configuration.strategy == "ddp"
         self.model = self._distributed(model) if is_ddp else self._fully_sharded(model, list(blocks.values()))
         self.optimizer = self._build_optimizer()
+        self.forward = torch.compile(self.model, dynamic=False) if configuration.whole else self.model
 
     def _distributed(self, model: nn.Module) -> nn.Module:
         if self.configuration.channels_last:
@@ -153,7 +154,7 @@ class Program:
         is_autocast = self.configuration.strategy == "ddp" and self.dtype != torch.float32
         with self._around_loss():
             with torch.autocast(self.device.type, self.dtype, enabled=is_autocast):
-                outputs = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+                outputs = self.forward(**inputs) if isinstance(inputs, dict) else self.forward(inputs)
                 loss = self._loss(logits_of(outputs), targets) / n_micro_batches
             loss.backward()
         loss = loss.detach()

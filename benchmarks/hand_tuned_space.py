@@ -16,6 +16,7 @@ from pathlib import Path
 STRATEGIES = ("replicate", "zero2", "ddp", "zero1", "zero3", "tp2", "tp4")
 TENSOR_PARALLEL_DEGREES = {"tp2": 2, "tp4": 4}  # 1 for the others
 SWITCHES = ("recompute", "compile", "compile_loss", "channels_last")
+ONLY_FIXED = ("gradient_norm", "whole")
 SAVES_MEMORY = ("recompute", "compile", "compile_loss")
 N_FIRST_PARTS = 4  # micro-batches per step of the first tries
 # How far each change leads away from a fast program: the less likely it is to help, the farther.
@@ -68,6 +69,7 @@ class Configuration:
     Attributes:
         gradient_norm: whether it takes the norm of all gradients and looks whether it is finite before each update, as
             emitted programs do; tried only where that is fixed.
+        whole: whether the model is compiled as one, not block by block; tried only where that is fixed.
     """
 
     strategy: str
@@ -77,9 +79,10 @@ class Configuration:
     compile_loss: bool = True
     channels_last: bool = False
     gradient_norm: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
-        switches = [name for name in (*SWITCHES, "gradient_norm") if getattr(self, name)]
+        switches = [name for name in (*SWITCHES, *ONLY_FIXED) if getattr(self, name)]
         return " ".join(
             [self.strategy, f"micro-batch {self.micro_batch}", *(name.replace("_", " ") for name in switches)]
         )
@@ -90,7 +93,7 @@ FRUGAL = Configuration("zero3", 1, recompute=True)  # where to go on from when n
 
 def parse_fixed(texts: Sequence[str]) -> tuple[tuple[str, object], ...]:
     """`name=value` texts as fields of a Configuration."""
-    switches = dict.fromkeys((*SWITCHES, "gradient_norm"), {"on": True, "off": False}.__getitem__)
+    switches = dict.fromkeys((*SWITCHES, *ONLY_FIXED), {"on": True, "off": False}.__getitem__)
     readers = {"strategy": str, "micro_batch": int} | switches
     found = []
     for text in texts:
@@ -116,7 +119,8 @@ class Space:
     @property
     def configurations(self) -> tuple[Configuration, ...]:
         layouts = (True, False) if self.is_convolutional else (False,)
-        switches = tuple(product((False, True), (True, False), (True, False), layouts, (self.takes_norm,)))
+        only_fixed = ((bool(dict(self.fixed).get(name, False)),) for name in ONLY_FIXED)
+        switches = tuple(product((False, True), (True, False), (True, False), layouts, *only_fixed))
         every = (
             Configuration(strategy, micro_batch, *values)
             for strategy in self.strategies
@@ -124,10 +128,6 @@ class Space:
             for values in switches
         )
         return tuple(item for item in every if item == replace(item, **dict(self.fixed)))
-
-    @property
-    def takes_norm(self) -> bool:
-        return bool(dict(self.fixed).get("gradient_norm", False))
 
     @property
     def strategies(self) -> tuple[str, ...]:

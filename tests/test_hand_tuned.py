@@ -71,6 +71,15 @@ def test_a_compiled_tensor_parallel_program_trains_its_embedding(tmp_path: Path)
 
 
 @pytest.mark.nightly
+def test_a_model_compiled_as_one_trains_alike(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text(HEAD + LLAMA.format(file=CHECKOUT / "examples" / "llama.py"))
+    run(tmp_path, *EAGER, "strategy=ddp", "--tries", "1")
+    eager, whole = run(tmp_path, *ON_CPU, "strategy=ddp", "compile=on", "whole=on", "--tries", "1")
+    assert whole["options"]["whole"] and not eager["options"]["whole"]
+    assert whole["losses"][:3] == pytest.approx(eager["losses"][:3], rel=1e-5)
+
+
+@pytest.mark.nightly
 def test_taking_the_norm_of_the_gradients_changes_no_loss_and_is_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "cases.csv").write_text(HEAD + LLAMA.format(file=CHECKOUT / "examples" / "llama.py"))
     run(tmp_path, *EAGER, "strategy=zero2", "--tries", "1")

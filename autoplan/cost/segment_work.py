@@ -30,6 +30,12 @@ LOSS_STATISTIC_BYTES = 4
 # (benchmarks/results/graph_kernels_h200_x2_2026-11-25.txt).
 MOVED_FRACTION = 0.45
 
+# What a collective of a conversion takes of the host besides starting it, in times that starting one takes in a loop: its
+# autograd function and the views around it. Blocks with two collectives or more, split over 2 and 4 ranks, take 12.2 times
+# `launch` a collective more than for their kernels in forward passes (median of 49), 7.9 in backward passes, whose
+# kernels take less than MODEL_LAUNCH_RATIO; starting one takes 9.7 (`benchmarks/block_hosts.py`, `hosts.py`).
+AROUND_COLLECTIVE = 1.25
+
 # Kernels that a conversion runs besides its collective, forward and backward together. `own_rows` also waits for the
 # device, which is not priced.
 CONVERSION_KERNELS = {
@@ -148,6 +154,7 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
     n_weight_ops, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size)
     item_bytes = element_bytes(context.precision).gathered
     forward = _forward_pass(context, segment, times, batch_size)
+    collectives_backward_s = context.device.collective_launch_s * _n_collectives(segment, "backward")
     return SegmentWork(
         forward_s=forward.device + cast_s,
         backward_s=sum(t.backward_s for t in times)
@@ -155,9 +162,10 @@ def segment_work(context: WorkContext, segment: LocalSegment, batch_size: int) -
         + cast_s
         + conversion_kernels_s(context, segment, batch_size, backward=True),
         host_forward_s=forward.host,
-        host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions),
+        host_backward_s=host_s(context.device, sum(t.n_backward_launches for t in times) + n_additions)
+        + AROUND_COLLECTIVE * collectives_backward_s,
         collectives_forward_s=forward.collectives,
-        collectives_backward_s=context.device.collective_launch_s * _n_collectives(segment, "backward"),
+        collectives_backward_s=collectives_backward_s,
         tp_forward_s=forward.tp,
         tp_backward_s=_communication_s(context, segment, batch_size, backward=True),
         saved_bytes=_saved_bytes(context, segment, batch_size),
@@ -182,11 +190,12 @@ def repeated_part(segment: LocalSegment) -> LocalSegment:
 def _forward_pass(context: WorkContext, segment: LocalSegment, times: Sequence[OpTime], batch_size: int) -> PassParts:
     """Of the ops of a segment, the first that `times` are of; without the cast of a loss."""
     own = times[: len(segment.ops)]
+    collectives_s = context.device.collective_launch_s * _n_collectives(segment, "forward")
     return PassParts(
         device=sum(t.forward_s for t in own) + conversion_kernels_s(context, segment, batch_size, backward=False),
-        host=host_s(context.device, sum(t.n_launches for t in own)),
+        host=host_s(context.device, sum(t.n_launches for t in own)) + AROUND_COLLECTIVE * collectives_s,
         tp=_communication_s(context, segment, batch_size, backward=False),
-        collectives=context.device.collective_launch_s * _n_collectives(segment, "forward"),
+        collectives=collectives_s,
     )
 
 
