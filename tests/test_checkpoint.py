@@ -1,5 +1,6 @@
 """Checkpoints: a run goes on under another plan, and on another number of ranks, as if it had never stopped."""
 
+import random
 from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from distributed.launch import run_ranks
 from distributed.programs import make_plan, write_programs
 from distributed.resumed import largest_difference
 from distributed.tiny_parallel import parallel_model
+from torch import nn
 
 from autoplan.runtime import (
     Checkpoints,
@@ -123,12 +125,12 @@ MORE_OPTIMIZERS = {
 }
 
 
-def train_with_dataset(optimizer, config, *options, n_steps, last=None):
+def train_with_dataset(optimizer, config, *options, n_steps, last=None, build_model=tiny_gpt.build_model):
     """On one rank: train up to `last` of `n_steps` steps with a dataset and a schedule; losses and learning rates."""
     parser = ArgumentParser()
     add_checkpoint_options(parser)
     model_file = SimpleNamespace(
-        build_model=tiny_gpt.build_model, loss_fn=tiny_gpt.loss_fn, build_optimizer=optimizer, build_dataset=Samples
+        build_model=build_model, loss_fn=tiny_gpt.loss_fn, build_optimizer=optimizer, build_dataset=Samples
     )
     mesh = build_rank_mesh(config, "cpu")
     rates = LearningRate("cosine", n_steps, 2)
@@ -169,6 +171,36 @@ def test_a_users_optimizer_its_schedule_and_the_place_in_the_dataset_go_on(tmp_p
             assert [len(part) for part in (whole, first, second)] == [10, 7, 3]
             pairs = zip(whole, first + second, strict=True)
             assert max(abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True)) <= TOLERANCE
+
+
+class Dropped(nn.Module):
+    """Draws from the generators of torch and of Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt, self.dropout = tiny_gpt.build_model(), nn.Dropout(0.5)
+
+    def forward(self, tokens):
+        return self.dropout(self.gpt(tokens)) * random.random()
+
+
+def undisturbed_and_resumed_with_dropout(folder):
+    """On one of two ranks: the same run in one go, and stopped after 3 steps."""
+    config = Config(dp=2, micro_batch_size=2, precision="fp64")
+    options = ("--checkpoint-dir", folder, "--checkpoint-every", "3")
+
+    def train(*options, last=None):
+        random.seed(3)  # that of torch is seeded by the program
+        optimizer = two_groups(torch.optim.AdamW)
+        return train_with_dataset(optimizer, config, *options, n_steps=5, last=last, build_model=Dropped)
+
+    whole = train()
+    return whole, train(*options, last=3) + train(*options)
+
+
+def test_a_resumed_run_draws_what_an_undisturbed_one_does(tmp_path):
+    for whole, resumed in run_ranks(undisturbed_and_resumed_with_dropout, 2, str(tmp_path)):
+        assert resumed == whole  # to the last bit
 
 
 def scheduled_rates(folder):

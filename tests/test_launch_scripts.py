@@ -271,7 +271,8 @@ def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "torchrun.sh").write_text(torchrun_script(n_hosts=2, n_devices_per_host=1))
     stub(tmp_path / "bin", "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    variables = {"MASTER_ADDR": next(iter(ADDRESSES)), "CHECKPOINT_DIR": "saved", "OMP_NUM_THREADS": "1"}
+    saved = str(tmp_path / "saved")  # a host's commands start in /
+    variables = {"MASTER_ADDR": next(iter(ADDRESSES)), "CHECKPOINT_DIR": saved, "OMP_NUM_THREADS": "1"}
     options = ("--steps", "6", "--device", "cpu", "--lr", "1e-2", "--checkpoint-every", "2")
     agents = [
         subprocess.Popen(
@@ -286,7 +287,7 @@ def test_two_hosts_go_on_together_after_a_rank_of_the_second_was_killed(tmp_path
     done = [agent.communicate(timeout=240) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], done
     assert (tmp_path / "died").exists()
-    assert "resumed from saved/step-00000002" in done[0][1] + done[1][1]
+    assert f"resumed from {saved}/step-00000002" in done[0][1] + done[1][1]
     lines = re.findall(r"step +(\d+)  loss ([\d.]+)", done[0][0] + done[1][0])
     found = {int(step): float(loss) for step, loss in lines}
     cpu = torch.device("cpu")

@@ -106,7 +106,7 @@ def largest_difference(config, max_grad_norm=None, device_type="cpu"):
         worst = torch.inf if _keeps_graphs(model) else worst
         differences = compare(model, plain, loss=loss, plain_loss=plain.step(batch))
         if config.precision != "fp64":
-            is_wrong = differences.exceeds(config, step=step, learning_rate=1e-2)
+            is_wrong = differences.exceeds(differences.tolerances(config, step=step, learning_rate=1e-2))
             worst = max(worst, torch.inf if is_wrong else 0.0)
         else:
             worst = max(worst, *dataclasses.astuple(differences), _norm_error(model, plain, max_grad_norm))

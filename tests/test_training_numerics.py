@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distributed import tiny_gpt
+from distributed import tiny_gpt, tiny_norm
 from distributed.launch import run_ranks
 from distributed.tiny_parallel import parallel_model
 from torch.optim import lr_scheduler
@@ -23,7 +23,7 @@ from autoplan.runtime.learning_rate import (
     step_scheduler,
 )
 from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
-from autoplan.runtime.parity import Differences
+from autoplan.runtime.parity import Differences, largest_difference
 from autoplan.runtime.zero import local_part
 
 BLOCKS = tuple(f"blocks.{layer}" for layer in range(tiny_gpt.N_LAYERS))
@@ -307,7 +307,52 @@ def test_bf16_keeps_and_reduces_in_float32_and_holds_no_output_or_reduced_gradie
 def test_only_what_rounding_of_gradients_cannot_explain_is_a_difference(parameter, unexplained, buffer, is_wrong):
     config = SimpleNamespace(precision="fp64", computes_in_float32=False)
     found = Differences(loss=0.0, gradient=1e-13, parameter=parameter, unexplained=unexplained, buffer=buffer)
-    assert found.exceeds(config, step=0, learning_rate=1e-3) == is_wrong
+    assert found.exceeds(found.tolerances(config, step=0, learning_rate=1e-3)) == is_wrong
+
+
+def _blamed(precision):
+    """In one process: what is named after a step when something of the program is changed, by what."""
+    config = Config(precision=precision, micro_batch_size=2)
+    mesh = build_rank_mesh(config, "cpu")
+    options = {"seed": 7, "learning_rate": 1e-2}
+
+    def named(*, loss=0.0, of_gradient=0.0, of_parameter=0.0, of_buffer=0.0):
+        model = ParallelModel(config, tiny_norm, mesh=mesh, **options)
+        plain = PlainTraining(config, tiny_norm, build_device=mesh.device, device=mesh.device, **options)
+        batch = global_batch(tiny_norm.make_batch, batch_size=2, seed=7, step=0)
+        found, expected = model.step(batch).item() * (1.0 + loss), plain.step(batch)  # above 1
+        (whole,) = model.stages
+        with torch.no_grad():
+            whole.head.bias.grad[0] += of_gradient
+            whole.head.weight[0, 0] += of_parameter
+            whole.blocks[1].norm.running_mean[0] += of_buffer
+        differences = compare(model, plain, loss=found, plain_loss=expected)
+        tolerances = differences.tolerances(config, step=0, learning_rate=1e-2)
+        assert differences.exceeds(tolerances)
+        return largest_difference(model, plain, loss=differences.loss, tolerances=tolerances)
+
+    return {
+        "buffer": named(of_buffer=0.06),
+        "both": named(of_gradient=0.08, of_buffer=0.06),
+        "parameter": named(of_parameter=0.5, of_buffer=0.06),
+        "within": named(of_parameter=1e-2, of_buffer=1e-3),
+        "loss": named(loss=0.03),
+    }
+
+
+def test_what_is_furthest_above_its_tolerance_is_named():
+    statistics = "the buffer blocks.1.norm.running_mean"
+    (exact,) = run_ranks(_blamed, 1, "fp64")
+    assert exact == {
+        "buffer": f"{statistics} (6.0e-02)",
+        "both": "the gradient of head.bias (8.0e-02)",
+        "parameter": "head.weight (5.0e-01)",
+        "within": "head.weight (1.0e-02)",
+        "loss": "the loss alone (3.0e-02)",
+    }
+    (rounded,) = run_ranks(_blamed, 1, "fp32")  # parameters may differ by two updates, 2e-2
+    assert rounded["within"] == f"{statistics} (1.0e-03)"
+    assert rounded["parameter"] == f"{statistics} (6.0e-02)"  # 600 tolerances; of the weight, 25
 
 
 def test_products_of_float32_are_rounded_under_tf32_only():

@@ -10,6 +10,7 @@ forward pass together, and each still has its own loss; a model that returns its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -196,8 +197,8 @@ class Differences:
     unexplained: float
     buffer: float
 
-    def exceeds(self, config: Config, *, step: int, learning_rate: float) -> bool:
-        """Whether a difference is above the tolerance of the precision.
+    def tolerances(self, config: Config, *, step: int, learning_rate: float) -> dict[str, float]:
+        """The largest accepted value of each difference that the precision is judged by.
 
         Below float64, an optimizer that divides by the gradient's size may move a parameter whose gradient is nearly
         zero in the other direction, so parameters may differ by two updates per step.
@@ -205,14 +206,16 @@ class Differences:
         tolerance = TOLERANCES[config.precision]
         if config.computes_in_float32:
             tolerance = max(tolerance, FLOAT32_INSIDE_TOLERANCE)
-        buffer_tolerance = tolerance
-        if config.precision == "fp64":
-            is_parameter_within = self.unexplained <= tolerance
-            buffer_tolerance += self.parameter - max(self.unexplained, 0.0)  # a running mean moves with its bias
-        else:
-            is_parameter_within = self.parameter <= tolerance + 2.0 * learning_rate * (step + 1)
-        within = self.loss <= tolerance and self.gradient <= tolerance and is_parameter_within
-        return not (within and self.buffer <= buffer_tolerance)  # also true for NaN
+        found = {"loss": tolerance, "gradient": tolerance, "buffer": tolerance}
+        if config.precision != "fp64":
+            return found | {"parameter": tolerance + 2.0 * learning_rate * (step + 1)}
+        if math.isfinite(self.unexplained):
+            found["buffer"] += self.parameter - max(self.unexplained, 0.0)  # a running mean moves with its bias
+        return found | {"unexplained": tolerance}
+
+    def exceeds(self, tolerances: Mapping[str, float]) -> bool:
+        """Whether a difference is above its tolerance, or NaN."""
+        return any(not getattr(self, name) <= tolerance for name, tolerance in tolerances.items())
 
 
 def compare(model: ParallelModel, plain: PlainTraining, *, loss: float, plain_loss: float) -> Differences:
@@ -228,21 +231,37 @@ def compare(model: ParallelModel, plain: PlainTraining, *, loss: float, plain_lo
         max(found.of_gradients.values(), default=0.0),
         max(found.of_parameters.values(), default=0.0),
         max(found.unexplained(plain).values(), default=0.0),
-        _buffer_difference(model, plain),
+        max(_buffer_differences(model, plain).values(), default=0.0),
     ]
     worst = torch.tensor(figures, dtype=torch.float64, device=model.mesh.device).nan_to_num(nan=torch.inf)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return Differences(*worst.tolist())
 
 
-def largest_difference(model: ParallelModel, plain: PlainTraining) -> str:
-    """Which tensor `compare` just found to differ most from plain training, in words; all ranks must call it."""
+def largest_difference(
+    model: ParallelModel, plain: PlainTraining, *, loss: float, tolerances: Mapping[str, float]
+) -> str:
+    """Which tensor is furthest above its tolerance, by what `compare` just found, in words; all ranks must call it.
+
+    The loss, of this difference, where none is.
+    """
     found = _Distances.of(model, plain)
-    named = [(value, f"the gradient of {name}") for name, value in found.of_gradients.items()]
-    named += [(value, name) for name, value in found.unexplained(plain).items()]
+    kinds = (
+        ("gradient", "the gradient of ", found.of_gradients),
+        ("parameter", "", found.of_parameters),
+        ("unexplained", "", found.unexplained(plain)),
+        ("buffer", "the buffer ", _buffer_differences(model, plain)),
+    )
+    above = [
+        (value / tolerances[kind], value, f"{words}{name}")
+        for kind, words, values in kinds
+        if kind in tolerances
+        for name, value in values.items()
+        if value > tolerances[kind]
+    ]
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, max(named, default=(0.0, "the loss alone")))
-    value, name = max(of_ranks)
+    dist.all_gather_object(of_ranks, max(above, default=(0.0, loss, "the loss alone")))
+    _, value, name = max(of_ranks)
     return f"{name} ({value:.1e})"
 
 
@@ -272,14 +291,14 @@ class _Distances:
         return {name: found - plain.drifts[name] for name, found in self.of_parameters.items()}
 
 
-def _buffer_difference(model: ParallelModel, plain: PlainTraining) -> float:
+def _buffer_differences(model: ParallelModel, plain: PlainTraining) -> dict[str, float]:
+    """Of this rank's buffers that plain training changed, by name, as the largest one in `Differences`."""
     reference = dict(plain.model.named_buffers(remove_duplicate=False))
-    largest = 0.0
-    for name, found in model.full_buffers():
-        if name in plain.written_buffers:
-            expected = reference[name]
-            largest = max(largest, _distance(found, expected) / max(1.0, float(expected.abs().max())))
-    return largest
+    return {
+        name: _distance(found, reference[name]) / max(1.0, float(reference[name].abs().max()))
+        for name, found in model.full_buffers()
+        if name in plain.written_buffers
+    }
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor | None) -> float:

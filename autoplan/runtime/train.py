@@ -97,8 +97,9 @@ def check_steps(
             record = timed_step(model, local_batch(batch, config=config, dp_rank=dp_rank), step)
             plain_loss = plain.step(batch, dp_rank=dp_rank)
         differences = compare(model, plain, loss=record.loss, plain_loss=plain_loss)
-        is_wrong = differences.exceeds(config, step=step, learning_rate=plain.learning_rate)
-        worst = largest_difference(model, plain) if is_wrong else ""
+        tolerances = differences.tolerances(config, step=step, learning_rate=plain.learning_rate)
+        is_wrong = differences.exceeds(tolerances)
+        worst = largest_difference(model, plain, loss=differences.loss, tolerances=tolerances) if is_wrong else ""
         yield replace(record, differences=differences, is_wrong=is_wrong, differs_most_in=worst)
         if is_wrong:
             return

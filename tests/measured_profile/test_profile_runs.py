@@ -18,6 +18,7 @@ from profile_rows import (
     quick,
     segment_rows,
 )
+from torch import nn
 
 from autoplan import api, cli
 from autoplan.errors import MeasureError
@@ -28,6 +29,7 @@ from autoplan.measure_model.run import run_measurements
 from autoplan.measured_profile.segment_key import content_key
 from autoplan.measured_profile.segment_times import parse_measured_profile
 from autoplan.measuring_program import program
+from autoplan.measuring_program.timing import Call, Clock
 from autoplan.report.measured_profile import results_table
 from autoplan.runtime import process_group
 
@@ -113,6 +115,30 @@ def test_a_run_goes_on_where_another_was_cut_off(files, measured, tmp_path) -> N
     rows = run_measurements(files, out=out, device="cpu", start=quick)
     assert out.read_text().startswith("".join(lines[:-2])) and len(rows) == len(lines)
     assert [row.get("content") for row in rows] == [row.get("content") for row in measured.rows]
+
+
+CALM, WILD = {"forward_spread": 0.04, "backward_spread": 0.1}, {"forward_spread": 0.02, "backward_spread": 0.3}
+WILDER = {"forward_spread": 0.4, "backward_spread": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "status", "kept"),
+    [
+        ([CALM], "measured", CALM),
+        ([WILD, CALM], "measured", CALM),  # measured again, once
+        ([WILD, WILDER], "noisy", WILD),
+        ([WILDER, WILD], "noisy", WILD),
+    ],
+)
+def test_times_that_spread_by_more_than_a_tenth_are_taken_again_and_marked_if_they_still_do(
+    monkeypatch: pytest.MonkeyPatch, rounds: list[dict[str, float]], status: str, kept: dict[str, float]
+) -> None:
+    waiting = list(rounds)
+    monkeypatch.setattr(program, "round_times", lambda *_: {"forward_s": 1.0, "backward_s": 2.0, **waiting.pop(0)})
+    call = Call(nn.Linear(2, 2), [torch.ones(1, 2)], {})
+    row = program._measured_calls(lambda: call, Clock(torch.device("cpu"), 0.0), [])
+    assert row["status"] == status and not waiting
+    assert {name: row[name] for name in kept} == kept
 
 
 def test_a_device_without_room_leaves_a_line_that_says_so(measured, problem) -> None:
