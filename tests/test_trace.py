@@ -268,6 +268,24 @@ def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
         trace_model(model_source(path, {}))
 
 
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("{'loss': (o - t).mean(), 'error': 0}", "a dict of loss, error.*\n.*\n  fix: return the loss alone"),
+        ("(o - t).mean(), 0.5", "a tuple of 2.*\n.*\n  fix: return the loss alone"),
+        ("None", "found 'None'.*\n.*\n  fix: end loss_fn by `return loss`"),
+        ("(o - t).mean().item()", r"a number, .*\n.*\n  fix: return the tensor itself, without \.item\(\)"),
+        ("(o.detach() - t).mean()", r"a tensor without a gradient.*\n.*\n  fix: leave out \.detach\(\)"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_or_has_no_gradient_is_refused_with_what_to_return(tmp_path, trace, returned, found):
+    model = "def build_model():\n    return nn.Linear(4, 4)\n"
+    path = write(tmp_path, model + MAKE_BATCH + f"def loss_fn(o, t):\n    return {returned}\n")
+    with pytest.raises(InputError, match=f"model.py: loss: .*{found}"):
+        trace(model_source(path, {}))
+
+
 def test_a_forward_that_takes_other_arguments_than_the_inputs_says_how_they_are_given(tmp_path):
     model = "class Net(nn.Module):\n    def forward(self, batch):\n        return batch['x'].mean()\n"
     make_batch = "def make_batch(n):\n    return {'x': torch.zeros(n, 4)}, None\n"
