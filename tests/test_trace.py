@@ -239,6 +239,25 @@ def test_a_syntax_error_names_its_line_once_with_a_fix(tmp_path):
         load_model_file(path)
 
 
+@pytest.mark.parametrize(
+    ("function", "found", "expected"),
+    [
+        (
+            "def build_scheduler(optimizer):\n    pass\n",
+            "build_scheduler(optimizer)",
+            "build_scheduler(optimizer, n_steps)",
+        ),
+        ("def build_optimizer():\n    pass\n", "build_optimizer()", "build_optimizer(params)"),
+        ("build_optimizer = 3\n", "build_optimizer = 3", "build_optimizer(params)"),
+    ],
+)
+def test_a_function_that_the_program_cannot_call_is_refused_before_it_is_planned(tmp_path, function, found, expected):
+    path = write(tmp_path, "def build_model():\n    return nn.Linear(4, 4)\n" + MAKE_BATCH + LOSS + function)
+    with pytest.raises(InputError) as raised:
+        load_model_file(path)
+    assert f"found '{found}'" in str(raised.value) and f"expected: {expected}\n" in str(raised.value)
+
+
 def test_an_unknown_override_shows_the_signature():
     with pytest.raises(InputError, match=r"build_model\(width: int = 256"):
         trace_example("mlp.py", breadth=4)

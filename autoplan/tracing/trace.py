@@ -47,7 +47,7 @@ from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
-from autoplan.user_errors import USERS_ERRORS, import_failure, made_batch, trace_failure, user_frame
+from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, made_batch, trace_failure, user_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ModelSource:
 def load_model_file(path: Path) -> ModuleType:
     """Import a model file and check that it has the required functions. It runs the user's code.
 
-    Raises: InputError when the file is missing, fails to import, or lacks a function.
+    Raises: InputError when the file is missing, fails to import, or lacks a function, or one takes other arguments.
     """
     check_model_file(path)
     search_beside(path)
@@ -96,6 +96,9 @@ def load_model_file(path: Path) -> ModuleType:
                 expected=f"a function {name}{signature}",
                 fix=f"add `def {name}` to the file; examples/mlp.py is the shortest example",
             )
+    for name, arguments in (("build_optimizer", ("params",)), ("build_scheduler", ("optimizer", "n_steps"))):
+        if hasattr(module, name):
+            check_takes(getattr(module, name), name, arguments, where=str(path))
     return module
 
 
