@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,25 @@ def _check_takes_size(make_batch: Callable[[int], Any], where: str) -> None:
             expected="make_batch(batch_size) -> (inputs, targets)",
             fix="let it take the number of samples, the first dim of every tensor, as its only argument",
         ) from error
+
+
+def check_takes(function: Any, name: str, arguments: Sequence[str], *, where: str) -> None:
+    """Return when the program can call a function of the user's file with these arguments.
+
+    Raises: InputError when it is none, or takes others.
+    """
+    found = f"{name} = {function!r}"
+    try:
+        signature = inspect.signature(function)
+        found = f"{name}{signature}"
+        signature.bind(*arguments)
+    except TypeError:
+        raise InputError.of(
+            f"{where}: {name}",
+            found=found,
+            expected=f"{name}({', '.join(arguments)})",
+            fix="let it take these arguments, used or not",
+        ) from None
 
 
 def trace_failure(name: str, error: BaseException, model: Any) -> str:

@@ -44,6 +44,7 @@ def toy_market(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
                 result = toy_result(
                     n_hosts=n_hosts,
                     n_devices=4 * n_hosts,
+                    n_used_devices=4 * n_hosts,
                     step_s=step_s,
                     breakdown=(("compute_s", step_s), *REST),
                 )
@@ -101,6 +102,30 @@ def test_none_found_is_an_answer_with_the_nearest_and_what_was_looked_at(toy_mar
     assert recommendation_to_dict(found)["status"] == "none_found"
     poor = autoplan.recommend(QUESTION, budget_usd=1.0, max_hosts=8, today=TODAY)
     assert poor.best is None and poor.nearest.hardware == "slow" and poor.nearest.n_hosts == 1
+
+
+def test_a_plan_that_leaves_hosts_idle_counts_as_that_of_the_hosts_it_uses(
+    toy_market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the search of 8 hosts finds a plan of 2 of them, twice as fast as what that of 2 hosts found
+    quick = recommending.ask
+
+    def idle(question, **given):
+        answer = quick(question, **given)
+        rows = [
+            replace(row, fix="dp=8", n_idle_devices=24 if row.n_hosts == 8 else 0, train_s=900.0, step_s=0.1)
+            if row.n_hosts == 8 or question.options.fix
+            else row
+            for row in answer.rows
+        ]
+        answer.rows = tuple(replace(row, cost_usd=row.n_hosts * 5.0) for row in rows)
+        return answer
+
+    monkeypatch.setattr(recommending, "ask", idle)
+    found = autoplan.recommend(replace(QUESTION, hw=("fast",)), budget_usd=1e9, max_hosts=8, today=TODAY)
+    assert (found.best.n_hosts, found.best.train_s, found.best.cost_usd) == (2, 900.0, 10.0)
+    assert 8 not in {row.n_hosts for row in found.alternatives}
+    assert found.looked_at[0] == "fast: 1, 2, 3, 4, 6, 8 hosts"
 
 
 def test_an_interrupt_of_the_full_search_keeps_the_quick_rows(toy_market, monkeypatch: pytest.MonkeyPatch) -> None:

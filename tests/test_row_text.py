@@ -21,7 +21,7 @@ def test_fastest_is_the_smallest_of_equals_and_cheapest_has_a_price() -> None:
     assert marks == ["as fast, 12 idle", "fastest", "as fast, 4 idle"]
     (cheapest,) = (line for line in totals.splitlines() if line.endswith("cheapest"))
     assert cheapest.startswith("1 x a ")
-    assert "4 x a: dp 4; 12 of 16 devices idle; 20.0 GiB left" in whatif_table(rows)
+    assert "4 x a: dp 4; 12 of 16 devices idle, 3 whole hosts: fewer hosts do; 20.0 GiB left" in whatif_table(rows)
 
 
 def test_scaling_is_speed_per_device_against_the_highest_of_all_clusters() -> None:

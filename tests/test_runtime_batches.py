@@ -1,6 +1,8 @@
 """Batches, recomputation and refusals that need one process only."""
 
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,6 +25,23 @@ from autoplan.runtime.planned_devices import DeviceCountError, WorldSizeError, c
 from autoplan.runtime.recompute import apply_recompute
 
 CONFIG = Config(dp=2, micro_batch_size=2, n_micro_batches=3)
+
+
+@dataclass(frozen=True)
+class AsDataclass:
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass
+class Totals:
+    total: torch.Tensor
+    logits: torch.Tensor
+
+
+class AsNamedTuple(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
 
 
 def make_batch(batch_size):
@@ -107,8 +126,18 @@ def test_loss_of_16_bit_outputs_is_computed_in_float32():
 
 def test_model_that_returns_its_loss_needs_no_loss_fn():
     loss = torch.ones(())
-    for outputs in (loss, (loss, None), {"loss": loss}):
+    logits = torch.ones(2)
+    for outputs in (loss, (loss, None), {"loss": loss}, {"total": loss, "logits": logits}):
         assert loss_of(None, outputs, None) is loss
+    for outputs in (AsDataclass(loss, logits), AsNamedTuple(loss, logits), Totals(loss, logits)):
+        assert loss_of(None, outputs, None) is loss
+
+
+def test_16_bit_fields_of_a_dataclass_reach_the_loss_in_float32():
+    outputs = AsDataclass(logits=torch.ones(2).bfloat16())
+    seen = loss_of(lambda given, targets: given, outputs, None)
+    assert seen.logits.dtype == torch.float32 and seen.loss is None
+    assert outputs.logits.dtype == torch.bfloat16
 
 
 def test_recompute_runs_forward_twice_and_changes_no_name_or_gradient():

@@ -127,10 +127,27 @@ def test_batch_norm_without_running_statistics_is_stated_too():
 
 
 def test_a_mean_over_targets_that_may_be_ignored_is_stated_with_the_ignored_target():
-    assert "some targets are -100" in only_note(graph_of(loss_fn=F.cross_entropy))
+    assert "some targets are -100" in only_note(per_token_graph(cross_entropy_of_tokens))
     assert "some targets are 0" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, ignore_index=0)))
-    assert notes_of(graph_of(loss_fn=F.cross_entropy), ONE_PROCESS) == ()
+    assert notes_of(per_token_graph(cross_entropy_of_tokens), ONE_PROCESS) == ()
+    assert notes_of(graph_of(loss_fn=F.cross_entropy), DATA_PARALLEL) == ()  # one class per sample
     assert "sum over samples" in only_note(graph_of(loss_fn=lambda x, y: F.cross_entropy(x, y, reduction="sum")))
+
+
+def test_an_average_over_the_global_batch_is_named_only_where_it_is_accepted():
+    advice = "--fix loss_average=global_batch"
+    assert advice in only_note(per_token_graph(cross_entropy_of_tokens))
+    refused = per_token_graph(lambda x, y: cross_entropy_of_tokens(x, y) + x.square().mean())
+    assert "some targets are -100" in only_note(refused) and advice not in only_note(refused)
+
+
+def cross_entropy_of_tokens(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def per_token_graph(loss_fn):
+    make_batch = lambda batch_size: (torch.randn(batch_size, 5, WIDTH), torch.randint(N_CLASSES, (batch_size, 5)))
+    return trace_model(ModelSource("toy", "toy.py", lambda: Model(nn.Identity()), make_batch, loss_fn))
 
 
 class NextToken(nn.Module):
@@ -401,7 +418,7 @@ def test_every_statement_is_one_sentence():
         return nn.Sequential(nn.BatchNorm1d(WIDTH), *parts, Calling(lambda layer, x: x + torch.rand_like(x)))
 
     def loss_fn(outputs, targets):
-        return F.cross_entropy(outputs, targets) + (outputs - outputs.mean(0)).square().sum()
+        return F.cross_entropy(outputs, targets, ignore_index=0) + (outputs - outputs.mean(0)).square().sum()
 
     graph = graph_of(everything, loss_fn)
     both = {"grad_compression": "bf16"}, {"grad_compression": "powersgd", "powersgd_rank": 4}

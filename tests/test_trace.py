@@ -239,6 +239,25 @@ def test_a_syntax_error_names_its_line_once_with_a_fix(tmp_path):
         load_model_file(path)
 
 
+@pytest.mark.parametrize(
+    ("function", "found", "expected"),
+    [
+        (
+            "def build_scheduler(optimizer):\n    pass\n",
+            "build_scheduler(optimizer)",
+            "build_scheduler(optimizer, n_steps)",
+        ),
+        ("def build_optimizer():\n    pass\n", "build_optimizer()", "build_optimizer(params)"),
+        ("build_optimizer = 3\n", "build_optimizer = 3", "build_optimizer(params)"),
+    ],
+)
+def test_a_function_that_the_program_cannot_call_is_refused_before_it_is_planned(tmp_path, function, found, expected):
+    path = write(tmp_path, "def build_model():\n    return nn.Linear(4, 4)\n" + MAKE_BATCH + LOSS + function)
+    with pytest.raises(InputError) as raised:
+        load_model_file(path)
+    assert f"found '{found}'" in str(raised.value) and f"expected: {expected}\n" in str(raised.value)
+
+
 def test_an_unknown_override_shows_the_signature():
     with pytest.raises(InputError, match=r"build_model\(width: int = 256"):
         trace_example("mlp.py", breadth=4)
@@ -266,6 +285,24 @@ def test_a_loss_that_is_no_scalar_is_refused(tmp_path):
     )
     with pytest.raises(InputError, match="a floating-point scalar"):
         trace_model(model_source(path, {}))
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("{'loss': (o - t).mean(), 'error': 0}", "a dict of loss, error.*\n.*\n  fix: return the loss alone"),
+        ("(o - t).mean(), 0.5", "a tuple of 2.*\n.*\n  fix: return the loss alone"),
+        ("None", "found 'None'.*\n.*\n  fix: end loss_fn by `return loss`"),
+        ("(o - t).mean().item()", r"a number, .*\n.*\n  fix: return the tensor itself, without \.item\(\)"),
+        ("(o.detach() - t).mean()", r"a tensor without a gradient.*\n.*\n  fix: leave out \.detach\(\)"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_or_has_no_gradient_is_refused_with_what_to_return(tmp_path, trace, returned, found):
+    model = "def build_model():\n    return nn.Linear(4, 4)\n"
+    path = write(tmp_path, model + MAKE_BATCH + f"def loss_fn(o, t):\n    return {returned}\n")
+    with pytest.raises(InputError, match=f"model.py: loss: .*{found}"):
+        trace(model_source(path, {}))
 
 
 def test_a_forward_that_takes_other_arguments_than_the_inputs_says_how_they_are_given(tmp_path):

@@ -23,6 +23,7 @@ from autoplan.runtime.learning_rate import (
     step_scheduler,
 )
 from autoplan.runtime.loss_scale import GROWTH_STEPS, LossScale
+from autoplan.runtime.optimizer import OptimizerError, build_optimizer_of
 from autoplan.runtime.parity import Differences, largest_difference
 from autoplan.runtime.zero import local_part
 
@@ -133,6 +134,46 @@ def test_the_model_file_may_build_its_own_scheduler():
     assert optimizer.param_groups[1]["lr"] == 0.0  # a group that learns nothing
     with pytest.raises(LearningRateError, match="--min-lr: found 2, expected at most the optimizer's own 1"):
         build_scheduler_of(SimpleNamespace(), optimizer, LearningRate("linear", n_steps=3, smallest=2.0))
+
+
+@pytest.mark.parametrize(
+    ("build_optimizer", "message"),
+    [
+        (lambda params: None, "build_optimizer: found None(.|\n)*fix: end it by `return optimizer`"),
+        (
+            lambda params: (torch.optim.SGD(params), None),
+            "found a tuple(.|\n)*fix: return the optimizer alone; a sched",
+        ),
+        (torch.optim.LBFGS, "build_optimizer: found LBFGS, whose step needs a closure"),
+    ],
+)
+def test_what_is_no_optimizer_ends_the_program_with_what_to_return(build_optimizer, message):
+    with pytest.raises(OptimizerError, match=message):
+        build_optimizer_of(SimpleNamespace(build_optimizer=build_optimizer), [torch.nn.Parameter(torch.ones(2))], 1.0)
+
+
+@pytest.mark.parametrize("build_optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
+def test_optimizers_of_torch_pass(build_optimizer):
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    found = build_optimizer_of(SimpleNamespace(build_optimizer=build_optimizer), parameters, 1.0)
+    assert isinstance(found, build_optimizer)
+
+
+def test_an_optimizer_that_wants_names_is_told_that_there_are_none():
+    def build_optimizer(params):
+        return torch.optim.SGD([parameter for name, parameter in params if "bias" not in name])
+
+    model_file = SimpleNamespace(build_optimizer=build_optimizer)
+    with pytest.raises(ValueError, match="not enough values to unpack|too many values") as raised:
+        build_optimizer_of(model_file, [torch.nn.Parameter(torch.ones(3, 4))], 1.0)
+    assert "without their names" in raised.value.__notes__[0]
+
+
+def test_a_scheduler_that_is_not_returned_ends_the_program():
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    model_file = SimpleNamespace(build_scheduler=lambda optimizer, n_steps: None)
+    with pytest.raises(LearningRateError, match="build_scheduler: found None(.|\n)*fix: end it by `return scheduler`"):
+        build_scheduler_of(model_file, optimizer, LearningRate())
 
 
 @pytest.mark.parametrize(

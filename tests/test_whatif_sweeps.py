@@ -7,21 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from whatif_toys import keep_points_apart
+from whatif_toys import keep_points_apart, toy_result
 
 import autoplan
 from autoplan import api, cli
 from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError
+from autoplan.hardware.cluster import load_hardware
 from autoplan.options import Options
 from autoplan.parallel_plan import GroupRanks, Mesh, Plan, StagePlan
 from autoplan.what_if import asking
 from autoplan.what_if import points as whatif_points
 from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.asking import ask
-from autoplan.what_if.points import searched
+from autoplan.what_if.other_sizes import of_other_sizes
+from autoplan.what_if.points import Point, searched
 from autoplan.what_if.question import Question, checked_question, parse_question
 from autoplan.what_if.row_tables import row_to_dict
+from autoplan.what_if.sweep import Task
 
 CHECKOUT = Path(__file__).parent.parent
 GPT = str(CHECKOUT / "examples" / "gpt.py")
@@ -71,6 +74,20 @@ def test_more_hosts_are_never_slower_than_fewer(monkeypatch: pytest.MonkeyPatch,
     assert [problem.hardware.n_hosts for problem in asked] == [1, 2, 2]
     monkeypatch.setattr(sweeping, "solve_point", solve)
     assert ask(_question()).rows == (one, two)  # all three searches are kept
+
+
+def test_a_plan_counts_for_every_number_of_hosts_that_has_its_devices() -> None:
+    # of 16 devices the plan takes 8, which two hosts have, and one has not
+    used = {1: (4, 3.0), 2: (8, 3.0), 4: (8, 1.0)}
+    points = [Point("toy_x4", n_hosts, 8, "bf16") for n_hosts in used]
+    results = [
+        toy_result(n_hosts=n_hosts, n_devices=4 * n_hosts, n_used_devices=n_used, step_s=step_s, fix=f"dp={n_used}")
+        for n_hosts, (n_used, step_s) in used.items()
+    ]
+    tasks = [Task("graph", load_hardware("dgx_a100_x8"), Options(), "toy_x4")] * 3
+    assert {place: task.options.fix for place, task in of_other_sizes(points, tasks, results).items()} == {
+        1: (("dp", "8"),)
+    }
 
 
 def test_a_damaged_result_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
 from autoplan.analysis.random_numbers import drop_probability, is_random
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
-from autoplan.graph import LOSS_PATH, Op, OpGraph, Ref
+from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Ref
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Plan
 
@@ -118,14 +118,16 @@ def _loss_average(graph: OpGraph, plan: Plan) -> str:
     if (
         ignored is None
         or (ignored < 0 and _are_indices(graph))
+        or (ignored == _DEFAULT_IGNORE_INDEX and _are_classes_of_samples(graph))
         or plan.mesh.dp * plan.mesh.n_micro_batches == 1
         or plan.loss_average == "global_batch"
     ):
         return ""
+    is_accepted = _targets_are_those_of_the_batch(graph)
     return (
         f"Only where some targets are {ignored}, which the loss ignores: the mean is taken over the others of each"
-        " micro-batch, and then over micro-batches and ranks, so a target weighs more where fewer count;"
-        " --fix loss_average=global_batch takes it over the global batch."
+        " micro-batch, and then over micro-batches and ranks, so a target weighs more where fewer count"
+        + ("; --fix loss_average=global_batch takes it over the global batch." if is_accepted else ".")
     )
 
 
@@ -284,6 +286,13 @@ def _targets_are_those_of_the_batch(graph: OpGraph) -> bool:
     if loss is None or loss.name != graph.loss:
         return False
     return targets == [_origin(graph, loss.args[1].name, _KEEPS_TARGETS)]
+
+
+def _are_classes_of_samples(graph: OpGraph) -> bool:
+    """Whether the loss has one target per sample: a sample without a class would not be there."""
+    loss = _mean_over_targets(graph)
+    assert loss is not None
+    return graph.specs()[loss.args[1].name].shape == (PerSample(1),)
 
 
 def _are_indices(graph: OpGraph) -> bool:

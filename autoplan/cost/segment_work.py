@@ -30,10 +30,10 @@ LOSS_STATISTIC_BYTES = 4
 # (benchmarks/results/graph_kernels_h200_x2_2026-11-25.txt).
 MOVED_FRACTION = 0.45
 
-# What a collective of a conversion takes of the host besides starting it, in times that starting one takes in a loop: its
-# autograd function and the views around it. Blocks with two collectives or more, split over 2 and 4 ranks, take 12.2 times
-# `launch` a collective more than for their kernels in forward passes (median of 49), 7.9 in backward passes, whose
-# kernels take less than MODEL_LAUNCH_RATIO; starting one takes 9.7 (`benchmarks/block_hosts.py`, `hosts.py`).
+# What a collective of a conversion takes of the host besides starting it, as a multiple of starting one in a loop: its
+# autograd function and the views around it. Beyond what their kernels take, split blocks with two collectives or more
+# take 12.2 launches for each in forward passes (median of 49), and 7.9 in backward passes, whose kernels take less than
+# MODEL_LAUNCH_RATIO; starting one takes 9.7 (benchmarks/block_hosts.py, benchmarks/hosts.py, 2026-11-28).
 AROUND_COLLECTIVE = 1.25
 
 # Kernels that a conversion runs besides its collective, forward and backward together. `own_rows` also waits for the

@@ -9,7 +9,9 @@ in larger micro-batches (`Config.shares`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ InputPath = tuple[str | int, ...]  # keys and indices that lead to a tensor of t
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor inside its tuples, lists and dicts replaced.
+    """`value` with every tensor inside its tuples, lists, dicts and dataclasses replaced.
 
     Other mappings, as what a tokenizer returns, become dicts.
     """
@@ -32,14 +34,23 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def _with_items(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A mapping, tuple or list with each item replaced; anything else as it is."""
+    """A mapping, tuple, list or dataclass with each item replaced; anything else as it is."""
     if isinstance(value, Mapping):
         items = {key: function(item) for key, item in value.items()}
         return type(value)(**items) if isinstance(value, dict) and type(value) is not dict else items
     if isinstance(value, tuple | list):
         sequence = [function(item) for item in value]
         return type(value)(*sequence) if hasattr(value, "_fields") else type(value)(sequence)
+    if is_dataclass(value):
+        copied = copy.copy(value)
+        for name, item in _fields_of(value):
+            object.__setattr__(copied, name, function(item))  # frozen ones too
+        return copied
     return value
+
+
+def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
+    return ((field.name, getattr(value, field.name)) for field in fields(value))
 
 
 def flatten_tensors(value: Any) -> tuple[torch.Tensor, ...]:
@@ -70,7 +81,13 @@ def with_paths(value: Any, path: InputPath = ()) -> Iterator[tuple[InputPath, to
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple | list) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif is_dataclass(value):
+        items = _fields_of(value)
     for key, item in items:
         yield from with_paths(item, (*path, key))
 

@@ -76,16 +76,27 @@ def check_rate(parser: ArgumentParser, options: Namespace, model_file: Any) -> N
 def build_scheduler_of(model_file: Any, optimizer: torch.optim.Optimizer, rate: LearningRate | None) -> Any | None:
     """The scheduler of the model file, or of `rate`; None where the rate never changes.
 
-    Raises: LearningRateError when the smallest rate is above the optimizer's own.
+    Raises: LearningRateError when the smallest rate is above the optimizer's own, or the model file's function returns
+        no scheduler.
     """
     if rate is None:
         return None
     build_scheduler = getattr(model_file, "build_scheduler", None)
     if build_scheduler is not None:
-        return build_scheduler(optimizer, rate.n_steps)
+        return _checked(build_scheduler(optimizer, rate.n_steps))
     if rate.curve == "constant" and rate.warmup_steps == 0:
         return None
     return LambdaLR(optimizer, [_factor(rate, float(group["lr"])) for group in optimizer.param_groups])
+
+
+def _checked(scheduler: Any) -> Any:
+    if hasattr(scheduler, "step") and hasattr(scheduler, "state_dict"):
+        return scheduler
+    found = "None" if scheduler is None else f"a {type(scheduler).__name__}"
+    raise LearningRateError(
+        f"build_scheduler: found {found}\n  expected: a scheduler, such as one of torch.optim.lr_scheduler\n"
+        "  fix: end it by `return scheduler`; without build_scheduler the rate is that of --lr-schedule"
+    )
 
 
 def step_scheduler(scheduler: Any, loss: torch.Tensor) -> None:

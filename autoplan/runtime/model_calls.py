@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batches import map_tensors
+from .batches import flatten_tensors, map_tensors
 from .mesh import RankMesh
 
 
@@ -21,13 +21,16 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_of(loss_fn: Callable[..., torch.Tensor] | None, outputs: Any, targets: Any) -> torch.Tensor:
-    """The loss of a model's outputs, computed in float32 or better; the outputs hold it when there is no `loss_fn`."""
+    """The loss of a model's outputs, computed in float32 or better.
+
+    Without a `loss_fn` the outputs are the loss, or hold it: as "loss", or as the first of their tensors.
+    """
     if loss_fn is not None:
         return loss_fn(map_tensors(_at_least_float32, outputs), targets)
     if isinstance(outputs, torch.Tensor):
         return outputs
-    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    return loss
+    named = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    return named if isinstance(named, torch.Tensor) else flatten_tensors(outputs)[0]
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from torch import nn
 from .zero import local_part
 
 LEARNING_RATE = 3e-4
+_TAKES = (
+    "build_optimizer takes a list of parameters, those of this rank, without their names and without the model; tell"
+    " groups apart by the parameters themselves, such as p.ndim > 1 for those with weight decay"
+)
+
+
+class OptimizerError(SystemExit):
+    """What build_optimizer returned cannot train; ends the program with the message and a non-zero exit code."""
 
 
 class _AdamW(torch.optim.AdamW):
@@ -31,11 +40,44 @@ def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning
 
     No optimizer takes an empty list, so where a rank trains nothing, all its stages being frozen, a parameter that
     never has a gradient stands in.
+
+    Raises: OptimizerError when the user's function returns something else, or an optimizer whose steps need a closure.
     """
     parameters = parameters or [nn.Parameter(torch.zeros(1))]
     build_optimizer = getattr(model_file, "build_optimizer", None)
     if build_optimizer is not None:
-        optimizer: torch.optim.Optimizer = build_optimizer(parameters)
-        return optimizer
+        try:
+            optimizer = build_optimizer(parameters)
+        except Exception as error:
+            error.add_note(_TAKES)
+            raise
+        return _checked(optimizer)
     is_fused = any(parameter.is_cuda for parameter in parameters)
     return _AdamW(parameters, lr=learning_rate, fused=is_fused or None)
+
+
+def _checked(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, once a step of it takes no argument."""
+    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+        fix = "end it by `return optimizer`"
+        if isinstance(optimizer, tuple | list):
+            fix = "return the optimizer alone; a scheduler is what build_scheduler(optimizer, n_steps) returns"
+        raise OptimizerError(
+            f"build_optimizer: found {_kind(optimizer)}\n"
+            f"  expected: an optimizer, such as torch.optim.AdamW(params)\n  fix: {fix}"
+        )
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        raise OptimizerError(
+            f"build_optimizer: found {type(optimizer).__name__}, whose step needs a closure\n"
+            "  expected: an optimizer whose step() takes the gradients that are there\n"
+            "  fix: return one such as torch.optim.AdamW(params)"
+        ) from None
+    found: torch.optim.Optimizer = optimizer
+    return found
+
+
+def _kind(value: Any) -> str:
+    """`None`, `a tuple`."""
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -49,6 +49,7 @@ from autoplan.graph import (
 )
 from autoplan.tracing.dissolved import FREEZING, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
+from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.segments import block_path, split_segments
 from autoplan.tracing.trace import (
     ModelSource,
@@ -199,6 +200,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
             outputs = call_model(model, inputs)
             counter.places[-1] = LOSS
             loss = outputs if source.loss_fn is None else source.loss_fn(outputs, targets)
+    check_returned(loss, model=model, where=source.where, has_loss_fn=source.loss_fn is not None)
     refuse_written(source.where, [name for name, p in model.named_parameters() if _is_written(p, counter, places)])
     for place, value in ((AFTER, outputs), (LOSS, loss)):
         results[place] = _first_tensor(value, results.get(BEFORE))

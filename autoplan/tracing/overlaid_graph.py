@@ -29,6 +29,7 @@ from autoplan.graph import (
 from autoplan.tensor_parallel.expert_rows import with_ends_first
 from autoplan.tracing.constant_masks import constant_masks, fold_masks
 from autoplan.tracing.effects import COPY, restore_effects
+from autoplan.tracing.returned_loss import LOSS
 from autoplan.tracing.same_operators import first_difference, live_nodes
 from autoplan.tracing.second_names import first_name
 from autoplan.tracing.segments import block_runs, leaving_from_last, split_segments
@@ -283,7 +284,7 @@ def _check_loss(where: str, loss: str, ops: tuple[Op, ...], *, has_loss_fn: bool
         raise InputError.of(
             f"{where}: loss",
             found="no value" if spec is None else f"a tensor of {len(spec.shape)} dims",
-            expected="a floating-point scalar from loss_fn(outputs, targets), or from the model itself",
+            expected=LOSS,
             fix="let loss_fn return one number, as .mean() does"
             if has_loss_fn
             else "add loss_fn to the model file, or let the model return its loss",

@@ -42,11 +42,12 @@ from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.local_modules import check_model_file, search_beside
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
+from autoplan.tracing.returned_loss import check_returned
 from autoplan.tracing.second_run import record_run
 from autoplan.tracing.shapes_by_values import shapes_without_values
 from autoplan.tracing.whole_dropout import with_whole_dropout
 from autoplan.tracing.written_slices import without_copies
-from autoplan.user_errors import USERS_ERRORS, import_failure, made_batch, trace_failure, user_frame
+from autoplan.user_errors import USERS_ERRORS, check_takes, import_failure, made_batch, trace_failure, user_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class ModelSource:
 def load_model_file(path: Path) -> ModuleType:
     """Import a model file and check that it has the required functions. It runs the user's code.
 
-    Raises: InputError when the file is missing, fails to import, or lacks a function.
+    Raises: InputError when the file is missing, fails to import, or lacks a function, or one takes other arguments.
     """
     check_model_file(path)
     search_beside(path)
@@ -95,6 +96,9 @@ def load_model_file(path: Path) -> ModuleType:
                 expected=f"a function {name}{signature}",
                 fix=f"add `def {name}` to the file; examples/mlp.py is the shortest example",
             )
+    for name, arguments in (("build_optimizer", ("params",)), ("build_scheduler", ("optimizer", "n_steps"))):
+        if hasattr(module, name):
+            check_takes(getattr(module, name), name, arguments, where=str(path))
     return module
 
 
@@ -155,7 +159,7 @@ def _second_run(source: ModelSource, first: Trace) -> Run | None:
     """The other batch size as a recorded run; None where only an export can tell what it is."""
     model, batch = _build_model(source), meta_batch(source, BATCH_B)
     with _quiet(), shapes_without_values(), ValuesAsOperators():
-        graph = record_run(_WithLoss(model, source.loss_fn), batch, like=first)
+        graph = record_run(_WithLoss(model, source), batch, like=first)
     return Run(graph, model, batch) if graph is not None else None
 
 
@@ -165,16 +169,17 @@ def _second_run(source: ModelSource, first: Trace) -> Run | None:
 class _WithLoss(nn.Module):
     """model and loss as one module, so that one graph holds both."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, source: ModelSource) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        self.source = source
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        outputs = call_model(self.model, inputs)
-        if self.loss_fn is None:
-            return outputs, ()
-        return _loss_of(self.loss_fn, outputs, targets), outputs
+        outputs, loss_fn = call_model(self.model, inputs), self.source.loss_fn
+        returned = outputs if loss_fn is None else _loss_of(loss_fn, outputs, targets)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # while it is exported
+            check_returned(returned, model=self.model, where=self.source.where, has_loss_fn=loss_fn is not None)
+        return (returned, ()) if loss_fn is None else (returned, outputs)
 
 
 def _loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], outputs: Any, targets: Any) -> torch.Tensor:
@@ -227,13 +232,15 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
     with _quiet(), shapes_without_values():
         try:
             with watch_dissolved(model) as dissolved, ValuesAsOperators():
-                program = torch.export.export(_WithLoss(model, source.loss_fn), batch, strict=False)
+                program = torch.export.export(_WithLoss(model, source), batch, strict=False)
             is_decomposed = _needs_functionalization(program)
             if is_decomposed:
                 dissolved |= {IN_PLACE} if writes_across_blocks(program) else set()
                 keep_no_grad(program)
                 program = program.run_decompositions({})
                 with_whole_dropout(program.graph)
+        except InputError:
+            raise
         except USERS_ERRORS as error:
             raise TraceError(trace_failure(source.where, error, model)) from error
     written = [spec.target for spec in program.graph_signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
@@ -283,7 +290,7 @@ def _run_again(source: ModelSource, batch_size: int) -> None:
     """Run the model and its loss as a trace does."""
     model, batch = _build_model(source), meta_batch(source, batch_size)
     with _quiet(), shapes_without_values(), ValuesAsOperators():
-        _WithLoss(model, source.loss_fn)(*batch)
+        _WithLoss(model, source)(*batch)
 
 
 def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:

@@ -18,11 +18,11 @@ from autoplan.options import DEFAULT_TIME_LIMIT_S
 from autoplan.planning.problem import checked, default_global_batch, model_file, trace_model
 from autoplan.space.mixed_space import check_mixed_options
 from autoplan.what_if.other_links import changed
+from autoplan.what_if.other_sizes import of_other_sizes, with_judged
 from autoplan.what_if.points import Overrides, Point, combinations, points, searched
 from autoplan.what_if.prices import read_prices
 from autoplan.what_if.question import Question, checked_question
 from autoplan.what_if.rows import Assumptions, WhatIfRow, row_of
-from autoplan.what_if.smaller_clusters import of_smaller_clusters, with_judged
 from autoplan.what_if.sweep import Sweep, Task, run_sweep
 
 Progress = Callable[[int, int], None]
@@ -83,7 +83,7 @@ def ask(
     ]
     graphs = {hashes[model]: graph for model, graph in traced.items()}
     sweep = run_sweep(tasks, graphs, n_jobs=n_jobs, executor=executor, progress=progress)
-    known = of_smaller_clusters(asked, tasks, sweep.results)
+    known = of_other_sizes(asked, tasks, sweep.results)
     if known and not sweep.is_interrupted:
         judged = run_sweep(list(known.values()), graphs, n_jobs=n_jobs, executor=executor)
         sweep = with_judged(sweep, known, judged)

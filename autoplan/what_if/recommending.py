@@ -6,6 +6,7 @@
                 that takes at most `TOLERANCE` longer
     alternatives   the best of each other hardware, then other sizes of the same that are faster or cheaper by `WORTH`
     searched    quickly; under search "full" the most promising again in full
+    idle hosts  a plan that leaves whole hosts idle is one of the fewer hosts that it uses, and counts as that alone
 
 That no cluster looked at meets what was asked is no proof that none does: the answer says what was looked at.
 
@@ -21,6 +22,7 @@ from datetime import date
 
 from autoplan.analysis.model_flops import flops_per_sample
 from autoplan.answers.answer import tokens_per_sample
+from autoplan.checks.options import parse_fix
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import HardwareProfile, hardware_names, load_hardware_profile
 from autoplan.hardware.cluster import load_hardware
@@ -100,10 +102,10 @@ def recommend(
     question = replace(question, global_batches=(batch,))
     _check_prices(question, today)
     asked = replace(question, conditions=varied(question.conditions[0]))
-    quick, is_interrupted = _look(asked, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
-    found = quick
+    looked_at, is_interrupted = _look(asked, limit, max_hosts=max_hosts, n_jobs=n_jobs, today=today, progress=progress)
     if question.search == "full" and not is_interrupted:
-        found, is_interrupted = _again(asked, quick, limit, n_jobs=n_jobs, today=today)
+        looked_at, is_interrupted = _again(asked, looked_at, limit, n_jobs=n_jobs, today=today)
+    found = _without_idle_hosts(looked_at)
     rows = _as_assumed(found)
     met = limit.ranked(rows)
     priced = [row for row in rows if limit.excess(row) is not None]
@@ -115,8 +117,10 @@ def recommend(
         passed_over=quickest if best and quickest and limit.score(quickest) < limit.score(best) else None,
         alternatives=_alternatives(met),
         nearest=nearest,
-        n_looked_at=len(rows),
-        looked_at=_looked_at(question, rows, limit, max_hosts=max_hosts, is_interrupted=is_interrupted),
+        n_looked_at=len(_as_assumed(looked_at)),
+        looked_at=_looked_at(
+            question, _as_assumed(looked_at), limit, max_hosts=max_hosts, is_interrupted=is_interrupted
+        ),
         changes=changes(best, _alternatives(met), nearest, limit),
         limit=limit,
         swings=() if best is None else swings(best, rows, _by_condition(found), limit),
@@ -132,6 +136,11 @@ def recommend(
 def _as_assumed(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
     """The rows without those in which something else is assumed."""
     return tuple(row for row in rows if not row.condition)
+
+
+def _without_idle_hosts(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """The rows whose plans use every host that is paid for."""
+    return tuple(row for row in rows if not row.n_idle_hosts)
 
 
 def _by_condition(rows: Sequence[WhatIfRow]) -> dict[str, list[WhatIfRow]]:
@@ -262,7 +271,34 @@ def _look(
             if _is_enough(_as_assumed(done[name]), limit):
                 n_all -= len(left[name])
                 left[name] = []
-    return tuple(row for rows in done.values() for row in rows), False
+    return _on_fewer_hosts(question, [row for rows in done.values() for row in rows], n_jobs=n_jobs, today=today)
+
+
+def _on_fewer_hosts(
+    question: Question, rows: Sequence[WhatIfRow], *, n_jobs: int, today: date
+) -> tuple[tuple[WhatIfRow, ...], bool]:
+    """The rows, and the plan of each that leaves hosts idle on the others alone, where none there is faster."""
+    found = {(row.hardware, row.n_hosts, row.condition): row for row in rows}
+    for row in _as_assumed(rows):
+        if not row.n_idle_hosts or row.fix is None:
+            continue
+        fix = dict(question.options.fix) | dict(parse_fix([row.fix]))
+        one = replace(question, hw=(row.hardware,), hosts=(row.n_hosts - row.n_idle_hosts,))
+        one = replace(one, options=replace(question.options, fix=tuple(fix.items())))
+        answer = ask(one, n_jobs=n_jobs, today=today)
+        if answer.sweep.is_interrupted:
+            return tuple(found.values()), True
+        for own in answer.rows:
+            key = (own.hardware, own.n_hosts, own.condition)
+            found[key] = _faster(own, found.get(key))
+    names = list(dict.fromkeys(row.hardware for row in rows))
+    return tuple(sorted(found.values(), key=lambda row: (names.index(row.hardware), row.n_hosts))), False
+
+
+def _faster(row: WhatIfRow, before: WhatIfRow | None) -> WhatIfRow:
+    if before is None or before.step_s is None:
+        return row
+    return row if row.step_s is not None and row.step_s < before.step_s else before
 
 
 def _counts(question: Question, name: str, limit: Limit, max_hosts: int) -> tuple[int, ...]:
@@ -297,7 +333,7 @@ def _again(
     question: Question, rows: tuple[WhatIfRow, ...], limit: Limit, *, n_jobs: int, today: date
 ) -> tuple[tuple[WhatIfRow, ...], bool]:
     """The most promising rows searched in full, the others as they were, as are those that an interrupt left out."""
-    priced = [row for row in _as_assumed(rows) if limit.excess(row) is not None]
+    priced = [row for row in _without_idle_hosts(_as_assumed(rows)) if limit.excess(row) is not None]
     met = limit.ranked(priced)
     missed = sorted((row for row in priced if not limit.is_met(row)), key=lambda row: limit.excess(row) or 0.0)
     promising = [*met[: 1 + N_ALTERNATIVES], *missed[: 1 if met else 2]]
@@ -310,7 +346,10 @@ def _again(
         if is_interrupted:
             break
         found.update({(row.hardware, row.n_hosts, again.condition): again for again in answer.rows})
-    return tuple(found.get((row.hardware, row.n_hosts, row.condition), row) for row in rows), is_interrupted
+    searched = tuple(found.get((row.hardware, row.n_hosts, row.condition), row) for row in rows)
+    if is_interrupted:
+        return searched, True
+    return _on_fewer_hosts(question, searched, n_jobs=n_jobs, today=today)
 
 
 def _looked_at(

@@ -274,7 +274,10 @@ def _plans_text(rows: Sequence[WhatIfRow], *, width: int) -> str:
 
 
 def _idle(row: WhatIfRow) -> str:
-    return f"; {row.n_idle_devices} of {row.n_devices} devices idle" if row.n_idle_devices else ""
+    if not row.n_idle_devices:
+        return ""
+    hosts = f", {count(row.n_idle_hosts, 'whole host')}: fewer hosts do" if row.n_idle_hosts else ""
+    return f"; {row.n_idle_devices} of {row.n_devices} devices idle{hosts}"
 
 
 def _room(row: WhatIfRow) -> str:

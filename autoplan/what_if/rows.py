@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import date
 from typing import Any
 
+from autoplan.hardware.cluster import is_cluster_file
 from autoplan.options import AS_COMPUTED
 from autoplan.parallel_plan import Breakdown
 from autoplan.plain_text import count, percent
@@ -112,6 +113,13 @@ class WhatIfRow:
     def exposed_share(self) -> float | None:
         """Share of the wall time that devices wait for communication; None without a plan."""
         return sum(dict(self.shares)[name] for name in COMMUNICATION) if self.shares else None
+
+    @property
+    def n_idle_hosts(self) -> int:
+        """Hosts of which the plan uses no device; of a mixed cluster, whose hosts differ, none are counted."""
+        if not self.n_idle_devices or is_cluster_file(self.hardware):
+            return 0
+        return self.n_idle_devices * self.n_hosts // self.n_devices
 
     @property
     def memory_headroom_bytes(self) -> int | None:

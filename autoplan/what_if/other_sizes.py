@@ -1,7 +1,8 @@
-"""More hosts never make a step slower: what a smaller cluster does, a larger one can, with the other hosts idle.
+"""A plan serves every cluster that has its devices: a larger one, or a smaller one where whole hosts are idle.
 
-A search that its time limit ends may miss that plan. Where a sweep found a slower plan for more hosts of the same
-hardware, with the same batch, or none, the mesh of the best smaller cluster is judged there, and taken if it is faster.
+A search that its time limit ends may miss that plan. Where a sweep found a slower plan, or none, for another number of
+hosts of the same hardware, with the same batch, the mesh of the best that fits is judged there, and taken if it is
+faster.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from autoplan.what_if.points import Point, PointResult
 from autoplan.what_if.sweep import Sweep, Task
 
 
-def of_smaller_clusters(
-    points: Sequence[Point], tasks: Sequence[Task], results: Sequence[PointResult]
-) -> dict[int, Task]:
-    """Per place of a point that a smaller cluster outdoes, the search of that cluster's mesh on the larger one."""
+def of_other_sizes(points: Sequence[Point], tasks: Sequence[Task], results: Sequence[PointResult]) -> dict[int, Task]:
+    """Per place of a point that another number of hosts outdoes, the search of its mesh on the devices of the point."""
     found = {}
     for place, (point, task) in enumerate(zip(points, tasks, strict=True)):
         alike = [
             results[other]
-            for other, smaller in enumerate(points)
-            if smaller.n_hosts < point.n_hosts and replace(smaller, n_hosts=point.n_hosts) == point
+            for other, same in enumerate(points)
+            if same.n_hosts != point.n_hosts and replace(same, n_hosts=point.n_hosts) == point
         ]
-        best = min((own for own in alike if own.step_s is not None), key=lambda own: _score(own, task), default=None)
+        known = (own for own in alike if own.step_s is not None)
+        serve = (own for own in known if (own.n_used_devices or 0) <= results[place].n_devices)
+        best = min(serve, key=lambda own: _score(own, task), default=None)
         if best is not None and best.fix is not None and _is_outdone(results[place], best, task):
             fix = dict(task.options.fix) | dict(parse_fix([best.fix]))
             found[place] = replace(task, options=checked(replace(task.options, fix=tuple(fix.items()))))
@@ -35,7 +36,7 @@ def of_smaller_clusters(
 
 
 def _is_outdone(result: PointResult, best: PointResult, task: Task) -> bool:
-    """Whether a plan is worse than that of a smaller cluster by more than searches leave, or was not found in time."""
+    """Whether a plan is worse than that of another size by more than searches leave, or was not found in time."""
     if result.step_s is None:
         return result.status == "unknown"
     return _score(result, task) * (1.0 - GOOD_ENOUGH) > _score(best, task)
