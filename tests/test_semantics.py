@@ -282,6 +282,18 @@ class Remembering(nn.Module):
         return y
 
 
+class Counting(nn.Module):
+    """Scales by how often it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.n_calls += 1
+        return x * self.n_calls
+
+
 @pytest.mark.parametrize("inner", [lambda: Calling(signed), lambda: Calling(hooked), HookedModule])
 def test_gradients_that_the_user_defines_are_stated_and_neither_split_nor_cut(inner):
     graph = graph_of(inner)
@@ -359,6 +371,11 @@ def test_random_numbers_and_written_buffers_are_stated():
     assert "inner.mean: each data-parallel rank changes its own, 3 times a step" in only_note(graph)
     assert "3 times a step, not once" in only_note(graph, PIPELINE)
     assert notes_of(graph, ONE_PROCESS) == ()
+
+
+def test_written_buffers_of_integers_are_stated_but_for_the_counts_of_batch_norm():
+    assert "inner.n_calls: each data-parallel rank changes its own, 3 times a step" in only_note(graph_of(Counting))
+    assert only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH))).startswith("BatchNorm")
 
 
 def test_batch_norm_in_evaluation_mode_is_like_any_other_layer():

@@ -7,6 +7,7 @@
     memory_order      which values are transposed views, and of which the numbers of a row lie apart
     kept_attention    which attention torch runs as one kernel, whose result recomputation may keep
     captured          whether the passes of a plan can be a CUDA graph
+    uncompiled        why torch may not compile the blocks, where these write buffers that they compute with
     executions        which segments a compiled program compiles, and which read images
     random_numbers    which ops draw random numbers
     padded_head       whether products with a head run faster with padded classes, and the graph that says so

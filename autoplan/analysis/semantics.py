@@ -33,6 +33,7 @@ _KEEPS_TARGETS = frozenset(
         "alias.default", "transpose.int", "permute.default", "clone.default", "squeeze.dim", "unsqueeze.default",
     )
 )  # fmt: skip
+_BATCH_NORM_COUNT = "num_batches_tracked"  # of the passes through torch's BatchNorm, of which `_batch_norm` speaks
 _TAKES_TARGETS = _KEEPS_TARGETS | {"aten.slice.Tensor", "aten.select.int"}
 
 
@@ -188,8 +189,9 @@ def _random_numbers(graph: OpGraph, plan: Plan) -> str:
 
 def _written_buffers(graph: OpGraph, plan: Plan) -> str:
     mesh = plan.mesh
-    floats = {p.name for p in graph.parameters if p.is_buffer and p.spec.is_float}
-    written = [op.args[0].name for op in graph.ops if op.target == "aten.copy_.default" and op.args[0].name in floats]
+    buffers = {p.name for p in graph.parameters if p.is_buffer and p.name.split(".")[-1] != _BATCH_NORM_COUNT}
+    copies = (op.args[0].name for op in graph.ops if op.target == "aten.copy_.default")
+    written = list(dict.fromkeys(name for name in copies if name in buffers))
     if not written or mesh.dp * mesh.n_micro_batches == 1:
         return ""
     others = f" and {len(written) - 1} more" if len(written) > 1 else ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autoplan.analysis.chunked_loss import why_whole
 from autoplan.analysis.semantics import OWN_GRADIENTS_FIX, check_batch_norm, check_loss_average, own_gradients
+from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
 from autoplan.options import Options
@@ -21,6 +22,7 @@ def check_fixed(graph: OpGraph, options: Options) -> None:
     check_batch_norm(graph, fix.get("batch_norm"))
     _check_own_gradients(graph, fix)
     _check_replaced_weights(graph, fix)
+    _check_compile(graph, fix.get("compile"))
     _check_recompute(graph, fix.get("recompute"))
     _check_loss(graph, fix.get("loss"))
 
@@ -46,6 +48,18 @@ def _check_replaced_weights(graph: OpGraph, fix: Mapping[str, str]) -> None:
             found="torch.func.functional_call in forward, whose weights ZeRO 3 and recomputation would replace",
             expected="generated code, which has them as values",
             fix="leave generated out, or use --module-level, which recomputes nothing of such a model",
+        )
+
+
+def _check_compile(graph: OpGraph, compiles: str | None) -> None:
+    """Refuse to compile what torch compiles wrongly."""
+    why = why_uncompiled(graph) if compiles == "on" else ""
+    if why:
+        raise UsageError.of(
+            "--fix compile=on",
+            found=why,
+            expected="compiled code with the gradients that the model has as it is",
+            fix="leave compile out, or change the buffer after the step, outside of forward",
         )
 
 

@@ -13,6 +13,7 @@ from autoplan.analysis.chunked_loss import can_chunk, why_whole
 from autoplan.analysis.head_group import head_group
 from autoplan.analysis.kept_attention import kinds_with_attention, recomputes_attention
 from autoplan.analysis.semantics import check_loss_average, own_gradients
+from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.cost.grad_compression import Compression
 from autoplan.errors import InputError, PlanMismatchError
@@ -65,6 +66,8 @@ def check_plan(plan: Plan, graph: OpGraph, hardware: Hardware, *, rule_files: Se
         _refuse("mesh.memory_format", plan.mesh.memory_format, f"one of {', '.join(MEMORY_FORMATS)}")
     if graph.is_module_level and plan.mesh.compile:
         _refuse("mesh.compile", plan.mesh.compile, "false, since operators inside of whole modules were not traced")
+    if plan.mesh.compile and (why := why_uncompiled(graph)):
+        _refuse("mesh.compile", True, f"false: found {why}")
     if plan.mesh.generated and plan.mesh.tp * plan.mesh.pp > 1:
         _refuse("mesh.generated", True, "false with tp or pp above 1, whose programs are always generated")
     if plan.mesh.wraps_head and (plan.mesh.needs_generated_model or not head_group(graph)):

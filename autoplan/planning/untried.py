@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoplan.analysis.chunked_loss import why_whole
+from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.graph import OpGraph, is_convolution
 from autoplan.measured_profile.segment_times import MeasuredProfile
@@ -36,6 +37,7 @@ def untried(
         _uncut(graph),
         _unsplit(graph, rules) if looks_for_layouts else "",
         compiled,
+        _uncompiled(graph),
     )
     return tuple(sentence for sentence in found if sentence)
 
@@ -75,6 +77,12 @@ def _uncut(graph: OpGraph) -> str:
     """Where an output of the model is made early."""
     why = why_uncut(graph)
     return f"A pipeline has at most {1 + sum(legal_cuts(graph))} stages: {why}." if why else ""
+
+
+def _uncompiled(graph: OpGraph) -> str:
+    """Where torch would compile blocks wrongly."""
+    why = why_uncompiled(graph)
+    return f"Nothing is compiled, as torch would get it wrong: the model has {why}." if why else ""
 
 
 def _chunked_loss(graph: OpGraph) -> str:

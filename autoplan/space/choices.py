@@ -8,6 +8,7 @@ from autoplan.analysis.attention_kernel import scattered_masks
 from autoplan.analysis.captured import may_recompute_captured, why_uncaptured
 from autoplan.analysis.executions import execution_of
 from autoplan.analysis.kept_attention import kinds_with_attention
+from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.grad_compression import Compression
 from autoplan.errors import UsageError
 from autoplan.graph import OpGraph
@@ -50,7 +51,8 @@ def executions(
     """How modules may run: as is fixed, and else in every way that has a price (`why_unknown`).
 
     Without measurements nothing is compiled unless it is asked for on a CPU, since what it gains is computed for GPUs,
-    or where the graph does not hold all that runs: whole modules, gradients of the user's own.
+    or where the graph does not hold all that runs: whole modules, gradients of the user's own. What torch compiles
+    wrongly (`why_uncompiled`) never is, which `checks.fixes` refuses.
 
     Raises: UsageError when a way is asked for that has no price.
     """
@@ -61,7 +63,7 @@ def executions(
         wanted = Execution(memory_format=CHANNELS_LAST)
         check_execution(graph, measured, wanted, where=f"--fix memory_format={CHANNELS_LAST}", degree=tp)
     is_unknown = device.is_cpu or graph.is_module_level or graph.has_own_gradients
-    either = (False,) if measured is None and is_unknown else (False, True)
+    either = (False,) if (measured is None and is_unknown) or why_uncompiled(graph) else (False, True)
     found = [
         Execution(is_compiled, layout)
         for is_compiled in (either if compiles is None else (compiles == "on",))
