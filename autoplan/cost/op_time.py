@@ -21,8 +21,8 @@ from autoplan.hardware import Device
 from autoplan.options import DEFAULT_PRECISION
 from autoplan.rules import Arithmetic, LocalCall, OpRule, Specs, equation_of, forward_flops, parse_equation
 
-# Host time of one kernel of a model / of a bare `x.add_(1)`: Python, modules and autograd come on top. Medians of blocks
-# on 13 machines: 5.8 forward and 5.2 backward of the user's modules, 4.0 and 4.5 of generated code
+# Host time of one kernel of a model / of a bare `x.add_(1)`: Python, modules and autograd come on top. Medians on 13
+# machines: 5.8 forward and 5.2 backward of blocks of the user's modules, 4.0 and 4.5 of generated code
 # (benchmarks/block_hosts.py, 2026-11-28).
 MODEL_LAUNCH_RATIO = 5.0
 # Rate of a 16-bit matrix product by the bytes at whose multiples the rows of all its matrices start, against 8 and
