@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,3 +41,18 @@ def build_optimizer_of(model_file: Any, parameters: list[nn.Parameter], learning
         return optimizer
     is_fused = any(parameter.is_cuda for parameter in parameters)
     return _AdamW(parameters, lr=learning_rate, fused=is_fused or None)
+
+
+@contextmanager
+def naming_distributed_tensors() -> Iterator[None]:
+    """Add to an error of an optimizer that cannot compute with parameters of data-parallel ranks what would do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sharding propagation failed" in str(error):
+            error.add_note(
+                "optimizer: its parameters are distributed tensors (DTensor) of all data-parallel ranks, which have no"
+                " such operation\n"
+                "  fix: use another optimizer in build_optimizer (AdamW has all it needs); or plan with --fix dp=1"
+            )
+        raise

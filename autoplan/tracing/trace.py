@@ -58,6 +58,7 @@ class ModelSource:
         make_batch: batch size -> (inputs, targets).
         loss_fn: None when the model returns its loss.
         has_overrides: whether build_model is given --set values.
+        build_optimizer: the user's own, if any: parameters -> optimizer.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ModelSource:
     make_batch: Callable[[int], tuple[Any, Any]]
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     has_overrides: bool = False
+    build_optimizer: Callable[[Any], Any] | None = None
 
 
 def load_model_file(path: Path) -> ModuleType:
@@ -108,6 +110,7 @@ def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
         make_batch=module.make_batch,
         loss_fn=getattr(module, "loss_fn", None),
         has_overrides=bool(overrides),
+        build_optimizer=getattr(module, "build_optimizer", None),
     )
 
 
