@@ -29,6 +29,7 @@ PADDED_LINEAR = "autoplan.padded_linear.default"  # aten.linear as `runtime.padd
 LOSS_PATH = "loss_fn"  # the module path of ops that the loss function runs
 IN_PLACE = "in-place write"  # of `OpGraph.dissolved`: across the borders of blocks
 OWN_GRADIENTS = frozenset({"autograd.Function", "gradient hook"})  # of `OpGraph.dissolved`: the user's own gradients
+WHOLE_OPTIMIZER = "whole-tensor optimizer"  # of `OpGraph.dissolved`: it computes with whole tensors
 REPLACED = "functional_call"  # of `OpGraph.dissolved`: modules run with other weights than their own
 WRITES = frozenset({"aten.copy_.default", "aten.batch_norm.default"})  # operators that change a buffer they read
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32", "fp64": "float64"}
@@ -218,7 +219,7 @@ class OpGraph:
         model_outputs: what the user's model returns, before the loss; empty when the model returns its loss.
         loss: the name of the scalar that is minimized.
         dissolved: what the user's forward does that the graph does not hold: "checkpoint", "autocast", `IN_PLACE`,
-            `REPLACED`, and the words of `OWN_GRADIENTS`.
+            `REPLACED`, and the words of `OWN_GRADIENTS`; and of the user's optimizer `WHOLE_OPTIMIZER`.
         waits_at: `FILE:LINE: TEXT` where the user's own forward waits for the device; "" nowhere, as far as known.
     """
 
@@ -274,7 +275,10 @@ class OpGraph:
         return sum(p.spec.n_elements(1) for p in self.parameters if p.is_trainable)
 
     def content_hash(self) -> str:
-        """SHA-256 of the graph's text form without its name and lines of files; equal graphs have equal hashes."""
+        """SHA-256 of the graph's text form without its name, optimizer and lines of files.
+
+        Equal graphs have equal hashes.
+        """
         return _content_hash(self)
 
 
@@ -285,7 +289,8 @@ _FIELDS = {name: tuple(field.name for field in fields(cls)) for name, cls in _CL
 
 @lru_cache(maxsize=4)
 def _content_hash(graph: OpGraph) -> str:
-    return hashlib.sha256(graph_to_json(replace(graph, name="", waits_at="")).encode()).hexdigest()
+    dissolved = tuple(word for word in graph.dissolved if word != WHOLE_OPTIMIZER)
+    return hashlib.sha256(graph_to_json(replace(graph, name="", dissolved=dissolved, waits_at="")).encode()).hexdigest()
 
 
 def graph_to_json(graph: OpGraph) -> str:

@@ -16,7 +16,7 @@ from autoplan.checks.fixes import check_fixed
 from autoplan.checks.options import check_options
 from autoplan.cost.boundaries import legal_cuts
 from autoplan.errors import TraceError, UsageError
-from autoplan.graph import OpGraph
+from autoplan.graph import WHOLE_OPTIMIZER, OpGraph
 from autoplan.hardware import load_hardware_profile
 from autoplan.html_report import plan_page
 from autoplan.options import Options
@@ -378,6 +378,15 @@ def test_written_buffers_of_integers_are_stated_but_for_the_counts_of_batch_norm
     assert only_note(graph_of(lambda: nn.BatchNorm1d(WIDTH))).startswith("BatchNorm")
 
 
+def test_an_optimizer_of_whole_tensors_is_stated_where_a_plan_gives_it_parts():
+    graph = graph_of()
+    whole = replace(graph, dissolved=(WHOLE_OPTIMIZER,))
+    assert "--fix tp=1 keeps them whole" in only_note(whole, Mesh(tp=2, micro_batch_size=2))
+    assert "--fix zero=0 keeps them whole" in only_note(whole, replace(DATA_PARALLEL, zero_stage=1))
+    assert notes_of(whole, DATA_PARALLEL) == notes_of(whole, PIPELINE) == ()
+    assert whole.content_hash() == graph.content_hash()  # plans of the same model fit both
+
+
 def test_batch_norm_in_evaluation_mode_is_like_any_other_layer():
     graph = graph_of(lambda: Calling(lambda layer, x: F.batch_norm(layer(x), x.new_zeros(WIDTH), x.new_ones(WIDTH))))
     assert notes_of(graph) == ()
@@ -438,9 +447,10 @@ def test_every_statement_is_one_sentence():
         return F.cross_entropy(outputs, targets, ignore_index=0) + (outputs - outputs.mean(0)).square().sum()
 
     graph = graph_of(everything, loss_fn)
+    graph = replace(graph, dissolved=(*graph.dissolved, WHOLE_OPTIMIZER))
     both = {"grad_compression": "bf16"}, {"grad_compression": "powersgd", "powersgd_rank": 4}
     for mesh, compression in zip((DATA_PARALLEL, PIPELINE), both, strict=True):
-        found = notes_of(graph, mesh, precision="bf16", **compression)
+        found = notes_of(graph, replace(mesh, tp=2), precision="bf16", **compression)
         assert len(found) == len(STATEMENTS)
         for note in found:
             assert note.endswith(".")

@@ -12,7 +12,7 @@ from autoplan.analysis.across_samples import mixing_op, nonlinear_op, sum_op
 from autoplan.analysis.random_numbers import drop_probability, is_random
 from autoplan.equations import argument
 from autoplan.errors import InputError, UsageError
-from autoplan.graph import LOSS_PATH, Op, OpGraph, PerSample, Ref
+from autoplan.graph import LOSS_PATH, WHOLE_OPTIMIZER, Op, OpGraph, PerSample, Ref
 from autoplan.options import POWERSGD_START_STEP
 from autoplan.parallel_plan import Plan
 
@@ -213,6 +213,24 @@ def _own_gradients(graph: OpGraph, plan: Plan) -> str:
     )
 
 
+def _whole_optimizer(graph: OpGraph, plan: Plan) -> str:
+    mesh = plan.mesh
+    if WHOLE_OPTIMIZER not in graph.dissolved:
+        return ""
+    looks = "The optimizer of build_optimizer computes with whole tensors (norms, products)"
+    if mesh.tp > 1:
+        return (
+            f"{looks}, of which it has a part on each tensor-parallel rank, so this trains something else than one"
+            " process does; --fix tp=1 keeps them whole."
+        )
+    if mesh.zero_stage and mesh.dp > 1:
+        return (
+            f"{looks}, of which ZeRO keeps a part on each rank: unless it computes with torch's distributed tensors"
+            " alone, this trains something else than one process does, as verify tells; --fix zero=0 keeps them whole."
+        )
+    return ""
+
+
 def _checkpoint(graph: OpGraph, plan: Plan) -> str:
     if "checkpoint" not in graph.dissolved:
         return ""
@@ -251,6 +269,7 @@ STATEMENTS: tuple[Callable[[OpGraph, Plan], str], ...] = (
     _random_numbers,
     _written_buffers,
     _own_gradients,
+    _whole_optimizer,
     _checkpoint,
     _autocast,
 )

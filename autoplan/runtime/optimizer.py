@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,3 +83,18 @@ def _checked(optimizer: Any) -> torch.optim.Optimizer:
 def _kind(value: Any) -> str:
     """`None`, `a tuple`."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+@contextmanager
+def naming_distributed_tensors() -> Iterator[None]:
+    """Add to an error of an optimizer that cannot compute with parameters of data-parallel ranks what would do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sharding propagation failed" in str(error):
+            error.add_note(
+                "optimizer: its parameters are distributed tensors (DTensor) of all data-parallel ranks, which have no"
+                " such operation\n"
+                "  fix: use another optimizer in build_optimizer (AdamW has all it needs); or plan with --fix dp=1"
+            )
+        raise

@@ -39,7 +39,7 @@ from .loss_scale import LossScale
 from .mesh import RankMesh
 from .model_calls import call_model, loss_function
 from .named_parameters import name_parameters
-from .optimizer import LEARNING_RATE, build_optimizer_of
+from .optimizer import LEARNING_RATE, build_optimizer_of, naming_distributed_tensors
 from .pipeline import Pipeline
 from .process_group import failing_after_others
 from .recompute import unchanged_buffers
@@ -183,7 +183,7 @@ class ParallelModel(nn.Module):
                 if self._max_grad_norm is not None:
                     clip_gradients(self._parameters_of_rank, norm=self.grad_norm, max_norm=self._max_grad_norm)
                 self.wait_for_copies()
-                with self._checked(sums, own):
+                with self._checked(sums, own), naming_distributed_tensors():
                     self.optimizer.step()
                     if self.is_left_alone and self._graph is not None:
                         self._graph.look_ahead()

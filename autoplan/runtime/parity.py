@@ -167,8 +167,10 @@ class PlainTraining:
 
         An optimizer that divides by sqrt(v) + eps turns a difference d of gradients far below eps into an update of up
         to 2 lr d / eps (d of the mean, d of the root). Such is a bias before BatchNorm, whose gradient is nothing else.
+        An `eps` of several numbers, such as Adafactor's, means something else and explains nothing.
         """
-        eps = float(self.optimizer.param_groups[0].get("eps") or 1.0)
+        eps = self.optimizer.param_groups[0].get("eps")
+        eps = eps if isinstance(eps, float) and eps else 1.0
         self.drifts[name] = self.drifts.get(name, 0.0) + 2.0 * self.learning_rate * gradient_difference / eps
 
     def _has_batch_norm(self) -> bool:

@@ -200,7 +200,8 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
             outputs = call_model(model, inputs)
             counter.places[-1] = LOSS
             loss = outputs if source.loss_fn is None else source.loss_fn(outputs, targets)
-    check_returned(loss, model=model, where=source.where, has_loss_fn=source.loss_fn is not None)
+    of = list(model.parameters()) if source.loss_fn is None else outputs
+    check_returned(loss, of=of, where=source.where, has_loss_fn=source.loss_fn is not None)
     refuse_written(source.where, [name for name, p in model.named_parameters() if _is_written(p, counter, places)])
     for place, value in ((AFTER, outputs), (LOSS, loss)):
         results[place] = _first_tensor(value, results.get(BEFORE))

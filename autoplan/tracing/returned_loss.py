@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError
@@ -15,10 +14,10 @@ LOSS = "a floating-point scalar from loss_fn(outputs, targets), or from the mode
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def check_returned(returned: Any, *, model: nn.Module, where: str, has_loss_fn: bool) -> None:
+def check_returned(returned: Any, *, of: Any, where: str, has_loss_fn: bool) -> None:
     """Return when a run under autograd returned a tensor with a gradient; without loss_fn the first one is the loss.
 
-    Raises: InputError naming what was returned; of a model that trains nothing, gradients are not missed.
+    Raises: InputError naming what was returned; where nothing that it is made `of` has a gradient, none is missed.
     """
     leaves = [returned] if has_loss_fn else pytree.tree_leaves(returned)
     loss = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
@@ -27,7 +26,7 @@ def check_returned(returned: Any, *, model: nn.Module, where: str, has_loss_fn: 
             found, fix = _no_tensor(returned)
             raise InputError.of(f"{where}: loss", found=found, expected=LOSS, fix=fix)
         return
-    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    is_trained = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(of))
     if loss.dim() == 0 and is_trained and not loss.requires_grad:
         raise InputError.of(
             f"{where}: loss",

@@ -59,6 +59,7 @@ class ModelSource:
         make_batch: batch size -> (inputs, targets).
         loss_fn: None when the model returns its loss.
         has_overrides: whether build_model is given --set values.
+        build_optimizer: the user's own, if any: parameters -> optimizer.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelSource:
     make_batch: Callable[[int], tuple[Any, Any]]
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     has_overrides: bool = False
+    build_optimizer: Callable[[Any], Any] | None = None
 
 
 def load_model_file(path: Path) -> ModuleType:
@@ -112,6 +114,7 @@ def model_source(path: Path, overrides: dict[str, Any]) -> ModelSource:
         make_batch=module.make_batch,
         loss_fn=getattr(module, "loss_fn", None),
         has_overrides=bool(overrides),
+        build_optimizer=getattr(module, "build_optimizer", None),
     )
 
 
@@ -175,11 +178,13 @@ class _WithLoss(nn.Module):
         self.source = source
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        outputs, loss_fn = call_model(self.model, inputs), self.source.loss_fn
-        returned = outputs if loss_fn is None else _loss_of(loss_fn, outputs, targets)
+        outputs = call_model(self.model, inputs)
+        loss_fn = self.source.loss_fn
+        loss = outputs if loss_fn is None else _loss_of(loss_fn, outputs, targets)
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # while it is exported
-            check_returned(returned, model=self.model, where=self.source.where, has_loss_fn=loss_fn is not None)
-        return (returned, ()) if loss_fn is None else (returned, outputs)
+            of = list(self.model.parameters()) if loss_fn is None else outputs
+            check_returned(loss, of=of, where=self.source.where, has_loss_fn=loss_fn is not None)
+        return (loss, ()) if loss_fn is None else (loss, outputs)
 
 
 def _loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], outputs: Any, targets: Any) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""The user's optimizer is tried on parts of tensors: those that treat each element by itself do not see the parts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon
+
+from autoplan.graph import WHOLE_OPTIMIZER
+from autoplan.planning.problem import trace_model
+from autoplan.runtime import Config, PlainTraining
+from autoplan.runtime.optimizer import naming_distributed_tensors
+from autoplan.tracing.optimizer_trial import computes_with_whole_tensors
+
+CPU = torch.device("cpu")
+
+
+class RowNorms(SGD):
+    """Divides each row's gradient by its norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.div_(parameter.grad.norm(dim=-1, keepdim=True))
+        return super().step(closure)
+
+
+def in_groups(parameters):
+    matrices = [p for p in parameters if p.ndim > 1]
+    return AdamW([{"params": matrices}, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}])
+
+
+@pytest.mark.parametrize(
+    "build_optimizer", [in_groups, lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: Adam(p, foreach=True)]
+)
+def test_optimizers_of_single_elements_do_not_see_whole_tensors(build_optimizer) -> None:
+    assert not computes_with_whole_tensors(build_optimizer)
+
+
+@pytest.mark.parametrize(
+    "build_optimizer",
+    [Adafactor, lambda p: Muon([matrix for matrix in p if matrix.ndim == 2]), lambda p: RowNorms(p, lr=0.1)],
+)
+def test_optimizers_of_norms_and_products_do(build_optimizer) -> None:
+    assert computes_with_whole_tensors(build_optimizer)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_of_elements() -> None:
+    assert not computes_with_whole_tensors(torch.optim.LBFGS)  # whose step wants a closure
+    assert not computes_with_whole_tensors(lambda model: AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(("optimizer", "is_whole"), [("Adafactor", True), ("AdamW", False)])
+def test_a_traced_model_file_tells_what_its_optimizer_does(tmp_path, optimizer, is_whole) -> None:
+    model = tmp_path / "toy.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
+        "loss_fn = F.mse_loss\n\n\n"
+        "def build_model():\n    return nn.Linear(4, 4)\n\n\n"
+        "def make_batch(n):\n    return torch.randn(n, 4), torch.randn(n, 4)\n\n\n"
+        f"def build_optimizer(parameters):\n    return torch.optim.{optimizer}(parameters)\n"
+    )
+    assert (WHOLE_OPTIMIZER in trace_model(model).dissolved) is is_whole
+
+
+def test_a_comparison_takes_an_eps_of_two_numbers_for_none() -> None:
+    model_file = SimpleNamespace(build_model=lambda: nn.Linear(2, 2), build_optimizer=Adafactor)
+    config = Config(precision="fp64", micro_batch_size=2)
+    plain = PlainTraining(config, model_file, build_device=CPU, device=CPU)
+    plain.add_drift("weight", 1e-3)
+    assert plain.drifts == {"weight": pytest.approx(2.0 * 1e-2 * 1e-3)}  # the learning rate of Adafactor is 1e-2
+
+
+def test_an_error_of_distributed_tensors_in_the_optimizer_says_what_can_be_done() -> None:
+    with pytest.raises(RuntimeError) as raised, naming_distributed_tensors():
+        raise RuntimeError("Sharding propagation failed for aten.pow_.Scalar")
+    assert "--fix dp=1" in raised.value.__notes__[0]
