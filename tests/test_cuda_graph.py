@@ -75,9 +75,9 @@ def test_a_small_model_waits_for_the_host_and_its_plan_has_a_graph() -> None:
     found, without = _solved(EXAMPLES / "gpt.py"), _solved(EXAMPLES / "gpt.py", ("cuda_graph", "off"))
     assert found.best.plan.mesh.cuda_graph
     begins_s = start_s(PROFILE.device, n_devices=8)
-    assert found.best.estimate.breakdown.launch_s == pytest.approx(begins_s, rel=0.02)  # and a little for the optimizer
+    assert begins_s < found.best.estimate.breakdown.launch_s < 1.5 * begins_s  # some of it for the optimizer
     assert not without.best.plan.mesh.cuda_graph
-    assert without.best.estimate.breakdown.launch_s > 0.5 * without.best.estimate.step_s
+    assert without.best.estimate.step_s > 1.5 * found.best.estimate.step_s
     assert "all of them with their passes as a CUDA graph" in plan_table(found)
     assert "graph" not in plan_table(without)
 

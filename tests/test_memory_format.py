@@ -275,7 +275,7 @@ DP_1 = (("dp", "1"), ("pp", "1"), ("tp", "1"))
 
 
 def test_one_device_that_a_plan_is_compared_with_may_have_channels_last_too():
-    options = Options(precision="bf16", global_batch=4096)
+    options = Options(precision="bf16", global_batch=32768)
     problem = api.make_problem(RESNET, hw="h200_x4/2", overrides=SIZES, options=options)
     free, alone = solved(problem), solved(problem, *DP_1)
     assert alone.best.plan.mesh.memory_format == "channels_last"
