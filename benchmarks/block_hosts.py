@@ -47,10 +47,10 @@ class Counts(NamedTuple):
 
 def main() -> None:
     measured = rows()
-    graphs = {(case.model, case.set): case for case in cases() if case.precision == "bf16"}
+    case_of = {(case.model, case.set): case for case in cases() if case.precision == "bf16"}
     per_kernel: dict[tuple[str, str], list[float]] = defaultdict(list)
     per_collective: dict[str, list[float]] = defaultdict(list)
-    for (model, size), case in graphs.items():
+    for (model, size), case in case_of.items():
         graph = trace_model(model_source(case.file, case.overrides))
         splits = [(1, {}), *splits_of(graph, model, size)]
         for degree, layouts in splits:

@@ -53,11 +53,10 @@ def _check_replaced_weights(graph: OpGraph, fix: Mapping[str, str]) -> None:
 
 def _check_compile(graph: OpGraph, compiles: str | None) -> None:
     """Refuse to compile what torch compiles wrongly."""
-    why = why_uncompiled(graph) if compiles == "on" else ""
-    if why:
-        raise UsageError.of(
+    if compiles == "on":
+        _refuse(
             "--fix compile=on",
-            found=why,
+            why_uncompiled(graph),
             expected="compiled code with the gradients that the model has as it is",
             fix="leave compile out, or change the buffer after the step, outside of forward",
         )
@@ -65,14 +64,19 @@ def _check_compile(graph: OpGraph, compiles: str | None) -> None:
 
 def _check_loss(graph: OpGraph, loss: str | None) -> None:
     """Refuse to chunk a loss that is no pattern the runtime knows."""
-    why = why_whole(graph) if loss == "chunked" else ""
-    if why:
-        raise UsageError.of(
+    if loss == "chunked":
+        _refuse(
             "--fix loss=chunked",
-            found=why,
+            why_whole(graph),
             expected="a model that ends in an nn.Linear, then F.cross_entropy of its rows",
             fix="leave loss out, or write the end of the model so",
         )
+
+
+def _refuse(option: str, why: str, *, expected: str, fix: str) -> None:
+    """Refuse what is fixed, if there is a reason."""
+    if why:
+        raise UsageError.of(option, found=why, expected=expected, fix=fix)
 
 
 def _check_recompute(graph: OpGraph, recompute: str | None) -> None:
