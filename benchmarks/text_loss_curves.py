@@ -1,4 +1,4 @@
-"""2,000 steps of a small GPT on real text: five plans must train as one process does, within the noise of its seeds.
+"""2,000 steps of a small GPT on real text: plans must train as one process does, within the noise of its seeds.
 
     python benchmarks/text_loss_curves.py emit FOLDER                                plans each case (needs autoplan)
     python benchmarks/text_loss_curves.py run FOLDER RESULTS.jsonl [--device cuda]   trains (needs torch only)
@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import pydoc_data.topics
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -34,42 +35,50 @@ CASES: dict[str, tuple[int, str, tuple[int, ...]]] = {
     "ZeRO 3 over 2": (2, "dp=2,tp=1,pp=1,zero=3,micro_batch=2,recompute=none", (0,)),
     "TP 2": (2, "dp=1,tp=2,pp=1,zero=0,micro_batch=8,recompute=none", (0,)),
     "PP 2": (2, "dp=1,tp=1,pp=2,zero=0,micro_batch=2,recompute=none,schedule=1f1b", (0,)),
+    "TP 2, recompute": (2, "dp=1,tp=2,pp=1,zero=0,micro_batch=4,recompute=full", (0,)),
     "TP 2 x DP 2, recompute": (4, "dp=2,tp=2,pp=1,zero=0,micro_batch=4,recompute=full", (0,)),
 }
 OPTIONS = ("--lr-schedule", "cosine", "--warmup-steps", "100", "--clip", "1.0", "--eval-every", "1000")
 # Losses of single batches scatter: what is drawn are means over windows of steps, each up to one of these.
 WINDOWS = (1, 4, 16, 50, 100, 200, 400, 700, 1000, 1400, 2000)
 LAST = 100  # steps, whose mean the table has
-CURVES_TITLE = "Training loss of a small GPT on real text, under five plans and in one process"
+CURVES_TITLE = "Training loss of a small GPT on real text, under several plans and in one process"
 DIFFERENCES_TITLE = "How far the loss of a step is from that of one process, seed 0"
 
 
 def emit(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = [word for key, value in {**SIZES, "text": TEXT}.items() for word in ("--set", f"{key}={value}")]
+    shutil.copy(TEXT, folder)
+    sizes = [word for key, value in {**SIZES, "text": TEXT.name}.items() for word in ("--set", f"{key}={value}")]
     for name, (n_processes, fix, _) in CASES.items():
         hardware = folder / f"h200_x{n_processes}.toml"
         hardware.write_text(hardware_text(n_processes))
         command = [
-            sys.executable, "-m", "autoplan", "plan", str(ROOT / "examples" / "text_gpt.py"), "--hw", str(hardware),
+            sys.executable, "-m", "autoplan", "plan", str(ROOT / "examples" / "text_gpt.py"), "--hw", hardware.name,
             *sizes, "--global-batch", str(GLOBAL_BATCH), "--precision", "fp32", "--fix", fix,
-            "--out", str(folder / file_name(name)), "--force", "--top", "1",
+            "--out", file_name(name), "--force", "--top", "1",
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         print(f"{name}: {'ok' if done.returncode == 0 else done.stderr.strip()[-300:]}", flush=True)
 
 
 def run(folder: Path, results: Path, device: str) -> None:
-    """Train every case; those that the file has already are left out."""
+    """Train every case for which there are devices; those that the file has already are left out."""
     known = {(row["case"], row["seed"]) for row in _rows(results)} if results.exists() else set()
     for name, (n_processes, fix, seeds) in CASES.items():
         for seed in seeds:
-            if (name, seed) not in known:
+            if (name, seed) not in known and n_processes <= n_devices(device):
                 row = {"case": name, "seed": seed, "fix": fix, **_environment(device)}
                 row |= _trained(folder / file_name(name), n_processes, seed, device)
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(name, seed, row["eval_losses"][-1], f"{row['seconds']:.0f} s", flush=True)
+
+
+def n_devices(device: str) -> float:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else float("inf")
 
 
 def _environment(device: str) -> dict[str, Any]:
@@ -88,11 +97,12 @@ def _trained(path: Path, n_processes: int, seed: int, device: str) -> dict[str, 
     log = path / f"seed_{seed}.jsonl"
     log.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes), "train.py",
-        "--steps", str(N_STEPS), "--seed", str(seed), "--device", device, "--log-jsonl", log.name, *OPTIONS,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_processes),
+        f"{path.name}/train.py", "--steps", str(N_STEPS), "--seed", str(seed), "--device", device,
+        "--log-jsonl", f"{path.name}/{log.name}", *OPTIONS,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{path.name}: {done.stderr[-2000:]}")
     lines = _rows(log)

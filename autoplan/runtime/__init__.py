@@ -15,6 +15,7 @@ It is copied as it stands into the folder of a program.
     packing, grad_compression, pipeline, stage_shell, gradients, batch_norm, loss_average, unused, in_place
     stage_order            all of it, applied to a stage in order
     cuda_graph             forward and backward passes of a step, launched at once
+    replicas               parameters that several ranks hold whole, kept equal
     held_values            what modules hold, and whether it has changed since passes were captured
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
     checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on

@@ -30,12 +30,14 @@ class NamedParameter:
         name: its first name in the user's model.
         norm_share: which fraction of its squared gradient this rank adds to the global norm.
         is_partial: whether each tensor-parallel rank has a share of its gradient after the backward pass.
+        is_replicated: whether each of several tensor-parallel ranks computes its whole gradient.
     """
 
     name: str
     parameter: nn.Parameter
     norm_share: float
     is_partial: bool = False
+    is_replicated: bool = False
 
     def local_gradient(self) -> torch.Tensor | None:
         """The elements of its gradient that this rank holds."""

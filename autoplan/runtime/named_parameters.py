@@ -26,7 +26,8 @@ def name_parameters(
             if parameter.requires_grad:
                 n_holders = mesh.n_replicas * (1 if name in sharded else config.tp)
                 share = 1.0 / n_holders if first_stage_of.get(name, index) == index else 0.0
-                named.append(NamedParameter(name, parameter, share, is_partial=name in partial))
+                is_replicated = config.tp > 1 and name not in sharded and name not in partial
+                named.append(NamedParameter(name, parameter, share, name in partial, is_replicated))
     return named, tied
 
 

@@ -43,6 +43,7 @@ from .optimizer import LEARNING_RATE, build_optimizer_of, naming_distributed_ten
 from .pipeline import Pipeline
 from .process_group import failing_after_others
 from .recompute import unchanged_buffers
+from .replicas import equalize_replicas
 from .same_batch import check_same_batch
 from .seeds import training_seed
 from .stage_order import apply_in_order
@@ -187,6 +188,7 @@ class ParallelModel(nn.Module):
                     self.optimizer.step()
                     if self.is_left_alone and self._graph is not None:
                         self._graph.look_ahead()
+                equalize_replicas(self._parameters_of_rank, self.optimizer, self.mesh.tp_group, step=self.n_steps)
                 if self.scheduler is not None:
                     step_scheduler(self.scheduler, loss)
         self.n_steps += 1
