@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.simulator.rank_memory import different_moments, memories, moment_after, moments, needed_parts
+from autoplan.simulator.rank_memory import largest_moments, memories, moment_after, moments, needed_parts
 from autoplan.simulator.replay import RankClock, Replay, Stage, replay_plan
 from autoplan.simulator.shared_step import slowest_of
 
@@ -56,7 +56,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     slowest = breakdowns[slowest_rank]
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum)
-        for rank, at in enumerate(different_moments(replay.ordered))
+        for rank, at in enumerate(largest_moments(replay.ordered))
     )
     parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
