@@ -166,13 +166,13 @@ class StageBytes:
     last: PassPeak
 
 
-def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -> StageBytes:
-    """The bytes of a stage of these segments, which begins with segment number `start`."""
-    stop, n_micro_batches = start + len(costs), table.mesh.n_micro_batches
-    message_in = table.message_bytes[start - 1] if table.message_bytes and start > 0 else 0
-    message_out = table.message_bytes[stop - 1] if table.message_bytes and stop < len(table.kinds) else 0
+def stage_bytes(
+    table: CostTable, costs: Sequence[SegmentCost], *, is_first: bool, message_in: int, message_out: int
+) -> StageBytes:
+    """The bytes of a stage of these segments, the first one or not; `message_in`, `message_out`: of a micro-batch."""
+    n_micro_batches = table.mesh.n_micro_batches
     forward, first, later, last = _passes(table, costs)
-    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start and start > 0 else forward
+    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start and not is_first else forward
     return StageBytes(
         state=sum(cost.state_bytes for cost in costs),
         buffers=n_micro_batches * (message_in + message_out) + message_in,  # the last gradient is still being sent
