@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from simulator_toys import FREE, one_each, pipeline, segment, table_of, whole
 
 from autoplan.parallel_plan import StagePlan
+from autoplan.schedules import ordered_schedule
+from autoplan.simulator.rank_memory import largest_moments
 from autoplan.simulator.simulate import memory_over_time, simulate
 
 
@@ -48,6 +50,14 @@ def test_saved_activations_are_those_of_the_micro_batches_in_flight(pp, n_micro_
     assert one.allocated_bytes == tuple(min(n_micro_batches, pp - rank) for rank in range(pp))
     all_of_them = simulate(table_of(costs, mesh=pipeline(pp, n_micro_batches, schedule="gpipe")), one_each(pp))
     assert all_of_them.allocated_bytes == (n_micro_batches,) * pp
+
+
+def test_the_first_of_four_ranks_of_1f1b_may_peak_at_six_moments():
+    # in passes that are alike, when the most micro-batches are in flight: 4; in its first pass and in its last one 1 is
+    at, *_ = largest_moments(ordered_schedule("1f1b", n_ranks=4, n_micro_batches=20))
+    in_flight = {moment.peak: moment.in_flight[0] for moment in at}
+    assert len(at) == 6
+    assert in_flight == {"opening": 1, "forward": 4, "first": 4, "following": 4, "later": 4, "last": 1}
 
 
 def test_buffers_for_messages_are_there_for_every_micro_batch():

@@ -27,7 +27,7 @@ class _Trace:
     """A replayed step that can be asked what an action waited for; actions are places in the order of the schedule."""
 
     def __init__(self, replay: Replay, *, goes_ahead: bool) -> None:
-        self._ordered, self._runs, self._goes_ahead = replay.ordered, replay.runs, goes_ahead
+        self._ordered, self._runs, self._goes_ahead = replay.ordered, replay.runs(), goes_ahead
         # (when it leaves, when it arrives) of each result that travels
         self._sends = {
             source: (run.sent_s, run.arrived_s)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from autoplan.parallel_plan import Mesh
-from autoplan.schedules import GRADIENT_KINDS, Schedule, ordered_schedule
-from autoplan.simulator.rank_memory import moments
+from autoplan.schedules import Schedule, ordered_schedule
+from autoplan.simulator.rank_memory import GRADIENT_PEAKS, moments
 
 Array = Any  # numpy.ndarray
 
@@ -45,12 +45,12 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[PeakMoment, ...]:
     found: dict[PeakMoment, tuple[bool, bool]] = {}
     for at in moments(schedule[rank]):
         assert at.running is not None
-        running, makes_gradients = own[at.running], at.kind in GRADIENT_KINDS
+        running, makes_gradients = own[at.running], at.peak in GRADIENT_PEAKS
         begun = frozenset(stage for stage, has_begun in zip(own, at.accumulating, strict=True) if has_begun)
         in_flight, pending = (tuple(zip(own, counts, strict=True)) for counts in (at.in_flight, at.pending))
-        moment = PeakMoment(running, in_flight, pending, begun - {running} if at.is_last else begun)
+        moment = PeakMoment(running, in_flight, pending, begun - {running} if at.peak == "last" else begun)
         makes, follows = found.get(moment, (False, False))
-        found[moment] = makes or makes_gradients, follows or (at.kind == "F" and running in begun)
+        found[moment] = makes or makes_gradients, follows or at.peak == "following"
     all_moments = [replace(moment, makes_gradients=makes, follows=after) for moment, (makes, after) in found.items()]
     exceeded = _are_exceeded(all_moments)
     return tuple(moment for moment, is_exceeded in zip(all_moments, exceeded, strict=True) if not is_exceeded)

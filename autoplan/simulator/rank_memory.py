@@ -21,9 +21,9 @@ the first forward pass of their stage, in which each segment copies its own out 
 they are twice.
 
 The numbers of micro-batches are the schedule's (`moments`), the bytes the plan's (`stage_bytes`); `memories` puts them
-together. A forward pass is taken to need the working bytes of the backward pass. Left out: that the halves of a split
-backward pass free activations one by one, and that a rank with several stages has the input of the last reduction of
-each, not only of the one that runs.
+together, for a peak only at the `largest_moments`. A forward pass is taken to need the working bytes of the backward
+pass. Left out: that the halves of a split backward pass free activations one by one, and that a rank with several
+stages has the input of the last reduction of each, not only of the one that runs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from operator import mul
+from operator import ge, mul
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
 from autoplan.parallel_plan import OUTSIDE_ALLOCATOR
 from autoplan.schedules import GRADIENT_KINDS, KEPT_SCHEDULES, Action, OrderedSchedule, splits_backward
+
+GRADIENT_PEAKS = ("first", "later", "last")  # of `StageBytes`, those of passes that make gradients of weights
 
 
 class Moment(NamedTuple):
@@ -46,19 +48,21 @@ class Moment(NamedTuple):
 
     Attributes:
         running: place of the running stage among those of the rank; None between two actions.
-        kind: of the running action; "" between two.
-        is_last: whether the running action is the last of its stage that makes gradients of weights.
+        peak: which of the peaks of `StageBytes` its pass has; "" between two.
+        accumulating: whether a pass that is over has made gradients of weights.
         in_flight: micro-batches from their forward pass to the gradients of weights.
         pending: micro-batches from their pass for inputs to that for weights.
-        accumulating: whether a pass that is over has made gradients of weights.
     """
 
     running: int | None
-    kind: str
-    is_last: bool
+    peak: str
+    accumulating: tuple[bool, ...]
     in_flight: tuple[int, ...]
     pending: tuple[int, ...]
-    accumulating: tuple[bool, ...]
+
+    def exceeds(self, other: Moment) -> bool:
+        """Whether at least as much is held as in another moment with all else alike, under any plan."""
+        return all(map(ge, (*self.in_flight, *self.pending), (*other.in_flight, *other.pending)))
 
 
 def moments(actions: Sequence[Action]) -> Iterator[Moment]:
@@ -73,28 +77,56 @@ def moments(actions: Sequence[Action]) -> Iterator[Moment]:
         in_flight[running] += kind == "F"
         pending[running] += kind == "I"
         n_left[running] -= makes_gradients
-        is_last = makes_gradients and n_left[running] == 0
-        yield Moment(running, kind, is_last, tuple(in_flight), tuple(pending), tuple(accumulating))
+        is_first = not accumulating[running]
+        peak = _peak_of(kind, is_first=is_first, n_in_flight=in_flight[running], n_left=n_left[running])
+        yield Moment(running, peak, tuple(accumulating), tuple(in_flight), tuple(pending))
         if makes_gradients:
             in_flight[running] -= 1
             pending[running] -= kind == "W"
             accumulating[running] = True
 
 
+def _peak_of(kind: str, *, is_first: bool, n_in_flight: int, n_left: int) -> str:
+    """Of a running action; `n_left`: of those behind it that make gradients; `is_first`: none of these is over."""
+    if kind in GRADIENT_KINDS:
+        if is_first:
+            return "first"
+        return "later" if n_left else "last"
+    if kind == "F" and not is_first:
+        return "following"
+    return "opening" if kind == "F" and n_in_flight == 1 else "forward"
+
+
 @lru_cache(maxsize=KEPT_SCHEDULES)
-def different_moments(ordered: OrderedSchedule) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank, each moment once."""
-    return tuple(tuple(dict.fromkeys(moments(actions))) for actions in ordered.schedule)
+def largest_moments(ordered: OrderedSchedule) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank, moments of which one is its peak, whatever the plan."""
+    return tuple(tuple(_largest_of(moments(actions))) for actions in ordered.schedule)
+
+
+def _largest_of(found: Iterable[Moment]) -> Iterable[Moment]:
+    """In order, without those that the last one before them or the next one exceeds, with all else alike."""
+    latest: dict[tuple[int | None, str, tuple[bool, ...]], Moment] = {}
+    kept: dict[Moment, None] = {}
+    for moment in found:
+        alike = moment.running, moment.peak, moment.accumulating
+        before = latest.get(alike)
+        if before is not None and before.exceeds(moment):
+            continue
+        if before is not None and moment.exceeds(before):
+            del kept[before]
+        latest[alike] = moment
+        kept[moment] = None
+    return kept
 
 
 def moment_after(moment: Moment) -> Moment:
     """The moment right after the action that runs in `moment`."""
     in_flight, pending, accumulating = list(moment.in_flight), list(moment.pending), list(moment.accumulating)
-    if moment.kind in GRADIENT_KINDS and moment.running is not None:
+    if moment.peak in GRADIENT_PEAKS and moment.running is not None:
         in_flight[moment.running] -= 1
         pending[moment.running] = max(0, pending[moment.running] - 1)  # none is pending where B makes them
         accumulating[moment.running] = True
-    return Moment(None, "", False, tuple(in_flight), tuple(pending), tuple(accumulating))
+    return Moment(None, "", tuple(accumulating), tuple(in_flight), tuple(pending))
 
 
 class PassPeak(NamedTuple):
@@ -133,25 +165,14 @@ class StageBytes:
     later: PassPeak
     last: PassPeak
 
-    def peak(self, moment: Moment, *, is_first: bool) -> PassPeak:
-        """The peak of the pass that runs; `is_first`: no pass of this stage that makes gradients is over."""
-        if moment.kind not in GRADIENT_KINDS:
-            if moment.kind == "F" and not is_first:
-                return self.following
-            is_opening = is_first and moment.running is not None and moment.in_flight[moment.running] == 1
-            return self.opening if is_opening and moment.kind == "F" else self.forward
-        if is_first:
-            return self.first
-        return self.last if moment.is_last else self.later
 
-
-def stage_bytes(table: CostTable, costs: Sequence[SegmentCost], *, start: int) -> StageBytes:
-    """The bytes of a stage of these segments, which begins with segment number `start`."""
-    stop, n_micro_batches = start + len(costs), table.mesh.n_micro_batches
-    message_in = table.message_bytes[start - 1] if table.message_bytes and start > 0 else 0
-    message_out = table.message_bytes[stop - 1] if table.message_bytes and stop < len(table.kinds) else 0
+def stage_bytes(
+    table: CostTable, costs: Sequence[SegmentCost], *, is_first: bool, message_in: int, message_out: int
+) -> StageBytes:
+    """The bytes of a stage of these segments, the first one or not; `message_in`, `message_out`: of a micro-batch."""
+    n_micro_batches = table.mesh.n_micro_batches
     forward, first, later, last = _passes(table, costs)
-    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start and start > 0 else forward
+    opening = _largest([forward, *_copies(costs)]) if table.gathers_at_start and not is_first else forward
     return StageBytes(
         state=sum(cost.state_bytes for cost in costs),
         buffers=n_micro_batches * (message_in + message_out) + message_in,  # the last gradient is still being sent
@@ -292,10 +313,10 @@ def memories(table: CostTable, stages: Sequence[StageBytes], *, at: Iterable[Mom
         *((stage.gradients, stage.saved, stage.sent, stage.pending) for stage in stages), strict=True
     )
     for moment in at:
-        running, peak = moment.running, NO_PASS
-        if running is not None:
-            peak = stages[running].peak(moment, is_first=not moment.accumulating[running])
-        own_saved = 0 if running is None else saved[running]
+        peak, own_saved = NO_PASS, 0
+        if moment.running is not None:
+            running = stages[moment.running]
+            peak, own_saved = getattr(running, moment.peak), running.saved
         yield Memory(
             state=state,
             workspaces=table.workspace_bytes,

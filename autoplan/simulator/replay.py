@@ -21,7 +21,10 @@ forward pass, if another one of it follows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import starmap
 from typing import NamedTuple
 
 from autoplan.cost.table import CostTable, SegmentCost
@@ -45,25 +48,41 @@ class Transfer(NamedTuple):
 NO_TRANSFER = Transfer(0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage, priced; `choices` are (kind, whether it is recomputed) of its segments.
+@dataclass(frozen=True, slots=True, eq=False)
+class PricedSegments:
+    """The segments of a stage, and of all stages alike. It is only equal to itself: it is hashed at once.
 
-    `before`, `after`: what travels over its two boundaries, an activation one way or its gradient the other.
+    Attributes:
+        table: of its rank.
+        choices: (kind, whether it is recomputed) of each.
+        is_first: whether the model begins with them.
     """
 
-    plan: StagePlan
-    rank: int
+    table: CostTable
     choices: tuple[tuple[int, bool], ...]
+    is_first: bool
     costs: tuple[SegmentCost, ...]
     held: StageBytes
-    before: Transfer
-    after: Transfer
 
     @property
     def gather_s(self) -> float:
-        """Gathering all its parameters."""
+        """Gathering all their parameters."""
         return sum(cost.gather_s for cost in self.costs)
+
+    def work(self, kind: str, is_edge: bool) -> tuple[SegmentPass, ...]:
+        """What a pass of this kind does in each of them."""
+        return pass_work(self.table, self.choices, kind, is_edge=is_edge, is_first=self.is_first)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage; `before`, `after`: what travels over its boundaries, an activation or its gradient the other way."""
+
+    plan: StagePlan
+    rank: int
+    priced: PricedSegments
+    before: Transfer
+    after: Transfer
 
     def segments(self, kind: str) -> range:
         """The segments in the order in which a pass of this kind takes them."""
@@ -79,20 +98,37 @@ class Stage:
         return {"F": self.after, "W": NO_TRANSFER}.get(kind, self.before).alone_s
 
 
-def _stage(table: CostTable, plan: StagePlan, *, index: int, ranks: tuple[int, ...]) -> Stage:
-    recomputed = frozenset(plan.recomputed)
-    segments = range(plan.start, plan.stop)
-    own = table.at_rank(ranks[index])
-    costs = tuple(own.cost_of(segment, recomputed=segment in recomputed) for segment in segments)
-    return Stage(
-        plan=plan,
-        rank=ranks[index],
-        choices=tuple((table.kinds[segment], segment in recomputed) for segment in segments),
-        costs=costs,
-        held=stage_bytes(own, costs, start=plan.start),
-        before=_transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1]),
-        after=_transfer(table, plan.stop, between=ranks[index : index + 2]),
-    )
+def _priced(
+    table: CostTable,
+    rank: int,
+    *,
+    choices: tuple[tuple[int, bool], ...],
+    is_first: bool,
+    message_in: int,
+    message_out: int,
+) -> PricedSegments:
+    own = table.at_rank(rank)
+    costs = tuple(own.costs[kind][recomputed] for kind, recomputed in choices)
+    held = stage_bytes(own, costs, is_first=is_first, message_in=message_in, message_out=message_out)
+    return PricedSegments(own, choices, is_first, costs, held)
+
+
+def _stages(table: CostTable, plans: tuple[StagePlan, ...], *, ranks: tuple[int, ...]) -> tuple[Stage, ...]:
+    priced = cache(partial(_priced, table))
+    found = []
+    for index, (plan, rank) in enumerate(zip(plans, ranks, strict=True)):
+        recomputed, message_bytes = frozenset(plan.recomputed), table.at_rank(rank).message_bytes
+        segments = priced(
+            rank if table.rank_tables else 0,  # all are alike
+            choices=tuple((table.kinds[segment], segment in recomputed) for segment in range(plan.start, plan.stop)),
+            is_first=index == 0,
+            message_in=sum(message_bytes[plan.start - 1 : plan.start]),  # none at both ends of the model
+            message_out=sum(message_bytes[plan.stop - 1 : plan.stop]),
+        )
+        before = _transfer(table, plan.start, between=ranks[max(0, index - 1) : index + 1])
+        after = _transfer(table, plan.stop, between=ranks[index : index + 2])
+        found.append(Stage(plan, rank, segments, before, after))
+    return tuple(found)
 
 
 def _transfer(table: CostTable, segment: int, *, between: tuple[int, ...]) -> Transfer:
@@ -151,6 +187,9 @@ class Run(NamedTuple):
     gathered_s: float
 
 
+RunFields = tuple[float, float, float, float, PassTimes, str, float]  # of a `Run`; an estimate does not ask their names
+
+
 @dataclass(slots=True)
 class RankClock:
     """Where a rank stands in the replay, and what it has waited for so far."""
@@ -170,10 +209,12 @@ class RankClock:
         idle_s = arrived_s - self.free_s
         if idle_s <= 0.0:
             return 0.0
-        transfer_s = min(idle_s, arrived_s - since_s)
+        transfer_s = arrived_s - since_s if since_s > self.free_s else idle_s
         self.exposed_pp_s += transfer_s
         self.bubble_s += idle_s - transfer_s
         self.free_s = arrived_s
+        if not self.left_s:
+            return 0.0
         if self.left_what == "reduce":
             self.left_s = max(0.0, self.left_s - idle_s)
             return 0.0
@@ -186,56 +227,53 @@ class RankClock:
         self.left_s, self.left_what = seconds, "gather"
 
 
+Times = Callable[[float], PassTimes]  # of a pass, by the communication its rank still has to do when it starts
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """One pass of one stage, ready to be replayed.
 
     Attributes:
-        times: how long it takes, by the communication its rank still has to do when it starts. Filled as the replay
-            goes on; most passes are alike.
+        times: how long it takes.
         action_s: what the rank waits for its host after it; its communication is taken to wait, too.
         transfer: of what it needs from another rank; `out_s`: the time of that of its result.
-        later_s: where its gathers have begun before it, those of the later stages of its rank; else None.
         begins_s: the gathers that begin when it is done.
     """
 
     clock: RankClock
-    overlap: Overlap
-    work: tuple[SegmentPass, ...]
-    times: dict[float, PassTimes]
+    times: Times
     action_s: float
     transfer: Transfer
     out_s: float
-    later_s: float | None
     begins_s: float
-
-    def replay(self, left_s: float) -> PassTimes:
-        """How long it takes with so much communication still to be done; remembered in `times`."""
-        if self.later_s is None:
-            found = replay_pass(self.work, overlap=self.overlap, left_s=left_s)
-        else:
-            found = replay_first_forward(self.work, overlap=self.overlap, left_s=left_s, later_s=self.later_s)
-        self.times[left_s] = found
-        return found
 
 
 def _passes(
     table: CostTable, stages: tuple[Stage, ...], *, ordered: OrderedSchedule, clocks: tuple[RankClock, ...]
 ) -> tuple[_Pass, ...]:
-    """Of each pass of the schedule; those of equal work share what is known of their times."""
-    known: dict[tuple[Overlap, tuple[SegmentPass, ...], float | None], dict[float, PassTimes]] = {}
+    """Of each pass of the schedule; alike stages share the work of their passes, and equal works their times."""
+    work_of, times_of = cache(PricedSegments.work), cache(_times)
     waiting_s, begins_s = _begin_gathers(table, stages, clocks)
     found = []
     for index, kind, is_edge in ordered.passes:
-        stage = stages[index]
-        own = table.at_rank(stage.rank)
-        work = pass_work(own, stage.choices, kind, is_edge=is_edge, is_first=index == 0)
-        later_s = waiting_s[index] if kind == "F" and is_edge else None
-        times, clock = known.setdefault((own.overlap, work, later_s), {}), clocks[stage.rank]
-        begun_s = begins_s if index == 0 and kind == "F" and is_edge else 0.0
+        stage, is_first_forward = stages[index], kind == "F" and is_edge
+        own, later_s = stage.priced.table, waiting_s[index] if is_first_forward else None
+        times = times_of(work_of(stage.priced, kind, is_edge), own.overlap, later_s)
+        begun_s = begins_s if index == 0 and is_first_forward else 0.0
         transfers = stage.transfer_in(kind), stage.out_s(kind)
-        found.append(_Pass(clock, own.overlap, work, times, own.action_s, *transfers, later_s, begun_s))
+        found.append(_Pass(clocks[stage.rank], times, own.action_s, *transfers, begun_s))
     return tuple(found)
+
+
+def _times(work: tuple[SegmentPass, ...], overlap: Overlap, later_s: float | None) -> Times:
+    """The times of a pass by the communication still to be done; most passes of a step are alike.
+
+    `later_s`: where its gathers have begun before it, those of the later stages of its rank; else None.
+    """
+    if later_s is None:
+        return cache(lambda left_s: replay_pass(work, overlap=overlap, left_s=left_s))
+    return cache(lambda left_s: replay_first_forward(work, overlap=overlap, left_s=left_s, later_s=later_s))
 
 
 def _begin_gathers(
@@ -250,7 +288,7 @@ def _begin_gathers(
     for index, stage in reversed(list(enumerate(stages))):
         begins_early = index > 0 and (stage.rank > 0 or table.mesh.n_micro_batches > 1)
         later_s.append(waiting_s[stage.rank] if begins_early and table.gathers_at_start else None)
-        waiting_s[stage.rank] += 0.0 if later_s[-1] is None else stage.gather_s
+        waiting_s[stage.rank] += 0.0 if later_s[-1] is None else stage.priced.gather_s
     for clock, seconds in zip(clocks[1:], waiting_s[1:], strict=True):
         clock.gather(seconds)
     return tuple(reversed(later_s)), waiting_s[0]
@@ -258,11 +296,12 @@ def _begin_gathers(
 
 def _replay_step(
     table: CostTable, stages: tuple[Stage, ...], *, ordered: OrderedSchedule
-) -> tuple[tuple[RankClock, ...], list[Run]]:
+) -> tuple[tuple[RankClock, ...], list[RunFields]]:
     """The clocks at the end of the step, and the run of each action."""
     clocks = tuple(RankClock() for _ in range(table.mesh.pp))
     passes = _passes(table, stages, ordered=ordered, clocks=clocks)
-    runs: list[Run] = []
+    runs: list[RunFields] = []
+    stops_s: list[float] = []
     goes_ahead = receives_ahead(table.mesh.schedule)
     ahead: dict[int, tuple[float, float]] = {}  # when the results of actions leave and arrive
     for place, (number, awaited, call, is_sendrecv) in enumerate(
@@ -274,11 +313,11 @@ def _replay_step(
         if awaited is not None and goes_ahead:
             sent_s, arrived_s = ahead[awaited]
         elif awaited is not None:
-            sent_s = max(runs[awaited].stop_s, clock.free_s)
+            sent_s = max(stops_s[awaited], clock.free_s)
             arrived_s = sent_s + running.transfer[is_sendrecv]
         if awaited is not None:
             gathered_s = clock.wait_until(arrived_s, since_s=sent_s)
-        times, left_what = running.times.get(clock.left_s) or running.replay(clock.left_s), clock.left_what
+        times, left_what = running.times(clock.left_s), clock.left_what
         start_s = clock.free_s
         stop_s = clock.free_s = start_s + times.elapsed_s + running.action_s
         clock.left_s = times.left_s
@@ -291,7 +330,8 @@ def _replay_step(
             before_s = 0.0 if call.behind is None else ahead[call.behind][1]
             leaves_s = max(stop_s, clocks[call.receiver].free_s, before_s)
             ahead[place] = leaves_s, leaves_s + running.out_s
-        runs.append(Run(sent_s, arrived_s, start_s, stop_s, times, left_what, gathered_s))
+        stops_s.append(stop_s)
+        runs.append((sent_s, arrived_s, start_s, stop_s, times, left_what, gathered_s))
     for clock in clocks:
         clock.exposed_dp_s += clock.left_s
     return clocks, runs
@@ -302,18 +342,22 @@ def _replay_step(
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A whole step, replayed; `runs` has the order of the schedule's actions."""
+    """A whole step, replayed; `run_fields` has the order of the schedule's actions."""
 
     ordered: OrderedSchedule
     stages: tuple[Stage, ...]
     clocks: tuple[RankClock, ...]
-    runs: list[Run]
+    run_fields: list[RunFields]
+
+    def runs(self) -> list[Run]:
+        """The run of each action."""
+        return list(starmap(Run, self.run_fields))
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
     def held_by(self, rank: int) -> tuple[StageBytes, ...]:
-        return tuple(stage.held for stage in self.stages_of(rank))
+        return tuple(stage.priced.held for stage in self.stages_of(rank))
 
     def places(self) -> tuple[list[int], ...]:
         """Per rank, the places of its actions."""
@@ -327,6 +371,6 @@ def replay_plan(table: CostTable, plans: tuple[StagePlan, ...]) -> Replay:
     """The step of this plan; raises what `simulate` does."""
     _check_order(table, plans)
     ordered = schedule_of(table.mesh)
-    stages = tuple(_stage(table, plan, index=index, ranks=ordered.ranks) for index, plan in enumerate(plans))
+    stages = _stages(table, plans, ranks=ordered.ranks)
     clocks, runs = _replay_step(table, stages, ordered=ordered)
     return Replay(ordered, stages, clocks, runs)

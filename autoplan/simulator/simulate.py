@@ -27,8 +27,8 @@ from dataclasses import replace
 
 from autoplan.cost.table import CostTable
 from autoplan.parallel_plan import Breakdown, Estimate, StagePlan, TimelineEvent
-from autoplan.simulator.rank_memory import different_moments, memories, moment_after, moments, needed_parts
-from autoplan.simulator.replay import RankClock, Replay, Stage, replay_plan
+from autoplan.simulator.rank_memory import largest_moments, memories, moment_after, moments, needed_parts
+from autoplan.simulator.replay import RankClock, Replay, Run, Stage, replay_plan
 from autoplan.simulator.shared_step import slowest_of
 
 
@@ -56,7 +56,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
     slowest = breakdowns[slowest_rank]
     peaks = tuple(
         max(memories(table, replay.held_by(rank), at=at), key=sum)
-        for rank, at in enumerate(different_moments(replay.ordered))
+        for rank, at in enumerate(largest_moments(replay.ordered))
     )
     parts = tuple(needed_parts(own, peak) for own, peak in zip(own_tables, peaks, strict=True))
     limits_bytes = tuple(own.memory_limit_bytes for own in own_tables)
@@ -78,7 +78,7 @@ def simulate(table: CostTable, stages: tuple[StagePlan, ...], *, with_timeline: 
 
 def _breakdown(table: CostTable, stages: tuple[Stage, ...], clock: RankClock, *, actions_s: float) -> Breakdown:
     """Where the time of one rank, which owns `stages`, goes; `actions_s` is what all its actions wait for the host."""
-    costs = tuple(cost for stage in stages for cost in stage.costs)
+    costs = tuple(cost for stage in stages for cost in stage.priced.costs)
     n_micro_batches = table.mesh.n_micro_batches
     return Breakdown(
         compute_s=n_micro_batches * sum(cost.forward_s + cost.backward_s for cost in costs),
@@ -97,7 +97,8 @@ def _breakdown(table: CostTable, stages: tuple[Stage, ...], clock: RankClock, *,
 
 def _with_copy(breakdown: Breakdown, copy_s: float) -> Breakdown:
     """With what copying the next batch to that rank, which takes `copy_s`, outlasts all else."""
-    return replace(breakdown, exposed_batch_copy_s=max(0.0, copy_s - breakdown.total_s))
+    outlasting_s = copy_s - breakdown.total_s
+    return replace(breakdown, exposed_batch_copy_s=outlasting_s) if outlasting_s > 0.0 else breakdown
 
 
 def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[tuple[tuple[float, int], ...], ...]:
@@ -106,29 +107,30 @@ def memory_over_time(table: CostTable, stages: tuple[StagePlan, ...]) -> tuple[t
         of_shares = zip(table.rank_tables, stages, strict=True)
         return tuple(curve for own, stage in of_shares for curve in memory_over_time(own, (stage,)))
     replay = replay_plan(table, stages)
-    curves = []
+    runs, curves = replay.runs(), []
     for rank, places in enumerate(replay.places()):
         running = tuple(moments(replay.ordered.schedule[rank]))
         during = memories(table, replay.held_by(rank), at=running)
         after = memories(table, replay.held_by(rank), at=map(moment_after, running))
         curve: list[tuple[float, int]] = []
         for place, one, other in zip(places, during, after, strict=True):
-            run = replay.runs[place]
-            curve += (run.start_s, one.total_bytes), (run.stop_s, other.total_bytes)
+            curve += (runs[place].start_s, one.total_bytes), (runs[place].stop_s, other.total_bytes)
         curves.append(tuple(curve))
     return tuple(curves)
 
 
 def _timeline(table: CostTable, replay: Replay) -> tuple[TimelineEvent, ...]:
-    events: list[TimelineEvent] = []
+    runs, events = replay.runs(), list[TimelineEvent]()
     for rank, places in enumerate(replay.places()):
-        starts_s = (*(replay.runs[place].start_s for place in places[1:]), math.inf)
-        stops_s = (0.0, *(replay.runs[place].stop_s for place in places[:-1]))
+        starts_s = (*(runs[place].start_s for place in places[1:]), math.inf)
+        stops_s = (0.0, *(runs[place].stop_s for place in places[:-1]))
         for place, stop_s, next_start_s in zip(places, stops_s, starts_s, strict=True):
-            events += _events_of(replay, place, rank=rank, since_s=stop_s, until_s=next_start_s)
-        last = replay.runs[places[-1]]
+            events += _events_of(replay, place, runs[place], rank=rank, since_s=stop_s, until_s=next_start_s)
+        last = runs[places[-1]]
         done_s = last.stop_s + last.times.left_s
-        once_s = table.per_step_s + sum(cost.optimizer_s for stage in replay.stages_of(rank) for cost in stage.costs)
+        once_s = table.per_step_s + sum(
+            cost.optimizer_s for stage in replay.stages_of(rank) for cost in stage.priced.costs
+        )
         events.append(TimelineEvent(rank, rank, "compute", "optimizer", done_s, done_s + once_s))
         copy_s = table.at_rank(rank).batch_copy_s
         if copy_s:
@@ -136,12 +138,14 @@ def _timeline(table: CostTable, replay: Replay) -> tuple[TimelineEvent, ...]:
     return tuple(events)
 
 
-def _events_of(replay: Replay, place: int, *, rank: int, since_s: float, until_s: float) -> list[TimelineEvent]:
+def _events_of(
+    replay: Replay, place: int, run: Run, *, rank: int, since_s: float, until_s: float
+) -> list[TimelineEvent]:
     """The boxes of one action: itself, its communication, what is left of that up to `until_s`, what it receives.
 
     Also what is gathered while it waits, from `since_s` on.
     """
-    action, run = replay.ordered.actions[place], replay.runs[place]
+    action = replay.ordered.actions[place]
     stage, name, segments = action.stage, str(action), replay.stages[action.stage].segments(action.kind)
     events = [TimelineEvent(rank, stage, "compute", name, run.start_s, run.stop_s)]
     if run.gathered_s:
