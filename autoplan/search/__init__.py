@@ -54,7 +54,7 @@ from autoplan.parallel_plan import Mesh, Plan
 from autoplan.search.baselines import Baseline, plain_recipes
 from autoplan.search.beyond import look_beyond
 from autoplan.search.bounds import compute_bound_s, compute_key, computes_least, least_passes_s
-from autoplan.search.examination import consider, consider_cut, examine
+from autoplan.search.examination import consider, consider_cut, examine, replay_cuts
 from autoplan.search.found import result_of
 from autoplan.search.meshes import MakePlan, Price, SearchSpace, list_meshes
 from autoplan.search.one_device import one_device
@@ -121,7 +121,7 @@ def search(
         _prove(state, space)
         _try_simpler(state)
         _fill_alternatives(state)
-        _share_best_cut(state)
+        _improve_alternatives(state)
         explain_memory(state)
     except KeyboardInterrupt:
         state.stopped = "interrupted"
@@ -242,8 +242,9 @@ def _fill_alternatives(state: SearchState) -> None:
         examine(state, to_beat=0.0)
 
 
-def _share_best_cut(state: SearchState) -> None:
-    """Try the stages of the best plan in other meshes: these were searched only until they could not beat it.
+def _improve_alternatives(state: SearchState) -> None:
+    """Try the stages of the best plan in other meshes, and all cuts of those that may be shown: they were searched only
+    until they could not beat it.
 
     Otherwise a plan would be compared with others whose stages are worse, not only their meshes.
     """
@@ -256,3 +257,11 @@ def _share_best_cut(state: SearchState) -> None:
             return
         if state.meshes[index].n_stages == len(stages):
             consider(state, index, stages)
+    replayed = {best}
+    n_most = 2 * state.options.top  # of alike ones only the first is shown
+    while others := [index for index in state.ranking()[: n_most + 1] if index not in replayed]:
+        if state.is_late():
+            return
+        replayed.add(others[0])
+        if state.meshes[others[0]].n_chunks == 1:
+            replay_cuts(state, others[0], limit_s=state.plans[others[0]].estimate.step_s)

@@ -138,7 +138,7 @@ def _relax(state: SearchState, index: int) -> float:
     bound_s = state.queue[0][0] / state.weight(mesh)
     if mesh.n_chunks == 1:
         limit_s = faster_than(state.score_to_beat() / state.weight(mesh), gap=state.gap)
-        bound_s = _replay_cuts(state, index, bound_s, limit_s=limit_s)
+        bound_s = max(bound_s, replay_cuts(state, index, limit_s=limit_s)) if bound_s < limit_s else bound_s
         if bound_s >= limit_s:
             return bound_s
     program = state.program(index, bound_s=bound_s)
@@ -150,14 +150,14 @@ def _relax(state: SearchState, index: int) -> float:
     return program.bound_s
 
 
-def _replay_cuts(state: SearchState, index: int, bound_s: float, *, limit_s: float) -> float:
-    """The bound raised by replaying all cuts, at most to `limit_s`, with the plan found on the way."""
-    if state.meshes[index].pp == 1 or limit_s == INFINITY or bound_s >= limit_s:
-        return bound_s
+def replay_cuts(state: SearchState, index: int, *, limit_s: float) -> float:
+    """Keep the plan that replaying all cuts leads to, if it may take less than `limit_s`; a bound up to that, or 0."""
+    if state.meshes[index].pp == 1 or limit_s == INFINITY:
+        return 0.0
     cuts = cuts_below(state.table(state.meshes[index]), recompute=state.recompute, limit_s=limit_s)
     if cuts:
         _recompute_until_it_fits(state, index, cuts[0][1].stages)
-    return bound_s if cuts is None else max(bound_s, cuts[0][0] if cuts else limit_s)
+    return 0.0 if cuts is None else cuts[0][0] if cuts else limit_s
 
 
 def _agree_on_sizes(state: SearchState, index: int, bound_s: float, *, max_turns: int) -> float:

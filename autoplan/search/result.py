@@ -88,7 +88,7 @@ class SearchResult:
             question that no search could be made for "unusable".
         best: the fastest plan, or the simplest of those that are as fast, see `preference`; None when there is none. It
             may have more stages per rank than the space, see `beyond`; of such plans nothing else is proved.
-        alternatives: the best plan of other meshes, fastest first, without `best`.
+        alternatives: the best plan found of other meshes, fastest first, without `best`.
         baselines: the plain recipes; a recipe that does not fit has an estimate that says so, or is absent
             when it does not exist for this model and cluster.
         bound_s: proved lower bound on the step time over the whole space, or the step time of `best` where that is
