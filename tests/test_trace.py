@@ -3,9 +3,10 @@
 import subprocess
 import sys
 from collections import UserDict, namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -547,6 +548,54 @@ def test_what_is_no_tensor_in_a_batch_is_no_input(n_targets):
     graph = trace_model(ModelSource(name="own", where="own", build_model=Own, make_batch=make_batch, loss_fn=None))
     assert [item.path for item in graph.inputs][0] == ("inputs", 0)
     assert len(graph.inputs) == 1 + n_targets
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    scale: float = 2.0
+
+
+class Summing(nn.Linear):
+    def forward(self, pair):
+        return Pair(super().forward(pair.x) * pair.scale, pair.y)
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_dataclasses_may_be_inputs_targets_and_outputs_with_arrays_in_their_fields(trace):
+    source = ModelSource(
+        name="pair",
+        where="pair",
+        build_model=lambda: Summing(4, 4),
+        make_batch=lambda n: (Pair(numpy.zeros((n, 4)), torch.zeros(n, 4)), Pair(torch.zeros(n, 4), numpy.zeros(n))),
+        loss_fn=lambda outputs, targets: (outputs.x + outputs.y - targets.x).square().mean(),
+    )
+    paths = [item.path for item in trace(source).inputs]
+    assert paths == [("inputs", "x"), ("inputs", "y"), ("targets", "x"), ("targets", "y")]
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (lambda n: (["text"] * n, torch.zeros(n, 4)), "inputs: found 'a list of text'(.|\n)*tokenizer"),
+        (lambda n: ({"input": torch.zeros(n, 4), "of": ("text",) * n}, None), "inputs.of: found 'a tuple of text'"),
+        (lambda n: (numpy.array(["text"] * n), None), "inputs: found 'an array of <U4'"),
+        (lambda n: (torch.zeros(n, 4), [1.0] * n), r"targets: found 'a list of numbers(.|\n)*torch.tensor\(\[...\]\)"),
+        (lambda n: (torch.zeros(n, 4), {"ids": [[1] * i for i in range(n)]}), "targets.ids: found 'a list of numbers"),
+    ],
+)
+def test_what_a_batch_has_for_each_sample_outside_of_tensors_is_refused(trace, batch, found):
+    source = ModelSource(
+        name="own",
+        where="own.py",
+        build_model=lambda: nn.Linear(4, 4),
+        make_batch=batch,
+        loss_fn=lambda outputs, targets: outputs.square().mean(),
+    )
+    with pytest.raises(InputError, match=rf"own.py: make_batch\(2\): {found}"):
+        trace(source)
 
 
 def test_a_batch_of_other_mappings_than_dicts_is_traced_as_dicts():
