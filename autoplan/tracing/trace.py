@@ -42,6 +42,7 @@ from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.local_modules import check_model_file, search_beside
+from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.returned_loss import check_returned
@@ -253,6 +254,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
     refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
     _refuse_freezing(source.where, dissolved)
     _refuse_replaced(source.where, dissolved)
+    check_operands(program, where=source.where, run=lambda: _run_again(source, batch_size))
     with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
     without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
