@@ -226,7 +226,7 @@ def _dataset_data(
     return TrainingData(
         lambda start: batches(dataset, reading, start),
         device=device,
-        explaining=lambda batch: naming_differences(batch, model_file.make_batch, dataset=name),
+        explaining=lambda batch: naming_differences(batch, model_file, dataset=name),
     )
 
 

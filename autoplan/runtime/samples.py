@@ -88,12 +88,13 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def naming_differences(batch: Batch, make_batch: Callable[[int], Batch], *, dataset: str) -> Iterator[None]:
+def naming_differences(batch: Batch, model_file: Any, *, dataset: str) -> Iterator[None]:
     """Say of an error how the batch differs from those that were planned for, where it does."""
     try:
         yield
     except FAILURES as error:
-        different = _difference(batch, tensors_in_place(make_batch(1)))
+        planned = tensors_in_place(model_file.make_batch(1)) if hasattr(model_file, "make_batch") else ()
+        different = _difference(batch, planned)
         if not different:
             raise
         raise ValueError(
