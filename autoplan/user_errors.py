@@ -21,9 +21,21 @@ _DATA_DEPENDENT = (
     "DataDependent",
     "DynamicOutputShape",
     "data-dependent",
-    "Could not guard",
     "unbacked",
     "aten._local_scalar_dense",
+)
+_NO_VALUE = (
+    "Could not guard",
+    "Could not extract",
+    ".numpy() is not supported for tensor subclasses",
+    "unsupported format string passed to FakeTensor",
+)
+_WANTS_INTEGERS = re.compile(
+    r"Expected dtype int32/int64 for index, but got torch\.(\w+)|scalar types: Long, Int; but got torch\.(\w+)"
+    r"|IndexTensor|tensors used as indices must be"
+)
+_WANTS_FLOATS = re.compile(
+    r"could not infer output dtype\. .*Got: torch\.(\w+)|Integral inputs not supported|Expected floating point type for"
 )
 _NO_PYTREE = "in output, which is not a known type"
 _FAKE_CONSTANT = "We found a fake tensor in the exported program constant's list"
@@ -156,7 +168,27 @@ def trace_failure(name: str, error: BaseException, model: Any) -> str:
     where = users_place(error) + module_place(error, model)
     is_loss = any(frame.name == LOSS_CALL for frame in traceback.extract_tb(error.__traceback__))
     failed = "loss_fn fails" if is_loss else "torch.export cannot trace the model"
-    if any(word in f"{type(error).__name__} {error}" for word in _DATA_DEPENDENT):
+    found = what_failed(error)
+    if is_loss and any(word in str(error) for word in _NO_VALUE):
+        found = "a Python number, text or branch that is made of the values of a tensor"
+        expected = "a loss_fn of tensor operations, which can be split over devices"
+        fix = (
+            "leave out .item(), float(), int() and f-strings: keep tensors (loss.detach(), torch.clamp, torch.where),"
+            " and log outside of loss_fn; or use --module-level, which plans without tensor and pipeline parallelism"
+        )
+    elif wanted := _WANTS_INTEGERS.search(str(error)):
+        found = f"{_dtype_found(wanted)} where integers are needed, as classes or indices"
+        expected = "integers of torch.long" + (" as the targets of this loss" if is_loss else "")
+        fix = f"return {'targets' if is_loss else 'it'} as torch.long from make_batch and the dataset, or write .long()"
+        fix += "; or take a loss of floating-point targets, such as F.mse_loss" if is_loss else ""
+    elif is_loss and (wanted := _WANTS_FLOATS.search(str(error))):
+        found = f"{_dtype_found(wanted)} where floating-point numbers are needed"
+        expected = "floating-point targets of this loss"
+        fix = (
+            "return targets as floats, .float(), from make_batch and the dataset; or take a loss of classes, which"
+            " are integers with one dim less than the outputs, such as F.cross_entropy"
+        )
+    elif any(word in f"{type(error).__name__} {error}" for word in (*_DATA_DEPENDENT, *_NO_VALUE)):
         expected = "a forward whose operators do not depend on the values of tensors"
         fix = (
             "replace a branch on data by torch.where or torch.cond, or move it out of forward;"
@@ -208,4 +240,10 @@ def trace_failure(name: str, error: BaseException, model: Any) -> str:
     else:
         expected = "a forward that runs on the batch of make_batch"
         fix = "call the model on one batch yourself, outside of autoplan, and mend what fails there"
-    return f"{name}: {failed}{where}\n  found: {what_failed(error)}\n  expected: {expected}\n  fix: {fix}"
+    return f"{name}: {failed}{where}\n  found: {found}\n  expected: {expected}\n  fix: {fix}"
+
+
+def _dtype_found(match: re.Match[str]) -> str:
+    """`int64`; models are traced in bfloat16, which the user's floating-point numbers became."""
+    found = next(filter(None, match.groups()), "another dtype")
+    return "floating-point numbers" if found == "bfloat16" else found

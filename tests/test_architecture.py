@@ -22,7 +22,7 @@ SOURCES = sorted([*PACKAGE.rglob("*.py"), *(CHECKOUT / "cost_models").glob("*.py
 TORCH_PLACES = (
     *(f"autoplan/tracing/{name}.py" for name in ("constant_masks", "dissolved", "given_values", "in_place_writes")),
     *(f"autoplan/tracing/{name}.py" for name in ("module_level", "optimizer_trial", "overlaid_graph", "returned_loss")),
-    *(f"autoplan/tracing/{name}.py" for name in ("places", "same_operators")),
+    *(f"autoplan/tracing/{name}.py" for name in ("batches", "operand_dtypes", "places", "same_operators")),
     *(
         f"autoplan/tracing/{name}.py"
         for name in ("second_run", "shapes_by_values", "trace", "host_reads", "whole_dropout", "written_slices")

@@ -191,7 +191,7 @@ def undisturbed_and_resumed_with_dropout(folder):
 
     def train(*options, last=None):
         random.seed(3)  # that of torch is seeded by the program
-        optimizer = two_groups(torch.optim.AdamW)
+        optimizer = two_groups(torch.optim.NAdam)  # with a number in float32 beside tensors in float64
         return train_with_dataset(optimizer, config, *options, n_steps=5, last=last, build_model=Dropped)
 
     whole = train()

@@ -223,6 +223,74 @@ def test_what_is_no_dataset_is_refused(wrong):
         _data(wrong)
 
 
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            lambda i: (torch.zeros(4 + i % 2), 0),
+            r"inputs: found float32 \[[45]\] in one sample, float32 \[[45]\] in an",
+        ),
+        (
+            lambda i: ({"x": [0.0] * (1 + i % 2)}, 0),
+            r"inputs\.x\.1: found (float|nothing) in one sample, (float|nothing)",
+        ),
+        (lambda i: (torch.zeros(4), None), r"a sample is inputs: float32 \[4\], targets: NoneType"),
+        (lambda i: torch.zeros(4), r"a sample is float32 \[4\]\n  expected: \(inputs, targets\)"),
+    ],
+)
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_samples_that_make_no_batch_are_named_with_what_differs(sample, message, n_workers):
+    data = _data([sample(i) for i in range(12)], n_workers=n_workers)
+    with pytest.raises(ValueError, match=rf"model.py: build_dataset: {message}(.|\n)*  fix: "):
+        next(data)
+    data.close()
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (("text", 0), r"inputs: found text, planned floating-point numbers of shape \[4\]"),
+        (({"y": torch.zeros(4)}, 0), r"inputs: found inputs\.y, planned floating-point"),
+        ((torch.zeros(5), 0), r"inputs: found floating-point numbers of shape \[5\]"),
+        ((numpy.zeros(4), 0.5), r"targets: found floating-point numbers of shape \[\] per sample, planned int64"),
+    ],
+)
+def test_an_error_on_a_batch_unlike_those_planned_for_says_how_it_differs(sample, message):
+    model_file = SimpleNamespace(
+        build_dataset=lambda: [sample] * 12,
+        make_batch=lambda n: (numpy.zeros((n, 4), dtype="float32"), torch.zeros(n, dtype=torch.int64)),
+    )
+    data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0)
+    batch = next(data)
+    with (
+        pytest.raises(ValueError, match=rf"model.py: build_dataset: {message}(.|\n)*  the error: of torch"),
+        data.explaining(batch),
+    ):
+        raise RuntimeError("of torch")
+
+
+def test_an_error_on_a_batch_like_those_planned_for_stays_as_it_is():
+    model_file = SimpleNamespace(
+        build_dataset=lambda: [(numpy.zeros(4), 0)] * 12,
+        make_batch=lambda n: (torch.zeros(n, 4), torch.zeros(n, dtype=torch.int64)),
+    )
+    data = training_data(model_file, config=CONFIG, dp_rank=0, device=CPU, seed=0)
+    with pytest.raises(RuntimeError, match="^of torch$"), data.explaining(next(data)):
+        raise RuntimeError("of torch")
+
+
+def test_arrays_become_tensors_whoever_makes_the_batch():
+    model_file = SimpleNamespace(
+        make_batch=lambda n: ({"x": numpy.zeros((n, 4))[:, ::-1]}, numpy.arange(n)),
+        build_eval_dataset=lambda: [(numpy.zeros(4), 0)] * 12,
+        collate=lambda samples: (numpy.stack([x for x, _ in samples]), numpy.array([y for _, y in samples])),
+    )
+    inputs, targets = next(training_data(model_file, config=CONFIG, dp_rank=1, device=CPU, seed=0))
+    assert inputs["x"].shape == (6, 4) and targets.tolist() == [6, 7, 8, 9, 10, 11]
+    inputs, targets = next(evaluation_data(model_file, config=CONFIG, dp_rank=0, device=CPU))
+    assert inputs.shape == (6, 4) and targets.shape == (6,)
+
+
 def test_the_model_file_may_collate_by_itself():
     model_file = SimpleNamespace(
         build_dataset=lambda: Numbers(12), collate=lambda samples: (torch.tensor([i for i, _ in samples]) * 10, None)

@@ -16,6 +16,7 @@ from autoplan.layout import P, R, V, can_shard, conversion, parse_layout, sharde
 from autoplan.options import Options
 from autoplan.planning.deciding import solve as solve_problem
 from autoplan.planning.problem import make_problem
+from autoplan.report.plan import status_text
 from autoplan.rules import all_strategies, load_rules, operand_names, parse_equation
 from autoplan.solver.solve import minimize
 from autoplan.space.layouts import all_shardings, shardings_by_size
@@ -77,6 +78,30 @@ def test_the_assignment_is_the_same_in_every_process():
         for seed in "123"
     }
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("fix", "is_said"),
+    [
+        ({"tp": "2", "micro_batch": "64"}, False),  # solved for these
+        ({"tp": "2", "dp": "1", "pp": "1"}, True),  # micro-batches of 64 have the layouts of 8
+        ({"tp": "1"}, False),
+    ],
+)
+def test_layouts_that_were_solved_for_much_smaller_micro_batches_are_said_and_bound_what_is_proved(fix, is_said):
+    options = Options(global_batch=64, fix=tuple(fix.items()))
+    answer = solve_problem(
+        make_problem(Path(__file__).parent.parent / "examples" / "mlp.py", hw="dgx_a100_x8/2", options=options)
+    )
+    assert answer.best.plan.mesh.micro_batch_size == 64 // answer.best.plan.mesh.dp
+    assert (
+        any(
+            "was solved for micro-batches of 8, and the plan has 64: --fix micro_batch=64" in text
+            for text in answer.workload.limits
+        )
+        is is_said
+    )
+    assert ("of the space with tp=2" in " ".join(status_text(answer).split())) is is_said
 
 
 def test_a_block_that_loops_over_many_tokens_is_split_only_where_tp_is_fixed(tmp_path):

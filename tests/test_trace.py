@@ -1,11 +1,13 @@
 """torch.export -> OpGraph: exact for every batch and precision, folded, and clear about what it cannot follow."""
 
+import re
 import subprocess
 import sys
 from collections import UserDict, namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -483,6 +485,78 @@ def test_a_loss_that_has_no_bfloat16_is_told_to_cast_to_float32():
         trace_model(source)
 
 
+F = nn.functional
+BCE, NLL = F.binary_cross_entropy_with_logits, F.nll_loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "found"),
+    [
+        (F.cross_entropy, torch.zeros(2), "floating-point numbers where integers(.|\n)*torch.long(.|\n)*F.mse_loss"),
+        (NLL, torch.zeros(2, dtype=torch.uint8), "uint8 where integers are needed"),
+        (BCE, torch.zeros(2, 4, dtype=torch.int64), "int64 where floating(.|\n)*fix: return targets as floats"),
+        (BCE, torch.zeros(2, 4, dtype=torch.bool), "bool where floating-point numbers are needed"),
+        (F.cross_entropy, torch.zeros(2, 4, dtype=torch.int64), "another dtype where floating(.|\n)*F.cross_entropy"),
+        (F.kl_div, torch.zeros(2, 4, dtype=torch.int64), "another dtype where floating-point numbers are needed"),
+    ],
+)
+def test_targets_of_a_dtype_that_the_loss_does_not_take_are_told_which_it_takes(loss_fn, targets, found):
+    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), targets), lambda y, t: loss_fn(y, t))
+    with pytest.raises(TraceError, match=rf"loss_fn fails at {__file__}:\d+: .*loss_fn\(y, t\).*\n  found: {found}"):
+        trace_model(source)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "found"),
+    [
+        (F.cross_entropy, torch.zeros(2, dtype=torch.int32), "'torch.int32'\n  expected: classes, (.|\n)*write .long"),
+        (NLL, torch.zeros(2, dtype=torch.int32), "'torch.int32'"),
+        (
+            lambda y, t: F.binary_cross_entropy(y.sigmoid(), t),
+            torch.zeros(2, 4, dtype=torch.int64),
+            "'torch.int64'\n  expected: floating-point numbers\n(.|\n)*write .float",
+        ),
+        (lambda y, t: (y - F.one_hot(t, 4)).sum(), torch.zeros(2), "'floating-point numbers'"),
+    ],
+)
+def test_targets_that_torch_would_refuse_when_the_program_runs_are_refused_when_it_is_planned(loss_fn, targets, found):
+    source = module_source(nn.Linear(4, 4), (torch.zeros(2, 4), targets), lambda y, t: loss_fn(y, t))
+    with pytest.raises(InputError, match=rf"Linear: targets of \w+( at {__file__}:.*)?: found {found}"):
+        trace_model(source)
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)])
+def test_classes_and_shares_of_classes_are_targets_of_a_cross_entropy(targets):
+    assert trace_model(module_source(nn.Linear(4, 4), (torch.zeros(2, 4), targets), F.cross_entropy)).ops
+
+
+def test_a_number_where_forward_looks_up_a_row_is_told_to_be_an_integer():
+    source = module_source(nn.Embedding(4, 4), (torch.zeros(2, 4), torch.zeros(2)), lambda y, _: y.mean())
+    with pytest.raises(
+        TraceError, match="found: floating-point numbers where integers(.|\n)*as torch.long from make_batch"
+    ):
+        trace_model(source)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loss = loss / float(loss.detach())",
+        "loss = loss * 0.5 if loss.item() > 100 else loss",
+        "loss = loss * 0.5 if loss > 100 else loss",
+        "print(f'{loss:.3f}')",
+        "print(loss.detach().numpy())",
+    ],
+)
+def test_a_number_that_a_loss_reads_is_named_with_its_line_and_what_to_write_in_its_place(tmp_path, line):
+    loss_fn = (
+        f"def loss_fn(outputs, targets):\n    loss = (outputs - targets).square().mean()\n    {line}\n    return loss\n"
+    )
+    message = rf"loss_fn fails at .*model.py:9: {re.escape(line)}\n  found: a Python number(.|\n)*leave out .item\(\)"
+    with pytest.raises(TraceError, match=message):
+        trace_model(model_source(write(tmp_path, LINEAR + MAKE_BATCH + loss_fn), {}))
+
+
 def test_an_output_of_a_class_that_torch_does_not_know_says_to_leave_it_out(tmp_path):
     text = "class Cache:\n    pass\n" + model_text("return super().forward(x), Cache()")
     path = write(tmp_path, text + "def loss_fn(outputs, targets):\n    return outputs[0].mean()\n")
@@ -547,6 +621,54 @@ def test_what_is_no_tensor_in_a_batch_is_no_input(n_targets):
     graph = trace_model(ModelSource(name="own", where="own", build_model=Own, make_batch=make_batch, loss_fn=None))
     assert [item.path for item in graph.inputs][0] == ("inputs", 0)
     assert len(graph.inputs) == 1 + n_targets
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    scale: float = 2.0
+
+
+class Summing(nn.Linear):
+    def forward(self, pair):
+        return Pair(super().forward(pair.x) * pair.scale, pair.y)
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+def test_dataclasses_may_be_inputs_targets_and_outputs_with_arrays_in_their_fields(trace):
+    source = ModelSource(
+        name="pair",
+        where="pair",
+        build_model=lambda: Summing(4, 4),
+        make_batch=lambda n: (Pair(numpy.zeros((n, 4)), torch.zeros(n, 4)), Pair(torch.zeros(n, 4), numpy.zeros(n))),
+        loss_fn=lambda outputs, targets: (outputs.x + outputs.y - targets.x).square().mean(),
+    )
+    paths = [item.path for item in trace(source).inputs]
+    assert paths == [("inputs", "x"), ("inputs", "y"), ("targets", "x"), ("targets", "y")]
+
+
+@pytest.mark.parametrize("trace", [trace_model, trace_modules])
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (lambda n: (["text"] * n, torch.zeros(n, 4)), "inputs: found 'a list of text'(.|\n)*tokenizer"),
+        (lambda n: ({"input": torch.zeros(n, 4), "of": ("text",) * n}, None), "inputs.of: found 'a tuple of text'"),
+        (lambda n: (numpy.array(["text"] * n), None), "inputs: found 'an array of <U4'"),
+        (lambda n: (torch.zeros(n, 4), [1.0] * n), r"targets: found 'a list of numbers(.|\n)*torch.tensor\(\[...\]\)"),
+        (lambda n: (torch.zeros(n, 4), {"ids": [[1] * i for i in range(n)]}), "targets.ids: found 'a list of numbers"),
+    ],
+)
+def test_what_a_batch_has_for_each_sample_outside_of_tensors_is_refused(trace, batch, found):
+    source = ModelSource(
+        name="own",
+        where="own.py",
+        build_model=lambda: nn.Linear(4, 4),
+        make_batch=batch,
+        loss_fn=lambda outputs, targets: outputs.square().mean(),
+    )
+    with pytest.raises(InputError, match=rf"own.py: make_batch\(2\): {found}"):
+        trace(source)
 
 
 def test_a_batch_of_other_mappings_than_dicts_is_traced_as_dicts():

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 import types
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -183,6 +184,17 @@ def test_a_terminal_keeps_one_line_for_all_steps(monkeypatch, capsys):
         log.say("done")
     lines = capsys.readouterr().out.split("\n")
     assert lines[0].count("\rstep     3") == 2 and lines[1:] == ["done", ""]
+
+
+def test_a_terminal_shows_how_many_steps_are_done_and_how_long_the_others_take(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("time.monotonic", iter([100.0, 102.0, 106.0]).__next__)
+    with MetricLog(rank=0, n_steps=50) as log:
+        for step in (9, 10, 11):  # a run that goes on from step 9
+            log.write(replace(RECORD, step=step))
+    found = [line.partition("  loss")[0] for line in capsys.readouterr().out.split("\r")]
+    # 38 steps are left after two more in 6 s: 114 s
+    assert found[1:] == ["[##--------] 10/50", "[##--------] 11/50  0:01:18 left", "[##--------] 12/50  0:01:54 left"]
 
 
 def test_mfu_is_given_on_the_planned_device_only():

@@ -77,7 +77,8 @@ def main():
     config = dataclasses.replace(PLAN, precision=PRECISIONS.get(arguments.dtype, PLAN.precision))
 {changes}    start_process_group(arguments.device, config, timeout_s=arguments.timeout)
     mesh = build_rank_mesh(config, arguments.device)
-    log = MetricLog(rank=mesh.rank, jsonl=arguments.log_jsonl, tensorboard=arguments.tensorboard)
+    written = {{"jsonl": arguments.log_jsonl, "tensorboard": arguments.tensorboard}}
+    log = MetricLog(rank=mesh.rank, n_steps=arguments.steps, **written)
     options = {{
         "overrides": MODEL_OVERRIDES,
         "seed": arguments.seed,

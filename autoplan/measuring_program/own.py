@@ -147,6 +147,8 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if type(value).__name__ == "ndarray":
+        return change(torch.from_numpy(value.copy()))
     if isinstance(value, UNCHANGING) or callable(value):
         return value
     if type(value) in (tuple, list):

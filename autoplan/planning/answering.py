@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autoplan.analysis.semantics import notes
 from autoplan.answers.answer import Answer, Request, Workload, WorkloadGroup, tokens_per_sample
 from autoplan.hardware.cluster import Cluster, device_names, kinds_of, mean_price_usd_per_device_hour
+from autoplan.parallel_plan import Mesh
 from autoplan.search.result import SearchResult
 from autoplan.tensor_parallel.split_names import splits
 
@@ -29,7 +30,8 @@ def answer_of(problem: Problem, result: SearchResult) -> Answer:
     if result.best is None:
         return Answer(_workload(problem, compiles=False), result, request=request)
     graph, plan = problem.graph, result.best.plan
-    workload = _workload(problem, compiles=plan.mesh.compile)
+    is_searched = result.status != "given"
+    workload = _workload(problem, compiles=plan.mesh.compile, mesh=plan.mesh if is_searched else None)
     return Answer(workload, result, notes=notes(graph, plan), request=request, splits=splits(graph, plan))
 
 
@@ -47,7 +49,7 @@ def _request(problem: Problem) -> Request:
     return Request(problem.model, settings, problem.hw, n_hosts, problem.options)
 
 
-def _workload(problem: Problem, *, compiles: bool) -> Workload:
+def _workload(problem: Problem, *, compiles: bool, mesh: Mesh | None = None) -> Workload:
     from autoplan.analysis.model_flops import flops_per_sample, ops_without_rule
     from autoplan.planning.untried import untried
     from autoplan.rules import load_rules
@@ -56,9 +58,16 @@ def _workload(problem: Problem, *, compiles: bool) -> Workload:
     peaks = _peaks_flops_per_s(problem)
     limits: tuple[str, ...] = MODULE_LEVEL_LIMITS
     if not graph.is_module_level:
-        looks_for_layouts = "tp" not in dict(problem.options.fix)
-        rules = load_rules(problem.options.rules)
-        limits = untried(graph, problem.measured, rules=rules, compiles=compiles, looks_for_layouts=looks_for_layouts)
+        fix = dict(problem.options.fix)
+        limits = untried(
+            graph,
+            problem.measured,
+            rules=load_rules(problem.options.rules),
+            compiles=compiles,
+            looks_for_layouts="tp" not in fix,
+            mesh=mesh,
+            fixes_micro_batch="micro_batch" in fix,
+        )
     return Workload(
         model=model_name(problem.model),
         hardware=hardware.name,

@@ -9,11 +9,12 @@ from autoplan.analysis.uncompiled import why_uncompiled
 from autoplan.cost.boundaries import legal_cuts, why_uncut
 from autoplan.graph import OpGraph, is_convolution
 from autoplan.measured_profile.segment_times import MeasuredProfile
-from autoplan.parallel_plan import Execution
+from autoplan.parallel_plan import Execution, Mesh
 from autoplan.rules import OpRule, forward_flops, operand_names
-from autoplan.space.layouts import too_many_layouts
+from autoplan.space.layouts import layout_size, too_many_layouts
 
 MANY_CLASSES = 2**14  # from here on logits are a large part of what a model with attention keeps
+QUITE_ANOTHER = 4  # times as large
 COMPUTED_COMPILE = (
     "What torch.compile gains is computed, and whether it can compile this model was not tried: autoplan profile MODEL"
     " --compile both measures it on one device; --fix compile=off plans without it."
@@ -28,14 +29,20 @@ def untried(
     rules: Mapping[str, OpRule],
     compiles: bool,
     looks_for_layouts: bool,
+    mesh: Mesh | None = None,
+    fixes_micro_batch: bool = False,
 ) -> tuple[str, ...]:
-    """One sentence for each; `compiles`: the plan has compiled blocks; `looks_for_layouts`: no tp is fixed."""
+    """One sentence for each.
+
+    `compiles`: the plan has compiled blocks; `looks_for_layouts`: no tp is fixed; `mesh`: that of the plan.
+    """
     compiled = COMPUTED_COMPILE if compiles and measured is None else ""
     found = (
         _channels_last(graph, measured, rules),
         _chunked_loss(graph),
         _uncut(graph),
         _unsplit(graph, rules) if looks_for_layouts else "",
+        "" if mesh is None or fixes_micro_batch else _layouts_of_others(mesh),
         compiled,
         _uncompiled(graph),
     )
@@ -70,6 +77,17 @@ def _unsplit(graph: OpGraph, rules: Mapping[str, OpRule]) -> str:
     return (
         f"How to split tensors was not looked for, as a block has {n_ops} operators (a loop over tokens?): --fix tp=2"
         " does it, in minutes."
+    )
+
+
+def _layouts_of_others(mesh: Mesh) -> str:
+    """Where tensor parallelism was solved for micro-batches of quite another size."""
+    own, solved = mesh.micro_batch_size, layout_size(mesh.micro_batch_size)
+    if mesh.tp == 1 or own < QUITE_ANOTHER * solved:
+        return ""
+    return (
+        f"How tensors are split was solved for micro-batches of {solved}, and the plan has {own}:"
+        f" --fix micro_batch={own} solves it for these, which may be faster by more than the gap."
     )
 
 

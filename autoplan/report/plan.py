@@ -336,8 +336,16 @@ def _word(answer: Answer, of_time: str, of_cost: str) -> str:
 
 
 def _of_these(answer: Answer) -> str:
-    """Which plans a statement is about: `of the space`, or `with tp=2, zero=1` where that was fixed."""
-    return f"with {fix_text(_fix(answer))}" if _fix(answer) else "of the space"
+    """Which plans a statement is about: `of the space`, or `with tp=2, zero=1` where that was fixed.
+
+    Of what was fixed the space has all plans, but for tensor-parallel layouts: those solved for some micro-batch sizes.
+    """
+    fix = dict(_fix(answer))
+    if not fix:
+        return "of the space"
+    best = answer.result.best
+    has_all = best is None or best.plan.mesh.tp == 1 or "micro_batch" in fix
+    return ("" if has_all else "of the space ") + f"with {fix_text(_fix(answer))}"
 
 
 def _fix(answer: Answer) -> tuple[tuple[str, str], ...]:

@@ -10,6 +10,7 @@ in larger micro-batches (`Config.shares`).
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -47,6 +48,14 @@ def _with_items(value: Any, function: Callable[[Any], Any]) -> Any:
             object.__setattr__(copied, name, function(item))  # frozen ones too
         return copied
     return value
+
+
+def tensors_in_place(value: Any) -> Any:
+    """`value` with tensors in place of NumPy's arrays of numbers."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else value
+    return _with_items(value, tensors_in_place)
 
 
 def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -104,7 +113,7 @@ def global_batch(make_batch: Callable[[int], Batch], *, batch_size: int, seed: i
     with torch.random.fork_rng(devices=devices), seeding_the_host() as seed_all:
         seed_all(batch_seed(seed, step=step))
         torch.manual_seed(batch_seed(seed, step=step))
-        inputs, targets = make_batch(batch_size)
+        inputs, targets = tensors_in_place(make_batch(batch_size))
     return inputs, targets
 
 

@@ -48,6 +48,7 @@ from .checkpoint_state import (
     compression_to_fill,
     gathered,
     has_compression,
+    load_optimizer_state,
     merged,
     optimizer_options,
     optimizer_pieces,
@@ -265,7 +266,7 @@ def load_checkpoint(model: ParallelModel, path: str | Path, *, extra: Mapping[st
     pieces += parameter_pieces(model) + buffer_pieces(model) + compressed_pieces + (own_random if has_random else [])
     model.wait_for_copies()
     read_together(reader, pieces, model.config)
-    model.optimizer.load_state_dict({"state": filled, "param_groups": groups})
+    load_optimizer_state(model, filled, groups)
     model.load_run_state(run)
     for own, remembered in zip(filter(None, model.compressed), compressed, strict=False):
         own.load(remembered)

@@ -140,6 +140,21 @@ def optimizer_state_to_fill(
     return state, pieces
 
 
+def load_optimizer_state(
+    model: ParallelModel, state: Mapping[int, Mapping[str, Any]], groups: list[dict[str, Any]]
+) -> None:
+    """Load what `optimizer_state_to_fill` returned, after it was filled.
+
+    Torch gives all of it but "step" the dtype of the parameter; here numbers keep theirs, such as NAdam's product.
+    """
+    model.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for number, parameter in enumerate(_in_groups(model)):
+        loaded = model.optimizer.state.get(parameter, {})
+        for entry, value in state.get(number, {}).items():
+            if isinstance(value, torch.Tensor) and entry != "step" and loaded[entry].dtype != value.dtype:
+                loaded[entry] = value.to(loaded[entry].device)
+
+
 def _in_groups(model: ParallelModel) -> Iterator[nn.Parameter]:
     for group in model.optimizer.param_groups:
         yield from group["params"]

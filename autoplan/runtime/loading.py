@@ -19,7 +19,7 @@ import copy
 import multiprocessing
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count, islice
@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from .batches import Batch, flatten_tensors, global_batch, local_batch, map_tensors
 from .config import Config
+from .samples import Collating, naming_differences
 from .seeds import mixed_seed, scrambled, seeding_the_host
 
 Collate = Callable[[list[Any]], Any]
@@ -55,6 +56,8 @@ class Reading:
         n_workers: processes that read ahead; 0 reads in the training process.
         shuffles, repeats: a new order in each epoch; epochs without end. Training does both, evaluation neither.
         fills: fill the last batch of an epoch up with its first samples, instead of dropping what is left.
+        collate: makes a batch of samples.
+        dataset: the function of the model file that it is from.
         pins: hand out batches in page-locked memory, from which a GPU copies while it computes.
     """
 
@@ -67,6 +70,7 @@ class Reading:
     fills: bool = False
     pins: bool = False
     collate: Collate = default_collate
+    dataset: str = "build_dataset"
 
     def part(self, samples: Sequence[Any]) -> Sequence[Any]:
         """The samples of this rank, of a global batch."""
@@ -77,7 +81,7 @@ class Reading:
         return DataLoader(
             dataset,
             num_workers=self.n_workers,
-            collate_fn=self.collate,
+            collate_fn=Collating(self.collate, self.dataset),
             pin_memory=self.pins,
             generator=torch.Generator().manual_seed(mixed_seed(self.seed, epoch)),
             worker_init_fn=_outlive_signals,
@@ -113,10 +117,17 @@ class TrainingData:
     """One data-parallel rank's batches, step after step, from a position that can be kept and set.
 
     `stream` gives the batches from a position on. On a GPU the next batch is copied there while a step runs.
+    Under `explaining(batch)` an error says what is wrong with the batch, if anything is.
     """
 
-    def __init__(self, stream: Callable[[Position], Stream], *, device: torch.device) -> None:
-        self._stream, self._device = stream, device
+    def __init__(
+        self,
+        stream: Callable[[Position], Stream],
+        *,
+        device: torch.device,
+        explaining: Callable[[Batch], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._stream, self._device, self.explaining = stream, device, explaining
         self._position = Position()
         self._batches: Stream | None = None
 
@@ -203,14 +214,20 @@ def _dataset_data(
 ) -> TrainingData:
     dataset = getattr(model_file, name)()
     collate = getattr(model_file, "collate", default_collate)
-    reading = Reading(config=config, dp_rank=dp_rank, pins=device.type == "cuda", collate=collate, **fields)
+    reading = Reading(
+        config=config, dp_rank=dp_rank, pins=device.type == "cuda", collate=collate, dataset=name, **fields
+    )
     if isinstance(dataset, DataLoader) or not (_is_map_style(dataset) or hasattr(dataset, "__iter__")):
         raise ValueError(
             f"{name}: found {type(dataset).__name__}, expected a dataset of (inputs, targets)\n"
             "  fix: return what has __getitem__ and __len__, or __iter__; the program makes the batches"
         )
     batches = map_style_batches if _is_map_style(dataset) else iterable_batches
-    return TrainingData(lambda start: batches(dataset, reading, start), device=device)
+    return TrainingData(
+        lambda start: batches(dataset, reading, start),
+        device=device,
+        explaining=lambda batch: naming_differences(batch, model_file, dataset=name),
+    )
 
 
 def _is_map_style(dataset: Any) -> bool:

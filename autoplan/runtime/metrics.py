@@ -14,8 +14,10 @@ import math
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +28,7 @@ import torch
 from .parity import Differences
 
 GIB = 2**30
+BAR_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +175,15 @@ Record = StepRecord | EvaluationRecord
 class MetricLog:
     """Where rank 0 writes records, one after the other; other ranks write nothing.
 
-    On a terminal a step replaces the line of the step before it; elsewhere each has a line. `jsonl` gets a JSON object
+    On a terminal a step replaces the line of the step before it, behind a bar of how many of `n_steps` are done and the
+    time that the others take at the pace so far; elsewhere each has a line. `jsonl` gets a JSON object
     per record, appended and flushed. A run that goes on from a checkpoint repeats the steps after it: of two lines of a
     step the last counts. Not-a-number and infinity, which JSON has not, become null.
     """
 
-    def __init__(self, *, rank: int, jsonl: Path | None = None, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self, *, rank: int, jsonl: Path | None = None, tensorboard: Path | None = None, n_steps: int | None = None
+    ) -> None:
         if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 f"--tensorboard {tensorboard}: the package tensorboard is not installed\n"
@@ -186,6 +192,8 @@ class MetricLog:
         self._is_silent = rank != 0
         self._jsonl = _opened(jsonl) if jsonl is not None and rank == 0 else None
         self._curves = _summary_writer(tensorboard) if tensorboard is not None and rank == 0 else None
+        self._n_steps = n_steps
+        self._first: tuple[int, float] | None = None  # the first step that was shown, and when
         self._is_terminal = sys.stdout.isatty()
         self._has_open_line = False
 
@@ -224,8 +232,23 @@ class MetricLog:
             self.say(str(record))
             return
         width = shutil.get_terminal_size().columns
-        print("\r" + str(record)[: width - 1].ljust(width - 1), end="", flush=True)
+        progress = self._progress(record.step)
+        text = progress + str(record).removeprefix(f"step {record.step:5d}  " if progress else "")
+        print("\r" + text[: width - 1].ljust(width - 1), end="", flush=True)
         self._has_open_line = True
+
+    def _progress(self, step: int) -> str:
+        """`[####------] 40/100  0:01:30 left  `, the time from the second step on; nothing where no end is known."""
+        if not self._n_steps:
+            return ""
+        now_s, n_done = time.monotonic(), step + 1
+        first_step, first_s = self._first = self._first or (step, now_s)
+        bar = ("#" * (BAR_WIDTH * n_done // self._n_steps)).ljust(BAR_WIDTH, "-")
+        left = ""
+        if step > first_step:
+            left_s = (now_s - first_s) / (step - first_step) * (self._n_steps - n_done)
+            left = f"  {timedelta(seconds=round(left_s))} left"
+        return f"[{bar}] {n_done}/{self._n_steps}{left}  "
 
     def _end_line(self) -> None:
         if self._has_open_line:

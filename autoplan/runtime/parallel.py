@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .batches import Batch, flatten_tensors, map_tensors, micro_batches, tensors_at
+from .batches import Batch, flatten_tensors, map_tensors, micro_batches, tensors_at, tensors_in_place
 from .checkpoint_pieces import WholeTensors, whole_tensors
 from .chunked_loss import whole_logits
 from .collectives import all_gather, all_reduce
@@ -163,6 +163,7 @@ class ParallelModel(nn.Module):
 
         Raises: ValueError, in the first step, where ranks that share samples were given different batches.
         """
+        batch = tensors_in_place(batch)
         if not self._has_compared_batches:
             check_same_batch(batch, config=self.config, mesh=self.mesh)
             self._has_compared_batches = True

@@ -66,7 +66,8 @@ def train_steps(
             start_s = time.perf_counter()
             batch = next(data)
             data_wait_s = time.perf_counter() - start_s
-            with trace.around(step) if trace is not None else nullcontext(False) as is_profiled:
+            is_traced = trace.around(step) if trace is not None else nullcontext(False)
+            with data.explaining(batch), is_traced as is_profiled:
                 record = timed_step(model, batch, step, data_wait_s=data_wait_s, planned=planned)
             yield replace(record, is_profiled=is_profiled)
     finally:
@@ -159,11 +160,15 @@ class Evaluation:
         """Evaluate now; training goes on as if it had not been."""
         start_s = time.perf_counter()
         self._data.load_state_dict(asdict(Position()))
-        found = [self._model.evaluate(batch) for batch in islice(self._data, self._n_batches)]
+        found = [self._loss_and_weight(batch) for batch in islice(self._data, self._n_batches)]
         self._data.close()
         losses, weights = (torch.stack(column).double() for column in zip(*found, strict=True))
         loss = ((losses * weights).sum() / weights.sum()).item()
         return EvaluationRecord(step, loss, len(found), time.perf_counter() - start_s)
+
+    def _loss_and_weight(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._data.explaining(batch):
+            return self._model.evaluate(batch)
 
 
 def write_records(

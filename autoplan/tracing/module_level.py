@@ -19,6 +19,7 @@ modules and no pipeline is cut: data parallelism, ZeRO and recomputation remain.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,7 @@ from autoplan.graph import (
     Ref,
     TensorSpec,
 )
+from autoplan.tracing.batches import as_given, check_samples
 from autoplan.tracing.dissolved import FREEZING, watch_dissolved
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, graph_parameters, input_path
 from autoplan.tracing.returned_loss import check_returned
@@ -58,7 +60,6 @@ from autoplan.tracing.trace import (
     in_traced_dtype,
     meta_batch,
     refuse_written,
-    with_dicts,
 )
 from autoplan.units import GiB
 from autoplan.user_errors import USERS_ERRORS, module_place, users_place, what_failed
@@ -76,6 +77,7 @@ def trace_modules(source: ModelSource) -> OpGraph:
     _check_memory(source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        check_samples(functools.partial(meta_batch, source), where=source.where)
         model = source.build_model()
         check_parameters(model, source.where)
         model = in_traced_dtype(model).train()
@@ -185,7 +187,7 @@ def _run(source: ModelSource, model: nn.Module, batch_size: int) -> _Run:
     meta_batch(source, batch_size)  # checks what make_batch returns
     batch = pytree.tree_map(
         lambda t: t.to(DTYPE) if isinstance(t, torch.Tensor) and t.is_floating_point() else t,
-        tuple(with_dicts(source.make_batch(batch_size))),
+        tuple(as_given(source.make_batch(batch_size))),
     )
     inputs, targets = batch
     held = [*model.parameters(), *model.buffers(), *(t for t in pytree.tree_leaves(batch) if hasattr(t, "shape"))]

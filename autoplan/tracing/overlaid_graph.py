@@ -305,12 +305,13 @@ def _graph_inputs(first: Trace, second: Run, names: dict[torch.fx.Node, str]) ->
 def input_path(steps: tuple[Any, ...], batch: Any) -> tuple[str | int, ...]:
     """`Input.path` of a tensor, from the steps that lead to it in `batch`, which is (inputs, targets).
 
-    A field of a named tuple counts by its index, as in any other tuple.
+    A field of a named tuple counts by its index, as in any other tuple; that of a dataclass by its name.
     """
     found: list[Any] = []
     for step in steps:
         if isinstance(step, pytree.GetAttrKey):
-            found.append(batch._fields.index(step.name))
+            names = getattr(batch, "_fields", None)
+            found.append(names.index(step.name) if names else step.name)
         else:
             found.append(step.idx if isinstance(step, pytree.SequenceKey) else step.key)
         batch = step.get(batch)

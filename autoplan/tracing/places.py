@@ -6,6 +6,7 @@ that forward calls, the model runs once more, and the stack is read when the ope
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,13 +30,20 @@ def calling_place(node: torch.fx.Node, run: Callable[[], Any], *, reads: torch.T
     recorded = place_of(node.meta.get("stack_trace") or "")
     if reads is not None and reads.device.type == "meta":
         return recorded
-    watch = Watch(_same_numbers(node) if reads is None else _given(reads), line=users_line)
-    try:
-        with torch.no_grad(), watch:
-            run()
-    except USERS_ERRORS:  # whatever the user's code raises: the error that is being made matters more
-        return watch.place or recorded
-    return watch.place or recorded
+    return _watched(_same_numbers(node) if reads is None else _given(reads), run) or recorded
+
+
+def reading_place(like: torch.Tensor, run: Callable[[], Any]) -> str:
+    """Likewise of the first call that is given a tensor like this one; nothing where none comes by."""
+    return _watched(_given(like), run)
+
+
+def _watched(matches: Matches, run: Callable[[], Any]) -> str:
+    watch = Watch(matches, line=users_line)
+    # Whatever the user's code raises: the error that is being made matters more.
+    with contextlib.suppress(*USERS_ERRORS), torch.no_grad(), watch:
+        run()
+    return watch.place
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -35,11 +36,13 @@ from torch.utils import _pytree as pytree
 
 from autoplan.errors import InputError, TraceError
 from autoplan.graph import IN_PLACE, OWN_GRADIENTS, REPLACED, OpGraph
+from autoplan.tracing.batches import as_given, check_samples, plain
 from autoplan.tracing.dissolved import FREEZING, keep_no_grad, watch_dissolved
 from autoplan.tracing.given_values import ValuesAsOperators, with_values
 from autoplan.tracing.host_reads import waiting_place
 from autoplan.tracing.in_place_writes import writes_across_blocks
 from autoplan.tracing.local_modules import check_model_file, search_beside
+from autoplan.tracing.operand_dtypes import check_operands
 from autoplan.tracing.overlaid_graph import BATCH_A, BATCH_B, DTYPE, NumbersDiffer, Run, Trace, overlay
 from autoplan.tracing.places import calling_place
 from autoplan.tracing.returned_loss import check_returned
@@ -124,9 +127,7 @@ def module_source(
     """The source to trace for a live module; `example_batch` is (inputs, targets), first dim = batch."""
 
     def make_batch(batch_size: int) -> tuple[Any, Any]:
-        return pytree.tree_map(
-            lambda t: torch.zeros(batch_size, *t.shape[1:], dtype=t.dtype), with_dicts(example_batch)
-        )
+        return pytree.tree_map(lambda t: torch.zeros(batch_size, *t.shape[1:], dtype=t.dtype), as_given(example_batch))
 
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -146,6 +147,7 @@ def trace_model(source: ModelSource) -> OpGraph:
 
     Raises: TraceError with the user's file and line when `torch.export` cannot follow the model.
     """
+    check_samples(functools.partial(meta_batch, source), where=source.where)
     first = _trace(source, BATCH_A)
     second = _second_run(source, first) or _trace(source, BATCH_B).run
     try:
@@ -179,12 +181,12 @@ class _WithLoss(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         outputs = call_model(self.model, inputs)
-        loss_fn = self.source.loss_fn
-        loss = outputs if loss_fn is None else _loss_of(loss_fn, outputs, targets)
+        loss_fn, returned = self.source.loss_fn, plain(outputs)
+        loss = returned if loss_fn is None else _loss_of(loss_fn, outputs, targets)
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # while it is exported
-            of = list(self.model.parameters()) if loss_fn is None else outputs
+            of = list(self.model.parameters()) if loss_fn is None else returned
             check_returned(loss, of=of, where=self.source.where, has_loss_fn=loss_fn is not None)
-        return (loss, ()) if loss_fn is None else (loss, outputs)
+        return (loss, ()) if loss_fn is None else (loss, returned)
 
 
 def _loss_of(loss_fn: Callable[[Any, Any], torch.Tensor], outputs: Any, targets: Any) -> torch.Tensor:
@@ -252,6 +254,7 @@ def _trace(source: ModelSource, batch_size: int) -> Trace:
     refuse_written(source.where, [str(name).removeprefix("model.") for name in written])
     _refuse_freezing(source.where, dissolved)
     _refuse_replaced(source.where, dissolved)
+    check_operands(program, where=source.where, run=lambda: _run_again(source, batch_size))
     with_values(program, where=source.where, run=lambda: _run_again(source, batch_size))
     without_copies(program.graph)
     return Trace(program, model, batch, tuple(sorted(dissolved)), is_decomposed)
@@ -302,7 +305,7 @@ def example_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A batch with its values, as the model file makes it once a model is built."""
     with torch.device("meta"):
         source.build_model()
-    inputs, targets = with_dicts(_made_batch(source, batch_size))
+    inputs, targets = as_given(_made_batch(source, batch_size))
     return inputs, targets
 
 
@@ -310,17 +313,10 @@ def _made_batch(source: ModelSource, batch_size: int) -> Any:
     return made_batch(source.make_batch, batch_size, where=source.where, has_overrides=source.has_overrides)
 
 
-def with_dicts(batch: Any) -> Any:
-    """A batch with dicts in place of other mappings, as what a tokenizer returns: so programs give it to the model."""
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        return {key: with_dicts(value) for key, value in batch.items()}
-    return type(batch)(map(with_dicts, batch)) if type(batch) in (tuple, list) else batch
-
-
 def meta_batch(source: ModelSource, batch_size: int) -> tuple[Any, Any]:
     """A checked batch of the model file, on the meta device."""
     where = f"{source.where}: make_batch({batch_size})"
-    batch = with_dicts(_made_batch(source, batch_size))
+    batch = as_given(_made_batch(source, batch_size))
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise InputError.of(where, found=type(batch).__name__, expected="(inputs, targets)", fix="return a pair")
 
