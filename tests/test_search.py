@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from brute_force import Toy, best_by_trying, make_plan, random_toy, with_space
+from brute_force import Toy, all_stages, best_by_trying, make_plan, random_toy, with_space
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -195,6 +195,22 @@ def test_alternatives_are_other_meshes_in_order_of_their_step_time() -> None:
     times = [candidate.estimate.step_s for candidate in found]
     assert times == sorted(times)
     assert all(candidate.bound_s <= candidate.estimate.step_s for candidate in found)
+
+
+def test_no_alternative_would_be_faster_by_more_than_a_per_cent_with_any_other_cut() -> None:
+    n_tried = 0
+    for seed in range(12):
+        toy = random_toy(seed, n_segments=8, n_devices=8, global_batch=2)
+        result = run(toy, Options(top=8, fix=(("recompute", "none"),)))
+        for candidate in result.alternatives:
+            mesh = candidate.plan.mesh
+            if mesh.pp > 1 and mesh.n_chunks == 1:
+                plain = (stages for stages in all_stages(toy, mesh) if not any(stage.recomputed for stage in stages))
+                replays = (simulate(toy.price(mesh), stages) for stages in plain)
+                best_of_mesh_s = min(replay.step_s for replay in replays if replay.fits)
+                n_tried += 1
+                assert candidate.estimate.step_s <= best_of_mesh_s * 1.01
+    assert n_tried > 40
 
 
 def test_no_alternative_would_be_faster_with_the_stages_of_the_best_plan() -> None:
