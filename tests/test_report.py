@@ -34,7 +34,7 @@ from autoplan.report.hardware import hardware_sheet
 from autoplan.report.plan import plan_report, plan_table, program_header, rejections_text, status_text
 from autoplan.report.rivals import host_risk, rivals_text
 from autoplan.report.stages import stages_text
-from autoplan.search.result import Rejection
+from autoplan.search.result import OneDevice, Rejection
 from autoplan.units import GiB
 
 HOSTILE = "</script><img src=x onerror=alert(1)>[red]{{7*7}}\x1b[31m"
@@ -291,6 +291,15 @@ def test_a_next_best_within_the_error_of_the_estimate_is_said_to_be_perhaps_fast
         return rivals_text(replace(answer, result=replace(answer.result, alternatives=(other,))))
 
     said = "the next best may be faster: uncalibrated steps are off by 17.0%"
+    assert said in told(1.6 * 1.16)
+    assert said not in told(1.6 * 1.18)
+
+
+def test_one_device_within_the_error_of_the_estimate_is_said_to_be_perhaps_as_fast(answer: Answer) -> None:
+    def told(step_s: float) -> list[str]:
+        return rivals_text(replace(answer, result=replace(answer.result, one_device=OneDevice(step_s, 1, 2))))
+
+    said = "one device may be as fast: uncalibrated steps are off by 17.0%"
     assert said in told(1.6 * 1.16)
     assert said not in told(1.6 * 1.18)
 

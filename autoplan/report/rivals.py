@@ -40,15 +40,21 @@ def rivals_text(answer: Answer) -> list[str]:
     for item in result.alternatives[:1]:
         lines.append(f"next best: {_degrees(item, than=best)}, {loss(best, item)}")
         if value(item) < value(best) * (1.0 + step_errors(best).rms):
-            off = f"{trust(best.estimate)} steps are off by {step_errors(best).rms:.1%}"
-            lines.append(f"the next best may be faster: {off}")
+            lines.append(f"the next best may be faster: {_off_by(best)}")
     recipes = [item for item in result.baselines if item.estimate.fits and item.plan != best.plan]
     if recipes and not best.baseline:
         recipe = min(recipes, key=value)
         lines.append(f"best plain recipe: {recipe.baseline}, {loss(best, recipe)}")
     if result.one_device is not None and best.plan.mesh.n_devices > 1:
         lines.append(one_device_text(answer))
+        alone_s = result.one_device.step_s
+        if alone_s is not None and alone_s < best.estimate.step_s * (1.0 + step_errors(best).rms):
+            lines.append(f"one device may be as fast: {_off_by(best)}")
     return [*lines, *memory_risk(best.estimate), *host_risk(best)]
+
+
+def _off_by(best: Candidate) -> str:
+    return f"{trust(best.estimate)} steps are off by {step_errors(best).rms:.1%}"
 
 
 def host_risk(best: Candidate) -> list[str]:
