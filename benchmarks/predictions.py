@@ -7,6 +7,7 @@
     python benchmarks/predictions.py table RESULTS.jsonl... compiled DIR         compiled ones without measured segments
     python benchmarks/predictions.py table ... -- ...                            runs of other PROFILE and DIR, too
     python benchmarks/predictions.py tables [NAME...]                            all of tables.csv, or some, anew
+    python benchmarks/predictions.py worst [N]                                   the N worst steps and peaks of these
 
 `emit` plans for HARDWARE (default: h200_x4) the cases of at most N devices (default: 4).
 
@@ -28,6 +29,7 @@ import functools
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import statistics
@@ -46,6 +48,7 @@ N_BATCHES = 4  # different ones, drawn before
 PATIENCE_S = 150
 HARDWARE = "h200_x4"
 FIRST_PORT = 29600
+LINE = re.compile(r"^(\S+) +(\S.*?)" + 2 * r" +([\d.]+) +([\d.]+) +([-+][\d.]+)%" + "$", re.MULTILINE)  # of a table
 EXAMPLES = {name: HERE.parent / "examples" / f"{name}.py" for name in ("gpt", "llama")}
 
 
@@ -419,6 +422,21 @@ def table_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def worst(n_most: str = "10") -> None:
+    """Print the runs whose steps, and those whose peaks, are furthest off in any table, each once, for Markdown."""
+    found: dict[tuple[str, ...], tuple[float, str]] = {}
+    for row in table_rows():
+        for match in LINE.finditer((HERE / "results" / f"{row['table']}.txt").read_text()):
+            links, case, *cells = match.groups()
+            for unit, (predicted, measured, off) in (("s", cells[:3]), ("GiB", cells[3:])):
+                run = (unit, links, case, measured)
+                told = f"| {case}, {links} | `{row['table']}` | {measured} {unit} | {predicted} | {float(off):+.0f} % |"
+                found[run] = max(found.get(run, (0.0, "")), (abs(float(off)), told))
+    for unit in ("s", "GiB"):
+        ranked = sorted((item for run, item in found.items() if run[0] == unit), reverse=True)
+        print(*(told for _, told in ranked[: int(n_most)]), sep="\n")
+
+
 def line(row: dict, best: object) -> str:
     """A run beside its prediction, as the table has it."""
     start = f"{row['links']:12}{row['case']:26}{best.estimate.step_s:9.4f}"
@@ -489,11 +507,11 @@ def summary(errors: list[float]) -> str:
 
 if __name__ == "__main__":
     action, *given = sys.argv[1:]
-    if action in ("table", "tables"):
-        {"table": table, "tables": tables}[action](*given)
+    if action in ("table", "tables", "worst"):
+        {"table": table, "tables": tables, "worst": worst}[action](*given)
     elif action == "run":
         run(*(Path(text).absolute() for text in given[:2]), *given[2:])
     elif action == "emit":
         emit(Path(given[0]).absolute(), *given[1:])
     else:
-        raise SystemExit(f"found {action!r}\n  expected: emit, run, table or tables")
+        raise SystemExit(f"found {action!r}\n  expected: emit, run, table, tables or worst")

@@ -57,6 +57,14 @@ def test_a_table_comes_again(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out == (RESULTS / f"{name}.txt").read_text()
 
 
+def test_the_worst_rows_are_shown_each_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    predictions.worst()
+    found = capsys.readouterr().out.splitlines()
+    shown = re.findall(r"^(\|.*% \|) \w.* \|$", (CHECKOUT / "benchmarks" / "README.md").read_text(), re.M)
+    assert len(found) == 20
+    assert [line for line in shown if line in found] == found
+
+
 def test_every_table_of_the_results_can_be_printed_again() -> None:
     assert {path.stem for path in RESULTS.glob("predictions_*.txt")} == {*TABLES, *OF_THEIR_TIME}
     files = {name for row in TABLES.values() for name in re.split(r"[ +]", row["arguments"])}
