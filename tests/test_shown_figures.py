@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from print_shown_runs import CHECKOUT, printed_by
 
+from autoplan.cost.waits import start_s
+from autoplan.hardware import hardware_names, load_hardware_profile
+
 STEP = r"^step ([\d.]+ m?s) "
 STEP_AND_MEMORY = r"([\d.]+ m?s) +\d+% +([\d.]+) +<- chosen"
 SMALL_GPT = (
@@ -76,6 +79,10 @@ SLOW = [
 ]
 
 
+def page_text(name: str) -> str:
+    return (CHECKOUT / "docs" / name).read_text()
+
+
 def named(rows: list[tuple[str, ...]], *marks: pytest.MarkDecorator) -> list[object]:
     return [pytest.param(*row, id=f"{row[0]}-{n}", marks=marks) for n, row in enumerate(rows)]
 
@@ -96,6 +103,14 @@ def test_a_figure_of_a_page_is_what_its_command_prints(
 ) -> None:
     text = "\n".join(printed_by(f"autoplan {command}", folder))
     found = re.search(printed, text, re.M)
-    shown = re.search(said, (CHECKOUT / "docs" / page).read_text(), re.M)
+    shown = re.search(said, page_text(page), re.M)
     assert found is not None and shown is not None, text
     assert found.groups() == shown.groups()
+
+
+def test_the_page_has_what_starting_a_step_takes_with_the_shipped_profiles() -> None:
+    devices = [load_hardware_profile(name).device for name in hardware_names()]
+    one, several = ([f"{start_s(device, n_devices=n) * 1e3:.1f}" for device in devices] for n in (1, 2))
+    expected = (min(one), max(one), min(several), max(several))
+    said = r"begins, an estimated (\S+) to (\S+) ms on one device and (\S+) to (\S+) ms on several"
+    assert re.findall(said, page_text("reading_a_plan.md")) == [expected]
