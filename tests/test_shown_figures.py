@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from print_shown_runs import CHECKOUT, printed_by
 
+from autoplan.answers.intervals import memory_margin
+from autoplan.cost.table import MEASURED
 from autoplan.cost.waits import start_s
 from autoplan.hardware import hardware_names, load_hardware_profile
+from autoplan.options import Options
 
 STEP = r"^step ([\d.]+ m?s) "
 STEP_AND_MEMORY = r"([\d.]+ m?s) +\d+% +([\d.]+) +<- chosen"
@@ -114,3 +117,9 @@ def test_the_page_has_what_starting_a_step_takes_with_the_shipped_profiles() -> 
     expected = (min(one), max(one), min(several), max(several))
     said = r"begins, an estimated (\S+) to (\S+) ms on one device and (\S+) to (\S+) ms on several"
     assert re.findall(said, page_text("reading_a_plan.md")) == [expected]
+
+
+def test_the_page_has_the_memory_that_is_left_free() -> None:
+    margins = [memory_margin(sources, confidence=Options().memory_confidence) for sources in ((), (MEASURED,))]
+    said = r"beside what it needs: (\S+) %, or (\S+) % if"
+    assert re.findall(said, page_text("reading_a_plan.md")) == [tuple(f"{margin * 100:.1f}" for margin in margins)]
