@@ -57,7 +57,7 @@ def import_failure(path: Path, error: BaseException) -> str:
     elif isinstance(error, SyntaxError):
         expected, fix = f"Python {sys.version_info.major}.{sys.version_info.minor}", "correct the line"
     elif isinstance(error, ModuleNotFoundError) and error.name:
-        fix = f"pip install {error.name.partition('.')[0]}"
+        fix = f"install the package that provides {error.name}, or put its file beside the model file"
     return f"{path}: importing the file failed: {user_frame(error, path)}\n  expected: {expected}\n  fix: {fix}"
 
 

@@ -18,6 +18,7 @@ from autoplan.what_if import sweep as sweeping
 from autoplan.what_if.advice_facts import AdviceAnswer, Facts, passes, speed_up, stop_at
 from autoplan.what_if.advice_rules import (
     RULES,
+    busy_first,
     data_parallel,
     leave_the_host,
     not_over_two_hosts,
@@ -108,6 +109,30 @@ def test_a_model_that_scales_is_told_how_far() -> None:
     ]
     # communication: 4 %, 7 %, 29 %, 55 % of the time
     assert "passes 10% at 32 devices; communication passes 30% at 64 devices" in applying[1].figures
+
+
+PYTHON = "is what remains; they wait for Python, "
+
+
+@pytest.mark.parametrize(
+    ("plan", "advice"),
+    [
+        ("micro-batch 2 x 4", "larger micro-batches, compiled blocks (measure with autoplan profile --compile both)"),
+        ("micro-batch 8 x 1", "compiled blocks (measure with autoplan profile --compile both)"),
+        ("micro-batch 2 x 4, compiled", "larger micro-batches"),
+        ("micro-batch 1 x 7 + 1 x 1, compiled", "larger micro-batches"),
+        ("micro-batch 8 x 1, compiled", f"{PYTHON}in the passes, in the optimizer and between steps"),
+        ("micro-batch 2 x 4, compiled, CUDA graph", f"{PYTHON}in the optimizer and between steps"),
+    ],
+)
+def test_a_device_that_waits_for_its_host_is_offered_what_its_plan_lacks(plan: str, advice: str) -> None:
+    def said(row: WhatIfRow) -> str:
+        return busy_first(replace(GOOD, one=replace(row, plan=f"dp 1, tp 1, pp 1, ZeRO 0, {plan}"))).advice
+
+    only = "a larger batch " if PYTHON in advice else ""
+    fewer = "a larger batch or fewer devices " if PYTHON in advice else ""
+    assert said(_row(1, 1, compute_s=8.0, launch_s=2.0)) == f"keep devices busy first: {only}{advice}"
+    assert said(_row(1, 8, compute_s=8.0, launch_s=2.0)) == f"keep devices busy first: {fewer}{advice}"
 
 
 def test_advice_names_the_axes_and_the_unit_of_the_plan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,24 @@ def test_errors_of_runs_name_a_file_that_exists() -> None:
 def test_errors_are_those_that_the_benchmark_printed() -> None:
     for errors in (*STEP_ERRORS.values(), *MEMORY_ERRORS.values()):
         assert f"Errors({errors.rms:.2g}, {errors.n_runs})" in (CHECKOUT / errors.source).read_text()
+
+
+DATA_SHEET_ALONE = {
+    "predictions_h100_2026-11-23": (AHEAD, WAITED_FOR),
+    "predictions_h100_x2_2026-11-24": (AHEAD, WAITED_FOR),
+    "predictions_h200_x2_2026-11-28": (AHEAD, WAITED_FOR),
+    "predictions_h100_x4_2026-11-27_nvlink": (GRAPH, None),
+}
+
+
+@pytest.mark.parametrize("role", [AHEAD, WAITED_FOR, GRAPH])
+def test_steps_from_a_data_sheet_alone_were_off_by_no_more_than_those_with_measured_links(role: str) -> None:
+    runs = []
+    for name, (busy, waiting) in DATA_SHEET_ALONE.items():
+        text = (CHECKOUT / "benchmarks" / "results" / f"{name}_data_sheet.txt").read_text()
+        for kind, of in (("device", busy), ("host", waiting)):
+            found = re.search(rf"step, uncalibrated, {kind}-bound: Errors\((.*), (.*)\)", text)
+            runs += [(float(found[1]), int(found[2]))] if found and of == role else []
+    rms = math.sqrt(sum(rms**2 * n_runs for rms, n_runs in runs) / sum(n_runs for _, n_runs in runs))
+    assert rms == pytest.approx({AHEAD: 0.050, WAITED_FOR: 0.18, GRAPH: 0.088}[role], rel=0.03)
+    assert rms <= 1.05 * STEP_ERRORS[COMPUTED, role].rms

@@ -122,3 +122,20 @@ def test_replicas_of_several_groups_of_hosts_communicate_as_those_of_one_would()
     both = [(Mesh(dp=2, tp=2), 2), (Mesh(dp=4, tp=2), 1)]
     assert len({communicators(mesh, has_tied_weights=False, n_groups=n) for mesh, n in both}) == 1
     assert communicators(Mesh(), has_tied_weights=False, n_groups=2) == ("all",)
+
+
+def test_the_table_of_the_evidence_has_what_is_planned_for() -> None:
+    def mib(mesh: Mesh, **ways: bool) -> str:
+        return f"{outside_allocator_bytes(mesh, has_tied_weights=False, **ways) // MiB:,}"
+
+    both = Mesh(tp=2, dp=2)
+    rows = [line.split(" | ") for line in (RESULTS.parent / "README.md").read_text().splitlines()]
+    now = {cells[0].removeprefix("| "): cells[2] for cells in rows if len(cells) == 4}
+    planned = {
+        "one process, and": f"{mib(Mesh())} MiB",
+        "2 replicas": f"{mib(Mesh(dp=2))} MiB",
+        "2 stages (": f"{mib(Mesh(pp=2))} MiB",
+        "tp 2 x dp 2 (": f"{mib(both)} ({mib(both, has_all_to_alls=True)}) MiB",
+    }
+    for start, text in planned.items():
+        assert [cell for name, cell in now.items() if name.startswith(start)] == [text]

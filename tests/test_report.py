@@ -352,9 +352,22 @@ def test_a_step_that_hardly_computes_is_said_to_wait_for_python(answer):
         "computes in 10% of the step, and waits for Python: estimates are then off by 17%"
     ]
     assert shown(launch_s=0.2 * busy.step_s, bubble_s=0.7 * busy.step_s) == []  # it waits for other stages
+
+
+def test_a_cuda_graph_is_said_to_wait_for_python_outside_of_its_passes(answer: Answer) -> None:
     graph = replace(answer.best.plan, mesh=replace(answer.best.plan.mesh, cuda_graph=True))
-    waiting = replace(busy, breakdown=replace(parts, launch_s=0.9 * busy.step_s))
-    assert host_risk(replace(answer.best, plan=graph, estimate=waiting)) == []  # whose passes Python does not start
+    busy = answer.best.estimate
+
+    def in_graph(waits: float):
+        parts = replace(busy.breakdown, launch_s=waits * busy.step_s)
+        return replace(answer.best, plan=graph, estimate=replace(busy, breakdown=parts))
+
+    assert host_risk(in_graph(0.4)) == []
+    assert host_risk(in_graph(0.72)) == [
+        "waits for Python in 72% of the step (in the optimizer and between steps), as long as its host takes"
+    ]
+    shown = replace(answer, result=replace(answer.result, best=in_graph(0.72)))
+    assert "  launch: the device waits for Python, in the optimizer and between steps\n" in explain_report(shown)
 
 
 def test_a_difference_that_no_printed_digit_shows_is_none() -> None:

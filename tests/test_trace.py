@@ -565,7 +565,8 @@ def test_an_output_of_a_class_that_torch_does_not_know_says_to_leave_it_out(tmp_
 
 
 def test_a_package_that_a_model_file_lacks_is_named_with_how_to_get_it(tmp_path):
-    with pytest.raises(InputError, match="fix: pip install no_such_package"):
+    fix = "fix: install the package that provides no_such_package, or put its file beside the model file"
+    with pytest.raises(InputError, match=fix):
         load_model_file(write(tmp_path, "import no_such_package\n"))
 
 

@@ -126,7 +126,11 @@ money_options = combined(
 )
 sweep_options = combined(
     confidence_option,
-    click.option("--search", type=click.Choice(["quick", "full"]), help="quick: one stage per rank only. [quick]"),
+    click.option(
+        "--search",
+        type=click.Choice(["quick", "full"]),
+        help="quick: 1f1b only, or gpipe with few micro-batches, one stage per rank; full: all schedules. [quick]",
+    ),
     click.option("--jobs", "n_jobs", type=click.IntRange(min=1), help="Processes that search. [one per core]"),
 )
 fix_option = click.option(

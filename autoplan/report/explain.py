@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from autoplan.answers.answer import Answer
 from autoplan.answers.comparisons import SensitivityRow, WhyNot
+from autoplan.answers.intervals import is_host_bound
 from autoplan.plain_text import WIDTH, page, text_table
 from autoplan.plan_words import BREAKDOWN_LABELS, lanes_of
 from autoplan.report.figures import figures_text
@@ -30,7 +31,7 @@ from autoplan.report.plan import (
     status_text,
     tightest_bytes,
 )
-from autoplan.report.rivals import AS_FAST, memory_risk, one_device_text
+from autoplan.report.rivals import AS_FAST, memory_risk, one_device_text, where_python_is_waited_for
 from autoplan.search import GOOD_ENOUGH
 from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_bytes, format_seconds
@@ -113,6 +114,8 @@ def _reasons(answer: Answer) -> str:
     )
     shares = ", ".join(f"{label} {part_s / best.estimate.step_s:.0%}" for part_s, label in parts[:2] if part_s > 0)
     lines = [describe_plan(best.plan), f"  its step is {shares}"]
+    if "launch" in shares and is_host_bound(best.estimate.breakdown.launch_s, best.estimate.step_s):
+        lines.append(f"  launch: the device waits for Python, {where_python_is_waited_for(best)}")
     peak_bytes, limit_bytes = tightest_bytes(best.estimate)
     lines.append(f"  it needs {peak_bytes / GiB:.1f} of {limit_bytes / GiB:.1f} GiB")
     fitting = [item for item in answer.result.baselines if item.estimate.fits]

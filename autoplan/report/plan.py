@@ -15,11 +15,13 @@ from autoplan.answers.answer import (
     samples_per_s,
     segment_sources_text,
     short_words,
+    step_errors,
     step_interval_s,
     tokens_per_s,
     trust,
     with_confidence,
 )
+from autoplan.answers.intervals import COMPUTED
 from autoplan.parallel_plan import Estimate, Mesh, Plan
 from autoplan.plain_text import WIDTH, count, page, percent, rate_text, si_count, text_table
 from autoplan.plan_words import (
@@ -381,6 +383,7 @@ def _speed(answer: Answer) -> str:
     lines = [
         f"step {format_seconds(candidate.estimate.step_s)} "
         f"({trust(candidate.estimate)}: {format_seconds(low_s)} to {format_seconds(high_s)}), {rate}",
+        *([step_errors(candidate).words] if trust(candidate.estimate) == COMPUTED else []),
         describe_plan(candidate.plan),
         *([textwrap.fill(f"tensor parallel: {'; '.join(answer.splits)}", WIDTH)] if answer.splits else []),
         *filter(None, [segment_sources_text(candidate.estimate)]),

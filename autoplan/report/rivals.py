@@ -26,6 +26,7 @@ from autoplan.search.result import Candidate
 from autoplan.units import GiB, format_seconds
 
 HARDLY = 0.25  # of a step
+HALF = 0.5  # of a step
 MUCH = 0.25  # of what a part of a step grows by
 # Names of --fix that one device alone has, too; see `search.one_device`.
 _ON_ONE_DEVICE = ("compile", "cuda_graph", "generated", "keep_attention", "loss", "memory_format")
@@ -60,16 +61,26 @@ def _off_by(best: Candidate) -> str:
 def host_risk(best: Candidate) -> list[str]:
     """`computes in 5% of the step, and waits for Python: estimates are then off by 17%`; nothing above a quarter.
 
-    A CUDA graph does not wait for Python, and nothing is said where another part of the step is larger.
+    Nothing is said where another part of the step is larger. With a CUDA graph the device waits outside of the passes:
+    `waits for Python in 72% of the step (in the optimizer and between steps), as long as its host takes`, from half on.
     """
     estimate, parts = best.estimate, best.estimate.breakdown
-    if best.plan.mesh.cuda_graph or parts.launch_s < max(getattr(parts, name) for name, _ in BREAKDOWN_LABELS):
+    if best.plan.mesh.cuda_graph:
+        waits = parts.launch_s / estimate.step_s
+        said = f"waits for Python in {waits:.0%} of the step ({where_python_is_waited_for(best)})"
+        return [f"{said}, as long as its host takes"] if waits >= HALF else []
+    if parts.launch_s < max(getattr(parts, name) for name, _ in BREAKDOWN_LABELS):
         return []
     share = (parts.compute_s + parts.recompute_s + parts.optimizer_s) / estimate.step_s
     if share > HARDLY or not is_host_bound(parts.launch_s, estimate.step_s):
         return []
     off = STEP_ERRORS[trust(estimate), WAITED_FOR].rms
     return [f"computes in {share:.0%} of the step, and waits for Python: estimates are then off by {off:.0%}"]
+
+
+def where_python_is_waited_for(best: Candidate) -> str:
+    """What `launch` is spent in."""
+    return ", ".join(["in the passes"] * (not best.plan.mesh.cuda_graph) + ["in the optimizer and between steps"])
 
 
 def memory_risk(estimate: Estimate) -> list[str]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 from autoplan.plain_text import count, rate_text
+from autoplan.plan_words import CAPTURED, COMPILED
 from autoplan.units import SECONDS_PER_HOUR, format_bytes, format_rate, format_seconds
 from autoplan.what_if.advice_facts import (
     DEARER,
@@ -85,9 +86,24 @@ def busy_first(facts: Facts) -> Advice:
     return Advice(
         "the device waits for its host to launch kernels",
         waiting > LITTLE,
-        "keep devices busy first: larger micro-batches, compiled blocks (measure with autoplan profile --compile both)",
+        f"keep devices busy first: {_busier(row)}",
         f"{waiting:.0%} of the time waits for launches" + (f" on {count(row.n_devices, 'device')}" if row else ""),
     )
+
+
+def _busier(row: WhatIfRow | None) -> str:
+    """What shortens the wait for launches and is not in the plan; kernels of a CUDA graph are not waited for."""
+    plan = row.plan or "" if row else ""
+    is_captured, has_one_micro_batch = CAPTURED in plan, set(re.findall(r"\d+ x (\d+)", plan)) == {"1"}
+    remedies = [
+        *["larger micro-batches"] * (not has_one_micro_batch),
+        *["compiled blocks (measure with autoplan profile --compile both)"] * (COMPILED not in plan),
+    ]
+    if remedies and not is_captured:
+        return ", ".join(remedies)
+    left = "a larger batch" + (" or fewer devices" if row and row.n_devices > 1 else "")
+    within = "" if is_captured else "in the passes, "
+    return f"{left} is what remains; they wait for Python, {within}in the optimizer and between steps"
 
 
 def mend_links(facts: Facts) -> Advice:

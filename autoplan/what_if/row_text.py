@@ -205,7 +205,7 @@ def _break_even(row: WhatIfRow, rows: Rows) -> str:
 
 SPEEDS = (
     Column("step", _step),
-    Column("off by", _off_by, "off by: 90 % interval of the step, from the errors of earlier estimates"),
+    Column("off by", _off_by, "off by: 90 % interval of the step, from the errors of earlier runs with measured links"),
     Column("MFU", _mfu, "MFU: model FLOPs / (time x peak rate of the devices)"),
     Column(
         "scaling",
