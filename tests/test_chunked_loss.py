@@ -14,9 +14,9 @@ from distributed.launch import run_ranks
 from distributed.programs import EXAMPLES, MODELS, graph_of, make_plan, write_programs
 
 from autoplan import codegen
-from autoplan.analysis.chunked_loss import can_chunk, chunked_head, why_whole
+from autoplan.analysis.chunked_loss import ChunkedHead, can_chunk, chunked_head, why_whole
 from autoplan.checks.plan import check_plan
-from autoplan.codegen import config_values, writer
+from autoplan.codegen import config_values
 from autoplan.cost.price import make_pricer
 from autoplan.errors import InputError, UsageError
 from autoplan.hardware import load_hardware_profile
@@ -52,8 +52,7 @@ def test_logits_that_are_converted_before_the_loss_stay_whole():
 
 def assert_equal_to_one_process(tmp_path, monkeypatch, cases, *, n_ranks, check=check_chunked_programs):
     """With slices of 5 rows, which divide nothing, and with logits that are never whole."""
-    monkeypatch.setattr(codegen, "SLICE_ROWS", 5)
-    monkeypatch.setattr(writer, "SLICE_ROWS", 5)
+    monkeypatch.setattr(ChunkedHead, "slice_rows", 5)
     rows = write_programs(tmp_path, cases)
     for differences in run_ranks(check, n_ranks, str(tmp_path), rows, N_STEPS, timeout_s=400.0):
         assert set(differences) == set(cases)
@@ -111,7 +110,7 @@ def test_chunked_and_compiled_losses_on_four_ranks_equal_one_process(tmp_path, m
 def test_the_generated_product_is_deferred():
     _, plan = chunked("llama", tp=2, sharding="R")
     text = codegen.parallel_model_text(graph_of("llama"), plan, rules=load_rules())
-    assert "deferred_linear(" in text and "slice_rows=2048)" in text
+    assert "deferred_linear(" in text and "slice_rows=4096)" in text
     assert "from runtime.chunked_loss import deferred_linear" in text
 
 
@@ -147,9 +146,9 @@ def large():
     return trace_model(model_source(LLAMA, LARGE))
 
 
-def head_costs(graph, *, precision="bf16", size=1, loss=None):
+def head_costs(graph, *, precision="bf16", size=1, loss=None, compiles=False):
     price = make_pricer(graph, hardware=PROFILE, precision=precision, shardings={}, rules=load_rules(), loss=loss)
-    return price(Mesh(micro_batch_size=size)).costs[graph.segments[-1].kind]
+    return price(Mesh(micro_batch_size=size, compile=compiles)).costs[graph.segments[-1].kind]
 
 
 def test_saved_bytes_are_those_of_the_tensors_that_autograd_keeps():
@@ -186,6 +185,8 @@ def test_a_chunked_loss_keeps_gradients_in_place_of_logits_and_takes_a_little_lo
     assert chunked.working_bytes == 2048 * classes * (2 + 3 * 4) < whole.working_bytes
     assert chunked.forward_s == whole.forward_s
     assert whole.backward_s < chunked.backward_s < 1.1 * whole.backward_s
+    # compiled: the logits and their gradient in bfloat16
+    assert head_costs(large, compiles=True)[1].working_bytes == 2048 * classes * (2 + 2)
     assert head_costs(large, loss="chunked") == (chunked, chunked)
     assert head_costs(large, loss="whole") == (whole, whole)
 
@@ -223,7 +224,7 @@ def test_the_search_chunks_the_loss_where_it_does_not_fit_whole(large):
 def test_a_loss_is_chunked_also_where_no_block_may_be_recomputed(fix):
     graph = trace_model(model_source(EXAMPLES / "gpt.py", DROPPING))
     fix = fix | {"micro_batch": "16", "tp": "1", "compile": "off"}
-    hardware = dataclasses.replace(PROFILE, device=dataclasses.replace(PROFILE.device, memory_bytes=8 * 10**9))
+    hardware = dataclasses.replace(PROFILE, device=dataclasses.replace(PROFILE.device, memory_bytes=9 * 10**9))
 
     def best(**more):
         options = Options(global_batch=512, fix=tuple((fix | more).items()))

@@ -9,8 +9,8 @@ from distributed.chunked import check_chunked_programs
 from distributed.launch import run_ranks
 from distributed.programs import N_STEPS, check_programs, graph_of, make_plan, write_programs
 
-from autoplan import codegen
 from autoplan.analysis import head_group as analysis
+from autoplan.analysis.chunked_loss import ChunkedHead
 from autoplan.analysis.head_group import head_group
 from autoplan.checks.plan import check_plan
 from autoplan.codegen import config_values
@@ -65,7 +65,7 @@ def test_programs_with_a_head_of_its_own_equal_one_process(stages, tmp_path, any
 
 @pytest.mark.nightly
 def test_a_chunked_loss_with_a_head_of_its_own_equals_one_process(tmp_path, any_size, monkeypatch):
-    monkeypatch.setattr(codegen, "SLICE_ROWS", 5)
+    monkeypatch.setattr(ChunkedHead, "slice_rows", 5)
     plans = {name: make_plan("llama", wraps_head=True, **PLANS[name]) for name in ("zero1", "zero3")}
     cases = {name: ("llama", replace(plan, loss="chunked")) for name, plan in plans.items()}
     rows = write_programs(tmp_path, cases)

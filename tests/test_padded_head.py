@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan import codegen
-from autoplan.analysis.chunked_loss import chunked_head
+from autoplan.analysis.chunked_loss import ChunkedHead, chunked_head
 from autoplan.analysis.padded_head import with_padded_head
-from autoplan.codegen import config_values, writer
+from autoplan.codegen import config_values
 from autoplan.cost.op_time import op_time
 from autoplan.cost.price import make_pricer
 from autoplan.graph import PADDED_LINEAR, Op, Ref, TensorSpec
@@ -152,7 +152,7 @@ def test_a_slice_of_a_padded_head_has_the_padded_weight_beside_it():
     hardware = load_hardware_profile("dgx_a100_x8", n_hosts=1)
     price = make_pricer(graph, hardware=hardware, precision="bf16", shardings={}, rules=RULES, loss="chunked")
     cost, _ = price(Mesh(micro_batch_size=1)).costs[graph.segments[-1].kind]
-    assert cost.working_bytes == 2048 * classes * (2 + 3 * 4) + 2 * classes * width
+    assert cost.working_bytes == 3584 * classes * (2 + 3 * 4) + 2 * classes * width
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -213,8 +213,7 @@ def test_programs_say_which_product_is_padded():
 
 def test_programs_with_padded_heads_equal_one_process(tmp_path, monkeypatch):
     """Among them a tied weight, and classes that are padded for their shards too."""
-    monkeypatch.setattr(codegen, "SLICE_ROWS", 5)
-    monkeypatch.setattr(writer, "SLICE_ROWS", 5)
+    monkeypatch.setattr(ChunkedHead, "slice_rows", 5)
     zero3 = {"micro_batch_size": 2, "dp": 2, "zero_stage": 3, "zero_shard_degree": 2}
     plans = {
         "zero3": ("gpt_padded", make_plan("gpt_padded", recompute="full", **zero3)),

@@ -158,6 +158,23 @@ def test_the_loss_of_a_slice_is_compiled_once_for_slices_of_one_size(monkeypatch
     torch.compiler.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_cast_of_the_logits_is_compiled_with_the_loss(monkeypatch) -> None:
+    dtypes = []
+
+    def backend(graph, inputs):
+        dtypes.extend(value.dtype for value in inputs)
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "backend_of", lambda device: backend)
+    tensors, targets = example(bias=False)
+    x, weight, *_ = (None if tensor is None else tensor.detach().bfloat16().requires_grad_() for tensor in tensors)
+    torch.compiler.reset()
+    LOSSES["flat"](deferred_linear(x, weight, slice_rows=7, is_compiled=True).float(), targets)
+    assert torch.bfloat16 in dtypes and torch.float32 not in dtypes
+    torch.compiler.reset()
+
+
 def test_a_hugging_face_model_that_computes_its_own_loss_computes_it_in_slices() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}

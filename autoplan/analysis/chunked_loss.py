@@ -18,9 +18,9 @@ from autoplan.parallel_plan import Mesh, SegmentSharding
 from autoplan.rules import OpRule, operand_names
 from autoplan.tensor_parallel.sharding import SegmentLayouts, read_sharding
 
-# Enough rows that the products of a slice run at their full rate, and few enough that a slice of 128,256 classes with
-# all that its loss needs for it takes 3.7 GB.
-SLICE_ROWS = 2048
+# Of a slice: enough that its products run near their full rate, and few enough that its logits with all that their loss
+# needs take 3.8 GB at the most (benchmarks/chunked_rows.py, 2026-11-28).
+SLICE_ELEMENTS, MAX_SLICE_ROWS, ROWS_MULTIPLE = 2**28, 4096, 256
 
 _MEAN, _SUM = 1, 2  # reductions, as ATen numbers them
 LINEAR, _LOSS = "aten.linear.default", "aten.cross_entropy_loss.default"
@@ -50,6 +50,12 @@ class ChunkedHead:
     def names(self) -> frozenset[str]:
         """The values they make."""
         return frozenset(op.name for op in self.ops)
+
+    @property
+    def slice_rows(self) -> int:
+        """How many rows a slice has, whatever part of the classes a rank has."""
+        most = SLICE_ELEMENTS // self.ops[0].outputs[0].at(1)[-1]
+        return max(ROWS_MULTIPLE, min(most // ROWS_MULTIPLE * ROWS_MULTIPLE, MAX_SLICE_ROWS))
 
 
 @lru_cache(maxsize=4)

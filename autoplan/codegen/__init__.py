@@ -25,7 +25,7 @@ from dataclasses import astuple, dataclass
 from importlib.resources import files
 from typing import Any
 
-from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head, is_in_compiled
+from autoplan.analysis.chunked_loss import chunked_head, is_in_compiled
 from autoplan.analysis.float32_buffers import float32_buffers, patterns, running_statistics
 from autoplan.analysis.head_group import head_group
 from autoplan.analysis.semantics import ignored_target
@@ -158,7 +158,7 @@ def _head_values(graph: OpGraph, plan: Plan) -> dict[str, Any]:
         return {}
     product, found = head.ops[0], {}
     if plan.loss == "chunked":
-        found = {"chunked_head": product.module_path, "loss_slice_rows": SLICE_ROWS}
+        found = {"chunked_head": product.module_path, "loss_slice_rows": head.slice_rows}
     is_own = not plan.mesh.needs_generated_model
     if product.target == PADDED_LINEAR and is_own and not is_in_compiled(graph, plan.mesh):
         found["padded_head"] = product.module_path

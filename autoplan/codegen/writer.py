@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoplan.analysis.chunked_loss import SLICE_ROWS, chunked_head
+from autoplan.analysis.chunked_loss import chunked_head
 from autoplan.codegen.forward import ForwardContext
 from autoplan.codegen.layout_text import bracket
 from autoplan.codegen.lines import RESERVED
@@ -70,7 +70,7 @@ def _deferred(graph: OpGraph, plan: Plan) -> tuple[str, str] | None:
     product = head.ops[0]
     switches = {"is_compiled": plan.mesh.compile, "pads_classes": product.target == PADDED_LINEAR}
     return product.name, ", ".join(
-        [f"slice_rows={SLICE_ROWS}", *(f"{name}=True" for name in switches if switches[name])]
+        [f"slice_rows={head.slice_rows}", *(f"{name}=True" for name in switches if switches[name])]
     )
 
 

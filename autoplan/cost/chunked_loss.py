@@ -7,8 +7,9 @@ With n slices of the rows, a head of x: [row, hidden] and W: [class, hidden], an
               + (n - 1) times dW read and written, since slices add to it
               + x's gradient and dW read and written once, when the gradient of the loss is known
     saved     what the other ops keep + x's gradient + dW
-    working   as of the other ops, or one slice: logits, their log-softmax and two gradients of its size, and what
-              the product keeps inside itself (the copy of W with padding of a padded head)
+    working   as of the other ops, or one slice: logits, their log-softmax and two gradients of its size (compiled,
+              logits and their gradient: 1.05 GB of 2048 rows and 128,256 classes, benchmarks/chunked_rows.py), and
+              what the product keeps inside itself (the copy of W with padding of a padded head)
 
 The gradients are computed in the forward pass, but all time is counted where the whole loss has it: a last segment runs
 backward right after forward under most schedules, and always both before the step ends.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoplan.analysis.chunked_loss import SLICE_ROWS
 from autoplan.cost.local_segment import LocalOp, LocalSegment, SlicedOps
 from autoplan.cost.op_time import host_s
 from autoplan.cost.parameters import element_bytes
@@ -70,7 +70,7 @@ def chunked_as(found: SegmentWork, work: SegmentWork) -> SegmentWork | None:
 
 def n_slices(segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
     """How many slices the rows of a micro-batch make."""
-    return -(-_n_rows(segment, sliced, batch_size) // SLICE_ROWS)
+    return -(-_n_rows(segment, sliced, batch_size) // sliced.slice_rows)
 
 
 def _chunked_work(
@@ -87,13 +87,6 @@ def _chunked_work(
     _, weight_backward_s, pending_bytes = weight_gradients(segment, times, batch_size, without=sliced.indices)
     others = [op for index, op in enumerate(segment.ops) if index not in sliced.indices and op.has_gradient]
     inside = sum(inside_bytes(context, op, batch_size) for op in others)
-    around = working_bytes(
-        context,
-        segment,
-        batch_size,
-        weight_item_bytes=element_bytes(context.precision).gathered,
-        without=sliced.indices,
-    )
     statistics = [op for op in segment.ops if op.all_reduce_elements]
     return replace(
         work,
@@ -103,7 +96,7 @@ def _chunked_work(
         + repeats * len(statistics) * context.device.collective_launch_s,
         tp_backward_s=work.tp_backward_s + sum(_again_s(context, op, repeats, batch_size) for op in statistics),
         saved_bytes=kept_bytes(sliced.kept, batch_size) + inside + x_bytes + sums_bytes,
-        working_bytes=max(around, _slice_bytes(context, segment, sliced, batch_size)),
+        working_bytes=chunked_working_bytes(context, segment, sliced, batch_size),
         weight_backward_s=weight_backward_s,
         pending_bytes=pending_bytes,
     )
@@ -129,10 +122,17 @@ def _sums_bytes(context: WorkContext, segment: LocalSegment, product: LocalOp) -
     return sum(spec.n_bytes(1, precision) for name, spec in pairs if name in trained)
 
 
+def chunked_working_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
+    """The working bytes of a segment whose loss is chunked, compiled or not as the context is."""
+    item_bytes = element_bytes(context.precision).gathered
+    around = working_bytes(context, segment, batch_size, weight_item_bytes=item_bytes, without=sliced.indices)
+    return max(around, _slice_bytes(context, segment, sliced, batch_size))
+
+
 def _slice_bytes(context: WorkContext, segment: LocalSegment, sliced: SlicedOps, batch_size: int) -> int:
     """What is alive while the largest slice is computed: of the size of its logits, and inside the product."""
     item_bytes = DTYPE_BYTES[COMPUTE_DTYPES[context.precision]]
+    of_loss = item_bytes if context.is_compiled else N_SLICE_TENSORS * max(item_bytes, DTYPE_BYTES["float32"])
     n_classes = segment.ops[sliced.indices[-1]].operands[0].at(batch_size)[1]
-    n_elements = min(_n_rows(segment, sliced, batch_size), SLICE_ROWS) * n_classes
-    of_slice = n_elements * (item_bytes + N_SLICE_TENSORS * max(item_bytes, DTYPE_BYTES["float32"]))
-    return of_slice + inside_bytes(context, segment.ops[sliced.indices[0]], batch_size)
+    n_elements = min(_n_rows(segment, sliced, batch_size), sliced.slice_rows) * n_classes
+    return n_elements * (item_bytes + of_loss) + inside_bytes(context, segment.ops[sliced.indices[0]], batch_size)

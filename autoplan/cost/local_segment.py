@@ -63,10 +63,12 @@ class SlicedOps:
     Attributes:
         indices: of the ops, the product first and the loss last.
         kept: as in `LocalSegment`, without them.
+        slice_rows: how many rows a slice has.
     """
 
     indices: tuple[int, ...]
     kept: tuple[KeptTensor, ...]
+    slice_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +361,7 @@ def _sliced_ops(context: WorkContext, segment: Segment, layouts: SegmentLayouts)
     names = head.names
     indices = tuple(index for index, op in enumerate(context.graph.ops_of(segment)) if op.name in names)
     kept = kept_tensors(context, segment, layouts, without=names)
-    return SlicedOps(indices, kept)
+    return SlicedOps(indices, kept, head.slice_rows)
 
 
 def _depends_on_batch(shape: tuple[object, ...]) -> bool:

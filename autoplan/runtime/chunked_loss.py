@@ -30,7 +30,7 @@ from .compiled import compiled
 from .padded_head import padded_linear, replace_linear, with_padding
 from .vocabulary import vocab_parallel_cross_entropy
 
-SliceLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, targets) -> sum of the losses of the rows
+SliceLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (product, targets) -> sum of the losses of the rows
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,9 @@ def _cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None
     if not is_plain or len(deferred.product.shape) != 2 or target.dim() != 1 or target.is_floating_point():
         return None
-    loss_of = _slice_loss(deferred.product.compiles_for, ignore_index, label_smoothing)
-    return _chunked(deferred.product, target, loss_of, ignore_index=ignore_index, reduction=reduction)
+    product = deferred.product
+    loss_of = _slice_loss(product.compiles_for, product.dtype, ignore_index, label_smoothing)
+    return _chunked(product, target, loss_of, ignore_index=ignore_index, reduction=reduction)
 
 
 def _split_cross_entropy(
@@ -221,9 +222,8 @@ def _split_cross_entropy(
     n_classes: int | None = None,
 ) -> torch.Tensor | None:
     """`vocab_parallel_cross_entropy`."""
-    x = deferred.product.x
-    loss_of = _split_slice_loss(deferred.product.compiles_for, tp, ignore_index, label_smoothing, n_classes)
-    product = replace(deferred.product, x=x.reshape(-1, x.shape[-1]))
+    product = replace(deferred.product, x=deferred.product.x.reshape(-1, deferred.product.x.shape[-1]))
+    loss_of = _split_slice_loss(product.compiles_for, product.dtype, tp, ignore_index, label_smoothing, n_classes)
     return _chunked(product, targets.reshape(-1), loss_of, ignore_index=ignore_index, reduction=reduction)
 
 
@@ -258,11 +258,17 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 @functools.cache
-def _slice_loss(compiles_for: torch.device | None, ignore_index: int, label_smoothing: float) -> SliceLoss:
-    """The sum of the losses of rows, computed in float32 at least; compiled where a device is given."""
+def _slice_loss(
+    compiles_for: torch.device | None, dtype: torch.dtype, ignore_index: int, label_smoothing: float
+) -> SliceLoss:
+    """The sum of the losses of rows, computed in float32 at least; compiled where a device is given.
 
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        precise = logits if logits.dtype == torch.float64 else logits.float()
+    The logits are what the product is in `dtype`: a cast that is compiled too takes no pass over them of its own.
+    """
+
+    def loss_of(product: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = product.to(dtype)
+        precise = logits if dtype == torch.float64 else logits.float()
         return F.cross_entropy(
             precise, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
@@ -273,6 +279,7 @@ def _slice_loss(compiles_for: torch.device | None, ignore_index: int, label_smoo
 @functools.cache
 def _split_slice_loss(
     compiles_for: torch.device | None,
+    dtype: torch.dtype,
     tp: ProcessGroup | None,
     ignore_index: int,
     label_smoothing: float,
@@ -280,9 +287,9 @@ def _split_slice_loss(
 ) -> SliceLoss:
     """Likewise, of logits that are split over the ranks of `tp`."""
 
-    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss_of(product: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_cross_entropy(
-            logits,
+            product.to(dtype),
             targets,
             tp,
             reduction="sum",
@@ -306,7 +313,6 @@ def _chunked(
         targets,
         loss_of,
         product.slice_rows,
-        product.dtype,
         product.pads_classes,
     )
     loss = total / (targets != ignore_index).sum() if reduction == "mean" else total
@@ -325,7 +331,6 @@ class _SlicedLoss(torch.autograd.Function):
         targets: torch.Tensor,
         loss_of: SliceLoss,
         slice_rows: int,
-        dtype: torch.dtype,
         pads_classes: bool,
     ) -> torch.Tensor:
         has_gradient, n_classes = any(ctx.needs_input_grad), len(weight)
@@ -339,7 +344,7 @@ class _SlicedLoss(torch.autograd.Function):
         for start in range(0, len(x), slice_rows):
             rows = slice(start, start + slice_rows)
             logits = F.linear(x[rows], weight, bias)[:, :n_classes]
-            loss, gradient = _loss_and_gradient(loss_of, logits, targets[rows], dtype, has_gradient=has_gradient)
+            loss, gradient = _loss_and_gradient(loss_of, logits, targets[rows], has_gradient=has_gradient)
             losses.append(loss)
             if has_gradient and pads_classes:
                 gradient = with_padding(gradient, dim=1)
@@ -356,18 +361,18 @@ class _SlicedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(_scaled(saved, gradient, dtype) for saved, dtype in pairs), None, None, None, None, None)
+        return (*(_scaled(saved, gradient, dtype) for saved, dtype in pairs), None, None, None, None)
 
 
 def _loss_and_gradient(
-    loss_of: SliceLoss, logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, *, has_gradient: bool
+    loss_of: SliceLoss, logits: torch.Tensor, targets: torch.Tensor, *, has_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a slice in `dtype`, and the gradient of its logits (empty without `has_gradient`)."""
+    """The summed loss of a slice, and the gradient of its logits (empty without `has_gradient`)."""
     if not has_gradient:
-        return loss_of(logits.to(dtype), targets), logits.new_empty(0)
+        return loss_of(logits, targets), logits.new_empty(0)
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        loss = loss_of(leaf.to(dtype), targets)
+        loss = loss_of(leaf, targets)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
