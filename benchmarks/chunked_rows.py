@@ -11,10 +11,10 @@ import argparse
 import functools
 import json
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from compiled_head import seconds
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,20 +28,6 @@ N_WARM, N_ROUNDS = 3, 9
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), targets)
-
-
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cpu":
-        start_s = time.perf_counter()
-        call()
-        return time.perf_counter() - start_s
-    torch.cuda.synchronize()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    torch.cuda.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
 
 
 def passes(n_rows: int, width: int, classes: int, slice_rows: int, device: torch.device) -> Callable[[], None]:
