@@ -4,6 +4,7 @@ It is copied as it stands into the folder of a program.
 
     config, mesh           the plan, who does what of it, the process groups between ranks
     process_group, planned_devices    joining and leaving; whether processes and devices are as planned
+    known_values           numbers that a model reads while it is built without memory
     weights, construction, named_parameters    parameters under the user's names, each rank's part of them
     buffers                the dtype of buffers where a program computes in 16 bits
     float32_products       whether GPUs round the operands of float32 products
