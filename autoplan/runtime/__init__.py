@@ -26,6 +26,7 @@ It is copied as it stands into the folder of a program.
     parity, dropout              the comparison with one process, in which nothing is dropped at random
     step_trace, step_profile     traces of some steps, where the time of one goes
     number_options, written_paths    numbers and paths on the command line
+    refusal                      ends a program with a message, where what it was given cannot work
 """
 
 from .batches import global_batch, local_batch

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .parity import Differences
+from .refusal import OptionError
 
 GIB = 2**30
 
@@ -179,7 +180,7 @@ class MetricLog:
 
     def __init__(self, *, rank: int, jsonl: Path | None = None, tensorboard: Path | None = None) -> None:
         if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ValueError(
+            raise OptionError(
                 f"--tensorboard {tensorboard}: the package tensorboard is not installed\n"
                 "  fix: pip install tensorboard, or write --log-jsonl FILE"
             )
