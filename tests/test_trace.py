@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoplan.errors import InputError, TraceError
+from autoplan.errors import InputError, TraceError, UsageError
 from autoplan.graph import PerSample, Ref, Symbol, TensorSpec, graph_from_json, graph_to_json, invariant_values
 from autoplan.runtime.construction import build_whole_model
 from autoplan.runtime.known_values import NO_VALUES, KnownValues, build_on_meta
@@ -259,9 +259,17 @@ def test_a_function_that_the_program_cannot_call_is_refused_before_it_is_planned
     assert f"found '{found}'" in str(raised.value) and f"expected: {expected}\n" in str(raised.value)
 
 
-def test_an_unknown_override_shows_the_signature():
-    with pytest.raises(InputError, match=r"build_model\(width: int = 256"):
+def test_an_unknown_override_is_a_wrong_command_line_and_shows_the_signature():
+    with pytest.raises(UsageError, match=r"build_model\(width: int = 256"):
         trace_example("mlp.py", breadth=4)
+
+
+def test_an_argument_that_the_model_file_itself_gets_wrong_is_not_taken_for_a_set_value(tmp_path):
+    text = "def build_model(width=4):\n    return nn.Linear(width, width, breadth=3)\n" + MAKE_BATCH + LOSS
+    for overrides in ({}, {"width": 8}):
+        with pytest.raises(InputError, match=r"failed: TypeError: .*'breadth' \(line 4\)\n") as raised:
+            trace_model(model_source(write(tmp_path, text), overrides))
+        assert not isinstance(raised.value, UsageError)
 
 
 def test_a_value_that_build_model_cannot_use_shows_the_signature_too():

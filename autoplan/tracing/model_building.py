@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import InputError
+from autoplan.errors import InputError, UsageError
 from autoplan.user_errors import USERS_ERRORS, user_frame
 
 if TYPE_CHECKING:
@@ -21,21 +21,23 @@ _ON_META = (
     'numbers that have values: build_model runs under torch.device("meta"), where weights have none\n'
     '  fix: make them in Python, or by torch with device="cpu", as torch.linspace(0, 0.1, 6, device="cpu")'
 )
+_UNKNOWN_NAME = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _LACKS_VALUES = re.compile(r"\bmeta (device type )?tensor")  # of `item`, `tolist` and `cpu`, and of NumPy
 
 
 def build_users_model(build_model: Callable[..., nn.Module], overrides: dict[str, Any], path: Path) -> nn.Module:
     """What `build_model` of the model file gives for the `--set` values.
 
-    Raises: InputError with the line of the file that failed.
+    Raises: InputError with the line of the file that failed; UsageError for a value of no such name.
     """
     build = functools.partial(build_model, **overrides)
     try:
         return _build_knowing_numbers(build)
     except USERS_ERRORS as error:
         signature = inspect.signature(build_model)
-        if isinstance(error, TypeError) and "got an unexpected keyword argument" in str(error):
-            raise InputError.of(
+        unknown = _UNKNOWN_NAME.search(str(error)) if isinstance(error, TypeError) else None
+        if unknown and unknown[1] in overrides:
+            raise UsageError.of(
                 f"{path}: build_model",
                 found=f"--set {' '.join(f'{k}={v}' for k, v in overrides.items())} ({error})",
                 expected=f"build_model{signature}",
