@@ -227,15 +227,15 @@ def test_every_module_says_what_it_owns(path: Path) -> None:
     assert not path.read_text().strip() or ast.get_docstring(_tree(path))
 
 
-MAPPED = [*sorted(PACKAGE.glob("*/__init__.py")), CHECKOUT / "cost_models" / "__init__.py"]
+MAPPED = [*sorted(PACKAGE.rglob("__init__.py")), CHECKOUT / "cost_models" / "__init__.py"]
 
 
 @pytest.mark.parametrize("package", MAPPED, ids=lambda path: path.parent.name)
 def test_every_package_has_a_map_that_names_its_modules(package: Path) -> None:
-    words = set(re.findall(r"\w+\*?", ast.get_docstring(ast.parse(package.read_text())) or ""))
-    names = {path.stem for path in package.parent.glob("*.py") if not path.stem.startswith("__")}
-    beginnings = tuple(word[:-1] for word in words if word.endswith("*"))  # `checkpoint*` names all that begin so
-    assert sorted(name for name in names - words if not (beginnings and name.startswith(beginnings))) == []
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(package.read_text())) or ""))
+    modules = {path.stem for path in package.parent.glob("*.py") if not path.stem.startswith("__")}
+    packages = {path.parent.name for path in package.parent.glob("*/__init__.py")}
+    assert sorted((modules | packages) - words) == []
 
 
 def test_the_readme_names_every_package() -> None:

@@ -18,7 +18,9 @@ It is copied as it stands into the folder of a program.
     cuda_graph             forward and backward passes of a step, launched at once
     held_values            what modules hold, and whether it has changed since passes were captured
     parallel               ParallelModel: stages, optimizer, pipeline, and one optimizer step
-    checkpoint*, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint, folder_lock, host_copies, resume    saved runs, loaded under any plan; stopping and going on
+    checkpoint_state, checkpoint_pieces    what of a run is saved, and which part of each tensor a rank has
+    checkpoint_folder, checkpoint_planner, checkpoint_weights    how it lies in files, written whole or not at all
     finite, hang_watch, same_batch    numbers that are not finite, ranks that do not come, or have other samples
     optimizer, learning_rate, loss_scale    what changes the weights, and what else changes from step to step
     batches, loading, train      batches, their order and position, the loop
