@@ -515,6 +515,26 @@ def test_recipes_that_the_batch_rules_out_are_said_to_be_missing(answer: Answer)
     assert f"\nno DDP and FSDP: {batch + 1} devices cannot share a batch of {batch} alike" in plan_table(others)
 
 
+def test_the_mark_of_the_chosen_row_stays_whole_on_its_line(answer: Answer) -> None:
+    # 3 + 2 + 2 + 4 + 7 + 11 + 10 + 7 + 4 + 5 columns of text and 10 gaps of 2 leave 5 of 80, gaps of 1 leave 15
+    mesh = Mesh(dp=128, pp=2, micro_batch_size=16, n_micro_batches=2048, schedule="interleaved", n_chunks=3)
+    mesh = replace(mesh, keeps_attention=True, zero_stage=1, zero_shard_degree=16)
+    plan = replace(answer.best.plan, mesh=mesh, recompute="selective", loss="chunked")
+    estimate = replace(answer.best.estimate, step_s=0.0325, needed_bytes=(100 * GiB, 100 * GiB))
+    best = replace(answer.best, plan=plan, estimate=replace(estimate, memory_limit_bytes=128 * GiB))
+    table = plan_table(replace(answer, result=replace(answer.result, best=best))).splitlines()
+    assert table[2].startswith("128  1") and table[2].endswith("<- chosen,")
+    assert table[3].strip() == "chunked" and max(map(len, table)) <= 80
+
+
+def test_phrases_of_a_last_column_stay_whole_where_they_fit() -> None:
+    row = ("a" * 60, "eager, 1 stage a rank, short")
+    lines = text_table(("name", "note"), [row], phrases_of=10).splitlines()
+    assert [line[60:].strip() for line in lines[2:]] == ["eager,", "1 stage a rank,", "short"]
+    lines = text_table(("name", "note"), [row]).splitlines()
+    assert [line[60:].strip() for line in lines[2:]] == ["eager, 1 stage a", "rank, short"]
+
+
 def test_marks_of_the_table_are_explained_below_it(answer: Answer) -> None:
     # of the recipes DDP has ZeRO 0 and FSDP 3
     def rows_of(*fix: tuple[str, str]) -> str:
