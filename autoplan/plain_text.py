@@ -34,7 +34,7 @@ def text_table(
     cells = [[_printable(cell) for cell in row] for row in ([header] if show_header else []) + list(rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     gap, n_gaps = COLUMN_GAP, len(widths) - 1
-    if width is not None and width - sum(widths[:-1]) - len(gap) * n_gaps < (phrases_of or 0):
+    if width is not None and width - sum(widths[:-1]) - len(gap) * n_gaps < min(phrases_of or 0, widths[-1]):
         gap = NARROW_GAP
     indent = sum(widths[:-1]) + len(gap) * n_gaps
     lines = []
